@@ -1,1 +1,1 @@
-"""Drafts of a bundle: exits that are chosen, copies before the model, packing."""
+"""Drafts of a bundle: chosen exits, copies in front of the model, packing."""

@@ -1,9 +1,9 @@
-"""Blueprints: ways to serve a model, each with its parts, their times, and the exits it would use.
+"""Blueprints: ways to serve a model, each with its parts, their times, and the exits to use.
 
-A float32 model in pieces makes one, and every copy of it another, be it quantised
-(:mod:`.precision_choice`) or trained together with its exits (:mod:`.joint`), whose own answer is
-the last of its exits. Blueprints are compared by what they are predicted to save on the tuning
-split, and one is certified and packed.
+The float32 model in pieces is one blueprint. Every copy of it is another: quantised
+(:mod:`.precision_choice`) or trained together with its exits (:mod:`.joint`); the copy's own answer
+is the last exit. Blueprints are compared by their predicted savings on the tuning split; one of
+them is certified and packed.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class Blueprint:
     timed: TimedModel
     draft: Draft
     choice: PolicyChoice
-    """Choice of the exits in use; with the profile."""
+    """Choice of the exits in use; includes the profile."""
     tune: ExitRecords
-    """What each exit answers on the tuning split."""
+    """Answers of each exit on the tuning split."""
     candidates: Candidates
-    """The sets of exits that may be in use, to be asked under other costs."""
+    """Sets of exits that may be in use, to choose from at other costs."""
     path: FixedPath
     predicted_savings: float
     """Share of the source model's time, on the tuning split, at the reference batch size."""
     reason: str = ""
-    """Why it was preferred to others, where there were any."""
+    """Reason why it was preferred to other blueprints, if there were any."""
     training: JointTraining | None = None
-    """How its copy was trained together with the exits, if it was."""
+    """Record of training the copy together with the exits, if that was done."""
     frozen: Blueprint | None = None
-    """Then, what there is without it."""
+    """Blueprint without the trained copy, if there is one."""
     limit: str | None = None
-    """What keeps all exits out of use, where that is known already."""
+    """Reason why no exit can be in use, if that is known already."""
 
     @property
     def sliced(self) -> Sliced:
@@ -71,20 +71,20 @@ class Blueprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certified:
-    """A blueprint with what the certify split and a measurement say of it."""
+    """A blueprint with its results on the certify split and its measurement."""
 
     chosen: Blueprint
     records: ExitRecords
-    """What each exit answers on the certify split."""
+    """Answers of each exit on the certify split."""
     policy: ExitPolicy
     limit: str | None = None
-    """What keeps all exits out of use, if anything does."""
+    """Reason why no exit is in use, if none is."""
     measured: Measured | None = None
     rehearsed: Rehearsed | None = None
 
 
 def draw(timed: TimedModel, exits: Sequence[BuiltExit]) -> Blueprint:
-    """Time exits on a model in pieces whose own times are known, and choose those in use."""
+    """Time exits on a model in pieces whose times are known, and choose the exits in use."""
     run, times = timed.run, timed.times
     options = run.options
     draft = Draft.of(timed.sliced, exits)
@@ -114,9 +114,9 @@ def draw(timed: TimedModel, exits: Sequence[BuiltExit]) -> Blueprint:
 
 
 def time_copy(sliced: Cascade, copy: bytes, run: CompileRun) -> TimedModel:
-    """Compare the pieces of a copy with it, and time them, with the model after them.
+    """Compare the pieces of a copy with the whole copy, and time them with the model after them.
 
-    CompileError if they answer otherwise, DataError if the copy fails on a sample.
+    CompileError if their answers differ, DataError if the copy fails on a sample.
     """
     verify_front(
         sliced,
@@ -143,9 +143,9 @@ def _fix_path(
 
 
 def own_exit(timed: TimedModel, plain: Blueprint) -> BuiltExit:
-    """Make the copy's own answer the last exit of a cascade, and judge it with no other beside it.
+    """Make the copy's own answer the last exit of a cascade, and judge it alone.
 
-    ``plain`` is the source model's blueprint: its answers are what is agreed with. DataError if the
+    ``plain`` is the source model's blueprint, whose answers are the reference. DataError if the
     copy fails on a sample.
     """
     sliced, run = timed.sliced, timed.run
@@ -185,11 +185,11 @@ def _built(sliced: Sliced, share: float = 1.0) -> bytes:
 def _answered(
     sliced: Sliced, graph: bytes, plain: Blueprint, parts: DataSplit
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[Any] | None]:
-    """Let the copy answer the tuning split.
+    """Run the copy on the tuning split.
 
-    Gives principal values [samples, n], whether answers are the source model's [samples], and the
-    mask of their tokens. Of one class of several the one principal value is the graph's confidence,
-    by whatever criterion.
+    Returns principal values [samples, n], whether each answer agrees with the source model's
+    [samples], and the mask of tokens. For classification the one principal value is the graph's
+    confidence, by any criterion.
     """
     answer, tune = sliced.model.answer, parts.tune
     prefix, agreement = exit_prefix(len(sliced.cuts) - 1), agreement_of(answer)
@@ -198,7 +198,7 @@ def _answered(
     if tail is not None:
         outputs.append(taught.output)
     graphs, ends_too = [assemble([*sliced.graphs[:-1], graph], outputs)], answer.task.is_dense
-    if ends_too:  # what is recorded of answers with places does not say what they were
+    if ends_too:  # the records of answers with positions do not contain the answers
         graphs.append(sliced.graphs[-1])
         outputs = [*outputs, answer.output]
     whole = None if answer.task.mask is None else tune.column(answer.task.mask, slice(None))

@@ -1,11 +1,11 @@
-"""A cascade: a copy of the model, cut into segments, and the unmodified one behind it.
+"""A cascade: a copy of the model, cut into segments, followed by the unmodified model.
 
-Exits follow the copy's segments, and the copy's own answer is the last of them. Who is sure enough
-at none is deferred to the source model, as are audited samples: what is promised, certified and
+Exits follow the copy's segments, and the copy's own answer is the last exit. Samples below every
+threshold go on to the source model, as do audited samples. So what is promised, certified and
 audited is agreement with the source model, however the copy was made.
 
-The copy may be any graph with the source's inputs and output. Cut points are those of the source
-that are still places where one tensor carries everything onward in the copy, under the same name.
+The copy may be any graph with the source's inputs and output. Cut points are those of the source at
+which one tensor of the same name carries all data onward in the copy, too.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from offramp.engine.answers.differences import compare
 from offramp.engine.backends.onnxruntime import make_session
 
 PREFIX = "offramp_front/"
-"""What all names of a copy begin with, but those of graph inputs."""
+"""Prefix of all names of a copy but those of graph inputs."""
 _AGAIN = "/again"
 _FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "Gelu"})
-"""Operators without an int8 kernel: what they give is quantised by the next operator alone."""
+"""Operators without an int8 kernel: their outputs are quantised by the next operator alone."""
 
 
 def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Cascade:
-    """Cut a quantised copy where its source model was, and put that behind it.
+    """Cut a quantised copy where its source model was cut, and append the source model.
 
-    ``plain`` is the source model in pieces. Where a cut of these is none in the copy, its
-    neighbours there are one segment. ModelError: the copy has other inputs or another answer.
+    ``plain`` is the source model in pieces. If a cut is missing in the copy, its neighbours are one
+    segment there. ModelError if the copy has other inputs or another answer.
     """
     front = _front_of(plain.model, copy)
     analysis = _surviving(plain.analysis, front)
@@ -66,9 +66,9 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Cascad
 
 
 def slice_twin(plain: Sliced, copy: bytes) -> Cascade:
-    """Cut a copy that differs in its weights alone where its source model was, and put that behind.
+    """Cut a copy that differs in its weights alone, and append the source model.
 
-    ModelError: the copy has other inputs or another answer.
+    The cuts are those of the source. ModelError if the copy has other inputs or another answer.
     """
     front = _front_of(plain.model, copy)
     chosen = {cut.name for cut in plain.cuts}
@@ -78,11 +78,11 @@ def slice_twin(plain: Sliced, copy: bytes) -> Cascade:
 
 
 def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Cascade:
-    """Cut a subnet of the source model where that was cut, and put that behind it.
+    """Cut a subnet of the source model where the model was cut, and append the model.
 
-    A subnet has some of the model's operators and parts of its weights, so its own cut points are
-    looked for, and those taken that have the names of the model's. The work of its segments is
-    given as a share of the model's. ModelError: it has other inputs or another answer.
+    A subnet has some of the model's operators and parts of its weights. So its own cut points are
+    found, and those with the names of the model's are used. The work of its segments is a share of
+    the model's. ModelError if it has other inputs or another answer.
     """
     front = _front_of(plain.model, subnet)
     analysis = find_cuts(front, max_tensors=options.reading.max_cut_tensors)
@@ -99,12 +99,12 @@ def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Casca
 
 
 def _moved(point: CutPoint) -> CutPoint:
-    """Give a cut point of the source model as the copy has it."""
+    """Return a cut point of the source model under the copy's names."""
     return replace(point, tensor=PREFIX + point.tensor, beside=tuple(map(_in_front, point.beside)))
 
 
 def _in_front(cut: CutTensor) -> CutTensor:
-    """Give a cut tensor of the source model as the copy has it."""
+    """Return a cut tensor of the source model under the copy's names."""
     return replace(cut, name=PREFIX + cut.name, beside=tuple(map(_in_front, cut.beside)))
 
 
@@ -144,7 +144,7 @@ def _before_source(
 
 
 def _with_scores(segment: SegmentModel, front: SourceModel) -> SegmentModel:
-    """Let the copy's last segment give its scores too: they say how sure its answer is."""
+    """Add the scores to the last segment's outputs: they are the copy's confidence."""
     scores = front.taught.output
     if scores == front.answer.output:
         return segment
@@ -156,7 +156,7 @@ def _with_scores(segment: SegmentModel, front: SourceModel) -> SegmentModel:
 
 
 def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
-    """Bring a copy into the form that slicing needs, under names of its own."""
+    """Convert a copy to the form that slicing needs, with prefixed names."""
     try:
         proto = onnx.ModelProto.FromString(copy)
         onnx.checker.check_model(proto)
@@ -186,8 +186,8 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
         if scores not in written_names(proto.graph):
             raise ModelError(
                 f"the copy has no tensor {tail.taught.output!r}, which holds the scores that the "
-                "model makes its answer of; compile without the copy (--precision fp32, --train "
-                "frozen)"
+                "model computes its answer from; compile without the copy (--precision fp32, "
+                "--train frozen)"
             )
         tail = replace(tail, taught=replace(tail.taught, output=scores))
     return replace(
@@ -201,7 +201,7 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
 
 
 def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
-    """State what inference may not find behind operators of others: as in the source model."""
+    """Copy types that inference may not find after custom operators from the source model."""
     made = written_names(proto.graph)
     infos = [info for info in model.proto.graph.value_info if info.name in made]
     refill(proto.graph.value_info, infos)
@@ -209,7 +209,7 @@ def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
 
 
 def _surviving(analysis: CutAnalysis, front: SourceModel) -> CutAnalysis:
-    """Drop the cut points that are none in the quantised model, and sets of tensors."""
+    """Drop sets of tensors and cut points that are not cut points of the quantised model."""
     looked_at = GraphAnalysis.of(front.proto)
     flow = looked_at.trace(analysis.main_inputs, rereads=analysis.rereads)
     gates = {gate.tensor: gate for gate in flow.gates}
@@ -227,14 +227,14 @@ def _surviving(analysis: CutAnalysis, front: SourceModel) -> CutAnalysis:
 
 
 def requantise(proto: onnx.ModelProto, tensors: Sequence[str]) -> None:
-    """Have cut tensors be quantised and back on both sides of the cut, in place.
+    """Quantise and dequantise cut tensors on both sides of the cut, in place.
 
-    ONNX Runtime computes an operator in int8 where its inputs come from ``DequantizeLinear`` and
-    its output goes to ``QuantizeLinear`` in the same graph. A cut between an operator and its
-    ``QuantizeLinear`` would leave it in float32. So where all readers of a cut tensor quantise it
-    with the same constants, a pair with these is put before the cut: the values after it are on the
-    steps of the scale, and quantising them again changes nothing. Where no cut is made, ONNX
-    Runtime drops one pair of the two.
+    ONNX Runtime computes an operator in int8 if its inputs come from ``DequantizeLinear`` and its
+    output goes to ``QuantizeLinear`` in the same graph. A cut between an operator and its
+    ``QuantizeLinear`` would leave the operator in float32. So if all readers of a cut tensor
+    quantise it with the same constants, a pair with these is put before the cut. The values after
+    the pair are steps of the scale, so quantising them again changes nothing. If no cut is made
+    there, ONNX Runtime removes one of the two pairs.
     """
     graph = proto.graph
     constants = {t.name: array_of(t).tobytes() for t in graph.initializer}
@@ -275,12 +275,11 @@ def verify_front(
 ) -> float:
     """Run the copy's segments in a chain as they are served, and compare with the whole copy.
 
-    ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
-    ``tolerance`` is relative to the scale of each value
-    (:mod:`~offramp.engine.answers.differences`).
+    ``samples`` are arrays by graph input, repeated if they are fewer than a batch; ``tolerance`` is
+    relative to the scale of each value (:mod:`~offramp.engine.answers.differences`).
 
-    Gives the largest difference found. VerificationError if it is beyond ``tolerance``, or a value
-    is no number; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.
+    Returns the largest difference. VerificationError if it is above ``tolerance``, or a value is
+    NaN; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.
     """
     answer = sliced.copy.answer.output
     whole, *chain = map(_loaded, (copy, *sliced.graphs[:-1]))

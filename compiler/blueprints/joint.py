@@ -1,14 +1,14 @@
-"""``eecompile --train joint``: a copy of the model that learned together with its exits (PAME 5.2).
+"""``eecompile --train joint``: train a copy of the model together with its exits (PAME 5.2).
 
-The frozen model with its exits is trained once more, backbone included. The promise stays about the
-original model: what was trained stands as a copy before it, a cascade (:mod:`.cascade`), whose own
-answer is the last exit. So the original answers who is sure enough nowhere, and audited samples,
-and the certificate is about it. It is used where more is predicted to be saved than with the exits
-of the frozen model.
+The frozen model with its exits is trained once more, backbone included. The promise is still about
+the original model. The trained copy is put in front of it as a cascade (:mod:`.cascade`), with the
+copy's own answer as the last exit. So the original model answers samples that no exit is sure of,
+and audited samples, and the certificate is about the original. The copy is used if its predicted
+savings are larger than those of the frozen model's exits.
 
-Training a whole model takes long, so a folder beside the bundle-to-be keeps what there is so far. A
-run that was interrupted goes on where it was: with the same exits, which were found by times that
-another run would measure otherwise, and after the last epoch that was completed.
+Training a whole model takes long, so a folder next to the future bundle keeps intermediate results.
+An interrupted run continues after the last completed epoch, with the same exits: exits were chosen
+by times, and another run would measure other times.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ from offramp.engine.graphs.assembly import assemble
 _log = logging.getLogger(__name__)
 
 TRAINED_EXITS: Final = 6
-"""Exits that learn together, at most: many make training unstable (PAME 5.2), and each takes
-time. Those that net most with the frozen model, whether that is anything or not."""
+"""Largest number of exits trained together: many make training unstable (PAME 5.2), and each takes
+time. The exits with the largest net savings on the frozen model, even if these are negative."""
 
 
 def choose_training(plain: Blueprint, found: FoundExits, folder: JointFolder) -> Blueprint:
-    """Train a copy with its exits, and give what is predicted to save more: that, or ``plain``.
+    """Train a copy with its exits, and return the blueprint with larger predicted savings.
 
-    A warning says so if it is ``plain``. ``folder`` keeps what was trained so far.
+    That is the copy's or ``plain``; a warning is logged if it is ``plain``. ``folder`` keeps
+    intermediate results.
 
     Raises:
         UntrainableError: The model or an exit has an operator that cannot be trained.
@@ -123,14 +124,14 @@ def _without(plain: Blueprint, reason: str) -> Blueprint:
 
 
 def _drawn(plain: Blueprint, exits: Sequence[BuiltExit], copy: bytes) -> Blueprint:
-    """Put the trained copy before the model, with the exits that learned with it."""
+    """Put the trained copy in front of the model, with the exits that were trained with it."""
     sliced = slice_twin(plain.sliced, copy).without_weights()
     timed = time_copy(sliced, copy, plain.timed.run)
     return draw(timed, [*(_moved(sliced, exit_) for exit_ in exits), own_exit(timed, plain)])
 
 
 def _moved(sliced: Sliced, exit_: BuiltExit) -> BuiltExit:
-    """Let an exit read what the copy gives."""
+    """Return an exit that reads the copy's outputs."""
     given = {name for segment in sliced.segments[:-1] for name in segment.outputs}
 
     def renamed(name: str) -> str:
@@ -154,32 +155,32 @@ def _with_weights(graph: bytes, weights: dict[str, onnx.TensorProto]) -> bytes:
 
 
 _PLACES: Final = {"model", "data", "output", "overwrite", "scratch", "scratch_limit"}
-"""Options that change nothing of what is trained."""
+"""Options that do not affect training."""
 _EXITS: Final = "exits.json"
 _STATE: Final = "weights.pt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointFolder:
-    """``model.ee.training``: exits and weights so far."""
+    """Folder ``model.ee.training``: exits and weights of an unfinished run."""
 
     path: Path
     digest: str
-    """Of model, data, options and versions."""
+    """Hash of model, data, options and versions."""
 
     @classmethod
     def of(cls, timed: TimedModel) -> JointFolder:
-        """Name the folder of a run; nothing is written yet.
+        """Return the folder of a run; nothing is written yet.
 
-        CompileError where there is something else already, which must not be replaced.
+        CompileError if the path holds something else, which must not be replaced.
         """
         sliced, options, parts = timed.sliced, timed.run.options, timed.run.parts
         plain = dataclasses.asdict(replace(options, data=Path()))
-        del plain["threads"], plain["building"]["training"]["threads"]  # they change no weight
+        del plain["threads"], plain["building"]["training"]["threads"]  # they do not affect weights
         nodes = [(node.op_type, list(node.output)) for node in sliced.model.proto.graph.node]
         said = {
             "model": sliced.model.original_sha256,
-            "nodes": nodes,  # simplifying may end early
+            "nodes": nodes,  # simplification may stop early
             "cuts": [[tensor.name for tensor in cut.tensors] for cut in sliced.cuts],
             "data": parts.train.sha256,
             "samples": [len(parts.train), len(parts.tune), len(parts.certify)],
@@ -190,17 +191,17 @@ class JointFolder:
         path = options.output.with_name(options.output.name + ".training")
         if path.exists() and not (path / _EXITS).is_file():
             raise CompileError(
-                f"{path} is there, and is no folder of a training that was interrupted; it is "
-                "where --train joint keeps what it has: move it, or name another --output"
+                f"{path} exists, and is not the folder of an interrupted training; it is "
+                "where --train joint keeps its state: move it, or name another --output"
             )
         return cls(path=path, digest=hashlib.sha256(text.encode()).hexdigest())
 
     def exits(self, sliced: Sliced) -> FoundExits | None:
-        """Read the exits that an earlier run found; ``None`` if there was none of this kind."""
+        """Read the exits that an earlier run found; ``None`` without a matching run."""
         try:
             plain = parse_json(read_limited(self.path / _EXITS, MAX_JSON_BYTES), _EXITS)
             if plain["digest"] != self.digest:
-                _log.warning("%s is of another compilation: it is replaced.", self.path)
+                _log.warning("%s belongs to another compilation: it is replaced.", self.path)
                 return None
             built = [self._read(sliced, item) for item in plain["built"]]
             best = tuple(from_plain(HeadScore, score, _EXITS) for score in plain["best"])
@@ -213,7 +214,7 @@ class JointFolder:
         return FoundExits(built=tuple(built), best=best)
 
     def keep(self, found: FoundExits) -> None:
-        """Write the exits; an ``OSError`` if that fails."""
+        """Write the exits; OSError if that fails."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
         for number, exit_ in enumerate(found.built):
@@ -223,16 +224,16 @@ class JointFolder:
             "built": [_described(number, exit_) for number, exit_ in enumerate(found.built)],
             "best": to_plain(found.best),
         }
-        # last: a folder without it was not completed
+        # last: a folder without this file is incomplete
         (self.path / _EXITS).write_text(json.dumps(plain))
 
     def state(self, joined: bytes) -> JointState:
-        """Give the file that keeps the weights of a joint graph while it is trained."""
+        """Return the file that keeps the weights of a joint graph while it is trained."""
         digest = hashlib.sha256(self.digest.encode() + hashlib.sha256(joined).digest())
         return JointState(path=self.path / _STATE, digest=digest.hexdigest())
 
     def remove(self) -> None:
-        """Remove it: the bundle is written."""
+        """Remove the folder, once the bundle is written."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _read(self, sliced: Sliced, item: dict[str, Any]) -> BuiltExit:

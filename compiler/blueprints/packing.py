@@ -52,16 +52,16 @@ from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.common.environment import cpu_features, package_version
 from offramp.engine.stages.plan import Mode, Plan, plan_stages
 
-if TYPE_CHECKING:  # they import torch, which writing a bundle without exits does not take
+if TYPE_CHECKING:  # imports torch, which writing a bundle without exits does not need
     from offramp.compiler.blueprints.blueprint import Certified
     from offramp.compiler.exits.exits import BuiltExit
 
 
 PROFILE = "profiles/cpu.json"
-"""Of the machine that compiled."""
+"""Profile of the machine that compiled."""
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 LOOKED_AT: Final = 64
-"""Samples that those to show are taken from."""
+"""Number of samples from which examples are selected."""
 _SHOWN: Final = 4
 _MOST_CLASSES: Final = 256
 
@@ -74,7 +74,7 @@ class Draft:
     answer: Answer
     segments: tuple[Segment, ...]
     exits: tuple[Exit, ...]
-    """Their agreement is that on the tuning split."""
+    """Exits; their agreement is measured on the tuning split."""
     files: dict[str, bytes]
     """The graphs of segments and exits, by path in the bundle."""
 
@@ -91,22 +91,22 @@ class Draft:
         return cls(inputs=inputs, answer=answer, segments=segments, exits=described, files=files)
 
     def read(self, file: str) -> bytes:
-        """Give the content of a part's file."""
+        """Return the content of a part's file."""
         return self.files[file]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltVariant:
-    """A subnet of the model as a bundle has it."""
+    """A subnet of the model as a bundle stores it."""
 
     variant: Variant
     graphs: Mapping[str, bytes]
     """Segments and exits, by path in the bundle."""
     files: Mapping[str, bytes]
-    """All others."""
+    """All other files, by path in the bundle."""
     recorded: RecordedVariant
     certify: ExitRecords
-    """What its exits say of the certify split."""
+    """Answers of its exits on the certify split."""
 
 
 def make_manifest(
@@ -177,7 +177,7 @@ def pack(
 ) -> Mapping[str, FileContent]:
     """Return the content of every file but manifest and policy, by path.
 
-    Graphs name their large weights in one file, which is given piece by piece.
+    Graphs refer to their large weights in one file, which is returned in pieces.
     """
     chosen, policy, certify = certified.chosen, certified.policy, certified.records
     sliced, draft, profile = chosen.sliced, chosen.draft, chosen.choice.profile
@@ -237,7 +237,7 @@ def _exit(index: int, built: BuiltExit, answer: str) -> Exit:
 
 
 def judged(exit_: Exit, certify: ExitRecords) -> Exit:
-    """The exit with what the certify split says of it."""
+    """Return the exit with its agreement and accuracy on the certify split."""
     agrees, truth = certify.agrees[exit_.index], certify.labels
     hits = None if truth is None else certify.prediction[exit_.index] == truth
     accuracy = None if hits is None else float(hits.mean())
@@ -245,7 +245,7 @@ def judged(exit_: Exit, certify: ExitRecords) -> Exit:
 
 
 def tool_versions() -> dict[str, str]:
-    """Return the versions of what writes bundles."""
+    """Return the versions of the tools that write bundles."""
     versions = {name: package_version(name) or "not installed as a package" for name in _TOOLS}
     return {"python": platform.python_version(), **versions}
 
@@ -259,9 +259,9 @@ def rewrite(
     *,
     overwrite: bool,
 ) -> Bundle:
-    """Write a bundle of the same graphs, hence engines, with other files and another policy.
+    """Write a bundle with the same graphs and engines, but other files and another policy.
 
-    What was measured of the policy is left out: it belongs to what is replaced.
+    Measurements of the replaced policy are left out.
     """
     stale = (POLICY, MEASURED, *changed)
     names = [entry.path for entry in bundle.manifest.files if entry.path not in stale]
@@ -277,9 +277,9 @@ def rewrite(
 
 
 def early_maps(draft: Draft, policy: ExitPolicy, source: bytes, some: Dataset) -> list[EarlyMap]:
-    """Take of the samples that leave early some from nearly equal to least equal.
+    """Select samples that leave early, from nearly equal to least equal to the model's answer.
 
-    None where the answer is no map of at most 256 classes, or nobody leaves.
+    Empty if the answer is no map of at most 256 classes, or no sample leaves early.
     """
     answer = draft.answer
     if answer.task.kind != "segmentation" or answer.classes > _MOST_CLASSES or not policy.active:

@@ -1,9 +1,9 @@
-"""``eecompile --precision``: a quantised copy before the model, where that saves more here.
+"""``eecompile --precision``: a quantised copy in front of the model, if that saves more here.
 
-Exits are trained on the float32 model and put on copies as they are: on the example model they
-agree with it as often as exits trained on the copy. So there is one set of exits, and a blueprint
-for each precision: the model as it is, its fastest copy quantised throughout, and one that is
-quantised where that pays. What each saves is predicted from times that were measured of it.
+Exits are trained on the float32 model and put on copies without changes: on the example model they
+agree with it as often as exits trained on the copy. So there is one set of exits, and one blueprint
+for each precision: the unmodified model, its fastest copy quantised throughout, and a copy that is
+quantised where that pays. The savings of each are predicted from its measured times.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from offramp.engine.common.environment import cpu_features
 _log = logging.getLogger(__name__)
 
 LEAST_AGREEMENT: Final = 0.8
-"""With the float32 model, of a copy that is used. What it is not sure of is deferred to that model,
-so a copy may err more often than the bundle; but exits and threshold have to tell where."""
+"""Least agreement of a copy with the float32 model. Answers that a copy is not sure of are left to
+that model, so a copy may err more often than the bundle; but exits and threshold must detect its
+errors."""
 JUDGED_SAMPLES: Final = 512
-"""Of the tune split, for a look at every kind; the one that is used is recorded on all of it."""
+"""Samples of the tune split on which every kind is tried; the chosen kind is recorded on all."""
 LEAST_GAIN: Final = 0.01
 """Share of the source model's time that a copy must be predicted to save beyond exits alone. A
-second model costs memory, audits through all of the first one, and time where nothing exits."""
+second model costs memory, audits that also run the first one, and time if no sample exits."""
 
 
 def choose_precision(plain: Blueprint, exits: Sequence[BuiltExit]) -> Blueprint:
-    """Give what saves most on this machine: the model as it is, or a copy of it before it.
+    """Return the blueprint that saves most on this machine: the model, or a copy in front of it.
 
-    ``plain`` is the float32 model with the ``exits``. Where no copy brings anything the answer is
-    ``plain``, and a warning says why if a copy was asked for.
+    ``plain`` is the float32 model with the ``exits``. It is returned if no copy saves more; a
+    warning has the reason if a copy was asked for.
 
     Raises:
         CompileError: A copy was asked for and cannot be cut, or its pieces differ from it.
@@ -82,16 +83,16 @@ def choose_precision(plain: Blueprint, exits: Sequence[BuiltExit]) -> Blueprint:
 
 
 def _tried(choice: PrecisionChoice) -> tuple[CpuPrecision, ...]:
-    """The kinds that a blueprint is drawn of: the fastest, and the one that agrees most often.
+    """Return the kinds to draw blueprints of: the fastest, and the one that agrees most often.
 
-    What a copy answers otherwise is taken from what exits may.
+    Disagreement of a copy reduces the disagreement that its exits may use.
     """
     fastest, *others = choice.graphs
     return fastest, *others[-1:]
 
 
 def _without(plain: Blueprint, reason: str, options: CompileOptions) -> Blueprint:
-    """Take the model as it is, and say why: loudly if a copy was asked for."""
+    """Use the model without a copy, and log why: as a warning if a copy was asked for."""
     if options.copy.precision == "int8":
         nothing = "PRECISION int8 BRINGS NOTHING HERE, the bundle will be of fp32: %s."
         _log.warning(nothing, reason)
@@ -102,7 +103,7 @@ def _without(plain: Blueprint, reason: str, options: CompileOptions) -> Blueprin
 
 def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
     """Log the CPU's instructions, and what is done where int8 would saturate."""
-    _log.info("The CPU that int8 is made on: %s.", cpu.describe())
+    _log.info("The int8 copy is made on this CPU: %s.", cpu.describe())
     if cpu.saturates:
         _log.warning(
             "This CPU (%s) has no VNNI and adds int8 products in 16 bits: weights that meet 8-bit "
@@ -114,7 +115,7 @@ def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
 
 
 def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
-    """Make every kind of copy that there is for the model, and choose the fastest on this machine.
+    """Make every kind of copy that the model allows, and choose the fastest on this machine.
 
     Scales are measured on training samples, agreement on the tune split.
     """
@@ -139,14 +140,14 @@ def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
 
 
 def _ranges(parts: DataSplit) -> Dataset:
-    """The samples that scales are measured on."""
+    """Return the samples that scales are measured on."""
     return parts.train.subset(np.arange(min(len(parts.train), RANGE_SAMPLES)))
 
 
 def on_copy(plain: Blueprint, exits: Sequence[BuiltExit], copy: bytes) -> Blueprint:
-    """Put a copy before the model, and the model's exits on the copy; its answer is the last one.
+    """Put a copy in front of the model, with the model's exits; the copy's answer is the last exit.
 
-    Raises as :func:`choose_precision` does.
+    Raises the errors of :func:`choose_precision`.
     """
     run = plain.timed.run
     sliced = slice_cascade(plain.sliced, copy, run.options)
@@ -173,10 +174,10 @@ def _moved(sliced: Sliced, exits: Sequence[BuiltExit]) -> list[BuiltExit]:
 def _mixed(
     plain: Blueprint, whole: Blueprint, exits: Sequence[BuiltExit], found: PrecisionChoice
 ) -> Blueprint | None:
-    """Put a copy before the model that is quantised only where that is predicted to pay.
+    """Put a copy in front of the model that is quantised only where that is predicted to pay.
 
-    ``None`` if that is everywhere, or if it turns out to save no more than ``whole``, which is
-    quantised throughout. For copies of our own kinds.
+    ``None`` if that is everywhere, if it saves no more than ``whole``, which is quantised
+    throughout, or if the copies' cuts are not the model's.
     """
     names = [PREFIX + cut.name for cut in plain.sliced.cuts]
     if names != [cut.name for cut in whole.sliced.cuts[:-1]]:
@@ -203,7 +204,7 @@ def _mixed(
             kept=_outputs_outside(plain.sliced, mix),
             ranges=dict(found.ranges),
         )
-    except PrecisionError:  # what is left has nothing that could be quantised
+    except PrecisionError:  # no operator that remains can be quantised
         return None
     mixed = on_copy(plain, exits, copy)
     better = mixed.predicted_savings > whole.predicted_savings
@@ -217,6 +218,6 @@ def _mixed(
 
 
 def _outputs_outside(sliced: Sliced, mix: Mix) -> set[str]:
-    """Name what operators give in the segments that stay float32."""
+    """Return the names of operators' outputs in the segments that stay float32."""
     outside = (s.proto.graph for s in sliced.segments if s.index not in mix)
     return set().union(*map(written_names, outside))

@@ -1,14 +1,14 @@
-"""Variants of a model: subnets of it, each with exits of its own, as they go into a bundle.
+"""Variants of a model: subnets with exits of their own, as they go into a bundle.
 
-A subnet stands before the model as every copy does (:mod:`.cascade`): exits follow its segments,
-its own answer is the last of them, and the unmodified model is behind it, which audits run. So what
-is trained, recorded, certified and served of it is what is of any cascade. Exits are trained on the
+A subnet is put in front of the model like every copy (:mod:`.cascade`): exits follow its segments,
+its own answer is the last exit, and the unmodified model comes after it, which audits run. So
+training, recording, certifying and serving are those of any cascade. Exits are trained on the
 subnet's own features, to answer what the *model* answers.
 
 A model and its variants can share weights in memory
-(:class:`~offramp.engine.graphs.external_weights.WeightForm`). Sessions that do so pack none for
-their kernels, and have no blocked layouts. How much longer they take depends on the model and on
-the machine, so it is measured, in turns with a session as it is otherwise.
+(:class:`~offramp.engine.graphs.external_weights.WeightForm`). Such sessions pack no weights for
+their kernels, and have no blocked layouts. The cost in time depends on the model and the machine,
+so it is measured, alternating with a normal session.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from offramp.engine.graphs.external_weights import WeightForm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnVariant:
-    """A subnet with its exits, before the certify split was asked."""
+    """A subnet with its exits, before it is certified."""
 
     name: str
     blueprint: Blueprint
@@ -57,7 +57,7 @@ class DrawnVariant:
 
 
 class VariantFinder(Protocol):
-    """Finds the variants of a model that are worth it."""
+    """Finds the variants of a model that save enough."""
 
     @property
     def model(self) -> SourceModel:
@@ -67,7 +67,7 @@ class VariantFinder(Protocol):
     def find(self, plain: Blueprint, run: CompileRun) -> tuple[DrawnVariant, ...]:
         """Return variants, the largest first; ``plain`` is the model with its exits.
 
-        Raises as :func:`draw_variant` does.
+        Raises the errors of :func:`draw_variant`.
         """
         ...
 
@@ -79,12 +79,12 @@ def draw_variant(
 
     Raises:
         CompileError: The subnet's pieces differ from it.
-        DataError: It fails on samples.
+        DataError: The subnet fails on samples.
     """
     copy = serialised(subnet)
     sliced = slice_subnet(plain.sliced, copy, run.options)
     timed = time_copy(sliced, copy, run)
-    # behind the last cut is the subnet's own answer
+    # the last cut is followed by the subnet's own answer
     found = find_exits(replace(timed, sliced=replace(sliced, cuts=sliced.cuts[:-1])))
     exits = [*found.built, own_exit(timed, plain)]
     blueprint = draw(replace(timed, sliced=sliced.without_weights()), exits)
@@ -94,10 +94,10 @@ def draw_variant(
 
 
 def build_variant(index: int, drawn: DrawnVariant, run: CompileRun, count: int) -> BuiltVariant:
-    """Ask the certify split about a variant, and describe it as number ``index`` of ``count``.
+    """Certify a variant, and describe it as number ``index`` of ``count``.
 
-    While serving, answers come from one and the other. So that all their certificates hold together
-    with the confidence that is asked for, each is made for a ``count``-th of what is left of it.
+    While serving, answers may come from any variant. For all certificates to be valid together with
+    the requested confidence, each gets a ``count``-th of the risk.
     """
     blueprint, folder = drawn.blueprint, folder_of(index)
     draft = blueprint.draft
@@ -133,16 +133,16 @@ def build_variant(index: int, drawn: DrawnVariant, run: CompileRun, count: int) 
 
 _EFFORT: Final = Effort(least=8, most=40, seconds=1.0)
 _PACKING: Final = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU"})
-"""Operators whose kernels pack weights, or have them in blocks."""
+"""Operators whose kernels pack weights or use blocked layouts."""
 
 
 def measure_sharing(
     sliced: Sliced, drawn: Sequence[DrawnVariant], run: CompileRun
 ) -> tuple[SharingCost, ...]:
-    """Time a model and its variants with shared weights and with packed ones; nothing without any.
+    """Time a model and its variants with shared and with packed weights; empty without variants.
 
-    All name their large weights in one file, which is mapped meanwhile, as all models do that are
-    compiled (:func:`~offramp.compiler.graphs.weights.weight_file`).
+    All refer to their large weights in one file, which is memory-mapped during the measurement, as
+    in every compilation (:func:`~offramp.compiler.graphs.weights.weight_file`).
     """
     protos = [sliced.model.proto, *(variant.proto for variant in drawn)]
     if not drawn or not packed_bytes(protos[0]):
@@ -173,7 +173,7 @@ def _measured(variant: int, light: bytes, packed: int, run: CompileRun) -> Shari
 
 
 def packed_bytes(proto: onnx.ModelProto) -> int:
-    """Count the bytes of large weights that packing would make a copy of."""
+    """Return the bytes of large weights that packing would copy."""
     read = {name for n in proto.graph.node if n.op_type in _PACKING for name in n.input[1:]}
     sizes = [
         int(np.prod(tensor.dims)) * ITEM_BYTES.get(tensor.data_type, 0)

@@ -1,1 +1,1 @@
-"""Command line of ``eecompile``: its parsers, its help, and what each command runs."""
+"""Command line of ``eecompile``: its parsers, its help, and the code of each command."""

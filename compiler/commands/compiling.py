@@ -1,4 +1,4 @@
-"""``eecompile MODEL.onnx``: compile a model, and build its engines where that can be done."""
+"""``eecompile MODEL.onnx``: compile a model, and build its engines where possible."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _Options = TypeVar("_Options")
 
 
 def output_of(model: Path) -> Path:
-    """Return the default place of a model's bundle."""
+    """Return the default path of a model's bundle."""
     if not model.name:
         raise ModelError(f"{str(model)!r} names no file, expected an ONNX file, such as model.onnx")
     return model.with_suffix(".ee")
 
 
 def read_options(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _Options:
-    """Make the options of a run: each field is the argument of its name, unless it is given."""
+    """Create the options of a run: each field is the argument of its name, unless it is given."""
     named = {field.name for field in dataclasses.fields(kind)} & vars(options).keys()  # type: ignore[arg-type]
     return kind(**{**{name: getattr(options, name) for name in named}, **given})
 
 
 def run_compile(options: argparse.Namespace, console: Console) -> int:
-    """Compile a model, or describe it where no data are given."""
+    """Compile a model, or describe it if no data is given."""
     output = options.output or output_of(options.model)
     if options.data is None:
         from offramp.compiler.commands.looking import show_first_look  # noqa: PLC0415
@@ -54,7 +54,7 @@ def run_compile(options: argparse.Namespace, console: Console) -> int:
     from offramp.compiler.common.options import CompileOptions  # noqa: PLC0415
     from offramp.compiler.steps.compile import compile_model  # noqa: PLC0415
 
-    known_criterion(options.criterion)  # or an error, before anything takes time
+    known_criterion(options.criterion)  # raises for unknown criteria, before long work
     engines = _plan_engines(options, output)
     if engines.note and engines.build:
         console.print(engines.note, highlight=False, markup=False, soft_wrap=True)
@@ -83,14 +83,14 @@ def run_compile(options: argparse.Namespace, console: Console) -> int:
         build_and_print(engines.build, console, chooses=False)
     except (CompileError, BackendError) as error:
         console.print(
-            f"No engines were built: {error}; the bundle is whole without them",
+            f"No engines were built: {error}; the bundle is complete without them",
             highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
     return 0
 
 
 def _reporting(path: Path | None, progress: Progress) -> AbstractContextManager[Progress]:
-    """Report progress to a file as well, if one is named."""
+    """Report progress also to a file, if one is named."""
     return nullcontext(progress) if path is None else closing(FileProgress(path, progress))
 
 
@@ -102,7 +102,7 @@ class _Engines(NamedTuple):
     note: str = ""
     """Line for the user."""
     demanded: bool = False
-    """Whether it is an error where they cannot be built."""
+    """True if it is an error that they cannot be built."""
 
 
 def _plan_engines(options: argparse.Namespace, output: Path) -> _Engines:
@@ -122,7 +122,9 @@ def _plan_engines(options: argparse.Namespace, output: Path) -> _Engines:
             raise
         if obstacle is not None:
             return _Engines()
-        line = f"GPU:    eecompile build {output} builds TensorRT engines, where the GPU is"
+        line = (
+            f"GPU:    eecompile build {output} builds TensorRT engines on the machine with the GPU"
+        )
         return _Engines(note=line)
     if obstacle is not None:
         reason = obstacle.why.partition(";")[0]
@@ -134,14 +136,14 @@ def _plan_engines(options: argparse.Namespace, output: Path) -> _Engines:
 
 
 def _obstacle(options: argparse.Namespace) -> Illegal | None:
-    """Find an option of bundles that have no engines."""
+    """Return the first option given that excludes engines."""
     values = {**compile_parser().values(options), "--backend": "tensorrt"}
     given = {flag for flag, value in values.items() if value}
     return next((row for row in NO_ENGINES if row.matches(values, given)), None)
 
 
 def build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -> int:
-    """Build engines, print what was built, and return the exit status."""
+    """Build engines, print the result, and return the exit status."""
     from offramp.compiler.commands.printing import print_building  # noqa: PLC0415
     from offramp.compiler.engines.build import Reports, build_bundle  # noqa: PLC0415
     from offramp.compiler.engines.choosing import build_best  # noqa: PLC0415
@@ -154,7 +156,7 @@ def build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -
         print_building(building, Console())
     except KeyboardInterrupt as error:
         why = str(error) or "interrupted"
-        say(f"eecompile: {why}; the engines built so far are kept, the same command goes on")
+        say(f"eecompile: {why}; the engines built so far are kept; the same command continues")
         return status_of(error)
     for result in building.failed:
         say(f"eecompile: {result.problem}")

@@ -1,4 +1,4 @@
-"""An orderly end on signals: what was begun is cleaned up, and what was written is told."""
+"""An orderly end on signals: unfinished work is cleaned up, and written files are reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIGNALS = tuple(
 
 
 class SignalledError(KeyboardInterrupt):
-    """The process was asked to end, by another signal than Ctrl-C's."""
+    """The process was asked to end by another signal than Ctrl-C's."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -24,10 +24,10 @@ class SignalledError(KeyboardInterrupt):
 
 @contextmanager
 def raising_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP a :class:`SignalledError`; a second one ends the process at once.
+    """Raise :class:`SignalledError` on SIGTERM and SIGHUP; a second signal ends the process.
 
-    A signal that is ignored, as after ``nohup``, stays so. Other threads than the main one can do
-    nothing about signals, and do nothing here.
+    A signal that is ignored, as after ``nohup``, stays ignored. In other threads than the main one,
+    which cannot handle signals, nothing changes.
     """
 
     def stop(number: int, _: object) -> NoReturn:
@@ -48,23 +48,23 @@ def raising_signals() -> Iterator[None]:
 
 
 def status_of(error: KeyboardInterrupt) -> int:
-    """Give the exit status of a process that was stopped, as shells have it."""
+    """Return the exit status of a process that was stopped, as shells have it."""
     return 128 + (error.number if isinstance(error, SignalledError) else signal.SIGINT)
 
 
 class Target:
-    """What a command writes, to tell afterwards whether it was written."""
+    """Target of a command, to report afterwards whether it was written."""
 
     def __init__(self, path: Path) -> None:
-        """Look at what is there before."""
+        """Record the file or folder that exists before."""
         self.path = path
         self._before = self._identity()
 
     def describe(self, error: KeyboardInterrupt) -> str:
-        """Say for what reason the command ended, and what it leaves."""
+        """Return the reason why the command ended, and whether its target was written."""
         written = "nothing was written"
-        if self._identity() != self._before:  # what replaces something is another file or folder
-            written = f"{self.path} is written and whole"
+        if self._identity() != self._before:  # a replacement is another file or folder
+            written = f"{self.path} is written completely"
         return f"{str(error) or 'interrupted'}; {written}"
 
     def _identity(self) -> tuple[int, int] | None:

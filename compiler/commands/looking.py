@@ -1,4 +1,4 @@
-"""A look at a model or a bundle: ``eecompile inspect``, and ``eecompile MODEL`` without data."""
+"""Descriptions of models and bundles: ``eecompile inspect``, and ``eecompile MODEL`` alone."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 
 STATUS: Final = 2
-"""Exit status: data are missing, as with any other required option."""
+"""Exit status for missing data, as for any other required option."""
 SERVE_WELL: Final = 10_000
-"""Samples beyond which exits improve little."""
+"""Number of samples beyond which exits improve little."""
 _INPUTS: Final = 6
-"""Most inputs that are listed."""
+"""Largest number of inputs that are listed."""
 _KINDS: Final = """\
 npz or folder of npy · folder of images · CSV or JSONL of texts
 parquet · Hugging Face data set · module:function"""
 
 
 def describe_model(model: SourceModel, analysis: CutAnalysis) -> dict[str, Any]:
-    """Describe a model, its cut points, and the places where none are.
+    """Describe a model, its cut points, and the places without one.
 
-    Where the work of operators had to be measured, shares of FLOPs are shares of that time.
+    If the work of operators had to be measured, shares of FLOPs are shares of that time.
     """
     return {
         "model": model.name,
@@ -100,7 +100,7 @@ def _input_lines(model: SourceModel) -> Iterator[str]:
 
 
 def _described(answer: Answer) -> str:
-    """``logits: 2 classes, logits``, and of a decoder the tokens that the classes are."""
+    """Return text such as ``logits: 2 classes, logits``, with a decoder's answer tokens."""
     tokens = f", of the tokens {', '.join(map(str, answer.tokens))}" if answer.tokens else ""
     return f"{answer.output}: {answer.describe()}{tokens}"
 
@@ -163,7 +163,7 @@ def inspect(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _read(options: argparse.Namespace, console: Console) -> tuple[SourceModel, CutAnalysis]:
-    """Read a model, and find where it may be cut."""
+    """Read a model, and find its cut points."""
     from offramp.compiler.cuts.cuts import find_cuts  # noqa: PLC0415
     from offramp.compiler.frontend.model import read_model  # noqa: PLC0415
     from offramp.compiler.graphs.weights import weight_file  # noqa: PLC0415
@@ -186,7 +186,7 @@ def _read(options: argparse.Namespace, console: Console) -> tuple[SourceModel, C
 
 
 def show_first_look(options: argparse.Namespace, console: Console) -> int:
-    """Print the screen; return the exit status."""
+    """Print the description of a model without data; return the exit status."""
     from offramp.compiler.cuts.exit_placement import choose_candidates  # noqa: PLC0415
 
     model, analysis = _read(options, console)
@@ -236,8 +236,8 @@ def _print_samples(max_disagreement: float, confidence_level: float, console: Co
     console.print(
         f"\nA promise that at most {100 * max_disagreement:g} % of its answers change, with "
         f"{100 * confidence_level:g} % confidence, takes\n"
-        f"[bold]{least:,} samples[/] at least; {max(SERVE_WELL, 2 * least):,} serve well. Labels "
-        "are not needed.\nThey should be like those that will be served.",
+        f"[bold]{least:,} samples[/] at least; {max(SERVE_WELL, 2 * least):,} are better. Labels "
+        "are not needed.\nThey should be like the samples that will be served.",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -246,11 +246,11 @@ def _print_ways(model: str, console: Console) -> None:
     ways = {
         f"eecompile {model} --data DATA": f"you have samples:\n{_KINDS}",
         f"eeserve {model} --learn": (
-            "you have none: serve the model as it is, record what it\n"
-            "is asked, compile in the background, and switch over"
+            "you have none: serve the unmodified model, record its\n"
+            "inputs, compile in the background, and switch over"
         ),
         f"eecompile {model} --data random": (
-            "a dry run on made inputs, to see exits and times;\nit certifies nothing"
+            "a dry run on random inputs, to see exits and times;\nit certifies nothing"
         ),
     }
     console.print("\nThree ways on:", highlight=False)

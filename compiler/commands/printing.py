@@ -1,4 +1,4 @@
-"""What the commands of ``eecompile`` print when they are done."""
+"""Output of the commands of ``eecompile`` when they are done."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 
 _MOST_CLASSES = 5
-"""Classes that are listed, those that lose the largest share first."""
+"""Largest number of classes that are listed, ordered by the share that they lose."""
 _BROKEN = (
     "THE PROMISE DOES NOT HOLD on data like these: so many would be unlikely. Compile the model "
-    "with samples of them, or serve with --mode audit, which notices by itself."
+    "with samples of them, or serve with --mode audit, which detects it."
 )
 _VERDICTS = {
     "kept": ("green", "That contradicts nothing that was promised."),
@@ -58,7 +58,7 @@ _STYLES = {"built": "green", "fresh": "dim", "failed": "bold red"}
 
 
 def print_bundle(bundle: Bundle, console: Console) -> None:
-    """Print what ``eecompile`` made of a model, in words."""
+    """Print the result of ``eecompile``, in words."""
     policy, manifest = whole_policy(bundle.policy, end_evidence(bundle)), bundle.manifest
     say = partial(console.print, highlight=False, soft_wrap=True)
     path = escape(str(bundle.path))
@@ -91,7 +91,7 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
 
 
 def _of_policy(bundle: Bundle, policy: ExitPolicy) -> Iterator[str]:
-    """Yield which exits are in use, what is promised of them, and what they bring."""
+    """Yield lines on the exits in use, their promise, and their savings."""
     manifest, promise = bundle.manifest, policy.promise
     if manifest.calibration.random_inputs:
         yield "[bold red]DRY RUN[/bold red]: compiled on random inputs, nothing is certified."
@@ -118,16 +118,16 @@ def _of_policy(bundle: Bundle, policy: ExitPolicy) -> Iterator[str]:
 
 
 def _covered(manifest: Manifest, *, promised: bool) -> Iterator[str]:
-    """Say what samples and which kind of agreement a promise is about, where that is not plain."""
+    """Yield lines on samples and kind of agreement of a promise, if they are not the default."""
     if manifest.calibration.distinct is not None:
         yield words.distinct_samples(manifest.calibration, promised=promised)
     task = manifest.answer.task
     if task.kind != "classification":
-        yield f"Task: {task.kind} (--task says another); an answer agrees if {task.describe()}."
+        yield f"Task: {task.kind} (--task names another); an answer agrees if {task.describe()}."
 
 
 def print_use(scratch: ScratchSpace, console: Console) -> None:
-    """Print the most memory, and the most of the disk for what did not stay, that a run took."""
+    """Print the peak memory of a run, and its peak of temporary disk space."""
     peak = peak_bytes()
     memory = "" if peak is None else f"{describe_bytes(peak)} of memory and "
     disk = f"{describe_bytes(scratch.peak_bytes)} of scratch in {escape(str(scratch.place))}"
@@ -143,14 +143,14 @@ def _promised(promise: Promise, like: str) -> str:
 
 
 def _by_class(bundle: Bundle, promise: Promise) -> Iterator[str]:
-    """Say which class loses most on the certify split, and which have a bound of their own."""
+    """Yield lines on the class that loses most on the certify split, and on bounds of classes."""
     answer, records = bundle.manifest.answer, bundle.records()
     losses = losses_on_records(answer, bundle.policy, records)
     if losses and losses[0].lost:
         worst = losses[0]
         yield (
             f"By class of the model: class {worst.number} loses most, {worst.lost:,} of its "
-            f"{worst.samples:,} certify samples ({worst.share:.2%}) are answered otherwise."
+            f"{worst.samples:,} certify samples ({worst.share:.2%}) have another answer."
         )
     bound = promise.max_class_disagreement
     if bound is not None:
@@ -161,7 +161,7 @@ def _by_class(bundle: Bundle, promise: Promise) -> Iterator[str]:
 
 
 def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
-    """Say what the exits bring: as it was measured, or as it is predicted where it was not."""
+    """Yield lines on the savings by exits: measured, or predicted if they were not measured."""
     measured, profile = bundle.measured(), bundle.profile()
     if measured is None:
         yield (
@@ -184,7 +184,7 @@ def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
 
 
 def _ranges(manifest: Manifest) -> Iterator[str]:
-    """Yield how exits end, and the range of their answers, where the model's own end is copied."""
+    """Yield how exits end, and the range of their answers, if the model's own end is copied."""
     if manifest.calibration.answer_ranges:
         ended = ", ".join(manifest.answer.tail)
         ranges = manifest.calibration.describe_ranges()
@@ -192,7 +192,7 @@ def _ranges(manifest: Manifest) -> Iterator[str]:
 
 
 def _variants(bundle: Bundle) -> Iterator[str]:
-    """Say of each variant what it takes, how often it agrees, and what is promised of it."""
+    """Yield a line on each variant: its time, its agreement and its promise."""
     size = bundle.manifest.calibration.reference_batch_size
     for variant, shown in zip(bundle.manifest.variants, bundle.variants()[1:], strict=True):
         profile = shown.profile()
@@ -212,7 +212,7 @@ def _variants(bundle: Bundle) -> Iterator[str]:
 
 
 def _added(bundle: Bundle) -> str:
-    """Say what the exits in use add where none is taken, at batch 1 and at the reference size."""
+    """Return the time that exits add if none is taken, at batch 1 and at the reference size."""
     profile, active = bundle.profile(), [a.exit for a in bundle.policy.active]
     sizes = sorted({profile.batch_sizes[0], bundle.manifest.calibration.reference_batch_size})
     costs = {size: CostModel.of(bundle.manifest, profile, size) for size in sizes}
@@ -220,7 +220,7 @@ def _added(bundle: Bundle) -> str:
 
 
 def print_profiled(done: Profiled, console: Console) -> None:
-    """Print what ``eecompile profile`` measured, and what the policy is predicted to save now."""
+    """Print the result of ``eecompile profile``, and the savings that it predicts."""
     active = [a.exit for a in done.bundle.policy.active]
     titles = ("batch", "model, ms", "before", "exits add", "± ", "saved", "before", "rounds")
     table = Table(*(Column(title, justify="right") for title in titles))
@@ -263,7 +263,7 @@ def _advice(done: Profiled, active: list[int]) -> str:
 
 
 def print_rehearsing(done: Rehearsing, console: Console) -> None:
-    """Print the policy before and after ``eecompile rehearse``, and what both bring."""
+    """Print the policy before and after ``eecompile rehearse``, and forecasts of both."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     for move in done.moves:
         where = "no longer in use" if move.to is None else f"moved to exit {move.to}"
@@ -320,7 +320,7 @@ def _figures(forecast: Forecast) -> dict[str, str]:
 
 
 def print_exported(done: Exported, data: Path | DataSource, console: Console) -> None:
-    """Print what ``eecompile export`` wrote, and how it was verified."""
+    """Print the files that ``eecompile export`` wrote, and how they were verified."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     count = len(done.names.thresholds)
     folders = [place.folder for place in done.repositories]
@@ -344,16 +344,16 @@ def print_exported(done: Exported, data: Path | DataSource, console: Console) ->
         f"its answers {how}; {1 - verified.exit_shares.get(-1, 0.0):.1%} left early."
     )
     if not done.calibration_data:
-        say("These are not the data that the bundle was compiled with.")
+        say("This is not the data that the bundle was compiled with.")
     for place in done.repositories:
         say(
-            f"For {escape(place.describe_servers())}. What they lack, of what eeserve does: "
+            f"For {escape(place.describe_servers())}. Features of eeserve that they lack: "
             f"{', '.join(LOST)}; {escape(str(place.folder / README))} explains it."
         )
 
 
 def print_check(check: BundleCheck, path: Path, console: Console) -> None:
-    """Print what ``eecompile verify`` found."""
+    """Print the result of ``eecompile verify``."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     like = "samples"
     if check.distinct_samples < check.samples:
@@ -361,7 +361,7 @@ def print_check(check: BundleCheck, path: Path, console: Console) -> None:
             f"samples, {check.distinct_samples:,} of them distinct, which alone count as evidence"
         )
     if check.on_calibration_data:
-        like = "samples that it was made of, which prove little"
+        like = "samples that it was made with, which prove little"
     say(f"[bold]{escape(str(path))}[/bold]: {check.samples:,} {like}")
     for place, share in check.shares.items():
         where = "the model's end" if place == MODEL_END else exit_label(place)
@@ -385,8 +385,8 @@ def print_check(check: BundleCheck, path: Path, console: Console) -> None:
 
 
 def _lost_by_class(check: BundleCheck) -> Iterator[str]:
-    """Say which classes of the model, and which labels, lose most, and warn of harm."""
-    for losses, whose in ((check.by_class, "that the model gives class"),
+    """Yield lines on the classes and labels that lose most, and warnings of harm."""
+    for losses, whose in ((check.by_class, "that the model answers with class"),
                           (check.by_label, "with label")):  # fmt: skip
         shown = [loss for loss in losses if loss.lost][:_MOST_CLASSES]
         for loss in shown:
@@ -400,7 +400,7 @@ def _lost_by_class(check: BundleCheck) -> Iterator[str]:
 
 
 def print_building(building: Building, console: Console) -> None:
-    """Print a line a unit, and what there is now."""
+    """Print a line per unit, and a summary."""
     if building.results is None:
         table, line = _plan_table(building), _plan_line(building)
     else:
@@ -442,7 +442,7 @@ def _result_line(building: Building, results: Sequence[UnitResult]) -> str:
     batches = describe_ranges(sorted(ranges))
     return (
         f"{line}, {size:.1f} MiB for batches {batches} in [bold]{escape(path)}[/bold]\n"
-        "Measured: the time of building, and the largest difference from ONNX Runtime on the CPU, "
+        "Measured: the build time, and the largest difference from ONNX Runtime on the CPU, "
         "relative to the scale of each value."
     )
 
@@ -476,7 +476,7 @@ def _intention(plan: Planned) -> tuple[str, str]:
 def _plan_line(building: Building) -> str:
     stale = [p for p in building.planned if not isinstance(p, PlannedEngine) or p.stale]
     target = building.target
-    unknown = f"a GPU that is not known, {target.precision}"
+    unknown = f"an unknown GPU, {target.precision}"
     there = unknown if target.gpu == UNKNOWN else target.describe()
     return (
         f"{len(stale)} of {len(building.planned)} engines would be built for {escape(there)}; "
@@ -485,7 +485,7 @@ def _plan_line(building: Building) -> str:
 
 
 def part_of(unit: Unit, bundle: Bundle) -> str:
-    """Say which part of the bundle a unit is, or parts."""
+    """Return the part of the bundle that a unit is, or several parts."""
     if unit.variant:
         shown = bundle.variant(unit.variant)
         own = part_of(unit._replace(variant=0), shown)

@@ -1,4 +1,4 @@
-"""Readers of single values of the command line; argparse shows the reason of a refusal."""
+"""Parsers of single values of the command line; argparse shows the reason of a refusal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 def _reader(
     kind: Callable[[str], _T], fits: Callable[[_T], bool], reason: str
 ) -> Callable[[str], _T]:
-    """Return a reader of values of a kind, which refuses those that do not fit with a reason."""
+    """Return a parser of values of a kind, which refuses unsuitable values with a reason."""
 
     def read(text: str) -> _T:
         try:
@@ -35,27 +35,27 @@ share = _reader(
     lambda value: 0 < value <= MOST_SHARE,
     "is not a share: a number above 0, and below 1 by 1e-9 or more",
 )
-"""Number above 0 and below 1, by :data:`.MOST_SHARE`."""
+"""Parser of a number above 0 and below 1, by :data:`.MOST_SHARE`."""
 share_from_0 = _reader(float, lambda value: 0 <= value < 1, "is not 0 or between 0 and 1")
 share_up_to_1 = _reader(float, lambda value: 0 < value <= 1, "is not above 0, and at most 1")
-distance = _reader(float, lambda value: 0 <= value < _INF, "is no distance; give 0 or more")
+distance = _reader(float, lambda value: 0 <= value < _INF, "is no distance; use 0 or more")
 seconds = _reader(
-    float, lambda value: 0 < value < _INF, "is no number of seconds; give for instance 60"
+    float, lambda value: 0 < value < _INF, "is no number of seconds; use for instance 60"
 )
 above_0 = _reader(float, lambda value: 0 < value < _INF, "is not a number above 0")
-gib = _reader(float, lambda value: 0 < value < _INF, "is no number of GiB; give for instance 4")
+gib = _reader(float, lambda value: 0 < value < _INF, "is no number of GiB; use for instance 4")
 positive = _reader(int, lambda value: value >= 1, "is not a whole number above 0")
 seed = _reader(
     int, lambda value: 0 <= value < SEEDS, f"is not a whole number from 0 to {SEEDS - 1}"
 )
-"""Seed of random numbers."""
+"""Parser of a seed of random numbers."""
 
 
 def tokens(text: str) -> tuple[int, ...]:
-    """Read ids of tokens, with commas between them."""
+    """Parse ids of tokens, separated by commas."""
     try:
         return tuple(int(token) for token in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r:.80} is not ids of tokens; give for instance 2152,9693"
+            f"{text!r:.80} is not ids of tokens; use for instance 2152,9693"
         ) from error

@@ -1,1 +1,1 @@
-"""What all packages of the compiler share: options, errors, progress, memory, rounding."""
+"""Shared by all packages of the compiler: options, errors, progress, memory, rounding."""

@@ -10,7 +10,7 @@ class ModelError(CompileError):
 
 
 class OptionsConflictError(CompileError):
-    """Options were given that exclude each other, or one without another that it needs."""
+    """Options exclude each other, or one lacks another that it needs."""
 
 
 class NoCutPointError(CompileError):
@@ -22,7 +22,7 @@ class UnknownCutPointError(CompileError):
 
 
 class VerificationError(CompileError):
-    """Segments compute something else than the source model, or an export than its bundle."""
+    """Segments and source model have different results, or an export and its bundle."""
 
 
 class ExportError(CompileError):
@@ -30,12 +30,12 @@ class ExportError(CompileError):
 
 
 class EngineOptionsError(CompileError):
-    """What was asked for of engines is malformed, or does not fit the model."""
+    """An option of engines is malformed, or does not fit the model."""
 
 
 class EnginesUnavailableError(CompileError):
-    """This machine lacks what building engines needs."""
+    """This machine lacks requirements for building engines."""
 
 
 class EngineBuildError(CompileError):
-    """An engine cannot be built or run, or does not compute what its graph does."""
+    """An engine cannot be built or run, or its results differ from its graph's."""

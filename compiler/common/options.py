@@ -1,7 +1,7 @@
-"""What a user can ask of ``eecompile``, and which options exclude or need each other.
+"""Options of ``eecompile``, and tables of options that exclude or need each other.
 
-The tables of combinations hold for every model. Options that a certain model excludes are refused
-once it is read (:mod:`offramp.compiler.steps.settling`).
+The tables are valid for every model. Options that a particular model excludes are refused once it
+is read (:mod:`offramp.compiler.steps.settling`).
 """
 
 from __future__ import annotations
@@ -27,38 +27,37 @@ from offramp.engine.models.options import MOST_SHARE, refuse_unless
 
 AskedKind: TypeAlias = TaskKind | Literal["auto"]
 SHARES: Final[dict[TaskKind, float]] = {"token-classification": 0.98, "segmentation": 0.95}
-"""Least shares of equal tokens and pixels, where none is asked for; of key points it is all.
+"""Default for the least shares of equal tokens and pixels; for key points it is all.
 
-Pixels at the borders of objects come out one way or the other, however good the model: where two
-answers to an image differ in 5 % of its pixels, either is about as right.
-"""
+Pixels at the borders of objects are ambiguous for every model: if two answers to an image differ in
+5 % of its pixels, both are about equally right."""
 WITHIN_SPREAD: Final = 0.1
-"""How far values may differ where nothing is asked for: as a share of their standard deviation."""
+"""Default for how far values may differ, as a share of their standard deviation."""
 WITHIN_MAP: Final = 0.05
-"""How far key points may be apart, as a share of the map's longer side."""
+"""Default for the distance of key points, as a share of the map's longer side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTask:
-    """What the user says of the task; ``None`` is as the task has it."""
+    """The user's statements about the task; ``None`` is the task's default."""
 
     kind: AskedKind = "auto"
     share: float | None = None
     within: float | None = None
     class_map: bool = False
-    """Answer with the classes of pixels or tokens in place of their scores."""
+    """True to answer with the classes of pixels or tokens in place of their scores."""
 
     def settle(self, kind: TaskKind) -> AnswerTask:
-        """Give the task of a kind; ModelError where what is asked for says nothing of it."""
+        """Return the task of a kind; ModelError if an option does not apply to it."""
         share, within = self.share, self.within
         if share is not None and kind not in DENSE:
             raise ModelError(
-                f"--agree-share {share:g} says nothing of {kind}, whose answers have no tokens, "
+                f"--agree-share {share:g} does not apply to {kind}, whose answers have no tokens, "
                 "pixels or key points; leave it out"
             )
         if within is not None and kind not in ("pose", "regression"):
             raise ModelError(
-                f"--agree-within {within:g} says nothing of {kind}, where classes are equal or "
+                f"--agree-within {within:g} does not apply to {kind}, where classes are equal or "
                 "not; leave it out"
             )
         return AnswerTask(
@@ -73,16 +72,16 @@ class VariantSource(Protocol):
 
     @property
     def flag(self) -> str:
-        """The option that asks for it."""
+        """Option that asks for variants."""
         ...
 
     @property
     def combinations(self) -> Sequence[Illegal]:
-        """Combinations of it with other options that are refused."""
+        """Combinations with other options that are refused."""
         ...
 
     def prepare(self, model: Any) -> Any:
-        """Return a :class:`.VariantFinder` of a :class:`.SourceModel`; CompileError."""
+        """Return a :class:`.VariantFinder` for a :class:`.SourceModel`; raises CompileError."""
         ...
 
 
@@ -92,38 +91,40 @@ _INF = float("inf")
 _A_SHARE = "a share above 0 and below 1"
 _FROM_0 = "a share from 0, and below 1"
 DEFAULT_CONFIDENCE_LEVEL = 0.95
-"""Of a promise, where nothing else is asked for or promised."""
+"""Default confidence level of a promise."""
 Selection: TypeAlias = Literal["savings", "pame"]
-"""How the exits in use are chosen among those that were built."""
+"""Method of choosing the exits in use among those that were built."""
 AskedPrecision: TypeAlias = Literal["fp32", "int8", "auto"]
-"""What ``eecompile --precision`` takes for bundles."""
+"""Values of ``eecompile --precision`` for bundles."""
 Training: TypeAlias = Literal["frozen", "joint"]
-"""What is trained: exits on the model as it is, or then a copy of it together with them."""
+"""Training of exits on the unchanged model, or also of a copy of it together with them."""
 HeadFamily: TypeAlias = Literal["auto", "pooled", "bridges", "both"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingOptions:
-    """How the model is read, and what its answers are."""
+    """Options of reading the model, and properties of its answers."""
 
     answer: str | None = None
-    """The output that exits imitate, where the model has several."""
+    """Output that exits imitate, if the model has several."""
     task: AskedKind = "auto"
-    """What answers are; ``auto`` infers it from the graph."""
+    """Task of the answers; ``auto`` infers it from the graph."""
     agree_share: float | None = None
     """Least share of tokens, pixels or key points that have to be equal for an answer to agree."""
     agree_within: float | None = None
-    """How far values may differ, or key points be apart (as a share of the map's longer side)."""
+    """Largest difference of values, or distance of key points as a share of the map's longer
+    side."""
     class_map: bool = False
-    """Answer with the classes of pixels or tokens, in a byte each, in place of their scores."""
+    """True to answer with the classes of pixels or tokens, in a byte each, in place of their
+    scores."""
     answer_tokens: tuple[int, ...] = ()
     """Ids of the tokens that a decoder [batch, tokens, vocabulary] answers with, as classes; the
-    model is reduced to their logits behind the last token of the prompt."""
+    model is reduced to their logits after the last token of the prompt."""
     max_cut_tensors: int = 4
-    """Most tensors that a cut point has, where no single one carries everything."""
+    """Largest number of tensors of a cut point, where no single tensor carries all data."""
     simplify: bool = True
     simplify_limit: float = 180.0
-    """Seconds that simplifying may take; the model is compiled as it is where that does not do."""
+    """Seconds that simplifying may take; after that the model is compiled without it."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: 0 < v <= 1, "above 0, and at most 1", "agree_share")
@@ -133,7 +134,7 @@ class ReadingOptions:
 
     @property
     def asked_task(self) -> AskedTask:
-        """What is said of the task."""
+        """Options about the task."""
         return AskedTask(
             kind=self.task,
             share=self.agree_share,
@@ -144,17 +145,17 @@ class ReadingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromiseOptions:
-    """What is promised of answers, and which samples are evidence."""
+    """Promise about answers, and definition of the samples that are evidence."""
 
     max_disagreement: float = 0.01
     max_class_disagreement: float | None = None
-    """Bound on the answers of each class of the model's by itself; ``None`` bounds none."""
+    """Bound on the answers of each class of the model separately; ``None`` for no bound."""
     confidence_level: float = DEFAULT_CONFIDENCE_LEVEL
     group: str | None = None
-    """Array of the data whose equal values say which samples belong together."""
+    """Array of the data whose equal values mark samples that belong together."""
     copies_within: float = COPIES_WITHIN
-    """Share of the typical distance between samples within which they may be copies; 0 takes equal
-    samples alone as copies, and no rows as a series."""
+    """Share of the typical distance between samples within which they may be copies; with 0 only
+    equal samples are copies, and no rows are a series."""
 
     def __post_init__(self) -> None:
         shares = ("max_disagreement", "max_class_disagreement", "confidence_level")
@@ -164,24 +165,24 @@ class PromiseOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitOptions:
-    """Where exits are built, what they are, and how they learn."""
+    """Places of exits, their heads, and how these are trained."""
 
     exits: tuple[str, ...] = ()
     """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses
     ``candidates``."""
     candidates: int = 12
-    """Most exits that are built."""
+    """Largest number of exits that are built."""
     heads: HeadFamily = "auto"
-    """``pooled``: heads that pool their cut tensor; ``bridges``: the model's own blocks and head
-    (PAME 5.1); ``both``: at each candidate what nets more; ``auto``: bridges where answers have
-    places, else pooled ones."""
+    """Kind of heads: ``pooled`` pool their cut tensor; ``bridges`` are the model's own blocks and
+    head (PAME 5.1); ``both`` takes the larger net savings at each candidate; ``auto`` means bridges
+    if answers have positions, else pooled heads."""
     criterion: str = "probability"
-    """What says how sure an exit is: a name of :class:`.Criterion`, or a registered
-    one (:mod:`offramp.engine.answers.criteria`). For classification."""
+    """Measure of an exit's confidence: a name of :class:`.Criterion`, or a registered one
+    (:mod:`offramp.engine.answers.criteria`). For classification."""
     mask: str | None = None
-    """The graph input that says which tokens count; found by name where not given."""
+    """Graph input that marks the tokens that count; found by name by default."""
     augment: Literal["auto", "off"] = "auto"
-    """``auto``: heads train on made samples too, where a way to make them fits the inputs
+    """With ``auto``, heads are also trained on generated samples, if a method fits the inputs
     (:mod:`offramp.calibration.data.augmentation`)."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
@@ -191,19 +192,19 @@ class ExitOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions:
-    """The copy of the model that exits may follow: of which precision, or how it is trained."""
+    """Copy of the model that exits may follow: its precision, and its training."""
 
     precision: AskedPrecision = "fp32"
-    """``int8``: exits follow a quantised copy of the model, whose own answer is the last of them;
-    whoever is sure enough at none runs through the unmodified model. Where that brings nothing on
-    this machine it is fp32, with a warning; ``auto`` is the same without."""
+    """With ``int8``, exits follow a quantised copy of the model, whose own answer is the last exit;
+    samples below every threshold run through the unmodified model. If that saves nothing on this
+    machine, fp32 is used, with a warning; ``auto`` is the same without the warning."""
     train: Training = "frozen"
-    """``joint``: a copy of the model learns together with its exits (PAME 5.2), and is used where
-    it saves more; its own answer is the last exit, and the unmodified model answers the rest."""
+    """With ``joint``, a copy of the model is trained together with its exits (PAME 5.2), and used
+    if it saves more; its own answer is the last exit, and the unmodified model answers the rest."""
     teach: Teacher = "model"
-    """What it learns: the unmodified model's answers, or the data's labels."""
+    """Teacher of the copy: the unmodified model's answers, or the data's labels."""
     joint_rate: float = 1e-4
-    """Its learning rate, at the peak."""
+    """Peak learning rate of the copy."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "joint_rate")
@@ -211,25 +212,25 @@ class CopyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceOptions:
-    """How the exits in use are chosen among those that were built."""
+    """Method of choosing the exits in use among those that were built."""
 
     selection: Selection = "savings"
-    """``savings``: what is expected to save most time. ``pame``: what a rehearsal on
-    batches of the tuning split finds, which keeps batches from becoming late."""
+    """With ``savings``, exits with the largest expected savings of time. With ``pame``, exits found
+    by a rehearsal on batches of the tuning split, which keeps batches from becoming late."""
     max_overhead: float | None = None
-    """Share of the source model's time that exits (and the quantised model before the source, where
-    there is one) may add for a sample that takes none
-    (Apparate's ramp budget), at the reference batch size, where the measurement is sure of it.
-    ``None`` is no limit: what exits add is a price in the savings. With ``savings`` only."""
+    """Share of the source model's time that exits (and a copy of the model in front of it) may add
+    for a sample that takes none (Apparate's ramp budget), at the reference batch size, if the
+    measurement is significant. ``None`` is no limit: the added time only reduces the savings. With
+    ``savings`` only."""
     rehearsal_batch: int = 32
     """Rows of a rehearsed batch. With ``pame`` only."""
     max_violations: float = 0.02
     """Largest share of batches that an exit may make late. With ``pame`` only."""
     min_gain: float = 0.01
-    """Least share of the source model's time that each exit must take off the mean latency; PAME
+    """Least share of the source model's time by which each exit must reduce the mean latency; PAME
     has no such limit, which is 0. With ``pame`` only."""
     reference_batch_size: int = 8
-    """Savings are predicted with the times profiled at this batch size."""
+    """Batch size of the profiled times that savings are predicted with."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "max_overhead")
@@ -256,14 +257,15 @@ class CompileOptions:
     """Largest relative difference between chained segments and source; ``None`` is by the precision
     that the source computes in (:mod:`offramp.compiler.common.rounding`)."""
     threads: int = 1
-    """Of ONNX Runtime while profiling."""
+    """Threads of ONNX Runtime while profiling."""
     seed: int = 0
     variants: VariantSource | None = None
-    """What makes smaller variants of the model, each with exits of its own."""
+    """Source of smaller variants of the model, each with separate exits."""
     scratch: Path | None = None
-    """The folder that features are recorded in; ``None`` is the system's for temporary files."""
+    """Folder that features are recorded in; ``None`` is the system's for temporary files."""
     scratch_limit: float = 4.0
-    """GiB that features may take at once: the rest is recorded in later passes over the data."""
+    """Largest size of features in GiB at a time: the rest is recorded in later passes over the
+    data."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "tolerance")
@@ -273,7 +275,7 @@ class CompileOptions:
 
     @classmethod
     def of(cls, **named: Any) -> CompileOptions:
-        """Make options of flat names, as flags and keyword arguments have them.
+        """Create options from flat names, as flags and keyword arguments have them.
 
         TypeError if there is no such option, ValueError if a value is out of range.
         """
@@ -297,7 +299,7 @@ class CompileOptions:
 
     @property
     def is_dry_run(self) -> bool:
-        """Whether the data are made inputs, which certify nothing."""
+        """True if the data is random inputs, which certify nothing."""
         return isinstance(self.data, RandomSource)
 
 
@@ -313,22 +315,22 @@ _GROUPS: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteOptions:
-    """A run of a subcommand that reads a bundle, and writes it again with something changed."""
+    """A run of a subcommand that reads a bundle, and writes it again with changes."""
 
     bundle: Path
     output: Path | None = None
-    """``None`` replaces the bundle."""
+    """Bundle to write; ``None`` replaces the bundle that is read."""
     overwrite: bool = False
-    """Whether ``output`` may replace another bundle."""
+    """True if ``output`` may replace another bundle."""
     dry_run: bool = False
-    """Write nothing."""
+    """True to write nothing."""
 
     def target(self) -> Path | None:
-        """Find where to write, and check that it is free; ``None`` in a dry run."""
+        """Return the path to write to, after checking it; ``None`` in a dry run."""
         if self.dry_run:
             return None
         if self.output is None:
-            target = self.bundle.resolve()  # a link to the bundle stays one
+            target = self.bundle.resolve()  # a link to the bundle stays a link
             check_writable(target)
             return target
         check_target(self.output, overwrite=self.overwrite)
@@ -336,7 +338,7 @@ class RewriteOptions:
 
     @property
     def replaces(self) -> bool:
-        """Whether a bundle at the target is replaced."""
+        """True if a bundle at the target is replaced."""
         return self.output is None or self.overwrite
 
 
@@ -345,39 +347,39 @@ class ProfileOptions(RewriteOptions):
     """One run of ``eecompile profile``."""
 
     threads: int | None = None
-    """Of ONNX Runtime; ``None`` is as the bundle was profiled."""
+    """Threads of ONNX Runtime; ``None`` is as the bundle was profiled."""
     backend: str = "onnxruntime"
-    """What is measured: the CPU, or ``tensorrt`` or ``cuda`` on a GPU."""
+    """Backend to measure: the CPU, or ``tensorrt`` or ``cuda`` on a GPU."""
     device: str = "cuda:0"
     """The GPU."""
     json: Path | None = None
-    """A file to write the profile to alone; the bundle stays as it is then."""
+    """File to write the profile to; the bundle is not changed then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearseOptions(RewriteOptions):
-    """One run of ``eecompile rehearse``; ``None`` is what the bundle was made with."""
+    """One run of ``eecompile rehearse``; ``None`` is the value that the bundle was made with."""
 
     data: Path | DataSource
     group: str | None = None
     copies_within: float | None = None
     anew: bool = False
-    """Search the exits from scratch instead of adapting the policy."""
+    """True to search the exits from scratch instead of adapting the policy."""
     max_disagreement: float | None = None
     max_class_disagreement: float | None = None
     confidence_level: float | None = None
     rehearsal_batch: int | None = None
     max_violations: float | None = None
     min_gain: float | None = None
-    """Of a search only."""
+    """For a search only."""
     seed: int = 0
 
 
 def depends_on_earlier(values: Mapping[str, object]) -> bool:
-    """Whether the criterion looks at earlier exits."""
+    """Return whether the criterion reads earlier exits."""
     try:
         return known_criterion(str(values["--criterion"])).depends_on_earlier
-    except CriterionError:  # refused by itself
+    except CriterionError:  # refused elsewhere
         return False
 
 
@@ -395,11 +397,11 @@ def _is_on_host(values: Mapping[str, object]) -> bool:
 
 _READING: Final = tuple(
     Illegal(option=flag, without="--data",
-            why="it says how data are read; leave it out, or add --data")
+            why="it is an option for reading data; leave it out, or add --data")
     for flag in ("--preprocessing", *(option.flag for option in OPTIONS))
 )  # fmt: skip
-_ONE_MODEL = "it is for exits of the float32 model as it is; take probability, entropy or margin"
-_UNCERTIFIED = "nothing is certified on made inputs; leave it out, or give samples"
+_ONE_MODEL = "it is for exits of the unchanged float32 model; take probability, entropy or margin"
+_UNCERTIFIED = "nothing is certified on random inputs; leave it out, or use samples"
 NO_ENGINES: Final = (
     Illegal(option="--criterion", beside="--backend tensorrt", when=_is_on_host,
             why="the host computes this criterion, which is for CPUs; choose probability, "
@@ -413,7 +415,7 @@ NO_ENGINES: Final = (
             why="TensorRT's engines cannot hold operators of a library; choose --backend "
             "onnxruntime, for serving too"),
 )  # fmt: skip
-"""Options of a bundle that has no engines: ``--backend auto`` builds none then."""
+"""Options of a bundle that has no engines: with them ``--backend auto`` builds none."""
 COMPILE: Final[tuple[Illegal, ...]] = (
     *NO_ENGINES,
     *_READING,
@@ -453,11 +455,11 @@ COMPILE: Final[tuple[Illegal, ...]] = (
       for option in ("--max-disagreement", "--confidence", "--max-class-disagreement", "--group",
                      "--copies-within", "--teach labels")),
 )  # fmt: skip
-_AS_THERE = "the engines that are there say it; leave one of them out"
+_AS_THERE = "the existing engines determine it; leave one of them out"
 _KEPT = "auto keeps what is certified; leave one of them out"
 PROFILE: Final = (
     Illegal(option="--backend tensorrt|cuda", without="--json",
-            why="a bundle's own profile is of a CPU; give a file, for a cluster file to name"),
+            why="a bundle's own profile is of a CPU; name a file, to be used in a cluster file"),
     Illegal(option="--device", without="--backend tensorrt|cuda",
             why="the CPU is measured; leave it out, or choose one of these"),
     Illegal(option="--threads", beside="--backend tensorrt|cuda",
@@ -474,7 +476,7 @@ BUILD: Final = (
     Illegal(option="--precision auto", beside="--dry-run",
             why="what is built is known once engines have been timed; leave one of them out"),
     Illegal(option="--precision auto", beside="--beside-serving",
-            why="a server keeps the precision that it began with; give that precision"),
+            why="a server keeps the precision that it began with; name that precision"),
     Illegal(option="--precision auto", beside="--accept-disagreement", why=_KEPT),
     Illegal(option="--precision auto", beside="--units",
             why="engines of all stages are timed; leave one of them out"),
@@ -482,7 +484,7 @@ BUILD: Final = (
             when=lambda values: not {"source", "stages"} <= {*str(values["--parts"]).split(",")},
             why="engines of source and stages are timed; name both, or leave --parts out"),
     Illegal(option="--precision int8", without="--data",
-            why="the ranges of activations are measured on calibration data; give that which the "
+            why="the ranges of activations are measured on calibration data; use the data that the "
             "bundle was compiled with"),
 )  # fmt: skip
 EXPORT: Final = (
@@ -495,9 +497,9 @@ EXPORT: Final = (
 
 
 def check_options(options: CompileOptions) -> None:
-    """Refuse combinations of options that come from Python, by an OptionsConflictError.
+    """Raise OptionsConflictError for illegal combinations of options that come from Python.
 
-    An option counts as given where it differs from its default.
+    An option counts as given if it differs from its default.
     """
     flags = {name: f"--{name.replace('_', '-')}" for name in CompileOptions.names()}
     flags["confidence_level"] = "--confidence"

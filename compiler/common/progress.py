@@ -1,4 +1,4 @@
-"""Progress of long steps: a protocol, versions for terminals and for programs, a silent one."""
+"""Progress of long steps: a protocol, and versions for terminals, for programs, and silent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 Advance: TypeAlias = Callable[[int], None]
-"""Called with how much was done since the last call."""
+"""Callback with the amount of work done since the last call."""
 
 
 class Progress(Protocol):
-    """The protocol by which long steps report their progress."""
+    """Protocol by which long steps report their progress."""
 
     def step(self, title: str, total: int) -> AbstractContextManager[Advance]:
         """Begin a step of ``total`` units; it is done when the context ends."""
@@ -27,7 +27,7 @@ class Progress(Protocol):
 
 
 class SilentProgress:
-    """Reports nowhere."""
+    """Progress that is not reported."""
 
     @contextmanager
     def step(self, title: str, total: int) -> Iterator[Advance]:  # noqa: ARG002
@@ -39,7 +39,7 @@ SILENT = SilentProgress()
 
 
 class TerminalProgress:
-    """Progress as bars on standard error, one a step."""
+    """Progress as bars on standard error, one per step."""
 
     def __init__(self, console: Console) -> None:
         self._bars = RichProgress(
@@ -57,7 +57,8 @@ class TerminalProgress:
     def __exit__(self, kind: object, *_: object) -> None:
         """Leave the bars as they are.
 
-        In a log, where they are written once and at the end, a failure leaves its message alone.
+        In a log, where bars are written once at the end, they are dropped after a failure, so only
+        its message is shown.
         """
         if kind is None or self._bars.console.is_terminal:
             self._bars.stop()
@@ -84,17 +85,17 @@ STAGES: Final = (
     ("Certify the policy", "Measure the policy"),
     ("Look at the range of the data", "Try padding", "Write the bundle"),
 )
-"""Stages of a compilation of heads on the model as it is: how the titles of their steps begin.
+"""Stages of a compilation of heads on the unchanged model, as prefixes of the titles of their
+steps.
 
-Steps of other kinds of compilations are counted to the stage that they follow.
-"""
+Steps of other kinds of compilations are counted to the stage that they follow."""
 
 
 class FileProgress:
-    """Progress that a program reads: a JSON object a line, appended to a file.
+    """Progress for programs: one JSON object per line, appended to a file.
 
-    ``step`` and ``steps`` count the stages of a compilation, ``title`` and ``share`` are of the
-    step that runs.
+    ``step`` and ``steps`` count the stages of a compilation; ``title`` and ``share`` are of the
+    running step.
     """
 
     def __init__(self, path: Path, progress: Progress, *, pause_s: float = 0.5) -> None:
@@ -135,7 +136,7 @@ class FileProgress:
 
 
 def stage_of(title: str) -> int | None:
-    """Return the stage that a step belongs to, from 1; ``None`` of a step that has no stage."""
+    """Return the stage that a step belongs to, from 1; ``None`` if it has no stage."""
     found = [
         (len(beginning), number)
         for number, beginnings in enumerate(STAGES, 1)

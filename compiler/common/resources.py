@@ -1,8 +1,8 @@
-"""Memory and scratch space of a run: how much it takes, and giving it back.
+"""Memory and temporary disk space of a run: measuring and releasing it.
 
-Features are recorded in a temporary folder and may take gigabytes. A process keeps a lock on its
-folder for as long as it lives. A process that was killed could not remove its folder; the next
-compilation finds the folder without a lock and removes it.
+Features are recorded in a temporary folder and may take gigabytes. A process locks its folder for
+as long as it runs. A killed process cannot remove its folder; the next compilation finds it without
+a lock and removes it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ except ImportError:  # no such locks on Windows, where nothing is swept
 
 _STATUS = Path("/proc/self/status")
 _most_together = 0
-"""With a process that was started, as far as was counted."""
+"""Largest memory in bytes of this process and a counted child process together."""
 
 
 def give_back() -> None:
-    """Free what nothing refers to, and have all allocators give the system what is free."""
+    """Free unreferenced objects, and make all allocators return free memory to the system."""
     gc.collect()
     shrink_arena()
     try:
@@ -47,7 +47,7 @@ def give_back() -> None:
 
 
 class GivingBack:
-    """Progress whose steps begin without the memory that those before them no longer need."""
+    """Progress that releases unused memory before each step."""
 
     def __init__(self, progress: Progress) -> None:
         """Report to ``progress``."""
@@ -62,9 +62,9 @@ class GivingBack:
 
 
 def peak_bytes() -> int | None:
-    """The most memory that this process has had, with processes that were counted beside it.
+    """Return the peak memory of this process in bytes, with child processes that were counted.
 
-    ``None`` where the system does not say.
+    ``None`` if the system does not report it.
     """
     own = _told("VmHWM")
     if own is None:
@@ -78,17 +78,17 @@ def peak_bytes() -> int | None:
 
 
 def count_process(its_peak_bytes: int) -> None:
-    """Count a process that has just ended, beside which this one had what it has now.
+    """Count a process that has just ended, together with this process's current memory.
 
-    What the system says of ended children would not do: on Linux they begin with the figure of the
+    The system's figure for ended children is not used: on Linux they begin with the figure of the
     process that started them.
     """
-    global _most_together  # noqa: PLW0603 - of the process, as its own peak is
+    global _most_together  # noqa: PLW0603 - of the process, like its own peak
     _most_together = max(_most_together, (_told("VmRSS") or 0) + its_peak_bytes)
 
 
 def _told(name: str) -> int | None:
-    """What Linux says of this process, in bytes."""
+    """Return a figure that Linux reports for this process, in bytes."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -99,12 +99,13 @@ def _told(name: str) -> int | None:
 
 PREFIX: Final = "offramp-features-"
 _OURS: Final = re.compile(rf"{PREFIX}\d+-\w+")
-"""With the number of the process, which those of older versions lack: they had no locks."""
+"""Pattern of folder names with a process number; those of older versions have none, and no
+locks."""
 
 
 @contextmanager
 def feature_folder(scratch: Path | None = None) -> Iterator[Path]:
-    """Make a folder in ``scratch``, and remove it with all that is in it."""
+    """Make a folder in ``scratch``, and remove it with its content at the end."""
     folder, lock = _make(scratch)
     try:
         yield folder
@@ -115,7 +116,7 @@ def feature_folder(scratch: Path | None = None) -> Iterator[Path]:
 
 
 def find_scratch(named: Path | None) -> Path:
-    """Find the folder for temporary files; DataError if nothing can be written there."""
+    """Return the folder for temporary files; DataError if it cannot be written."""
     try:
         folder = Path(tempfile.gettempdir()) if named is None else named
         Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder)).rmdir()
@@ -128,7 +129,7 @@ def find_scratch(named: Path | None) -> Path:
 
 
 def check_room(folder: Path, size_bytes: int) -> None:
-    """Check that features have room in a folder; DataError if not."""
+    """Raise DataError if a folder has no space for features."""
     try:
         ScratchSpace(folder).check_room(size_bytes, "features", "bound them by --scratch-limit")
     except ScratchError as error:
@@ -136,7 +137,7 @@ def check_room(folder: Path, size_bytes: int) -> None:
 
 
 def sweep(scratch: Path | None = None) -> None:
-    """Remove the folders of this user's processes that ended without doing so.
+    """Remove the folders of this user's processes that ended without removing them.
 
     OSError if there is no folder for temporary files at all.
     """
@@ -152,9 +153,9 @@ def _make(scratch: Path | None) -> tuple[Path, int | None]:
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=scratch))
         try:
             lock = _lock(folder) if fcntl is not None else None
-        except (BlockingIOError, FileNotFoundError):  # someone sweeps just now
+        except (BlockingIOError, FileNotFoundError):  # another process is sweeping
             continue
-        except OSError:  # a file system without locks, where nothing is swept either
+        except OSError:  # a file system without locks, where nothing is swept
             return folder, None
         if lock is None or folder.exists():
             return folder, lock
@@ -162,7 +163,7 @@ def _make(scratch: Path | None) -> tuple[Path, int | None]:
 
 
 def _remove_if_left(place: Path) -> None:
-    # Nobody but this user can put something else in the place of a folder of this user.
+    # Only this user can replace a folder of this user.
     with suppress(OSError):
         if place.lstat().st_uid != os.geteuid():
             return
@@ -174,7 +175,7 @@ def _remove_if_left(place: Path) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder, no link; BlockingIOError if a process holds it."""
+    """Lock a folder that is no link; BlockingIOError if a process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

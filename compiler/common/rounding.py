@@ -1,4 +1,4 @@
-"""What rounding alone may change, by the precision that a model computes in."""
+"""Differences that rounding alone may cause, by the precision that a model computes in."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ _log = logging.getLogger(__name__)
 
 
 class Rounding(NamedTuple):
-    """Differences that are no fault, relative to the scale of each value of an answer."""
+    """Differences that are no error, relative to the scale of each value of an answer."""
 
     name: str
-    """Of the precision, for messages."""
+    """Name of the precision, for messages."""
     chained: float
-    """Between a model and its pieces: sums are the same, fused differently."""
+    """Largest difference between a model and its pieces: equal sums, fused differently."""
     batches: float
-    """Between the same rows in batches of other sizes, and of a simplified model: other sums."""
+    """Largest difference between rows in batches of other sizes, or after simplification: other
+    sums."""
 
 
 SINGLE = Rounding("single precision", 1e-5, 1e-4)
 HALF = Rounding("half precision", 1e-2, 1e-2)
-"""Ten times the step of a float16."""
+"""Tolerances of ten times the step of a float16."""
 BFLOAT = Rounding("bfloat16", 5e-2, 5e-2)
 STEPS = Rounding("quantised to 8 bits", 5e-2, 5e-2)
-"""A difference in the last bit becomes one step of a scale."""
+"""Tolerances for models where a difference in the last bit becomes one step of a scale."""
 
 
 def rounding_of(proto: onnx.ModelProto) -> Rounding:
-    """Tell the coarsest precision that an annotated model computes in."""
+    """Return the coarsest precision that an annotated model computes in."""
     kinds = {tensor.data_type for tensor in proto.graph.initializer}
     kinds |= {info.type.tensor_type.elem_type for info in proto.graph.value_info}
     if any("Quantize" in node.op_type or "QLinear" in node.op_type for node in proto.graph.node):
@@ -53,7 +54,7 @@ def warn_of_overflow(proto: onnx.ModelProto, cpu: CpuFeatures) -> None:
     if not fits_16_bits(proto):
         _log.warning(
             "The model has int8 weights of 8 bits, and this CPU (%s) has no VNNI: sums of their "
-            "products overflow in 16 bits here, and what is answered may depend on the batch size. "
+            "products overflow in 16 bits here, and answers may depend on the batch size. "
             "Compile and serve it on CPUs with VNNI, or quantise it to weights of 7 bits "
             "(reduce_range=True in onnxruntime.quantization).",
             cpu.describe(),
@@ -61,9 +62,9 @@ def warn_of_overflow(proto: onnx.ModelProto, cpu: CpuFeatures) -> None:
 
 
 def fits_16_bits(proto: onnx.ModelProto) -> bool:
-    """Whether int8 weights are so small that no two products with uint8 overflow 16 bits.
+    """Return whether int8 weights are small enough that two products with uint8 fit 16 bits.
 
-    Weights that are quantised in the graph are taken for larger ones.
+    Weights that are quantised in the graph are assumed to be larger.
     """
     weights = {tensor.name: tensor for tensor in proto.graph.initializer}
     if any(n.op_type == "QuantizeLinear" and n.input[0] in weights for n in proto.graph.node):

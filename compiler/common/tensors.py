@@ -15,7 +15,7 @@ from offramp.engine.graphs.external_weights import weight_folder
 
 
 def array_of(tensor: onnx.TensorProto) -> NDArray[Any]:
-    """Read a tensor: from the message, or from the file where it is meanwhile.
+    """Return a tensor's value, from the message or from the file of weights.
 
     ValueError if it has no content, or is in a file and none is in use
     (:func:`offramp.engine.graphs.external_weights.weights_in`).
@@ -27,7 +27,7 @@ def array_of(tensor: onnx.TensorProto) -> NDArray[Any]:
 
 
 def named_bytes(tensor: onnx.TensorProto) -> bytes:
-    """Read the bytes of a tensor that names them; ValueError if no file is in use."""
+    """Return the bytes of a tensor that names them; ValueError if no file is in use."""
     folder = weight_folder()
     if folder is None:
         raise ValueError(f"the weight {tensor.name!r:.100} is in a file, and none is in use here")
@@ -38,6 +38,6 @@ def named_bytes(tensor: onnx.TensorProto) -> bytes:
 
 
 def named_place(tensor: onnx.TensorProto) -> Place:
-    """Give where a tensor's bytes are, which names a file for them."""
+    """Return the place of a tensor's bytes in the file that it names."""
     told = {entry.key: entry.value for entry in tensor.external_data}
     return Place(offset=int(told["offset"]), length=int(told["length"]))

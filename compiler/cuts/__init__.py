@@ -1,1 +1,1 @@
-"""Where a model may be cut, and cutting it: segments that are verified against the model."""
+"""Finding places to cut a model, and cutting it into segments that are verified against it."""

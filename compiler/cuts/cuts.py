@@ -1,8 +1,9 @@
-"""Cut points: where an exit can be attached, and why not elsewhere.
+"""Cut points: places where an exit can be attached, and the reasons why others cannot.
 
-Apparate 3.1 and PAME 4.1: an exit belongs where one tensor carries everything onward, between
-residual blocks and not inside them. Where no single tensor does for much of the work, a few do.
-:class:`CutAnalysis` holds the result: the cut points, and the reasons of places without one.
+Apparate 3.1 and PAME 4.1: an exit belongs where one tensor carries all data onward, between
+residual blocks and not inside them. If no single tensor does so for a large part of the work, a few
+tensors are a cut point. :class:`CutAnalysis` holds the cut points, and the reasons for places
+without one.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ if TYPE_CHECKING:
 
 
 MAX_CUT_TENSORS = 4
-"""Tensors that a cut point may have."""
+"""Largest number of tensors of a cut point."""
 WIDE_STRETCH = 0.4
-"""Share of the model's FLOPs that has no single tensor to cut at before sets are looked for: in a
-block of a network of many they would only be more of the same, at a higher price."""
+"""Share of the model's FLOPs without a single tensor to cut at from which on sets are searched. In
+one of many blocks, sets would only add similar exits at a higher cost."""
 NEAR = 0.1
-"""Share of the model's FLOPs between a set and a smaller one that is as good."""
+"""Share of the model's FLOPs within which a smaller set replaces a larger one."""
 
 
 def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutAnalysis:
     """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
 
-    Each graph input in turn is tried as the only main one, then all together, then all together
-    with leave to read them again. The choice that gives most cut points wins, ties going to one
-    that reads no main input again, then to that which leaves least work on the side. Where much of
-    the work has none, sets of up to ``max_tensors`` are cut points too. There may be none:
-    :func:`~offramp.compiler.cuts.exit_placement.choose_candidates` is what raises then.
+    Each graph input in turn is tried as the only main input, then all together, then all together
+    with repeated reads allowed. The choice with most cut points wins. Ties go to a choice that
+    reads no main input again, then to the least side work. If a large part of the work has no cut
+    point, sets of up to ``max_tensors`` are cut points, too. There may be none; then
+    :func:`~offramp.compiler.cuts.exit_placement.choose_candidates` raises.
     """
     analysis = GraphAnalysis.of(model.proto, model.flow, max_tensors=max_tensors)
     flow, kept, rejected = analysis.best()
@@ -64,7 +65,7 @@ def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphAnalysis:
-    """The ways that data may take through a model, and the gates on them that are cut points."""
+    """Possible data flows through a model, and the gates on them that are cut points."""
 
     fitness: GateFitness
     max_tensors: int
@@ -78,26 +79,26 @@ class GraphAnalysis:
         turns: bool = False,
         max_tensors: int = MAX_CUT_TENSORS,
     ) -> GraphAnalysis:
-        """Look at an annotated model with a single output.
+        """Analyse an annotated model with a single output.
 
-        With ``turns``, tensors are judged as they are with the batch in front, wherever it is.
+        With ``turns``, tensors are judged as if their batch were transposed to the front.
         """
         graph = graph or Dataflow(proto.graph)
         return cls(fitness=GateFitness.of(proto, graph, turns=turns), max_tensors=max_tensors)
 
     @property
     def graph(self) -> Dataflow:
-        """The model's operators."""
+        """Operators of the model."""
         return self.fitness.graph
 
     @property
     def types(self) -> Mapping[str, TensorType]:
-        """Types of its tensors."""
+        """Types of the model's tensors."""
         return self.fitness.types
 
     @property
     def work(self) -> OperatorWork:
-        """What its operators cost."""
+        """Costs of the model's operators."""
         return self.fitness.work
 
     def best(self, *, free_shapes: frozenset[int] = frozenset()) -> _Judged:
@@ -121,7 +122,7 @@ class GraphAnalysis:
         return max(judged, key=self._merit)
 
     def _merit(self, choice: _Judged) -> tuple[float, ...]:
-        """Order choices: by cut points of one tensor, then by what sets add, then by price."""
+        """Return a sort key: cut points of one tensor, then the gain of sets, then cost."""
         flow, kept, _ = choice
         alone = [gate for gate in kept if gate.alone]
         side = sum(self.work.costs[i] for i in flow.side_use)
@@ -130,11 +131,11 @@ class GraphAnalysis:
         return (len(alone), len(flow.steps) > 0, round(divided, 1), not flow.rereads, -side, -size)
 
     def _widest(self, flow: Flow, kept: Sequence[Gate]) -> float:
-        """Share of the work in the widest stretch without a gate."""
+        """Return the share of the work in the widest stretch without a gate."""
         return max(share for *_, share in self._stretches(flow, kept))
 
     def _stretches(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[tuple[int, int, float]]:
-        """Yield the steps before and behind each stretch between gates, and its share of work."""
+        """Yield the steps before and after each stretch between gates, and its share of work."""
         steps = [-1, *(gate.step for gate in kept), len(flow.steps)]
         left = [1.0, *(self.fitness.share_after(flow, gate) for gate in kept), 0.0]
         for (begin, end), (before, after) in zip(pairwise(steps), pairwise(left), strict=True):
@@ -153,7 +154,7 @@ class GraphAnalysis:
         rereads: bool = False,
         search: SetSearch | None = None,
     ) -> Flow:
-        """Follow the flow from some main inputs, which may be read again if ``rereads``."""
+        """Trace the flow from some main inputs, which may be read again if ``rereads``."""
         cheap = None
         if rereads:
             sizes = {
@@ -172,7 +173,7 @@ class GraphAnalysis:
         )
 
     def judge(self, flow: Flow) -> tuple[list[Gate], list[Rejection]]:
-        """Keep one gate per run of cheap steps, and say why the others fall."""
+        """Keep one gate per run of cheap steps, and reject the others with reasons."""
         kept: list[Gate] = []
         rejected: list[Rejection] = []
         ends: dict[str, list[Gate]] = {}
@@ -193,7 +194,7 @@ class GraphAnalysis:
         return sorted([*kept, *sets], key=attrgetter("step")), rejected
 
     def _sets(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[Gate]:
-        """Yield, in wide stretches, the smallest sets of tensors."""
+        """Yield the smallest sets of tensors in wide stretches."""
         several = [gate for gate in flow.gates if not gate.alone]
         found: list[Gate] = []
         for begin, end in self._wide_stretches(flow, kept) if several else ():
@@ -226,7 +227,10 @@ class GraphAnalysis:
         )
 
     def end(self, flow: Flow, kept: Sequence[Gate]) -> CutPoint | None:
-        """Find where hardly any work is left: behind the last block, before what is made of it."""
+        """Return the first cut point with hardly any work after it, if there is one.
+
+        There the model's own head begins.
+        """
         for run in _runs(flow, [gate for gate in flow.gates if gate.alone]):
             if self.fitness.is_end(flow, run):
                 fit = [gate for gate in run if not self.fitness.unfit(gate)]
@@ -259,9 +263,9 @@ class GraphAnalysis:
         return Rejection(tensor=tensor, operator=kind, places=len(run), reason=reason)
 
     def _inside_blocks(self, flow: Flow, sets: Sequence[Gate]) -> Iterator[Rejection]:
-        """Yield one rejection for each stretch with work in it that something bypasses.
+        """Yield one rejection for each stretch with work that a tensor bypasses.
 
-        Of those that are cut at ``sets``, none.
+        Stretches that are cut at ``sets`` have none.
         """
         previous = -1
         cuts = [cut.step for cut in sets]
@@ -283,7 +287,7 @@ class GraphAnalysis:
         bypass = max(born, key=lambda t: flow.last_use.get(t, -1) - born[t])
         maker = self.graph.producers.get(bypass)
         again = [t for t in flow.main_inputs if maker is not None and t in maker.reads]
-        origin = f", computed of the input `{again[0]}`," if again else ""
+        origin = f", computed from the input `{again[0]}`," if again else ""
         return Rejection(
             tensor=first.writes[0],
             operator=first.kind,
@@ -293,7 +297,7 @@ class GraphAnalysis:
         )
 
     def _too_many(self, flow: Flow, born: Mapping[str, int], before: int, steps: int) -> str:
-        """Say, of a wide stretch, how many tensors a cut point in it would have at the least."""
+        """Return a note with the least number of tensors of a cut in a wide stretch."""
         after = flow.flops_after[before] if before >= 0 else self.fitness.total
         if after - flow.flops_after[before + steps] <= WIDE_STRETCH * self.fitness.total:
             return ""
@@ -314,7 +318,7 @@ class GraphAnalysis:
 
 
 class _Judged(NamedTuple):
-    """A flow, the gates of it that are cut points, and why others are none."""
+    """A flow, its gates that are cut points, and the rejections."""
 
     flow: Flow
     kept: list[Gate]
@@ -322,7 +326,7 @@ class _Judged(NamedTuple):
 
 
 def _runs(flow: Flow, gates: Sequence[Gate]) -> Iterator[list[Gate]]:
-    """Yield gates grouped so that only cheap steps lie between those of a group."""
+    """Yield groups of gates with only cheap steps between the gates of a group."""
     heavy = set(flow.heavy_steps)
     run: list[Gate] = []
     for gate in gates:
@@ -336,26 +340,26 @@ def _runs(flow: Flow, gates: Sequence[Gate]) -> Iterator[list[Gate]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutPoint:
-    """A tensor, or a few, through which everything passes that the rest of the model needs."""
+    """A tensor, or a few, that all data passes on its way to the rest of the model."""
 
     index: int
     """Position among the cut points of the model, from 0."""
     tensor: str
-    """Its name; where there are several, that of the one that is written last."""
+    """Name of the tensor; of several, the one that is written last."""
     dtype: str
-    """numpy's name of the element type."""
+    """Element type, by numpy's name."""
     shape: tuple[int | str, ...]
     """Sizes; the first one is the batch."""
     operator: str
     """ONNX type of the operator that writes the tensor."""
     flops_share_before: float
-    """Share of the model's FLOPs spent up to here, 0 to 1."""
+    """Share of the model's FLOPs before this place, 0 to 1."""
     side_inputs: tuple[str, ...]
-    """Graph inputs that later segments need beside the tensor, in the model's order."""
+    """Graph inputs that later segments need in addition to the tensor, in the model's order."""
     channels: int | None = None
-    """The dimension that holds the channels, where the operators around the tensor tell."""
+    """Dimension of the channels, if the operators around the tensor show it."""
     beside: tuple[CutTensor, ...] = ()
-    """The others, where there are several."""
+    """Other tensors of a set."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -363,7 +367,7 @@ class CutPoint:
         return (self.tensor, *(other.name for other in self.beside))
 
     def as_heads_see_it(self) -> CutTensor:
-        """Describe the tensors to what builds heads."""
+        """Return a description of the tensors for building heads."""
         return CutTensor(
             name=self.tensor,
             dtype=self.dtype,
@@ -375,33 +379,33 @@ class CutPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A place, or several alike, where no exit can be attached."""
+    """A place, or several of one kind, where no exit can be attached."""
 
     tensor: str
-    """The tensor of the place, or the first of several."""
+    """Tensor of the place, or the first of several."""
     operator: str
     """ONNX type of the operator that writes it."""
     places: int
-    """How many tensors this stands for."""
+    """Number of tensors that this entry covers."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutAnalysis:
-    """All cut points of a model in the order of its data flow, and what was rejected."""
+    """All cut points of a model in the order of its data flow, and the rejected places."""
 
     cuts: tuple[CutPoint, ...]
     rejected: tuple[Rejection, ...]
     main_inputs: tuple[str, ...]
     """Graph inputs whose data flow through the cut tensors."""
     total_flops: float
-    """Of one sample, a multiply-add counting as two; 0 where that is not known."""
+    """FLOPs of one sample, a multiply-add counting as two; 0 if they are not known."""
     unknown_work: tuple[str, ...] = ()
-    """Types of operators whose FLOPs are not known. Shares are of time then, which was measured."""
+    """Types of operators whose FLOPs are not known. Then shares are of measured time."""
     total_s: float | None = None
-    """Time of one run of all operators, alone, where that is what shares are of."""
+    """Time in seconds of one run of all operators, each alone, if shares are of time."""
     end: CutPoint | None = None
-    """The first place of one tensor behind which too little work is left for an exit: what follows
-    is the model's own head."""
+    """First place of one tensor with too little work after it for an exit: the begin of the model's
+    own head."""
     rereads: bool = False
-    """Whether main inputs are read again after cut tensors, and hence taken along."""
+    """True if main inputs are read again after cut tensors, and so passed to every segment."""

@@ -1,4 +1,4 @@
-"""Placement: which cut points get an exit (Apparate 3.1, PAME 5.2)."""
+"""Placement: choice of the cut points that get an exit (Apparate 3.1, PAME 5.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_LIMIT = 12
-"""Exits to build at most; PAME 5.2 finds eleven blocks to be enough."""
+"""Largest number of exits to build; PAME 5.2 finds eleven blocks to be enough."""
 _SHOWN = 5
 _DENSITY = 1.5
 """Exponent of the marks; 1 spaces candidates evenly."""
@@ -27,21 +27,21 @@ _SHARES = re.compile(r"(?P<first>\d+(?:\.\d+)?) ?%(?: ?- ?(?P<last>\d+(?:\.\d+)?
 
 @dataclass(frozen=True, slots=True)
 class ExitRule:
-    """Where exits are wanted, in one of five ways; Apparate leaves it to the user, too (3.1).
+    """Wanted places of exits, in one of five forms; Apparate leaves it to the user, too (3.1).
 
     * ``/block3/Add``: the cut point of that tensor;
     * ``4``: the cut point of that number, as ``eecompile inspect`` counts them;
     * ``25%``: the cut point with the share of work before it that is nearest to a quarter;
     * ``10%-60%``: every cut point with such a share of work before it;
-    * ``*/Add*``: every cut point whose tensor's name fits, with ``*``, ``?`` and ``[abc]``.
+    * ``*/Add*``: every cut point whose tensor's name matches, with ``*``, ``?`` and ``[abc]``.
 
-    What is the name of a tensor is taken for one, whatever it looks like.
+    A text that is the name of a tensor is always read as that name.
     """
 
     text: str
 
     def select(self, analysis: CutAnalysis) -> tuple[CutPoint, ...]:
-        """Give the cut points that it names, in order; UnknownCutPointError if there are none."""
+        """Return the selected cut points, in order; UnknownCutPointError if there are none."""
         cuts = analysis.cuts
         found = [cut for cut in cuts if cut.tensor == self.text]
         if not found and (shares := _SHARES.fullmatch(self.text)):
@@ -88,8 +88,8 @@ def choose_candidates(
 ) -> tuple[CutPoint, ...]:
     """Choose the cut points to build exits at, in the order of the data flow, at least one.
 
-    At most ``limit`` are kept, spread over the cost (PAME 5.2). ``exits`` are the user's own rules,
-    or what is read as one; they win over ``limit``.
+    At most ``limit`` are kept, spread over the cost (PAME 5.2). ``exits`` are the user's rules, or
+    values that are parsed as rules; they take precedence over ``limit``.
 
     Raises:
         NoCutPointError: The model has no cut point.
@@ -110,12 +110,12 @@ def choose_candidates(
 
 
 def _thinned(cuts: Sequence[CutPoint], limit: int) -> tuple[CutPoint, ...]:
-    """Keep the cut points nearest to some shares of the cost, denser towards the start, none twice.
+    """Keep the distinct cut points nearest to some shares of the cost, denser near the start.
 
-    The marks are (i/(limit+1))^1.5: neither a mark at the start nor one at the end saves anything.
-    PAME spaces them evenly; but most samples leave at the first exits, and what those leave
-    behind is where time is saved: on the Fashion-MNIST example a first exit at 4 % of the model
-    instead of 8 % still answers 61 % of the samples.
+    The marks are (i/(limit+1))^1.5: exits at the very start or end save nothing. PAME spaces marks
+    evenly. But most samples leave at the first exits, which save most of the time: on the
+    Fashion-MNIST example a first exit at 4 % of the model instead of 8 % still answers 61 % of the
+    samples.
     """
     if len(cuts) <= limit:
         return tuple(cuts)
@@ -139,7 +139,7 @@ _JOIN = (
 def _why_none(analysis: CutAnalysis) -> str:
     reasons = [f"`{r.tensor}` ({r.operator}): {r.reason}" for r in analysis.rejected[:_SHOWN]]
     return (
-        "the model has no cut point, a place where one tensor carries everything onward, with "
+        "the model has no cut point, a place where one tensor carries all data onward, with "
         "work before and after it. "
         + (f"Rejected: {'; '.join(reasons)}. " if reasons else "")
         + (_JOIN if any("inside a block" in reason for reason in reasons) else "")
@@ -149,4 +149,4 @@ def _why_none(analysis: CutAnalysis) -> str:
 
 def _places(analysis: CutAnalysis) -> str:
     places = sum(r.places for r in analysis.rejected)
-    return f"why of all {places:,} places" if places else "what there is"
+    return f"the reasons for all {places:,} places" if places else "all places"

@@ -1,16 +1,16 @@
-"""The main flow through a model, the gates that all of it passes through, and its operators' cost.
+"""The main flow through a model, its gates, and cheap operators.
 
-Apparate (3.1) attaches ramps at cut vertices: no edge may start before a ramp and enter the
-model after it. Taken literally a transformer has none, since its attention mask enters every
-layer. So the graph inputs are divided: the *main* ones carry the data that is classified, and
-what is computed from the others alone is *side*, to be recomputed wherever it is needed. Many
-models read their main input again in every layer, for instance token ids that a mask is made of;
-so what is cheap to compute from main inputs may count as side too (:func:`cheap_operators`).
+Apparate (3.1) attaches ramps at cut vertices: no edge may start before a ramp and enter the model
+after it. By this definition a transformer has none, since its attention mask enters every layer. So
+the graph inputs are divided: the *main* inputs carry the data that is classified. Tensors that are
+computed from the others alone are *side*, and recomputed wherever they are needed. Many models read
+their main input again in every layer, for instance token ids for a mask; so cheap computations on
+main inputs may count as side, too (:func:`cheap_operators`).
 
-*Gates* are the tensors that everything passes through. In most models one tensor carries everything
-onward between two blocks (Apparate 3.1). Where branches run next to each other for long (two
-towers, convolutions of several widths, a decoder and what it attends to) none does, and a gate is
-the set of tensors that are still to be read.
+*Gates* are the tensors that all data passes. In most models one tensor carries all data between two
+blocks (Apparate 3.1). Where branches run in parallel for long (two towers, convolutions of several
+widths, a decoder and its encoder) none does, and a gate is the set of tensors that are still
+to be read.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Flow:
     """Operators on paths from a main input to the answer, in topological order."""
     gates: tuple[Gate, ...]
     last_use: dict[str, int]
-    """Main tensor to the index in ``steps`` of its last reader."""
+    """Index in ``steps`` of the last reader, by main tensor."""
     side_use: dict[int, int]
-    """Index of a side operator to that of the last step which needs its value."""
+    """Index of the last step that needs a side operator's value, by index of the operator."""
     rereads: bool
-    """Whether main inputs may be read again after a gate, and by side operators."""
+    """True if main inputs may be read again after a gate, and by side operators."""
     search: SetSearch | None
-    """How gates of several tensors were looked for, if they were."""
+    """Settings of the search for gates of several tensors, if there was one."""
     heavy_steps: tuple[int, ...]
     """Indices in ``steps`` of the operators that do the work."""
     flops_after: tuple[float, ...]
-    """By step, the cost of the steps after it."""
+    """Cost of the steps after each step."""
 
 
 def trace(
@@ -61,9 +61,9 @@ def trace(
     """Follow the main flow of a model with one output and find its gates, in linear time.
 
     ``costs`` are FLOPs per operator. ``free_shapes`` are the indices of ``Shape`` operators on
-    inner tensors whose value the graph inputs tell, and which hence carry nothing. With ``cheap``
-    operators, main inputs may be read again anywhere: what these compute from them is side. With a
-    ``search``, gates may be sets of tensors, and steps are arranged for it.
+    inner tensors whose value can be computed from the graph inputs, so they carry nothing. With
+    ``cheap`` operators, main inputs may be read again anywhere: results of these operators are
+    side. With a ``search``, gates may be sets of tensors, and steps are ordered for it.
     """
     split = _Division.of(graph, main_inputs, free_shapes, cheap)
     steps = split.steps
@@ -102,21 +102,21 @@ def trace(
 
 
 def _costs_after(costs: Sequence[float]) -> tuple[float, ...]:
-    """Sum, for each of some costs, those that come after it."""
+    """Return, for each cost, the sum of the costs after it."""
     sums = tuple(accumulate(reversed(costs), initial=0.0))
     return sums[-2::-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Division:
-    """The operators of the main flow, told from what is computed on the side."""
+    """Division of operators into the main flow and side computation."""
 
     steps: tuple[Operator, ...]
-    """Those with a main operand, or the first to do work on an input, that matter in the end."""
+    """Operators with a main operand, or the first to do work on an input, that the answer needs."""
     main: frozenset[str]
-    """The tensors that they write, and the main inputs unless these may be read again."""
+    """Tensors that they write, and the main inputs unless these may be read again."""
     origins: Mapping[str, frozenset[str]]
-    """Main inputs that may be read again, and what is cheaply computed of them, by tensor."""
+    """Main inputs that a cheaply computed tensor depends on, if they may be read again."""
 
     @classmethod
     def of(
@@ -147,10 +147,10 @@ class _Division:
         return cls(steps=tuple(reversed(steps)), main=frozenset(main), origins=origins)
 
     def carried(self, op: Operator) -> Iterator[str]:
-        """Yield what has to be there when a step begins: its main operands.
+        """Yield the tensors that a step waits for: its main operands.
 
-        A step without any begins the flow: it is the main inputs behind its operands that have
-        to wait for it.
+        A step without main operands begins the flow: it waits for the main inputs that its operands
+        are computed from.
         """
         main = [t for t in op.reads if t in self.main]
         yield from main
@@ -161,15 +161,15 @@ class _Division:
 _MOST_WEIGHTS = 0.01
 """Share of the model's constants that an operator may read and still be recomputed."""
 _SMALL = 64
-"""Elements of a constant that is small in any model, such as axes, or a scalar."""
+"""Number of elements up to which a constant is small in any model, such as axes, or a scalar."""
 _MOST_WORK = 0.001
-"""Share of the model's FLOPs up to which a product is cheap, as that of rotary embeddings is."""
+"""Share of the model's FLOPs up to which a product is cheap, for instance in rotary embeddings."""
 _PRODUCTS = frozenset({"MatMul", "Einsum"})
 _BROADCASTING = frozenset(
     {"And", "Or", "Xor", "Where", "Add", "Sub", "Mul", "Div", "Max", "Min", "Pow"}
     | {"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
 )
-"""Operators that may read a constant as large as what they give, such as a causal mask."""
+"""Operators that may read a constant as large as their output, such as a causal mask."""
 _RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
                      "Multinomial", "Bernoulli", "Dropout"})  # fmt: skip
 
@@ -177,10 +177,10 @@ _RANDOM = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "Rando
 def cheap_operators(
     graph: Dataflow, costs: Sequence[float], sizes: Mapping[str, int]
 ) -> frozenset[int]:
-    """Indices of the operators that every segment may rather compute again than be given.
+    """Return indices of the operators that every segment should recompute rather than receive.
 
-    They do hardly any work, and read no weights but small constants: a table of embeddings is not
-    to be there twice. ``sizes`` are the elements of constant tensors by name.
+    They do hardly any work, and read only small constants: a table of embeddings should not be
+    stored twice. ``sizes`` are the numbers of elements of constant tensors by name.
     """
     weights = sum(sizes.get(name, 0) for name in graph.constants)
     most_weights, most_work = max(_SMALL, _MOST_WEIGHTS * weights), _MOST_WORK * sum(costs)
@@ -197,7 +197,7 @@ def cheap_operators(
 
 
 class _SideSweep:
-    """Collects, from the last step backwards, the side operators that the steps need."""
+    """Side operators that the steps need, collected from the last step backwards."""
 
     def __init__(self, graph: Dataflow, costs: Sequence[float], main: frozenset[str]) -> None:
         self.last_step: dict[int, int] = {}
@@ -225,51 +225,51 @@ class _SideSweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Main tensors that every path from the main inputs to the answer passes through."""
+    """Main tensors that every path from the main inputs to the answer passes."""
 
     tensors: tuple[str, ...]
-    """The first is written by the gate's step; no tensor is the first of two gates."""
+    """Tensors, of which the gate's step writes the first; no tensor is the first of two gates."""
     step: int
     """Index in :attr:`~offramp.compiler.cuts.flow.Flow.steps` of the operator before the gate."""
     alone: bool
-    """Whether one tensor carries everything. Else there are several, or main inputs beside one."""
+    """True if one tensor carries all data. Else there are several, or one and main inputs."""
     side_inputs: frozenset[str]
-    """Graph inputs that the operators after it need besides the tensors."""
+    """Graph inputs that the operators after it need in addition to the tensors."""
     side_flops: float
     """Cost of the side operators that the operators after it need."""
 
     @property
     def tensor(self) -> str:
-        """The tensor that the gate's step writes."""
+        """Tensor that the gate's step writes."""
         return self.tensors[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """What is still to be read after a step."""
+    """Tensors that are still to be read after a step."""
 
     tensors: tuple[str, ...]
-    """Those that steps wrote; the first by this one."""
+    """Tensors that steps wrote; the first was written by this step."""
     inputs: frozenset[str]
-    """Main inputs."""
+    """Main inputs that are still to be read."""
 
     @property
     def alone(self) -> bool:
-        """Whether it is one tensor."""
+        """True if it is one tensor."""
         return len(self.tensors) == 1 and not self.inputs
 
 
 class SetSearch(NamedTuple):
-    """How gates of several tensors are looked for."""
+    """Settings of the search for gates of several tensors."""
 
     most_tensors: int
     is_heavy: Callable[[Operator], bool]
-    """Whether a step does work."""
+    """Function that returns whether a step does work."""
     is_lazy: Callable[[Operator], bool]
-    """Whether a step had better wait until it is needed, as one that only rearranges values."""
+    """Function that returns whether a step should wait until needed, such as a view."""
     interleaved: bool
-    """Whether steps that do work are ordered by progress: branches that exporters write one after
-    the other advance side by side then, so that a set knows something of all of them."""
+    """True if steps that do work are ordered by progress. Branches that the exporter wrote one
+    after the other then advance side by side, so a set has information from all of them."""
 
 
 def gates_of(
@@ -281,12 +281,11 @@ def gates_of(
 ) -> dict[int, Unread]:
     """Find the steps after which few tensors are still to be read, and those tensors.
 
-    ``reads`` are, by step, the main tensors and inputs that it waits for. Where a single tensor is
-    left, everything passes through it whatever the topological order: every operator here lies on a
-    path to the answer, so that it comes either before or after that tensor. Sets, of at most
-    ``most_tensors``, are those of this order, in which each holds all that the later ones are
-    computed from. None is a gate before all main inputs were read: an exit there would not know
-    the others.
+    ``reads`` are, by step, the main tensors and inputs that it waits for. If a single tensor is
+    left, all data passes it in any topological order: every operator here is on a path to the
+    answer, so it comes before or after that tensor. Sets, of at most ``most_tensors``, depend on
+    this order; each set holds everything that later sets are computed from. No gate comes before
+    all main inputs were read: an exit there would lack the others.
     """
     last = {tensor: i for i, read in enumerate(reads) for tensor in read}
     unread = {name for name in main_inputs if name in last}
@@ -318,11 +317,11 @@ def arranged(
     costs: Sequence[float],
     search: SetSearch,
 ) -> tuple[int, ...]:
-    """Order steps so that few tensors wait between those that do the work; gives their places.
+    """Order steps so that few tensors wait between those that do the work; returns indices.
 
-    Cheap steps come as soon as they can where that leaves no more tensors waiting, as the pooling
-    of a branch before the next one begins; else when they are needed. ``reads`` are, by step, the
-    main tensors that it waits for; ``costs`` are by operator.
+    Cheap steps come as early as possible if no more tensors wait then, such as the pooling of a
+    branch before the next one begins; else they come when needed. ``reads`` are, by step, the main
+    tensors that it waits for; ``costs`` are by operator.
     """
     order = _Arrangement(steps, reads, search)
     worked = [i for i, op in enumerate(steps) if search.is_heavy(op)]
@@ -334,7 +333,7 @@ def arranged(
 
 
 class _Arrangement:
-    """Steps in the order in which they are needed, or cost nothing."""
+    """An order of steps, in which each comes when it is needed or costs nothing."""
 
     def __init__(
         self,
@@ -355,7 +354,7 @@ class _Arrangement:
         self.places: list[int] = []
 
     def reach(self, step: int) -> None:
-        """Take a step after all that it needs."""
+        """Add a step after everything that it needs."""
         pending = [step]
         while pending:
             i = pending[-1]
@@ -367,7 +366,7 @@ class _Arrangement:
             self._take(i)
 
     def _take(self, step: int) -> None:
-        """Take a step, and cheap ones behind it that leave no more tensors waiting."""
+        """Add a step, and cheap steps after it that leave no more tensors waiting."""
         ready = [step]
         while ready:
             i = ready.pop()
@@ -386,7 +385,7 @@ class _Arrangement:
             ready += sorted((r for r in among if self._is_free(r)), reverse=True)
 
     def _is_free(self, step: int) -> bool:
-        """Whether a step can be taken, does no work, and leaves no more tensors waiting."""
+        """Return whether a step can be added, does no work, and leaves no more tensors waiting."""
         op = self._steps[step]
         if self._done[step] or self._missing[step]:
             return False
@@ -398,7 +397,7 @@ class _Arrangement:
 
 
 def _progress(costs: Sequence[float], sources: Sequence[Collection[int]]) -> list[float]:
-    """By step, the share of the work of the longest path by it that is done when it ends."""
+    """Return, by step, the finished share of the work of the longest path through it."""
     before, after = [0.0] * len(costs), [0.0] * len(costs)
     for i, behind in enumerate(sources):
         before[i] = max((before[j] for j in behind), default=0.0) + costs[i]

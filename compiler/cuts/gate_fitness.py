@@ -1,4 +1,4 @@
-"""Whether an exit can be attached at a gate, and which gate of several alike is the best."""
+"""Check whether an exit can be attached at a gate, and choose the best of similar gates."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from offramp.compiler.graphs.shapes import BATCH, TensorType, declared_types
 MAX_SIDE_SHARE = 0.02
 """Share of the model's FLOPs that a later segment may have to recompute on the side."""
 MIN_SHARE_LEFT = 0.005
-"""An exit that skips less than this share of the model's FLOPs saves nothing."""
+"""Share of the model's FLOPs after an exit below which it saves nothing."""
 
 _VIEWS = frozenset(
     {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Dropout", "Cast"}
 )
-"""The same values, rearranged: an exit rather sees them before, while there is a map to pool."""
+"""Operators that only rearrange values: an exit should read their input, which can be pooled."""
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
-"""These give a dimension of one or two directions; a view without it is tokens."""
+"""Operators whose output has a dimension of directions; a view without it is tokens."""
 _TOKENS = 3
-"""Dimensions of [batch, tokens, width]."""
+"""Number of dimensions of [batch, tokens, width]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,13 @@ class GateFitness:
     layouts: ChannelFinder
     work: OperatorWork
     total: float
-    """Of the work of all operators, in its unit."""
+    """Total work of all operators, in its unit."""
     turns: bool
-    """Whether tensors are judged as they are with the batch in front, wherever it is."""
+    """True if tensors are judged as if their batch were transposed to the front."""
 
     @classmethod
     def of(cls, proto: onnx.ModelProto, graph: Dataflow, *, turns: bool) -> GateFitness:
-        """Look at an annotated model with a single output."""
+        """Create the judgement of an annotated model with a single output."""
         work = work_of(proto, graph)
         types = declared_types(proto)
         return cls(
@@ -59,23 +59,26 @@ class GateFitness:
         )
 
     def is_lazy(self, op: Operator) -> bool:
-        """Whether an operator is a view that does not bring the batch to the front, or loses it."""
+        """Return whether an operator should run only when it is needed.
+
+        It loses the batch, or is a view that does not move the batch to the front.
+        """
         if not batch_first(self._shape(op.writes[0])):
             return True
         brings = not self._is_in_front(op.reads[0]) and self._is_in_front(op.writes[0])
         return op.kind in _VIEWS and not brings
 
     def _is_in_front(self, name: str) -> bool:
-        """Whether the batch is the first dimension."""
+        """Return whether the batch is the first dimension."""
         return (self._shape(name) or ("",))[0] == BATCH
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
-        """Give a tensor's shape, as far as it is known."""
+        """Return a tensor's shape; empty if it is unknown."""
         tensor = self.types.get(name)
         return () if tensor is None else tensor.shape or ()
 
     def size(self, gate: Gate) -> tuple[int, float]:
-        """Count tensors, and their elements for one sample."""
+        """Return the number of tensors, and of their elements for one sample."""
         sized = [
             [size if isinstance(size, int) else SYMBOLIC_SIZE for size in self._shape(name)]
             for name in gate.tensors
@@ -83,7 +86,7 @@ class GateFitness:
         return len(gate.tensors), sum(map(prod, sized))
 
     def best_of(self, fit: Sequence[Gate]) -> Gate:
-        """Choose the last that has its batch in front and is more than a view of another."""
+        """Return the last gate that has its batch in front and is not a view of another."""
         in_front = [g for g in fit if self._is_in_front(g.tensor)] or fit
         solid = [g for g in in_front if self.graph.producers[g.tensor].kind not in _VIEWS]
         if solid and self.graph.producers[solid[-1].tensor].kind in _RECURRENT:
@@ -92,7 +95,7 @@ class GateFitness:
         return (solid or in_front)[-1]
 
     def cut_tensor(self, name: str) -> CutTensor:
-        """Describe a tensor as it will be carried, with the batch in front."""
+        """Describe a tensor in the form that is carried, with the batch in front."""
         channels, shape = self.layouts.channels_of(name), self._shape(name)
         if self.turns and (order := batch_first(shape)):
             shape = tuple(shape[axis] for axis in order)
@@ -101,24 +104,24 @@ class GateFitness:
         return CutTensor(name=name, dtype=dtype, shape=shape, channels=channels)
 
     def share_after(self, flow: Flow, gate: Gate) -> float:
-        """Give the share of the work that is done after a gate."""
+        """Return the share of the work after a gate."""
         return flow.flops_after[gate.step] / self.total if self.total else 0.0
 
     def useless(self, flow: Flow, run: Sequence[Gate]) -> str:
-        """Say why an exit in a run of gates would save nothing; empty where one might."""
+        """Return the reason why an exit in a run of gates saves nothing; empty if it might."""
         if not flow.heavy_steps or flow.heavy_steps[0] > run[-1].step:
-            return "no work is done yet, an exit here could know nothing"
+            return "no work is done yet, so an exit here has no information"
         return self._little_left() if self.is_end(flow, run) else ""
 
     def is_end(self, flow: Flow, run: Sequence[Gate]) -> bool:
-        """Whether hardly any work is left behind a run of gates."""
+        """Return whether hardly any work is left after a run of gates."""
         return self.share_after(flow, run[-1]) < MIN_SHARE_LEFT
 
     def _little_left(self) -> str:
         kinds = ", ".join(f"`{kind}`" for kind in self.work.unknown)
         if not self.total:
             what = f"of {kinds}, and it could not be measured" if kinds else "of its operators"
-            return f"how much work is left cannot be told: nothing is known {what}"
+            return f"the work that is left is unknown: nothing is known {what}"
         how = ""
         if self.work.measured:
             how = f"; it was measured as time, since the work of {kinds} is not known"
@@ -127,7 +130,7 @@ class GateFitness:
         return f"less than {MIN_SHARE_LEFT:.1%} of the work is left to save{how}"
 
     def unfit(self, gate: Gate) -> str:
-        """Say why a gate cannot be cut at: all is carried, and heads read one tensor at least."""
+        """Return the reason why a gate cannot be a cut: heads must be able to read one tensor."""
         found = [self.types.get(name) for name in gate.tensors]
         if any(tensor is None or tensor.shape is None for tensor in found):
             return "its shape is not known to shape inference"
@@ -144,8 +147,8 @@ class GateFitness:
         if share > MAX_SIDE_SHARE:
             names = ", ".join(f"`{name}`" for name in sorted(gate.side_inputs))
             return (
-                f"{share:.0%} of the work would have to be done again after it, from {names}, at "
-                f"most {MAX_SIDE_SHARE:.0%} may be; let the model add what it computes of them "
+                f"{share:.0%} of the work would have to be repeated after it, from {names}; at "
+                f"most {MAX_SIDE_SHARE:.0%} is allowed; let the model add its results from them "
                 "before this place"
             )
         return ""
@@ -163,12 +166,12 @@ class GateFitness:
         sizes = ", ".join(map(str, shape))
         return (
             f"its shape is [{sizes}], and the first dimension has to be the batch; let the model "
-            "keep it a dimension of its own there"
+            "keep it as a separate dimension there"
         )
 
 
 def batch_first(shape: Sequence[int | str]) -> tuple[int, ...]:
-    """Order the dimensions of a shape so that the batch is first; empty where there is none."""
+    """Return the order of dimensions with the batch first; empty if there is no batch."""
     if len(shape) < 2 or list(shape).count(BATCH) != 1:
         return ()
     front = list(shape).index(BATCH)

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 CopyKind: TypeAlias = Literal["quantised", "trained", "subnet"]
-"""What a cascade has before its source model: the model in int8, with weights that were trained
+"""Kind of copy before a cascade's source model: the model in int8, with weights that were trained
 together with its exits, or a part of it."""
 
 
@@ -45,14 +45,14 @@ class Sliced:
 
     model: SourceModel
     cuts: tuple[CutTensor, ...]
-    """What the exit after segment i would read; one less than there are segments."""
+    """Tensors that the exit after segment i would read; one less than there are segments."""
     segments: tuple[SegmentModel, ...]
     graphs: tuple[bytes, ...]
-    """The segments, serialised."""
+    """Segments, serialised."""
     analysis: CutAnalysis
     """All places where ``model`` could be cut."""
     weights: WeightFile | None = None
-    """Where ``model``, ``segments`` and ``graphs`` have their weights, if not in themselves."""
+    """File with the weights of ``model``, ``segments`` and ``graphs``, if they do not hold them."""
 
     def stored(self, weights: WeightFile) -> Sliced:
         """Return the same, with all large weights in a file."""
@@ -74,7 +74,7 @@ class Sliced:
 
     @property
     def versions(self) -> dict[str, int]:
-        """Versions of operators and file format of the segments that exits follow."""
+        """Versions of opset and file format of the segments that exits follow."""
         return self.front.versions
 
     def without_weights(self) -> Self:
@@ -83,11 +83,11 @@ class Sliced:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether exits follow a copy in int8."""
+        """True if exits follow a copy in int8."""
         return False
 
     def tolerance(self, options: CompileOptions) -> float:
-        """Return the relative difference allowed between chained segments and what was cut."""
+        """Return the relative difference allowed between chained segments and the whole model."""
         asked = options.tolerance or rounding_of(self.model.proto).chained
         return max(asked, INT8_TOLERANCE) if self.is_quantised else asked
 
@@ -106,19 +106,20 @@ class Cascade(Sliced):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the copy is in int8."""
+        """True if the copy is in int8."""
         return self.kind == "quantised"
 
 
 def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
     """Cut the model at its candidates.
 
-    CompileError if there are no cut points, or the user named one or a mask that does not exist.
+    CompileError if there are no cut points, or the user named a cut point or mask that does not
+    exist.
     """
     analysis = before_scores(find_cuts(model, max_tensors=options.reading.max_cut_tensors), model)
     if analysis.unknown_work:
         kinds = ", ".join(analysis.unknown_work)
-        how = "measured as time" if analysis.total_s is not None else "what is known without them"
+        how = "measured as time" if analysis.total_s is not None else "of known work without them"
         _log.warning("The work of %s is not known: shares of the work are %s.", kinds, how)
     points = choose_candidates(
         analysis, limit=options.building.candidates, exits=options.building.exits or None
@@ -130,7 +131,7 @@ def slice_model(model: SourceModel, options: CompileOptions) -> Sliced:
 
 
 def before_scores(analysis: CutAnalysis, model: SourceModel) -> CutAnalysis:
-    """Drop the cut points that are in the model's tail, where exits would save nothing."""
+    """Drop the cut points in the model's tail, where exits would save nothing."""
     if model.tail is None:
         return analysis
     scores = model.taught.output
@@ -144,8 +145,10 @@ def before_scores(analysis: CutAnalysis, model: SourceModel) -> CutAnalysis:
 def cut_tensors(
     model: SourceModel, analysis: CutAnalysis, points: Sequence[CutPoint], options: CompileOptions
 ) -> tuple[CutTensor, ...]:
-    """Describe what exits at some cut points read; ModelError if ``--mask`` fits none of them."""
-    flows = () if analysis.rereads else analysis.main_inputs  # else all that may be read again
+    """Return the inputs of exits at some cut points; ModelError if ``--mask`` fits none of them."""
+    flows = (
+        () if analysis.rereads else analysis.main_inputs
+    )  # if main inputs may be read again, all inputs may be masks
     mask = options.building.mask
     masks = find_masks(model.inputs, flows, mask)
     last = bool(model.answer.tokens)
@@ -180,9 +183,9 @@ def find_masks(
 ) -> dict[int | str, TensorSpec]:
     """Find masks [batch, tokens] by their number of tokens: at most one for each.
 
-    It is the one that the user named, and no other, or the one side input called so that has the
-    size. A mask is 1 where a token counts and 0 where it pads. ModelError if the input that was
-    named is not there, or is not [batch, tokens].
+    It is the input that the user named, and no other, or the one side input of that size with
+    "mask" in its name. A mask is 1 where a token counts and 0 where it pads. ModelError if the
+    named input does not exist, or is not [batch, tokens].
     """
     shaped = {spec.name: spec for spec in inputs if len(spec.shape) == 2}
     if named is not None:
@@ -198,38 +201,38 @@ def find_masks(
 
 
 SOURCE = "source.onnx"
-"""The unmodified model's file in a bundle."""
+"""File of the unmodified model in a bundle."""
 INT8_TOLERANCE = 0.05
-"""The same for segments of a quantised model: where sums in another order round to another of 255
-steps, the answer moves by a step too."""
+"""Relative difference for segments of a quantised model: sums in another order may round to another
+of 255 steps, which moves the answer by a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentModel:
-    """The blocks between two neighbouring cut points, as a model of its own."""
+    """The blocks between two neighbouring cut points, as a separate model."""
 
     index: int
     proto: onnx.ModelProto
-    """With its weights, as long as it is not :meth:`without_weights`."""
+    """Graph, with its weights unless it is :meth:`without_weights`."""
     inputs: tuple[str, ...]
-    """Tensors read: cut tensors, then the graph inputs needed beside them. The first segment reads
-    its main graph inputs, then those that others need too."""
+    """Tensors read: cut tensors, then the graph inputs needed in addition. The first segment reads
+    its main graph inputs, then those that others need, too."""
     output: str
     """The cut tensor, or the model's answer in the last segment."""
     also: tuple[str, ...] = ()
-    """Further tensors that it gives, where the cut is a set; those given before are carried on."""
+    """Further outputs, if the cut is a set; tensors from earlier segments are passed on."""
     flops_share: float
-    """Share of the model's FLOPs, 0 to 1; they add up to 1."""
+    """Share of the model's FLOPs, 0 to 1; the shares of all segments add up to 1."""
     is_source: bool = False
-    """Whether it is the whole source model, the last of a cascade."""
+    """True if it is the whole source model, the last segment of a cascade."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """All tensors that it gives."""
+        """All output tensors."""
         return (self.output, *self.also)
 
     def without_weights(self) -> SegmentModel:
-        """Give the segment with its nodes alone, as long as it is not the whole source model."""
+        """Return the segment with its nodes alone, unless it is the whole source model."""
         if self.is_source:
             return self
         light = emptied(self.proto, self.proto.graph.name)
@@ -237,7 +240,7 @@ class SegmentModel:
         return replace(self, proto=light)
 
     def described(self) -> Segment:
-        """Describe the segment as a bundle does."""
+        """Return the manifest's description of the segment."""
         return Segment(
             index=self.index,
             file=SOURCE if self.is_source else f"segments/{self.index:02d}.onnx",
@@ -251,8 +254,8 @@ class SegmentModel:
 def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, ...]:
     """Slice the model at ``cuts``, which are in the order of the data flow.
 
-    Gives one segment more than there are cut points. Chained they compute what the model does,
-    each taking the side inputs at its own, possibly shrunk, batch.
+    Returns one segment more than there are cut points. Chained they compute what the model does.
+    Each reads the side inputs at its current, possibly smaller, batch.
     """
     ends = [*(cut.tensors for cut in cuts), (model.answer.output,)]
     shares = np.diff([0.0, *(cut.flops_share_before for cut in cuts), 1.0])
@@ -282,7 +285,7 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
 def _extent(
     graph: Dataflow, starts: Sequence[str], ends: Sequence[str], shared: set[str]
 ) -> tuple[tuple[Operator, ...], tuple[str, ...]]:
-    """Find the operators from some tensors to others, and the tensors they read first."""
+    """Return the operators from some tensors to others, and the tensors they read first."""
     operators = graph.behind(ends, stop=frozenset(starts))
     read = {t for op in operators for t in op.reads}
     needed = [name for name in graph.inputs if name in read]
@@ -292,7 +295,7 @@ def _extent(
 
 
 class _Source(NamedTuple):
-    """A model to take segments from, and where in it everything is."""
+    """A model to extract segments from, with its nodes and tensors by name."""
 
     surgeon: gs.Graph
     flow: Dataflow
@@ -312,9 +315,9 @@ class _Source(NamedTuple):
         outputs: Sequence[str],
         name: str,
     ) -> onnx.ModelProto:
-        """Make a model of some operators, which graphsurgeon exports exactly as they are.
+        """Make a model of some operators, which graphsurgeon exports unchanged.
 
-        Not ``Graph.cleanup``: it edits the graph that all segments are taken from.
+        ``Graph.cleanup`` is not used: it edits the graph that all segments are taken from.
         """
         surgeon = self.surgeon
         graph = gs.Graph(
@@ -332,17 +335,17 @@ class _Source(NamedTuple):
         free = {t for op in operators for t in op.reads} - {*written, *inputs} - self.flow.constants
         if free:
             raise VerificationError(
-                f"{name} reads {sorted(free)}, which nothing provides; this is a defect, report it "
-                "with the model"
+                f"{name} reads {sorted(free)}, which no segment or input provides; this is a "
+                "defect, report it with the model"
             )
         check_standard(proto)
         return proto
 
 
 VERIFIED_SAMPLES = 64
-"""Calibration samples that chained segments and what was cut must agree on."""
+"""Calibration samples on which chained segments and their model must agree."""
 TOLERANCE = 1e-5
-"""Relative difference allowed between chained segments and source: float32 sums in another
+"""Relative difference allowed between chained segments and source: float32 sums are in another
 order, as layouts and fusions differ at the borders."""
 
 
@@ -356,15 +359,14 @@ def verify(
 ) -> float:
     """Run the segments in a chain at some batch sizes, and compare with the source model.
 
-    ``samples`` are arrays by graph input, repeated where they are fewer than a batch;
-    ``tolerance`` is relative to the scale of each value
-    (:mod:`~offramp.engine.answers.differences`).
+    ``samples`` are arrays by graph input, repeated if they are fewer than a batch; ``tolerance`` is
+    relative to the scale of each value (:mod:`~offramp.engine.answers.differences`).
 
-    Behind each cut some samples go on without the others too, as they do once those have left.
+    After each cut some samples are also run without the others, as if those had left.
 
-    Gives the largest difference found. VerificationError names the first segment that diverges,
-    beyond ``tolerance`` or by NaN or infinity on one side alone; ModelError operators by which
-    samples change each other's answers, or a cut behind which they do.
+    Returns the largest difference. VerificationError names the first segment that diverges, beyond
+    ``tolerance`` or by NaN or infinity on one side alone. ModelError names operators by which
+    samples change each other's answers, or a cut after which they do.
     """
     answer = model.answer.output
     rows = [middle(size, max(batch_sizes)) for size in batch_sizes]
@@ -408,21 +410,21 @@ def _through(
     chained: Sequence[dict[str, NDArray[np.generic]]],
     left: Sequence[_Survivors],
 ) -> tuple[list[dict[str, NDArray[np.generic]]], list[_Survivors]]:
-    """Run a segment on batches and survivors; its session, with its weights, is gone behind."""
+    """Run a segment on batches and survivors; its session is released at the end."""
     runner = GraphRunner(segment.proto)
     passed = [values | runner.run(values) for values in chained]
     return passed, [survivors.through(runner) for survivors in left]
 
 
 class _Survivors(NamedTuple):
-    """Samples of a batch that go on behind a cut when the others have left."""
+    """Samples of a batch that go on after a cut when the others have left."""
 
     rows: NDArray[np.intp]
     cut: str
     values: dict[str, NDArray[np.generic]]
 
     def through(self, runner: GraphRunner) -> _Survivors:
-        """Run the next segment; ModelError if it does not take them."""
+        """Run the next segment; ModelError if it fails on them."""
         try:
             return self._replace(values=self.values | runner.run(self.values))
         except RuntimeError as error:
@@ -430,23 +432,23 @@ class _Survivors(NamedTuple):
             raise ModelError(f"{self._where()} cannot go on: {reason}; {_APART}") from error
 
     def check(self, wanted: NDArray[np.generic], answer: Answer, tolerance: float) -> None:
-        """Compare with what the source model answers them in the whole batch."""
+        """Compare with the source model's answers to them in the whole batch."""
         found, right = self.values[answer.output], wanted[self.rows]
         difference = compare(found, right, scales=Scales.of(wanted), answer=answer)
         if not difference.share <= tolerance:
             raise ModelError(
-                f"{self._where()} are answered otherwise, by {difference.describe()} "
+                f"{self._where()} have other answers, by {difference.describe()} "
                 f"({tolerance:.0e} allowed); {_APART}"
             )
 
     def _where(self) -> str:
         rows = ", ".join(map(str, self.rows.tolist()))
-        return f"behind the cut `{self.cut}` samples {rows} of a batch, without the others,"
+        return f"after the cut `{self.cut}` samples {rows} of a batch, without the others,"
 
 
 _APART = (
-    "something that is computed again behind the cut depends on the whole batch, as its longest "
-    "sample does: let the model compute it for each sample by itself, or build exits elsewhere "
+    "a value that is recomputed after the cut depends on the whole batch, such as its longest "
+    "sample: let the model compute it for each sample separately, or build exits elsewhere "
     "(--exits)"
 )
 
@@ -454,9 +456,9 @@ _APART = (
 def _survivors(
     values: Mapping[str, NDArray[np.generic]], segment: SegmentModel
 ) -> Iterator[_Survivors]:
-    """Choose samples that go on behind a segment: one alone and three, others at each cut.
+    """Yield samples that go on after a segment: one alone, and three; others at each cut.
 
-    ``values`` are graph inputs and what segments gave so far.
+    ``values`` are graph inputs and the outputs of segments so far.
     """
     batch = len(values[segment.output])
     for count in {1, min(3, batch - 1)} - {0} if batch > 1 else ():
@@ -468,7 +470,7 @@ def _survivors(
 def _run_alone(
     proto: onnx.ModelProto, fed: Sequence[Mapping[str, NDArray[np.generic]]]
 ) -> list[dict[str, NDArray[np.generic]]]:
-    """Run a graph on some batches, with no other loaded beside: each holds its weights."""
+    """Run a graph on some batches, with no other graph loaded: each holds its weights."""
     runner = GraphRunner(proto)
     return [runner.run(feeds) for feeds in fed]
 
@@ -480,7 +482,7 @@ def _diagnosis(
     chained: Mapping[str, NDArray[np.generic]],
     tolerance: float,
 ) -> str:
-    """Name the first segment whose output differs from the same tensor in the source."""
+    """Return which segment's output is the first to differ from the same tensor in the source."""
     exposed = copied(model.proto)
     known = {info.name: info for info in model.proto.graph.value_info}
     inner = [name for s in segments for name in s.outputs if name in known]

@@ -1,8 +1,8 @@
-"""The work of a model's operators: counted where their arithmetic is known, else measured.
+"""Work of a model's operators: counted if their arithmetic is known, else measured.
 
 Operators of libraries, and those whose shapes cannot be inferred, have no count. One of them makes
-all counts useless, since shares of the work are what matters: then every operator is timed by ONNX
-Runtime's profiler. The rules at the end count an operator's FLOPs by the shapes that it reads.
+all counts useless, since only shares of the work matter: then every operator is timed by ONNX
+Runtime's profiler. The rules at the end count an operator's FLOPs from the shapes of its inputs.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from offramp.compiler.graphs.shapes import BATCH, concrete_shapes, symbolic_size
 _BATCH = 2
 """Samples of a timed run."""
 _RUNS = 7
-"""Timed runs, of which the median counts, after one that is not."""
+"""Timed runs, of which the median counts, after one warm-up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorWork:
-    """What each operator of a model costs, in one unit for all."""
+    """Cost of each operator of a model, in one unit for all."""
 
     costs: tuple[float, ...]
-    """By operator: FLOPs of a sample, or seconds of a run where it was measured."""
+    """Costs by operator: FLOPs of a sample, or seconds of a run if measured."""
     unknown: tuple[str, ...] = ()
     """Types of operators whose arithmetic is not known."""
     measured: bool = False
-    """Whether ``costs`` are times; then something was unknown."""
+    """True if ``costs`` are times, because something was unknown."""
 
 
 def work_of(proto: onnx.ModelProto, graph: Dataflow) -> OperatorWork:
-    """Count the work of an annotated model, or measure it where something cannot be counted.
+    """Count the work of an annotated model, or measure it if something cannot be counted.
 
-    Counts are given after all, with what is unknown, if the model cannot be run.
+    If the model cannot be run, the counts are returned, with the unknown operators.
     """
     counted = count_flops(proto, graph)
     unknown = _unknown(graph, counted)
@@ -60,12 +60,12 @@ def work_of(proto: onnx.ModelProto, graph: Dataflow) -> OperatorWork:
     if not any(costs[op.index] for op in graph.operators if op.kind in unknown):
         return OperatorWork(
             costs=counted, unknown=unknown
-        )  # functions run under the names of their parts
+        )  # ONNX Runtime reports functions under the names of their parts
     return OperatorWork(costs=tuple(costs), unknown=unknown, measured=True)
 
 
 def _unknown(graph: Dataflow, counted: Sequence[float]) -> tuple[str, ...]:
-    """Types of the operators that do work which was not counted, in order."""
+    """Return the types of the operators that do work that was not counted, in order."""
     found = (op for op in graph.changing if _is_unknown(op, counted[op.index]))
     return tuple(dict.fromkeys(op.kind for op in found))
 
@@ -78,7 +78,7 @@ def _is_unknown(op: Operator, counted: float) -> bool:
 
 
 def _only_constants(op: Operator) -> bool:
-    """Whether it has bodies that compute nothing, such as those that choose between scales."""
+    """Return whether it has bodies that compute nothing, such as those that choose scales."""
     inside = [node for body in bodies(op.proto) for node in body.node]
     return op.has_body and all(node.op_type == "Constant" for node in inside)
 
@@ -103,12 +103,12 @@ FlopRule: TypeAlias = "Callable[[Operator, Sequence[tuple[int, ...]], float], fl
 
 
 def _convolution(weight: int) -> FlopRule:
-    """Every output element sums over a window of all input channels of its group."""
+    """Return a rule for outputs that sum over a window of all input channels of their group."""
     return lambda _, operands, written: 2 * written * prod(operands[weight][1:])
 
 
 def _transposed(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Every input element is spread over a window of all output channels of its group."""
+    """Return FLOPs: every input element is spread over a window of its group's output channels."""
     return 2.0 * prod(operands[0]) * prod(operands[1][1:])
 
 
@@ -133,18 +133,18 @@ def _einsum(op: Operator, operands: Sequence[tuple[int, ...]], _: float) -> floa
 
 
 def _recurrent(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Input and recurrent weights are applied once per step of the sequence."""
+    """Return FLOPs: input and recurrent weights are applied once per step of the sequence."""
     return 2.0 * prod(operands[0][:2]) * (prod(operands[1]) + prod(operands[2]))
 
 
 def _attention(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Scores and weighted sum, for queries, keys, values as separate operands."""
+    """Return FLOPs of scores and weighted sum, for queries, keys, values as separate operands."""
     query, key = operands[0], operands[1]
     return 4.0 * prod(query) * (key[-2] if len(key) > 1 else 1)
 
 
 def _packed_attention(op: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
-    """Projection to queries, keys and values by one weight, then attention; ONNX's has none."""
+    """Return FLOPs of the projection by one weight (ONNX's operator has none), and of attention."""
     if not op.proto.domain:
         return _attention(op, operands, written)
     tokens, weight = operands[0], operands[1]
@@ -188,20 +188,20 @@ _CHEAP = frozenset(
      "QuantizeLinear", "QuickGelu", "RotaryEmbedding", "SimplifiedLayerNormalization",
      "SkipLayerNormalization", "SkipSimplifiedLayerNormalization"}
 )  # fmt: skip
-"""Operators of ONNX Runtime's own that cost about one operation an element of their outputs."""
+"""Operators of ONNX Runtime that cost about one operation per output element."""
 
 
 def is_heavy(op: Operator) -> bool:
-    """Whether an operator does the work, or might: others are cheap steps between."""
+    """Return whether an operator does work, or might; others are cheap steps between."""
     if op.kind in HEAVY or op.has_body:
         return True
     return not is_standard(op.proto) and op.kind not in _CHEAP
 
 
 SYMBOLIC_SIZE = 128
-"""What a symbolic size other than the batch counts as, for instance a sequence's length."""
+"""Size assumed for symbolic sizes other than the batch, for instance a sequence's length."""
 _FALLBACK_SIZES = (64, 32, 16)
-"""Tried where inference fails at 128, say because a table of positions is shorter."""
+"""Sizes to try if inference fails at 128, for instance because a position table is shorter."""
 
 _Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
 
@@ -209,8 +209,8 @@ _Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
 def count_flops(proto: onnx.ModelProto, graph: Dataflow) -> tuple[float, ...]:
     """Count the floating-point operations of each operator, a multiply-add counting as two.
 
-    The batch is 1, and other symbolic sizes are :data:`SYMBOLIC_SIZE`. What depends on no graph
-    input counts nothing: a backend folds it when it loads the model. Operators without
+    The batch is 1, and other symbolic sizes are :data:`SYMBOLIC_SIZE`. Operators that depend on no
+    graph input count nothing: a backend folds them when it loads the model. Operators without
     multiply-adds count one per element of their outputs.
     """
     two, three = (_numeric_types(proto, batch) for batch in (2, 3))
@@ -221,7 +221,7 @@ def count_flops(proto: onnx.ModelProto, graph: Dataflow) -> tuple[float, ...]:
 def _costs(
     proto: onnx.ModelProto, graph: Dataflow, types: Mapping[str, SizedType]
 ) -> Iterator[float]:
-    """Yield what operators cost, by index; NaN where that of a body is not known."""
+    """Yield the costs of operators, by index; NaN if that of a body is not known."""
     shapes = {n: s for n, (_, s) in types.items() if s is not None and None not in s}
     scope = BodyScope.of(proto, types)
     for op in graph.operators:
@@ -234,16 +234,16 @@ def _costs(
 
 
 def _body_cost(body: onnx.ModelProto) -> float:
-    """Cost of a body's operators, one turn of it."""
+    """Return the cost of one run of a body's operators."""
     return sum(_costs(body, Dataflow(body.graph), concrete_shapes(body, {})))
 
 
 def _numeric_types(proto: onnx.ModelProto, batch: int) -> Mapping[str, SizedType]:
-    """Shapes at the first of the stated sizes at which most of them are known.
+    """Return shapes at the first of the assumed sizes at which most of them are known.
 
-    Not at batch 1, where inference cannot tell a batch from a dimension to be broadcast: costs
-    are linear in the batch and are extrapolated from 2 and 3. A single size that inference has
-    lost counts as the size stated.
+    Batch 1 is not used, as inference cannot tell it from a dimension to be broadcast: costs are
+    linear in the batch and are extrapolated from 2 and 3. A single size that inference has lost is
+    replaced by the assumed size.
     """
     symbols = [s for s in symbolic_sizes(proto) if s != BATCH]
     most, best = -1, dict[str, SizedType]()

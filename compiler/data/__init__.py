@@ -1,6 +1,6 @@
 """Kinds of data that ``--data`` and the API take, each of them a source of samples.
 
-:mod:`.find_source` tells kinds apart; :mod:`.batches` has arrays and iterables of a program's own.
+:mod:`.find_source` recognises kinds; :mod:`.batches` reads arrays and iterables of a program.
 """
 
 from offramp.compiler.data.batches import ArraySource, IterableSource

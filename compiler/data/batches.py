@@ -1,7 +1,7 @@
-"""Samples that a program has: arrays by name, iterables of batches, and functions that return them.
+"""Samples of a program: arrays by name, iterables of batches, and functions that return them.
 
-Values of programs and tables become arrays of the dtypes of inputs where nothing is lost
-(:func:`fit`). A user's own function is named as ``module:function``.
+Values of programs and tables are converted to the dtypes of inputs if nothing is lost
+(:func:`fit`). A user's function is named as ``module:function``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from offramp.engine.common.validation import check_tensors
 class ArraySource:
     """Arrays [n, …]: by name, in a tuple in the order of the inputs, or one alone.
 
-    Arrays that fit stay where they are, and must not be changed until all is done.
+    Arrays with the right dtype are not copied, and must not be changed until the end of the run.
     """
 
     def __init__(self, arrays: Any, *, name: str = "data") -> None:
-        """Take arrays, or tensors of other libraries."""
+        """Create a source of arrays, or of tensors of other libraries."""
         self.name = name
         self._arrays = arrays
 
@@ -68,13 +68,13 @@ class IterableSource:
     """Batches of samples, one after the other: mappings, tuples or single arrays.
 
     A mapping has arrays by the names of inputs. A tuple has them in the order of the inputs, and
-    may end with labels, integers [n]. Read once from begin to end, or until ``limit`` samples.
+    may end with labels, integers [n]. It is read once to its end, or until ``limit`` samples.
     """
 
     def __init__(
         self, iterable: Iterable[Any], limit: int | None = None, *, name: str = "data"
     ) -> None:
-        """Take batches of arrays, or of tensors of other libraries."""
+        """Create a source of batches of arrays, or of tensors of other libraries."""
         self.name = name
         self._iterable = iterable
         self._limit = limit
@@ -82,7 +82,7 @@ class IterableSource:
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Collect the batches; large arrays go to scratch."""
+        """Collect the batches; large arrays are written to scratch."""
         with SampleWriter(self.name, scratch, keys=keys) as writer:
             for number, batch in enumerate(self._iterable):
                 where = f"{self.name}: batch {number}"
@@ -97,7 +97,7 @@ class IterableSource:
                     break
             if not writer.samples:
                 raise DataError(
-                    f"{self.name}: no batch with samples came; a generator can be read once: give "
+                    f"{self.name}: no batch with samples came; a generator can be read once: pass "
                     "a fresh one, or a list or data loader"
                 )
             return writer.finish()
@@ -106,7 +106,7 @@ class IterableSource:
 def arrays_of_batch(batch: Any, specs: Sequence[TensorSpec], where: str) -> dict[str, NDArray[Any]]:
     """Return the arrays of a batch by name, converted to the dtypes of inputs; labels as ``label``.
 
-    DataError where a tuple has more or fewer arrays than the model has inputs.
+    DataError if a tuple has more or fewer arrays than the model has inputs.
     """
     named = _named(batch, specs, where)
     arrays = {str(name): as_array(value, f"{where}: {name!r}") for name, value in named.items()}
@@ -134,13 +134,13 @@ def _named(batch: Any, specs: Sequence[TensorSpec], where: str) -> Mapping[Any, 
         expected = ", ".join(spec.describe() for spec in specs)
         raise DataError(
             f"{where}: has {len(values)} arrays, expected {len(names)} in this order ({expected}), "
-            "or labels behind them, integers [n]; or give a mapping from names to arrays"
+            "or labels after them, integers [n]; or pass a mapping from names to arrays"
         )
     return dict(zip(names, values, strict=True))
 
 
 def _with_label(batch: Mapping[Any, Any], specs: Sequence[TensorSpec]) -> Mapping[Any, Any]:
-    """Return a mapping whose labels have one name, where it has labels under one name."""
+    """Return a mapping with labels renamed to ``label``, if exactly one name of labels occurs."""
     found = [key for key in LABEL_KEYS if key in batch and all(s.name != key for s in specs)]
     if len(found) != 1:
         return batch
@@ -167,8 +167,8 @@ _NUMBERS = "biuf"
 def as_array(value: Any, where: str) -> NDArray[Any]:
     """Return a value as an array: one of numpy's, a tensor of another library, or a list.
 
-    Tensors of torch are recognised by their methods; torch is not imported. DataError for what is
-    no array of numbers or texts.
+    Tensors of torch are recognised by their methods; torch is not imported. DataError if the value
+    is no array of numbers or texts.
     """
     for method in ("detach", "cpu"):  # tensors that need a gradient, or are on a GPU
         if not isinstance(value, np.ndarray) and hasattr(value, method):
@@ -178,7 +178,7 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
     except (TypeError, ValueError, RuntimeError) as error:  # a bfloat16 tensor, a ragged list
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{where}: a value of type {type(value).__name__} is no array ({reason:.150}); give "
+            f"{where}: a value of type {type(value).__name__} is no array ({reason:.150}); pass "
             "numpy arrays, or tensors that numpy can read"
         ) from error
     if array.dtype.kind not in _NUMBERS + "SU":
@@ -192,12 +192,12 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
 def fit(
     array: NDArray[Any], spec: TensorSpec, place: Callable[[int], str], *, numbers: bool = False
 ) -> NDArray[Any]:
-    """Return an array in the dtype of an input, where that loses nothing but digits.
+    """Return an array in the dtype of an input, if only digits are lost.
 
     Integers become integers of another width, booleans integers, and floats other floats. With
-    ``numbers``, integers become floats too, and floats integers: in a table they are just numbers,
-    elsewhere they may be pixels that nobody has scaled. What is not converted is returned as it is,
-    and refused where names, dtypes and shapes are checked. DataError where a value is out of range;
+    ``numbers``, integers also become floats, and floats integers: in a table they are just numbers,
+    elsewhere they may be pixels that are not scaled. Other arrays are returned unchanged, and
+    refused where names, dtypes and shapes are checked. DataError if a value is out of range;
     ``place`` names its row.
     """
     wanted = np.dtype(spec.dtype)
@@ -212,7 +212,9 @@ def fit(
         with np.errstate(invalid="ignore"):
             converted = array.astype(wanted)
             same = converted.astype(array.dtype) == array
-        same &= (converted < 0) == (array < 0)  # a change of sign goes back to the same bits
+        same &= (converted < 0) == (
+            array < 0
+        )  # a change of sign would convert back to the same bits
     else:
         return array
     if not same.all():
@@ -230,7 +232,7 @@ _NAME: Final = re.compile(
 
 
 def names_function(text: str) -> bool:
-    """Whether a text is of the form ``module:function`` or ``file.py:function``."""
+    """Return whether a text has the form ``module:function`` or ``file.py:function``."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -241,12 +243,12 @@ class FunctionSource:
     name: str
     """``module:function`` or ``file.py:function``."""
     limit: int | None = None
-    """Most samples that are taken."""
+    """Largest number of samples that are read."""
 
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Import the function and collect what it yields; its own errors are DataErrors."""
+        """Import the function and collect its batches; its own errors become DataErrors."""
         function = self._import()
         with self._reporting():
             value = function()
@@ -275,7 +277,7 @@ class FunctionSource:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Turn what a user's code raises into a DataError that says where it was raised."""
+        """Convert an exception of the user's code into a DataError with its file and line."""
         try:
             yield
         except DataError:
@@ -296,7 +298,7 @@ def source_of_value(value: Any, name: str, limit: int | None) -> DataSource:
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         return IterableSource(value, limit, name=name)
     raise DataError(
-        f"{name}: a value of type {type(value).__name__} is no data; give a mapping from the names "
+        f"{name}: a value of type {type(value).__name__} is no data; pass a mapping from the names "
         "of inputs to arrays, an iterable of batches, or a function that returns one"
     )
 
@@ -308,14 +310,14 @@ def _run_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as dataclasses and pickle expect
+    sys.modules[spec.name] = module  # dataclasses and pickle expect it
     spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Find modules in the current folder too, as ``python -m`` does."""
+    """Find modules also in the current folder, as ``python -m`` does."""
     sys.path.insert(0, "")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Rows of a table as samples: which columns become which inputs, and how.
+"""Rows of a table as samples: choice and conversion of the columns of each input.
 
 One rule for CSV, JSONL, parquet and data sets of Hugging Face. With a tokenizer, a column of texts
 feeds the model. Otherwise a column of images does, or a column for each input by its name, or all
@@ -30,23 +30,23 @@ from offramp.compiler.data.texts import TextEncoder
 _log = logging.getLogger(__name__)
 
 ROWS: Final = 64
-"""Rows of a table that are in memory at once."""
+"""Rows of a table that are in memory at a time."""
 
 
 class TableRows(Protocol):
     """Some consecutive rows of a table."""
 
     def __len__(self) -> int:
-        """Count the rows."""
+        """Return the number of rows."""
 
     def place(self, row: int) -> str:
-        """Return where a row is, such as ``texts.csv:17``."""
+        """Return the place of a row, such as ``texts.csv:17``."""
 
     def objects(self, column: str) -> Sequence[Any]:
-        """Return a column as Python objects; DataError where there is no such column."""
+        """Return a column as Python objects; DataError if there is no such column."""
 
     def numbers(self, column: str) -> NDArray[Any]:
-        """Return a column as numbers [n, …]; DataError where a row has none or another shape."""
+        """Return a column as numbers [n, …]; DataError if a row has none or another shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class TablePlan:
     inputs: Callable[[TableRows], dict[str, NDArray[Any]]]
     label: str | None
     label_asked: bool
-    """Whether the user named it."""
+    """True if the user named the column."""
     keys: tuple[str, ...]
     encoder: TextEncoder | None = None
 
@@ -110,7 +110,7 @@ def plan_table(
     *,
     keys: Collection[str] = (),
 ) -> TablePlan:
-    """Find which columns become which inputs; DataError where no rule fits."""
+    """Choose the columns of each input; DataError if no rule fits."""
     inputs = {spec.name for spec in specs}
     label = options.label_column
     if label is not None:
@@ -139,7 +139,7 @@ def _inputs(
     *,
     aside: Collection[str | None],
 ) -> tuple[Sequence[str], Callable[[TableRows], dict[str, NDArray[Any]]], TextEncoder | None]:
-    """Return the columns that feed the model, what makes its inputs of them, and any encoder."""
+    """Return the columns that feed the model, the function that converts them, and any encoder."""
     if options.tokenizer is not None:
         texts = options.text_column or ("text",)
         for column in texts:
@@ -168,7 +168,7 @@ def _inputs(
         f"{name}: its columns ({', '.join(table.names)}) are not the inputs of the model "
         f"({'; '.join(spec.describe() for spec in specs)}); expected a column named after each "
         "input, or as many columns as the only input has features, or texts with --tokenizer FILE; "
-        "rename the columns, or give a module:function that yields batches"
+        "rename the columns, or use a module:function that yields batches"
     )
 
 
@@ -186,7 +186,7 @@ def _image_column(table: TableColumns, options: PreprocessingSpec, name: str) ->
         return options.image_column
     if len(table.images) > 1:
         raise DataError(
-            f"{name}: the columns {' and '.join(table.images)} hold images; say which one with "
+            f"{name}: the columns {' and '.join(table.images)} hold images; choose one with "
             "--image-column"
         )
     return table.images[0] if table.images else None
@@ -205,7 +205,7 @@ def _texts(rows: TableRows, columns: Sequence[str]) -> list[Any]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which JSON allows and tokenizers refuse."""
+    """Return whether a text has no half of a surrogate pair, which tokenizers refuse."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -251,13 +251,13 @@ def _features(rows: TableRows, columns: Sequence[str], spec: TensorSpec) -> NDAr
 
 
 def _has_classes(rows: TableRows, label: str, plan: TablePlan) -> bool:
-    """Whether labels are used: they were asked for, or the first one is the number of a class."""
+    """Return whether labels are used: they were asked for, or the first one is a class number."""
     first = rows.objects(label)[0]
     if plan.label_asked or _is_class(first):
         return True
     _log.warning(
-        "%s: %r is %.50r, not the number of a class: labels are left aside, as exits learn "
-        "without.",
+        "%s: %r is %.50r, not the number of a class: labels are ignored, as exits learn "
+        "without them.",
         rows.place(0), label, first,
     )  # fmt: skip
     return False

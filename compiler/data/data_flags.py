@@ -1,4 +1,4 @@
-"""Flags of the command line that say how data are read; the same in every command."""
+"""Command-line flags for reading data, which are the same in every command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offramp.compiler.data.reading_options import OPTIONS, TOML_NAME, Preprocess
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of reading images, texts and tables, in a group of their own."""
+    """Add the options of reading images, texts and tables, in a separate group."""
     group = parser.add_argument_group(
         "reading the data",
         f"For images, texts and tables. Also as keys of a TOML file, such as image_size = "
@@ -27,13 +27,13 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_data(parser: argparse.ArgumentParser, help_: str, *, required: bool = True) -> None:
-    """Add ``--data``, whose text :func:`source_of` reads, and the options of reading."""
+    """Add ``--data``, to be read by :func:`source_of`, and the options of reading."""
     parser.add_argument("--data", required=required, metavar="DATA", help=help_)
     add_data_arguments(parser)
 
 
 def spec_of(options: argparse.Namespace) -> PreprocessingSpec:
-    """Return what the flags say, filled from the file of ``--preprocessing``."""
+    """Return the options in the flags, completed from the file of ``--preprocessing``."""
     given = vars(options)
     spec = PreprocessingSpec(**{o.field: given[o.field] for o in OPTIONS if o.field in given})
     file: Path | None = given.get("preprocessing")
@@ -41,5 +41,5 @@ def spec_of(options: argparse.Namespace) -> PreprocessingSpec:
 
 
 def source_of(text: str, options: argparse.Namespace) -> DataSource:
-    """Return the source of the data that a flag names; DataError as :func:`.find_source`."""
+    """Return the source of the data that a flag names; DataError as in :func:`.find_source`."""
     return find_source(text, spec_of(options))

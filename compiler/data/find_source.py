@@ -1,6 +1,6 @@
-"""Kinds of data: which one a text of the command line, or an object of a program, is.
+"""Kinds of data, and recognition of the kind of a command-line text or a program's object.
 
-Of a source that is read as a whole, :class:`FirstSamples` are the first samples.
+:class:`FirstSamples` are the first samples of a source that is read as a whole.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from offramp.engine.learning.recording_file import is_recording
 _TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables"})
 _TYPED_TABLES: Final[frozenset[Family]] = frozenset({"texts", "tables", "images"})
 _SAVED: Final = ("state.json", "dataset_dict.json")
-"""Files by which a folder is a data set that Hugging Face's package saved."""
+"""Files that mark a folder as a data set saved by Hugging Face's package."""
 
 
 class NamedData:
-    """A text that names data, and what is at that place."""
+    """A text that names data, and the file or folder at that place."""
 
     def __init__(self, text: str) -> None:
-        """Look at the place of a text."""
+        """Check the file or folder that a text names."""
         self.text, self.path = text, Path(text)
         self.exists = bool(text) and self.path.exists()
         self.is_file = self.exists and self.path.is_file()
@@ -61,7 +61,7 @@ class NamedData:
 
     @cached_property
     def suffixes(self) -> frozenset[str]:
-        """Suffixes in lower case of all files in the folder and in those inside it."""
+        """Suffixes in lower case of all files in the folder and in folders inside it."""
         if not self.is_folder:
             return frozenset()
         return frozenset(
@@ -72,7 +72,7 @@ class NamedData:
         )
 
     def has(self, *names: str) -> bool:
-        """Whether one of some files is in the folder itself."""
+        """Return whether one of some files is in the folder itself."""
         return any((self.path / name).is_file() for name in names)
 
 
@@ -85,10 +85,10 @@ class DataKind:
     form: str
     """Form of the text that names it, for lists of kinds."""
     fits: Callable[[NamedData], bool]
-    """Whether a text names data of this kind."""
+    """Function that returns whether a text names data of this kind."""
     make: Callable[[NamedData, PreprocessingSpec], DataSource]
     families: Collection[Family] = field(default=frozenset())
-    """Options that it uses."""
+    """Families of options that it uses."""
 
 
 KINDS: Final[tuple[DataKind, ...]] = (
@@ -151,20 +151,20 @@ KINDS: Final[tuple[DataKind, ...]] = (
         make=lambda _, spec: RandomSource(spec.max_samples or SAMPLES),
     ),
 )
-"""All kinds; a text must fit one of them alone."""
+"""All kinds; a text must fit exactly one of them."""
 
 
 def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
     """Return the source of the data that a text names.
 
-    A folder's own ``preprocessing.toml`` fills what the options leave open. DataError where no kind
-    fits, or more than one: nothing is guessed. So it is where an option is of no use for the kind.
+    A folder's own ``preprocessing.toml`` completes the options. DataError if no kind fits, or more
+    than one, as nothing is guessed; or if an option does not apply to the kind.
     """
     data = NamedData(text)
     found = [kind for kind in KINDS if kind.fits(data)]
     if len(found) > 1:
         raise DataError(
-            f"{text} is {' and also '.join(kind.name for kind in found)}; give a folder with data "
+            f"{text} is {' and also '.join(kind.name for kind in found)}; use a folder with data "
             "of one kind alone"
         )
     if not found:
@@ -182,9 +182,9 @@ def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
 def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource:
     """Return the source of data that a program has.
 
-    Data are a path or text as ``--data`` takes it, a source, arrays (a mapping, a tuple or one
-    alone), a ``datasets.Dataset``, a function that returns batches, or an iterable of batches.
-    DataError for anything else.
+    Data is a path or text as in ``--data``, a source, arrays (a mapping, a tuple or one alone), a
+    ``datasets.Dataset``, a function that returns batches, or an iterable of batches. DataError for
+    anything else.
     """
     spec = spec or PreprocessingSpec()
     if isinstance(data, str | Path):
@@ -199,7 +199,7 @@ def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource
 
 
 def _is_zip(data: NamedData) -> bool:
-    """Whether a file of another name is an archive, as those of numpy are."""
+    """Return whether a file with any suffix is an archive, as those of numpy are."""
     if not data.is_file or data.suffix in {PARQUET, *CSV_SUFFIXES, *JSONL_SUFFIXES}:
         return False
     try:
@@ -210,13 +210,13 @@ def _is_zip(data: NamedData) -> bool:
 
 
 def first_of(source: DataSource, samples: int | None) -> DataSource:
-    """Return a source of the first samples of another one; of all where ``samples`` is ``None``."""
+    """Return a source of the first samples of another one; of all if ``samples`` is ``None``."""
     return source if samples is None else FirstSamples(source, samples)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstSamples:
-    """As many of the first samples of a source, or all that it has."""
+    """The first samples of a source, or all if it has fewer."""
 
     source: DataSource
     samples: int
@@ -229,7 +229,7 @@ class FirstSamples:
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Return the beginning of each array, and a hash of the source's and the number."""
+        """Return the beginning of each array, and a hash of the source's hash and the number."""
         arrays, digest = self.source.load(specs, scratch, keys=keys)
         if all(not array.ndim or len(array) <= self.samples for array in arrays.values()):
             return arrays, digest

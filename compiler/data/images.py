@@ -30,7 +30,7 @@ SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 """Suffixes of image files, in lower case."""
 INSTALL: Final = "pip install 'offramp[images]'"
 _MODES: Final = {1: "L", 3: "RGB"}
-"""Pillow's names of what models take, by their number of channels."""
+"""Pillow's modes for models, by their number of channels."""
 _EIGHT_BIT: Final = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX"}) | {
     "CMYK", "YCbCr", "LAB", "HSV"
 }  # fmt: skip
@@ -40,7 +40,7 @@ _BATCH: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageForm:
-    """The input that takes images, and how an image becomes a sample of it."""
+    """The input that takes images, and the conversion of an image to a sample of it."""
 
     spec: TensorSpec
     layout: Layout
@@ -84,7 +84,7 @@ class ImageForm:
         resampling = Resampling[filter_.upper()]
         if options.resize == "stretch":
             return image.resize(wanted, resampling)
-        # The largest box of the wanted proportions in the middle, or a share of it.
+        # The largest centred box of the wanted proportions, or a share of it.
         scale = (options.crop_share or 1.0) * min(
             image.width / self.width, image.height / self.height
         )
@@ -111,15 +111,15 @@ class ImageForm:
 
 
 def image_form(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: str) -> ImageForm:
-    """Find how images become the input of a model.
+    """Return the conversion of images to the input of a model.
 
-    DataError where the model has no single input that takes images, or the options do not fit it.
+    DataError if the model has no single input that takes images, or the options do not fit it.
     """
     _check_pillow()
     if len(specs) != 1:
         raise DataError(
             f"{name}: images are for models with one input, and this one has {len(specs)}: "
-            f"{'; '.join(spec.describe() for spec in specs)}; give arrays for all of them, or a "
+            f"{'; '.join(spec.describe() for spec in specs)}; pass arrays for all of them, or a "
             "module:function that yields batches"
         )
     (spec,) = specs
@@ -133,12 +133,12 @@ def image_form(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: st
             if asked not in (None, size):
                 raise DataError(
                     f"{name}: --image-size {_size_text(options)}: the model takes "
-                    f"{spec.describe()}; leave it out, or give what the model takes"
+                    f"{spec.describe()}; leave it out, or set what the model takes"
                 )
             found.append(size)
         elif asked is None:
             raise DataError(
-                f"{name}: the model takes images of any size ({spec.describe()}); say which with "
+                f"{name}: the model takes images of any size ({spec.describe()}); set one with "
                 "--image-size H,W"
             )
         else:
@@ -156,12 +156,12 @@ def image_form(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: st
 
 
 def _size_text(options: PreprocessingSpec) -> str:
-    """Return the size that was asked for, as a flag has it."""
+    """Return the size that was asked for, in the syntax of its flag."""
     return ",".join(map(str, options.image_size or ()))
 
 
 def _check_pillow() -> None:
-    """Raise a DataError with the remedy where Pillow is missing."""
+    """Raise a DataError with the remedy if Pillow is missing."""
     with optional_import("PIL", install=INSTALL, raises=DataError):
         import PIL.Image  # noqa: F401, PLC0415
 
@@ -177,7 +177,7 @@ def _layout(spec: TensorSpec, options: PreprocessingSpec, name: str) -> Layout:
     if not layouts:
         raise DataError(
             f"{name}: images have 1 or 3 channels, and the model takes {spec.describe()}, which is "
-            "neither [n, channels, height, width] nor [n, height, width, channels]; give a "
+            "neither [n, channels, height, width] nor [n, height, width, channels]; use a "
             "module:function that yields batches"
         )
     if options.layout is not None and options.layout not in layouts:
@@ -187,7 +187,7 @@ def _layout(spec: TensorSpec, options: PreprocessingSpec, name: str) -> Layout:
         )
     if options.layout is None and len(layouts) > 1:
         raise DataError(
-            f"{name}: the model takes {spec.describe()}, which may be nchw and nhwc; say which "
+            f"{name}: the model takes {spec.describe()}, which may be nchw and nhwc; choose one "
             "with --layout"
         )
     return options.layout or layouts[0]
@@ -209,24 +209,24 @@ def _check_values(spec: TensorSpec, channels: int, options: PreprocessingSpec, n
         return
     if np.dtype(spec.dtype).kind != "f":
         raise DataError(
-            f"{name}: the model takes {spec.describe()}, and images become floats or uint8; give a "
+            f"{name}: the model takes {spec.describe()}, and images become floats or uint8; use a "
             "module:function that yields batches"
         )
     for flag, values in named.items():
         if len(values) not in (1, channels):
             raise DataError(
                 f"{name}: {flag} has {len(values)} numbers, and images have {channels} channels; "
-                f"give {channels}, or one"
+                f"use {channels}, or one"
             )
     if options.scale is None and max((*(options.mean or (0,)), *(options.std or (0,)))) > 1:
         raise DataError(
-            f"{name}: --mean or --std is above 1, and pixels are scaled to 0 to 1 before; divide "
-            "them by 255, or add --scale 1 where they are for pixels of 0 to 255"
+            f"{name}: --mean or --std is above 1, and pixels are scaled to 0 to 1 first; divide "
+            "them by 255, or add --scale 1 if they are for pixels of 0 to 255"
         )
     if not named:
         _log.warning(
-            "%s: pixels go to the model as 0 to 1, since no --mean, --std or --scale is given; "
-            "give what the model was trained with, or --scale 1/255 if that is all.",
+            "%s: pixels go to the model as 0 to 1, since no --mean, --std or --scale is set; "
+            "set the values of the model's training, or --scale 1/255 if there are no others.",
             name,
         )
 
@@ -240,7 +240,7 @@ class ImageFolderSource:
 
     @property
     def name(self) -> str:
-        """The path as it was given."""
+        """Path as it was passed in."""
         return str(self.path)
 
     def load(
@@ -258,7 +258,7 @@ class ImageFolderSource:
 
 
 def files_in(folder: Path, suffixes: Collection[str]) -> list[Path]:
-    """Return the files with some suffixes, in lower case, in a folder and those inside it.
+    """Return the files with some suffixes, in lower case, in a folder and in folders inside it.
 
     They are in the order of their paths; files whose name begins with a dot are left out.
     """

@@ -1,4 +1,4 @@
-"""Made inputs: ``--data random``, a dry run for exits and times that certifies nothing."""
+"""Random inputs: ``--data random``, a dry run for exits and times that certifies nothing."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from offramp.calibration.data.sample_writer import SampleWriter
 from offramp.calibration.data.scratch import ScratchSpace
 
 RANDOM: Final = "random"
-"""Text of the command line that asks for made inputs."""
+"""Command-line text that asks for random inputs."""
 SAMPLES: Final = 1000
-"""Samples that are made where no number is asked for: a little more than a compilation needs."""
+"""Default number of random samples: a little more than a compilation needs."""
 _BATCH: Final = 32
 
 Draw: TypeAlias = Callable[[int, int], Mapping[str, NDArray[Any]]]
-"""Makes inputs by name: of a batch size, for a seed."""
+"""Function that draws inputs by name, for a batch size and a seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomSource:
-    """Inputs that are made at random, within what a model accepts.
+    """Random inputs within the range that a model accepts.
 
-    The model knows that, so the compiler hands in how to draw (:meth:`drawn_by`).
+    That range depends on the model, so the compiler sets the function that draws
+    (:meth:`drawn_by`).
     """
 
     samples: int = SAMPLES
@@ -40,11 +41,11 @@ class RandomSource:
         return RANDOM
 
     def __str__(self) -> str:
-        """``random``, as in ``--data random``."""
+        """Return ``random``, as in ``--data random``."""
         return RANDOM
 
     def drawn_by(self, draw: Draw) -> RandomSource:
-        """Return the source with a way to draw samples."""
+        """Return the source with a function that draws samples."""
         return replace(self, draw=draw)
 
     def load(
@@ -54,11 +55,11 @@ class RandomSource:
         *,
         keys: Collection[str] = (),  # noqa: ARG002 - made samples have no groups
     ) -> ArraysAndHash:
-        """Draw the samples; DataError where they would have to stand for real ones."""
+        """Draw the samples; DataError if real samples are required."""
         if self.draw is None:
             raise DataError(
-                "--data random is for compiling a model: made inputs say nothing about a bundle's "
-                "answers; give samples"
+                "--data random is for compiling a model: random inputs do not test a bundle's "
+                "answers; use samples"
             )
         names = [spec.name for spec in specs]
         with SampleWriter(self.name, scratch) as writer:

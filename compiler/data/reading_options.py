@@ -19,7 +19,7 @@ Family: TypeAlias = Literal["images", "texts", "tables", "samples"]
 """Data that an option is for; ``samples`` are all kinds."""
 
 TOML_NAME: Final = "preprocessing.toml"
-"""Name of the file in a folder of data that has options of reading them."""
+"""Name of the file with reading options in a folder of data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,41 +27,41 @@ class PreprocessingSpec:
     """Options of reading images, texts and tables; ``None`` is the default of each kind."""
 
     image_size: tuple[int, int] | None = None
-    """Height and width; those of the model's input where not given."""
+    """Height and width; by default those of the model's input."""
     mean: tuple[float, ...] | None = None
-    """For each channel, or one for all; of pixels after ``scale``. 0 where not given."""
+    """Mean for each channel, or one for all, of pixels after ``scale``; 0 by default."""
     std: tuple[float, ...] | None = None
-    """For each channel, or one for all; of pixels after ``scale``. 1 where not given."""
+    """Deviation for each channel, or one for all, of pixels after ``scale``; 1 by default."""
     scale: float | None = None
-    """Factor of pixels (0 to 255) before mean and std; 1/255 where not given."""
+    """Factor of pixels (0 to 255) before mean and std; 1/255 by default."""
     layout: Layout | None = None
-    """Order of the input's dimensions; found by its shape where not given."""
+    """Order of the input's dimensions; derived from its shape by default."""
     resize: Resize | None = None
     """Treatment of images of another shape: ``crop`` the middle (default), or ``stretch``."""
     crop_share: float | None = None
-    """Share of the shorter side that ``crop`` keeps; 1 where not given, 0.875 in torchvision."""
+    """Share of the shorter side that ``crop`` keeps; 1 by default, 0.875 in torchvision."""
     resample: Resample | None = None
-    """Filter for resizing; bilinear where not given."""
+    """Filter for resizing; bilinear by default."""
     image_column: str | None = None
     """Column of a table that holds images."""
     tokenizer: Path | None = None
-    """A ``tokenizer.json`` of Hugging Face, by which texts become token ids."""
+    """File ``tokenizer.json`` of Hugging Face that converts texts to token ids."""
     text_column: tuple[str, ...] | None = None
-    """The column of texts, or two of pairs; ``text`` where not given."""
+    """Column of texts, or two columns of pairs; ``text`` by default."""
     max_tokens: int | None = None
-    """Tokens that texts are padded and cut to; the model's length, or 128, where not given."""
+    """Tokens that texts are padded and cut to; by default the model's length, or 128."""
     label_column: str | None = None
-    """Column of a table that holds classes; ``label`` or ``labels`` where not given."""
+    """Column of a table that holds classes; ``label`` or ``labels`` by default."""
     max_samples: int | None = None
-    """Most samples that are read, from the first on; all where not given."""
+    """Largest number of samples that are read, from the first on; all by default."""
 
     def filled_from(self, other: PreprocessingSpec) -> PreprocessingSpec:
-        """Return these options, and those of another where these are not given."""
+        """Return these options, completed by those of another."""
         missing = {name: getattr(other, name) for name in _names() if getattr(self, name) is None}
         return replace(self, **missing)
 
     def check_used(self, families: Collection[Family], what: str) -> None:
-        """Refuse, by a DataError, options that data called ``what`` make no use of."""
+        """Raise DataError for options that do not apply to data called ``what``."""
         for option in OPTIONS:
             used = option.family in {"samples", *families}
             if getattr(self, option.field) is not None and not used:
@@ -77,23 +77,23 @@ def _names() -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingOption:
-    """A field of :class:`PreprocessingSpec` as the command line and TOML files have it."""
+    """A field of :class:`PreprocessingSpec` in the command line and in TOML files."""
 
     field: str
     family: Family
     metavar: str
     parse: Callable[[str], Any]
-    """Reads a value; ``argparse.ArgumentTypeError`` says what is wrong with it."""
+    """Function that parses a value; ``argparse.ArgumentTypeError`` if it is wrong."""
     help: str
 
     @property
     def flag(self) -> str:
-        """``--image-size``."""
+        """Flag, such as ``--image-size``."""
         return "--" + self.field.replace("_", "-")
 
 
 def read_toml(path: Path) -> PreprocessingSpec:
-    """Read options from a file; DataError where one is unknown, or has a wrong value.
+    """Read options from a file; DataError if one is unknown, or has a wrong value.
 
     Keys are those of the command line with underscores, such as ``image_size = [224, 224]``. A
     relative path in it is relative to the file.
@@ -123,7 +123,7 @@ def _size(text: str) -> tuple[int, int]:
     parts = text.split(",")
     if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; give height and width, such as 224,224"
+            f"{text!r} is no size; use height and width, such as 224,224"
         )
     return int(parts[0]), int(parts[1])
 
@@ -135,7 +135,7 @@ def _numbers(text: str) -> tuple[float, ...]:
         values = ()
     if len(values) not in (1, 3) or not all(abs(value) < float("inf") for value in values):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number for each channel; give one or three, such as 0.485,0.456,0.406"
+            f"{text!r} is no number for each channel; use one or three, such as 0.485,0.456,0.406"
         )
     return values
 
@@ -154,7 +154,7 @@ def _factor(text: str) -> float:
         value = 0.0
     if not value > 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no factor of pixels; give a number above 0, such as 1 or 1/255"
+            f"{text!r} is no factor of pixels; use a number above 0, such as 1 or 1/255"
         )
     return value
 
@@ -162,7 +162,7 @@ def _factor(text: str) -> float:
 def _share(text: str) -> float:
     value = _factor(text)
     if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; give a number up to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is no share; use a number up to 1")
     return value
 
 
@@ -216,6 +216,6 @@ OPTIONS: Final[tuple[ReadingOption, ...]] = (
     _option("max_tokens", "texts", "N", _count,
             "tokens that texts are padded and cut to (default: the model's length, or 128)"),
     _option("label_column", "tables", "NAME", str, "column of classes (default: label or labels)"),
-    _option("max_samples", "samples", "N", _count, "read the first N samples alone"),
+    _option("max_samples", "samples", "N", _count, "read only the first N samples"),
 )  # fmt: skip
 """All options, in the order of the help."""

@@ -1,9 +1,9 @@
 """Inputs that a server recorded, as a source of samples.
 
-A model with symbolic sizes is asked samples of different shapes. Where a mask says which positions
-of a sample count, samples are padded with zeros to the longest one. Without a mask nobody can say
-what padding would mean: the samples of the most frequent shape are taken, and a line of the log
-says how many that leaves out.
+A model with symbolic sizes gets samples of different shapes. If a mask marks the positions of a
+sample that count, samples are padded with zeros to the longest one. Without a mask the meaning of
+padding is unknown: the samples of the most frequent shape are used, and the log has the number of
+samples that are left out.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from offramp.engine.learning.recording_file import (
 _log = logging.getLogger(__name__)
 
 _BATCH: Final = 64
-"""Samples that are read at once."""
+"""Samples that are read at a time."""
 _FAR: Final = 1e4
-"""Times the typical magnitude of a sample: what is beyond it is left out."""
+"""Multiple of the typical magnitude of a sample beyond which a sample is left out."""
 
 
 class RecordingSource:
-    """The recording of a learn folder."""
+    """Recording in a learn folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Name the folder."""
+        """Create a source for a folder."""
         self._folder = folder
 
     @property
     def name(self) -> str:
-        """The folder as it was given."""
+        """Folder as it was passed in."""
         return str(self._folder)
 
     def load(
@@ -55,7 +55,7 @@ class RecordingSource:
         *,
         keys: Collection[str] = (),  # noqa: ARG002 - a recording has inputs alone
     ) -> ArraysAndHash:
-        """Return the recorded samples in the order in which they came."""
+        """Return the recorded samples in the order of their arrival."""
         try:
             recorded = read_recording(self._folder)
             rows, shapes = self._choose(recorded, specs)
@@ -73,7 +73,7 @@ class RecordingSource:
     def _choose(
         self, recorded: Recorded, specs: Sequence[TensorSpec]
     ) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Return the rows to take, and the shape that each input is padded to."""
+        """Return the rows to use, and the shape that each input is padded to."""
         groups = shapes_by_count(recorded)
         if not groups:
             raise DataError(f"{self.name} holds no sample; let eeserve --learn record some")
@@ -83,14 +83,14 @@ class RecordingSource:
             return list(range(len(recorded))), shapes
         rows = groups[found[0]]
         _log.warning(
-            "%s: %d of %d samples are taken, of the most frequent shape %s: no mask says how those "
-            "of other shapes could be padded.",
+            "%s: %d of %d samples are used, of the most frequent shape %s: there is no mask to pad "
+            "those of other shapes.",
             self.name, len(rows), len(recorded), [list(shape) for shape in found[0]],
         )  # fmt: skip
         return rows, list(found[0])
 
     def _near(self, recorded: Recorded, rows: list[int]) -> list[int]:
-        """Leave out samples far beyond all others: a single one could spoil what heads learn."""
+        """Leave out samples far beyond all others: a single one could spoil training."""
         sizes = np.array([_magnitude(recorded.sample(row)) for row in rows])
         usual = sizes[np.isfinite(sizes) & (sizes > 0)]
         if not usual.size:
@@ -99,7 +99,7 @@ class RecordingSource:
         if not far.any():
             return rows
         _log.warning(
-            "%s: %d of %d samples are left out, whose values are more than %g times as large as "
+            "%s: %d of %d samples are left out: their values are more than %g times as large as "
             "usual.",
             self.name, np.count_nonzero(far), len(rows), _FAR,
         )  # fmt: skip
@@ -107,7 +107,7 @@ class RecordingSource:
 
 
 def _are_masked(specs: Sequence[TensorSpec]) -> bool:
-    """Whether each symbolic size has an input [batch, size] that is called a mask."""
+    """Return whether each symbolic size has an input [batch, size] with "mask" in its name."""
     sizes = {size for spec in specs for size in spec.shape[1:] if isinstance(size, str)}
     masked = {
         spec.shape[1] for spec in specs if len(spec.shape) == 2 and "mask" in spec.name.lower()

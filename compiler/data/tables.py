@@ -1,7 +1,7 @@
 """Tables as samples: CSV, JSONL and parquet files, and data sets of Hugging Face.
 
-CSV has a header, and JSONL an object in each line. How columns become inputs is decided in
-:mod:`.columns`.
+CSV has a header, and JSONL an object in each line. :mod:`.columns` decides how columns become
+inputs.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextTableSource:
-    """A CSV, TSV or JSONL file; how its columns become inputs is :mod:`.columns`' to say."""
+    """A CSV, TSV or JSONL file; :mod:`.columns` decides how its columns become inputs."""
 
     path: Path
     options: PreprocessingSpec
 
     @property
     def name(self) -> str:
-        """The path as it was given."""
+        """Path as it was passed in."""
         return str(self.path)
 
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Read the rows; one that is wrong is an error that names its line."""
+        """Read the rows; a wrong row is an error that names its line."""
         as_csv = self.path.suffix.lower() in CSV_SUFFIXES
         try:
             records = _csv_records(self.path) if as_csv else _json_records(self.path)
@@ -87,11 +87,11 @@ class RecordRows:
         return len(self.records)
 
     def place(self, row: int) -> str:
-        """``texts.csv:17``."""
+        """Return the place of a row, such as ``texts.csv:17``."""
         return f"{self.path}:{self.records[row].line}"
 
     def objects(self, column: str) -> Sequence[Any]:
-        """Return a column; DataError where a row has none."""
+        """Return a column; DataError if a row has none."""
         for row, record in enumerate(self.records):
             if column not in record.values:
                 raise DataError(
@@ -101,7 +101,7 @@ class RecordRows:
         return [record.values[column] for record in self.records]
 
     def numbers(self, column: str) -> NDArray[Any]:
-        """Return a column as numbers, texts of CSV read as such."""
+        """Return a column as numbers; texts of CSV are parsed."""
         arrays = [
             _number(value, column, self.place(row))
             for row, value in enumerate(self.objects(column))
@@ -140,7 +140,7 @@ def _batches(path: Path, records: Iterator[Record]) -> Iterator[RecordRows]:
 
 
 def _decoded(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file, and their numbers from 1 on; DataError where one is no UTF-8."""
+    """Yield the lines of a file, and their numbers from 1 on; DataError if one is no UTF-8."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -218,7 +218,7 @@ PARQUET: Final = ".parquet"
 _INSTALL: Final = "pip install 'offramp[parquet]'"
 _INSTALL_DATASETS: Final = "pip install 'offramp[datasets]'"
 _BUFFER_BYTES: Final = 2**20
-"""Bytes of a column that are read at once; by default all of a row group are, in memory."""
+"""Bytes of a column that are read at a time; by default a whole row group is, in memory."""
 _PARQUET_REMEDY: Final = "expected parquet; write it again"
 _SAVED_REMEDY: Final = "expected a data set of Hugging Face; write it with Dataset.save_to_disk"
 
@@ -229,7 +229,7 @@ class ArrowRows:
 
     table: pyarrow.Table
     where: str
-    """File or folder that they are of."""
+    """File or folder of the rows."""
     first: int
     """Number of the first of them there, from 0 on."""
 
@@ -237,7 +237,7 @@ class ArrowRows:
         return int(self.table.num_rows)
 
     def place(self, row: int) -> str:
-        """``part-0.parquet: row 12``, from 0 on."""
+        """Return the place of a row, such as ``part-0.parquet: row 12``, from 0 on."""
         return f"{self.where}: row {self.first + row}"
 
     def objects(self, column: str) -> Sequence[Any]:
@@ -290,7 +290,7 @@ class ArrowRows:
         if column not in self.table.column_names:
             raise DataError(
                 f"{self.where}: there is no column {column!r}, its columns are "
-                f"{', '.join(self.table.column_names)}; give data with one schema"
+                f"{', '.join(self.table.column_names)}; use data with one schema"
             )
         return self.table.column(column).combine_chunks()
 
@@ -323,7 +323,7 @@ class ParquetSource:
 
     @property
     def name(self) -> str:
-        """The path as it was given."""
+        """Path as it was passed in."""
         return str(self.path)
 
     def load(
@@ -354,7 +354,7 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[ArrowRows]:
 
 
 def _rows_of(tables: Iterator[Any], where: Path | str, remedy: str) -> Iterator[ArrowRows]:
-    """Yield tables with their places; what fails in reading one is a DataError."""
+    """Yield tables with their places; a failure while reading one is a DataError."""
     first = 0
     while True:
         with _reporting(where, remedy):
@@ -367,7 +367,7 @@ def _rows_of(tables: Iterator[Any], where: Path | str, remedy: str) -> Iterator[
 
 @contextmanager
 def _reporting(where: Path | str, remedy: str) -> Iterator[None]:
-    """Turn whatever a reader raises for damaged data, of many kinds, into a DataError."""
+    """Convert any exception of a reader for damaged data into a DataError."""
     try:
         yield
     except Exception as error:
@@ -377,7 +377,7 @@ def _reporting(where: Path | str, remedy: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceSource:
-    """A data set of Hugging Face's package ``datasets``: as it is on disk, or in a program."""
+    """A data set of Hugging Face's package ``datasets``, on disk or in a program."""
 
     data: Any
     """A folder that ``Dataset.save_to_disk`` wrote, or a ``datasets.Dataset``."""
@@ -385,7 +385,7 @@ class HuggingFaceSource:
 
     @property
     def name(self) -> str:
-        """The folder as it was given."""
+        """Folder as it was passed in."""
         return str(self.data) if isinstance(self.data, Path) else "data"
 
     def load(
@@ -409,7 +409,7 @@ def _saved(path: Path) -> Any:
         data = datasets.load_from_disk(str(path))
     if isinstance(data, datasets.DatasetDict):
         raise DataError(
-            f"{path} has the splits {', '.join(data)}; give one of them, such as "
+            f"{path} has the splits {', '.join(data)}; use one of them, such as "
             f"{path / next(iter(data), 'train')}"
         )
     return data

@@ -19,22 +19,22 @@ _log = logging.getLogger(__name__)
 
 INSTALL: Final = "pip install 'offramp[text]'"
 DEFAULT_TOKENS: Final = 128
-"""Length of texts for models that take any."""
+"""Length of texts in tokens for models that take any."""
 _FIELDS: Final = {"input_ids": "ids", "attention_mask": "attention_mask"} | {
     "token_type_ids": "type_ids"
 }
-"""Inputs that texts feed, and where a tokenizer has them."""
+"""Inputs that texts feed, and the tokenizer's fields for them."""
 _PADDING: Final = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
-"""Tokens that pad, where a tokenizer does not say which one does."""
+"""Tokens that pad, if a tokenizer does not define one."""
 
 
 class TextEncoder:
-    """Makes the inputs of a model out of texts."""
+    """Converts texts to the inputs of a model."""
 
     def __init__(
         self, specs: Sequence[TensorSpec], tokenizer: Path, options: PreprocessingSpec, name: str
     ) -> None:
-        """Read the tokenizer; DataError where it cannot be read, or the inputs are not of texts."""
+        """Read the tokenizer; DataError if it cannot be read, or the inputs are not for texts."""
         self._specs = {spec: _field(spec, specs, name) for spec in specs}
         self._length, self._asked = _length(specs, options, name)
         self._name = name
@@ -59,12 +59,12 @@ class TextEncoder:
         tokenizer.enable_truncation(**{**cut, "max_length": self._length})
 
     def encode(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> dict[str, NDArray[Any]]:
-        """Return the inputs [n, tokens] of texts or pairs of texts; DataError where that fails."""
+        """Return the inputs [n, tokens] of texts or pairs of texts; DataError if that fails."""
         encodings = self._tokenizer.encode_batch(list(texts))
         if any(len(encoding.ids) != self._length for encoding in encodings):
             raise DataError(
                 f"{self._name}: texts cannot be cut to {self._length} tokens, as the tokenizer "
-                "adds special ones; give more with --max-tokens"
+                "adds special ones; allow more with --max-tokens"
             )
         self._texts += len(encodings)
         self._truncated += sum(bool(encoding.overflowing) for encoding in encodings)
@@ -74,11 +74,11 @@ class TextEncoder:
         }
 
     def warn_of_truncation(self) -> None:
-        """Warn where texts were cut to a length that nobody asked for."""
+        """Warn if texts were cut to a length that was not asked for."""
         if self._truncated and not self._asked:
             _log.warning(
-                "%s: %d of %d texts are cut to %d tokens; give more with --max-tokens if the model "
-                "is served longer ones.",
+                "%s: %d of %d texts are cut to %d tokens; allow more with --max-tokens if longer "
+                "texts are served.",
                 self._name, self._truncated, self._texts, self._length,
             )  # fmt: skip
 
@@ -100,20 +100,20 @@ def _read(path: Path, name: str) -> Any:
 
 
 def _field(spec: TensorSpec, specs: Sequence[TensorSpec], name: str) -> str:
-    """Return which field of a tokenizer's encodings an input takes."""
+    """Return the field of a tokenizer's encodings for an input."""
     whole = np.dtype(spec.dtype).kind in "iu" and len(spec.shape) == 2
     field = _FIELDS.get(spec.name) or ("ids" if len(specs) == 1 else None)
     if not whole or field is None:
         raise DataError(
             f"{name}: texts become {', '.join(_FIELDS)}, integers [batch, tokens], and the model "
-            f"has the input {spec.describe()}; give arrays for all inputs, or a module:function "
+            f"has the input {spec.describe()}; pass arrays for all inputs, or a module:function "
             "that yields batches"
         )
     return field
 
 
 def _length(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: str) -> tuple[int, bool]:
-    """Return the length of all texts in tokens, and whether model or user asked for it."""
+    """Return the length of all texts in tokens, and whether the model or the user set it."""
     fixed = {spec.shape[1] for spec in specs if isinstance(spec.shape[1], int)}
     asked = options.max_tokens
     if not fixed:

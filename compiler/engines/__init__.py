@@ -1,1 +1,1 @@
-"""Building engines for a GPU: which, of what, for which shapes. Nothing here names TensorRT."""
+"""Building engines for a GPU: choice of units, their graphs, shapes and precision."""

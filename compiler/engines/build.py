@@ -1,4 +1,4 @@
-"""``eecompile build``: engines for a GPU, built on the machine that has it, into the bundle."""
+"""``eecompile build``: build engines for the GPU of this machine into the bundle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from offramp.engine.tensorrt.probe import find_device, parse_device, require
 UNKNOWN = "unknown"
 """GPU and TensorRT of a dry run that finds none."""
 _ASSUMED_VERSION = "10"
-"""Of TensorRT, where a dry run finds none: what most have."""
+"""TensorRT version assumed in a dry run without TensorRT: the most common one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,46 +48,46 @@ class BuildOptions:
     bundle: Path
     engines: EngineBuildOptions
     data: Path | DataSource | None = None
-    """Calibration data: engines are verified on it, int8's ranges are measured on a part of it,
-    and what fp16 and int8 cost in answers on another."""
+    """Calibration data: engines are verified on it; int8's ranges are measured on a part of it, and
+    the effect of fp16 and int8 on answers on another."""
     seed: int = 0
-    """Of the compilation, by which the samples that certified are found again in its data."""
+    """Seed of the compilation, by which the certify split is found again in the data."""
     rebuild: bool = False
-    """Build what is fresh too."""
+    """True to build fresh engines, too."""
     prune: bool = False
-    """Remove engines that this run does not ask for, those of other targets too."""
+    """True to remove engines that this run does not ask for, including those of other targets."""
     dry_run: bool = False
-    """Build nothing."""
+    """True to build nothing."""
     beside_serving: bool = False
-    """Build for the sizes and with the settings of the engines that are there, in little memory of
-    the GPU, and keep nothing of what TensorRT timed while others used it."""
+    """True to build for the sizes and settings of the existing engines, in little GPU memory,
+    without keeping TensorRT's timings, which other users of the GPU disturb."""
 
 
 class _Data(NamedTuple):
     dataset: Dataset | None = None
     parts: PrecisionData | None = None
-    """Of the data set, where the precision is judged."""
+    """Parts of the data set, if the precision is judged."""
     ranges: Ranges | None = None
-    """For int8."""
+    """Ranges for int8."""
 
 
 class Reports(NamedTuple):
-    """Where a build reports its progress, and says what it does."""
+    """Outputs of a build: progress, and messages."""
 
     progress: Progress = SILENT
     say: Callable[[str], None] = lambda _: None
-    """Prints a line while the work goes on."""
+    """Prints a line during the work."""
 
 
 SILENT_REPORTS = Reports()
 
 
 def build_bundle(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Building:
-    """Build the engines of a bundle that are not there or not fresh.
+    """Build the engines of a bundle that are missing or not fresh.
 
     Raises:
-        CompileError: Options make no sense, this machine cannot build, or data is missing. That
-            single engines fail is in the results.
+        CompileError: Options make no sense, this machine cannot build, or data is missing. Failures
+            of single engines are in the results.
         BundleError: There is no bundle, it is damaged, or engines cannot be written.
         DataError: The data does not fit the model.
     """
@@ -149,7 +149,7 @@ def _check_buildable(bundle: Bundle) -> None:
 
 
 def check_device(device: str) -> None:
-    """Check without touching the GPU that engines can be built here, else say what is missing."""
+    """Raise EnginesUnavailableError if engines cannot be built here, without using the GPU."""
     try:
         require(device)
     except BackendError as error:
@@ -157,7 +157,7 @@ def check_device(device: str) -> None:
 
 
 def make_builder(device: str) -> EngineBuilder:
-    """Make TensorRT's builder for a device; raises as :func:`check_device`."""
+    """Make TensorRT's builder for a device; raises the errors of :func:`check_device`."""
     check_device(device)
     from offramp.compiler.engines.tensorrt_builder import TensorRTBuilder  # noqa: PLC0415
 
@@ -169,7 +169,7 @@ def make_builder(device: str) -> EngineBuilder:
 
 @contextlib.contextmanager
 def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder | None]:
-    """Make the builder, and close it; a dry run does without where there is none."""
+    """Make the builder, and close it; a dry run continues without one."""
     try:
         builder = make_builder(options.engines.device)
     except EnginesUnavailableError as error:
@@ -183,7 +183,7 @@ def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder 
 
 
 def _target(bundle: Bundle, builder: EngineBuilder | None, options: BuildOptions) -> EngineTarget:
-    """Find what is built for: this machine, or else what the bundle has engines for."""
+    """Return the target: this machine, or else the only target that the bundle has engines for."""
     precision = options.engines.precision
     if builder is not None:
         return EngineTarget(
@@ -217,7 +217,7 @@ def _read_data(bundle: Bundle, options: BuildOptions, reports: Reports) -> _Data
 def _asked(
     bundle: Bundle, target: EngineTarget, options: BuildOptions, reports: Reports
 ) -> tuple[EngineBuildOptions, tuple[Sizes, ...]]:
-    """Tell with which settings engines are built, and for which sizes."""
+    """Return the settings and sizes of the engines to build."""
     engines, manifest = options.engines, bundle.manifest
     if options.beside_serving:
         return like_there(manifest, EngineStore.open(bundle.path, target), engines)
@@ -248,23 +248,23 @@ def _prepare(
 
 
 class _Judgement(NamedTuple):
-    """What is to become of the store's evidence."""
+    """Decision about the store's evidence."""
 
     keep: bool
-    """What is there fits, and nothing better is known."""
+    """True if the existing evidence fits, and nothing better is known."""
     found: Recertified | None = None
-    """To take its place, once all engines are there."""
+    """New evidence, to be stored once all engines are built."""
 
 
 def _judge(
     building: Building, store: EngineStore, data: _Data, options: BuildOptions, reports: Reports
 ) -> _Judgement:
-    """Certify the promise anew in the precision, before engines are built in it.
+    """Certify the promise again in the precision, before engines are built in it.
 
-    Where all are there already, as if they had to be: they may have been built without data. Where
-    there is no promise, or the data are not recognised as those of the compilation, what the
-    precision costs in answers is measured and said. VerificationError if the promise cannot be
-    kept, and that was not accepted.
+    This also happens if all engines exist: they may have been built without data. Without a
+    promise, or if the data is not recognised as that of the compilation, the effect of the
+    precision on answers is measured and reported. VerificationError if the promise cannot be kept
+    and that was not accepted.
     """
     engines, bundle = options.engines, building.bundle
     precision, known = engines.precision, store.index.evidence
@@ -272,14 +272,14 @@ def _judge(
         return _Judgement(keep=False)
     fits = known is not None and known.model == model_digest(bundle.manifest)
     stale = any(isinstance(plan, PlannedEngine) and plan.stale for plan in building.planned)
-    # Fresh int8 engines have the ranges of this very data, and what is known is of these.
+    # Fresh int8 engines have the ranges of the same data, and so does the existing evidence.
     if fits and not stale and not engines.accept_disagreement:
         return _Judgement(keep=True)
     if data.parts is None:
         if not fits and (stale or known is not None):
             reports.say(
                 f"{precision}: what it costs in answers is not measured, and the promise holds for "
-                "fp32 only; add --data DATA, best that which the bundle was compiled with"
+                "fp32 only; add --data DATA, best the data that the bundle was compiled with"
             )
         return _Judgement(keep=fits)
     parts = data.parts
@@ -299,7 +299,7 @@ def _judge(
 
 
 def _open(bundle: Bundle, target: EngineTarget, reports: Reports) -> EngineStore:
-    """Open the store; a damaged one is made anew, as it is only a cache."""
+    """Open the store; a damaged one is replaced by an empty one, as it is only a cache."""
     try:
         return EngineStore.open(bundle.path, target)
     except BundleError as error:
@@ -338,7 +338,7 @@ def _prune(store: EngineStore, building: Building, reports: Reports) -> None:
 def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
     """Compile our own kernels for the GPU, so that serving needs no compiler.
 
-    Where that fails, those of the last build are kept if they are of the same sources.
+    If that fails, those of the last build are kept if their sources are the same.
     """
     capability, source = store.index.target.compute_capability, source_hash()
     driver = None

@@ -1,4 +1,4 @@
-"""What can be asked of engines: sizes, parts of the bundle, precision; and how that is written."""
+"""Options for building engines: sizes, parts of the bundle, precision, and their syntax."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from offramp.bundle.engines import Precision
 from offramp.compiler.common.errors import EngineOptionsError
 
 Part: TypeAlias = Literal["source", "stages", "segments"]
-"""What engines are built of: the unmodified model; the exit policy's stages; every segment."""
+"""Sources of engines: the unmodified model, the exit policy's stages, every segment."""
 PARTS: tuple[Part, ...] = get_args(Part)
 OPTIMIZATION_LEVELS = range(6)
-"""TensorRT's: from building fast to running fast."""
+"""TensorRT's optimisation levels, from fast builds to fast engines."""
 
 DEFAULT_BATCHES = "1,2-8,9-32"
-"""A sample alone, small batches and large ones are best served by different tactics."""
+"""Default batch profiles: TensorRT uses different tactics for one sample, small and large
+batches."""
 
 
 class SizeRange(NamedTuple):
@@ -27,12 +28,12 @@ class SizeRange(NamedTuple):
     last: int
 
     def __str__(self) -> str:
-        """``2-8``, or ``1`` for a single size."""
+        """Return ``2-8``, or ``1`` for a single size."""
         return str(self.last) if self.first == self.last else f"{self.first}-{self.last}"
 
 
 def parse_batches(text: str) -> tuple[SizeRange, ...]:
-    """Read ``1,2-8,9-32``: batch sizes, which rise apart, each range a profile of its own."""
+    """Read ``1,2-8,9-32``: rising batch sizes and ranges, each of which becomes a profile."""
     where = f"--batch-profiles {text!r}"
     ranges = [_range(item, where) or SizeRange(_size(item, where), _size(item, where))
               for item in _items(text, where)]  # fmt: skip
@@ -42,8 +43,8 @@ def parse_batches(text: str) -> tuple[SizeRange, ...]:
 def parse_buckets(options: Sequence[str]) -> dict[str, tuple[SizeRange, ...]]:
     """Read ``sequence=32,64,128``: sizes of other dimensions, by the model's name for them.
 
-    A size ends a bucket that begins after the last one's end, the first at 1; a range stands for
-    itself, as in ``height=200-224``. Sizes rise, and each dimension is named once.
+    A size ends a bucket that begins after the last one's end, the first at 1; a range, as in
+    ``height=200-224``, is a bucket itself. Sizes rise, and each dimension is named once.
     """
     buckets: dict[str, tuple[SizeRange, ...]] = {}
     for option in options:
@@ -52,13 +53,15 @@ def parse_buckets(options: Sequence[str]) -> dict[str, tuple[SizeRange, ...]]:
         if not name or not equals:
             raise EngineOptionsError(f"{where} is not NAME=SIZES, for instance sequence=32,64,128")
         if name in buckets:
-            raise EngineOptionsError(f"{where}: {name} is given twice; list all its sizes at once")
+            raise EngineOptionsError(
+                f"{where}: {name} is named twice; list all its sizes in one option"
+            )
         buckets[name] = _rising(list(_buckets(text, where)), where)
     return buckets
 
 
 def describe_ranges(ranges: Sequence[SizeRange]) -> str:
-    """``1, 2-8, 9-32``."""
+    """Return text such as ``1, 2-8, 9-32``."""
     return ", ".join(map(str, ranges))
 
 
@@ -66,7 +69,7 @@ def _buckets(text: str, where: str) -> Iterator[SizeRange]:
     first = 1
     for item in _items(text, where):
         given = _range(item, where)
-        # A size below the last one is left for _rising to complain about.
+        # _rising refuses a size below the last one.
         size = given.last if given else _size(item, where)
         yield given or SizeRange(min(first, size), size)
         first = size + 1
@@ -75,7 +78,7 @@ def _buckets(text: str, where: str) -> Iterator[SizeRange]:
 def _items(text: str, where: str, what: str = "size", example: str = "1,2-8,9-32") -> list[str]:
     items = [item.strip() for item in text.split(",")]
     if not all(items):
-        raise EngineOptionsError(f"{where}: a {what} is missing; give for instance {example}")
+        raise EngineOptionsError(f"{where}: a {what} is missing; for instance {example}")
     return items
 
 
@@ -116,26 +119,26 @@ def parse_parts(text: str) -> tuple[Part, ...]:
     unknown = [item for item in asked if item not in PARTS]
     if unknown:
         raise EngineOptionsError(
-            f"--parts {text!r}: there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}"
+            f"--parts {text!r}: there is no part {unknown[0]!r}; choose from {', '.join(PARTS)}"
         )
     return tuple(part for part in PARTS if part in asked)
 
 
 def parse_units(text: str) -> tuple[str, ...]:
-    """Read ``00-01-exit1,02-03``: names of engines; a bundle says whether it has such parts."""
+    """Read ``00-01-exit1,02-03``: names of engines, to be checked against a bundle later."""
     return tuple(dict.fromkeys(_items(text, f"--units {text!r}", "name", "00-01-exit1,02-03")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSettings:
-    """The settings by which an engine is built."""
+    """Settings that an engine is built with."""
 
     precision: Precision
-    """It is in the graph already; here it says which arithmetic TensorRT may choose from."""
+    """Precision of the arithmetic that TensorRT may choose from; the graph has it already."""
     workspace_bytes: int | None = None
-    """Most device memory for scratch; ``None`` is all that is free."""
+    """Largest device memory for scratch, in bytes; ``None`` is all that is free."""
     optimization_level: int = 3
-    """0 to 5: how long TensorRT looks for a faster engine."""
+    """Level 0 to 5 of TensorRT's search for a faster engine."""
 
     def __post_init__(self) -> None:
         if self.optimization_level not in OPTIMIZATION_LEVELS:
@@ -146,7 +149,7 @@ class BuildSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBuildOptions(BuildSettings):
-    """The options of building engines, the same after a compile and for a bundle."""
+    """Options for building engines, after a compilation or for a bundle."""
 
     precision: Precision = "fp32"
     device: str = "cuda:0"
@@ -155,6 +158,6 @@ class EngineBuildOptions(BuildSettings):
     """Ranges of other symbolic sizes, by the model's name."""
     parts: tuple[Part, ...] = PARTS
     units: tuple[str, ...] = ()
-    """Names of what to build instead of ``parts``, as the table of a build lists them."""
+    """Names of units to build instead of ``parts``, as the table of a build lists them."""
     accept_disagreement: bool = False
-    """Build although the precision breaks the bundle's promise."""
+    """True to build although the precision breaks the bundle's promise."""

@@ -1,4 +1,4 @@
-"""What builds engines: the protocol that TensorRT's builder and the tests' fake one follow."""
+"""Protocol of engine builders, which TensorRT's builder and the tests' fake one implement."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from offramp.bundle.engines import ShapeProfile
 from offramp.compiler.engines.build_options import BuildSettings
 
 BuildProgress: TypeAlias = Callable[[str, int, int], None]
-"""Called with the name of a phase, its steps done, and its steps in all."""
+"""Callback with the name of a phase, its steps done, and its number of steps."""
 
 
 class Built(NamedTuple):
-    """An engine as a builder gives it."""
+    """An engine from a builder."""
 
     plan: bytes
-    """The engine, serialised."""
+    """Serialised engine."""
     timing_cache: bytes
-    """For the next build on the same device."""
+    """Timing cache for the next build on the same device."""
 
 
 class TimedEngine(NamedTuple):
-    """An engine that is to be timed: its plan, and what it is run on."""
+    """An engine to be timed: its plan, and its inputs."""
 
     plan: bytes
     inputs: Mapping[str, NDArray[Any]]
     profile: int
-    """The index of one that holds the inputs' shapes."""
+    """Index of a profile that includes the inputs' shapes."""
 
 
 class EngineBuilder(Protocol):
-    """Builds engines on one device, and tries them."""
+    """Builds engines on one device, and runs them."""
 
     gpu: str
-    """The GPU's name, as the driver gives it."""
+    """Name of the GPU in the driver."""
     compute_capability: tuple[int, int]
-    """Major and minor."""
+    """Major and minor compute capability."""
     version: str
-    """TensorRT's."""
+    """TensorRT's version."""
 
-    # A protocol repeats the signature that it asks for; TensorRT's builder and the fake have it.
+    # A protocol repeats the signature that it requires; TensorRT's builder and the fake have it.
     def build(
         self,
         graph: bytes,
@@ -61,15 +61,15 @@ class EngineBuilder(Protocol):
     def run(
         self, plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int
     ) -> dict[str, NDArray[Any]]:
-        """Run an engine, as :meth:`build` gave it, once on the device.
+        """Run an engine from :meth:`build` once on the device.
 
-        ``profile`` is the index of the one that holds these shapes. Inputs and outputs are by name,
-        with the graph's types. EngineBuildError if it cannot be loaded or run.
+        ``profile`` is the index of the profile that includes these shapes. Inputs and outputs are
+        by name, with the graph's types. EngineBuildError if the engine cannot be loaded or run.
         """
         ...
 
     def time(self, plans: Sequence[TimedEngine], *, rounds: int) -> list[float]:
-        """Time engines, as :meth:`build` gave them: seconds on the device for each.
+        """Return times of engines from :meth:`build`, in seconds on the device.
 
         They are medians of rounds in which all run once, one after the other. EngineBuildError if
         one cannot be loaded or run.
@@ -77,5 +77,5 @@ class EngineBuilder(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the device; nothing else may be called then."""
+        """Release the device; no other method may be called afterwards."""
         ...

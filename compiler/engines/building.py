@@ -1,4 +1,4 @@
-"""Which engines are fresh, and building, verifying and keeping those that are not."""
+"""Planning which engines are fresh, and building, verifying and storing the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from offramp.compiler.engines.units import Unit, UnitGraphs
 from offramp.compiler.graphs.graph import Dataflow
 
 Status: TypeAlias = Literal["built", "fresh", "failed"]
-"""Of a unit after a build."""
+"""Status of a unit after a build."""
 NOT_BUILT = "not there yet"
 _PERCENT = 100
 
@@ -46,37 +46,37 @@ class PlannedEngine:
     profiles: tuple[SizedProfile, ...]
     key: dict[str, str]
     stale: str
-    """Why it has to be built; empty if the engine that is there is fresh."""
+    """Reason to build it; empty if the existing engine is fresh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitResult:
-    """What a build did about a unit."""
+    """Result of a build for a unit."""
 
     unit: Unit
     status: Status
     entry: EngineEntry | None = None
-    """The engine that is in the store now, if it is good."""
+    """Engine that is in the store now, if it is good."""
     error: float | None = None
-    """Largest difference from ONNX Runtime, relative to the scale of each value,
-    measured; only of what was built."""
+    """Largest difference from ONNX Runtime, relative to the scale of each value; only of built
+    engines."""
     problem: str = ""
-    """Why it failed."""
+    """Reason why it failed."""
 
 
 Planned: TypeAlias = PlannedEngine | UnitResult
-"""What is planned for a unit; a failure where there is no graph to build from."""
+"""Plan of a unit; a failure if there is no graph to build from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Building:
-    """The engines of a bundle as they were planned, and built."""
+    """Engines of a bundle as planned, and as built."""
 
     bundle: Bundle
     target: EngineTarget
     planned: tuple[Planned, ...]
     results: tuple[UnitResult, ...] | None = None
-    """In the order of ``planned``; ``None`` after a dry run."""
+    """Results in the order of ``planned``; ``None`` after a dry run."""
 
     @property
     def failed(self) -> tuple[UnitResult, ...]:
@@ -86,32 +86,32 @@ class Building:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWork:
-    """The engines that a bundle shall have: what they are built of, for which sizes, and how."""
+    """Engines that a bundle is to have: their sources, sizes and settings."""
 
     bundle: Bundle
     graphs: UnitGraphs
     settings: BuildSettings
     sizes: tuple[Sizes, ...]
-    """Of the profiles of every engine."""
+    """Sizes of the profiles that every engine is built with."""
     shapes: ModelShapes
     samples: Dataset | None = None
-    """To verify with; ``None`` verifies on random inputs."""
+    """Samples to verify with; ``None`` verifies on random inputs."""
     keep_timings: bool = True
-    """Whether what TensorRT timed is kept for later builds: not what it timed on a busy GPU."""
+    """True if TensorRT's timings are kept for later builds; timings on a busy GPU are not."""
     variant_shapes: dict[int, ModelShapes] = field(default_factory=dict)
-    """Those of variants; filled as they are asked for."""
+    """Shapes of variants, filled when they are needed."""
 
     def plan(
         self, units: Sequence[Unit], store: EngineStore, *, rebuild: bool = False
     ) -> Iterator[Planned]:
-        """Find out which engines are fresh, without building any; gives what is planned for each.
+        """Yield the plan of each unit, with the reason if it is not fresh; builds nothing.
 
         EngineOptionsError if the model does not work at the sizes asked for.
         """
         for unit in units:
             try:
                 yield self._plan_unit(unit, store, rebuild=rebuild)
-            except EngineOptionsError:  # would be said of every unit
+            except EngineOptionsError:  # the same for every unit
                 raise
             except CompileError as error:
                 yield _failure(unit, error)
@@ -123,11 +123,11 @@ class EngineWork:
         store: EngineStore,
         progress: Progress,
     ) -> tuple[UnitResult, ...]:
-        """Build what is not fresh; each engine is kept as soon as it is verified.
+        """Build engines that are not fresh; each engine is stored as soon as it is verified.
 
-        One that fails leaves the others alone; what is there for the same unit is dropped if it
-        would count as fresh the next time, as it was to be replaced. An interruption loses the
-        engine in work only. BundleError if the store cannot be written.
+        A failing engine does not affect the others. Its stored predecessor is dropped if that would
+        count as fresh next time, as it was to be replaced. An interruption loses only the engine
+        being built. BundleError if the store cannot be written.
         """
         verifiers: dict[int, Verifier] = {}
         work = sum(isinstance(plan, PlannedEngine) and bool(plan.stale) for plan in planned)
@@ -182,7 +182,7 @@ class EngineWork:
         advance: Advance,
     ) -> UnitResult:
         timing_cache = b""
-        with contextlib.suppress(BundleError):  # a damaged one only costs time
+        with contextlib.suppress(BundleError):  # a damaged cache only costs time
             timing_cache = store.read_timing_cache()
         shapes = tuple(profile.shapes for profile in plan.profiles)
         try:
@@ -204,7 +204,10 @@ class EngineWork:
                 plan.profiles,
                 lambda inputs, index: builder.run(built.plan, inputs, index),
             )
-        except (CompileError, RuntimeError) as problem:  # ONNX Runtime's are RuntimeErrors here
+        except (
+            CompileError,
+            RuntimeError,
+        ) as problem:  # ONNX Runtime's errors are RuntimeErrors here
             before = store.entry(plan.unit.name)
             if before is not None and before.key == plan.key:
                 store.drop(plan.unit.name)
@@ -216,17 +219,15 @@ class EngineWork:
         return UnitResult(unit=plan.unit, status="built", entry=entry, error=error)
 
     def _graph_again(self, plan: PlannedEngine) -> bytes:
-        """Make the graph once more, rather than keep those of all units in memory."""
+        """Make the graph again, instead of keeping those of all units in memory."""
         graph = self.graphs.of(plan.unit)
         if hashlib.sha256(graph).hexdigest() != plan.key["graph"]:
-            raise EngineBuildError(
-                "its graph differs each time that it is made; please report this"
-            )
+            raise EngineBuildError("its graph differs each time it is made; please report this")
         return graph
 
 
 def explain(planned: Sequence[Planned], store: EngineStore) -> list[str]:
-    """Say, in few lines, why engines that could have been expected to be there are built."""
+    """Return, in few lines, the reasons why engines are built that a user could expect to exist."""
     target = store.index.target
     lines = []
     if not store.index.engines:
@@ -235,7 +236,7 @@ def explain(planned: Sequence[Planned], store: EngineStore) -> list[str]:
         if others and len(others) == len(known):
             lines.append(
                 f"{store.bundle_path}/{ENGINES} has engines for {'; '.join(others)}; this is "
-                f"{target.describe()}: building anew"
+                f"{target.describe()}: building all engines"
             )
     reasons: dict[str, list[str]] = {}
     for plan in planned:
@@ -245,7 +246,7 @@ def explain(planned: Sequence[Planned], store: EngineStore) -> list[str]:
 
 
 def outermost(advance: Advance) -> BuildProgress:
-    """Drive a bar of 100 by the builder's first phase, which holds the others."""
+    """Return a callback that shows the builder's first, outermost phase in percent."""
     phases: list[str] = []
     shown = 0
 
@@ -295,7 +296,7 @@ _WORDS = {
     "workspace": "workspace",
     "builder": "Offramp's builder revision",
 }
-"""Facts whose values say something to a reader; of others only that they changed."""
+"""Facts whose values are shown to users; for others only the change is reported."""
 
 
 def engine_key(
@@ -306,10 +307,10 @@ def engine_key(
     *,
     parts: str,
 ) -> dict[str, str]:
-    """Name everything that an engine depends on; equal keys mean that it need not be built.
+    """Return everything that an engine depends on; equal keys mean that it need not be built.
 
-    ``graph`` is in the target's precision; ``parts`` is the hash of the bundle's files that it is
-    made of.
+    ``graph`` is in the target's precision; ``parts`` is the hash of the bundle's files that the
+    graph is made of.
     """
     workspace = settings.workspace_bytes
     batches = dict.fromkeys((p.first_batch, p.last_batch) for p in profiles)
@@ -324,10 +325,10 @@ def engine_key(
 
 
 def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Say what an engine was built with and what is asked for now; empty if all is equal."""
+    """Describe what an engine was built with and what is asked for now; empty if all is equal."""
     names = dict.fromkeys([*wanted, *stored])
     changed = [name for name in names if stored.get(name) != wanted.get(name)]
-    # The first of each says what the second does, which follows from it.
+    # The first of each pair implies the second.
     for first, second in (("batches", "profiles"), ("parts", "graph")):
         if first in changed and second in changed:
             changed.remove(second)

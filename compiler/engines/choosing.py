@@ -1,10 +1,10 @@
-"""``eecompile build --precision auto``: the precision of engines that is predicted to save most.
+"""``eecompile build --precision auto``: build engines in the precision that saves most.
 
-Only what is certified is compared. fp16 and int8 are built where the calibration data certify them
-again (:mod:`~offramp.compiler.engines.engine_verification`); tf32 is not, since no CPU computes in
-it, so that nothing says what it costs in answers. Then the engines of all stages are timed side by
-side on the GPU, and the times are weighed with the shares of samples that leave at each exit, as
-they were certified in each precision.
+Only certified precisions are compared. fp16 and int8 are built if the calibration data certifies
+them again (:mod:`~offramp.compiler.engines.engine_verification`). tf32 is not tried: no CPU
+computes in it, so its effect on answers is unknown. Then the engines of all stages are timed next
+to each other on the GPU, and the times are weighted with the certified shares of samples that leave
+at each exit in each precision.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from offramp.engine.common.environment import available_cores
 from offramp.engine.stages.plan import Mode, make_plan
 
 CERTIFIABLE: Final[tuple[Precision, ...]] = ("fp32", "fp16", "int8")
-"""From fine to coarse."""
+"""Precisions that can be certified, from fine to coarse."""
 WORTH: Final = 0.02
 """Share of the fp32 model's time that a coarser precision has to save beyond a finer one: less is
-within what timing again may change."""
+within the noise of the times."""
 ROUNDS: Final = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPrecision:
-    """Engines of a precision, and what they are predicted to save."""
+    """Engines of a precision, and their predicted savings."""
 
     building: Building
     savings: float
-    """Share of the fp32 source model's time; of times measured here, and certified shares."""
+    """Share of the fp32 source model's time, from times measured here and certified shares."""
 
     @property
     def precision(self) -> Precision:
-        """Of its engines."""
+        """Precision of the engines."""
         return self.building.target.precision
 
     def describe(self) -> str:
-        """``fp16 70.9 %``."""
+        """Return text such as ``fp16 70.9 %``."""
         return f"{self.precision} {self.savings:.1%}"
 
 
 def build_best(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Building:
     """Build engines in all precisions that can be certified, and keep those that save most.
 
-    All others of this GPU and TensorRT are removed, as serving prefers the coarsest that is there.
-    Gives what became of those kept, or of fp32's if some of these failed: then nothing is removed.
-    Raises what :func:`.build_bundle` does.
+    All others of this GPU and TensorRT are removed, as serving prefers the coarsest precision.
+    Returns the kept building, or that of fp32 if some of its engines failed; then nothing is
+    removed. Raises the errors of :func:`.build_bundle`.
     """
     bundle = Bundle.open(options.bundle)
     dataset = None if options.data is None else read_samples(options.data, bundle.manifest)
@@ -97,7 +97,7 @@ def build_best(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Buil
 
 
 def choose(timed: Sequence[TimedPrecision]) -> TimedPrecision:
-    """Choose of precisions, from fine to coarse: a coarser one has to be worth it."""
+    """Choose among precisions, from fine to coarse; a coarser one has to save clearly more."""
     best = timed[0]
     for each in timed[1:]:
         if each.savings > best.savings + WORTH:
@@ -108,18 +108,18 @@ def choose(timed: Sequence[TimedPrecision]) -> TimedPrecision:
 def _possible(
     bundle: Bundle, dataset: Dataset | None, options: BuildOptions
 ) -> tuple[tuple[Precision, ...], str]:
-    """Tell which precisions can be certified, and why not others."""
+    """Return the precisions that can be certified, and the reason why others cannot."""
     if dataset is None or options.data is None:
         return ("fp32",), (
-            "nothing says what fp16 and int8 cost in answers; add --data DATA, that which the "
+            "the effect of fp16 and int8 on answers is unknown; add --data DATA, which the "
             "bundle was compiled with"
         )
     if bundle.policy.promise is None:
         return ("fp32",), "the bundle promises nothing that could be certified for another"
     if not part_data(bundle, dataset, seed=options.seed, threads=available_cores()).certifies:
         return ("fp32",), (
-            f"{data_name(options.data)} are not the data that the bundle was compiled with, or "
-            "--seed is another, so that no precision can be certified on them"
+            f"{data_name(options.data)} is not the data that the bundle was compiled with, or "
+            "--seed differs, so no precision can be certified on it"
         )
     return CERTIFIABLE, ""
 
@@ -146,7 +146,7 @@ def _time(
     options: BuildOptions,
     reports: Reports,
 ) -> list[TimedPrecision]:
-    """Time all stages in all precisions side by side, and the fp32 source model beside them."""
+    """Time all stages in all precisions, together with the fp32 source model."""
     verifier = Verifier(bundle, ModelShapes(bundle), "fp32", samples=dataset)
     source = source_unit(bundle.manifest)
     point = _point(buildings[0], source)
@@ -178,7 +178,7 @@ def _as_served(building: Building) -> Bundle:
 
 
 def _point(building: Building, source: Unit) -> Point:
-    """The sizes that are timed: the reference batch, if engines take it, else the next to it."""
+    """Return the sizes to time: the reference batch, or the nearest that engines take."""
     wanted = building.bundle.manifest.calibration.reference_batch_size
     planned = [p for p in building.planned if isinstance(p, PlannedEngine) and p.unit == source]
     sizes = [profile.sizes for profile in planned[0].profiles]
@@ -201,10 +201,10 @@ def _timed_engine(building: Building, unit: Unit, verifier: Verifier, point: Poi
 
 
 def predicted_savings(served: Bundle, stages_s: Sequence[float], source_s: float) -> float:
-    """Predict what a policy saves of the source model's time.
+    """Predict the share of the source model's time that a policy saves.
 
-    ``stages_s`` are what its stages take for a batch, all of its exits in use; a sample costs its
-    share of those that it runs. The shares are of the certify split.
+    ``stages_s`` are the times in seconds of its stages for a batch, with all of its exits in use; a
+    sample costs its share of the stages that it runs. The shares are of the certify split.
     """
     stages = make_plan(served, mode=Mode.AUDIT).stages[:-1]
     exits = [stage.answered_by for stage in stages]
@@ -224,7 +224,7 @@ def predicted_savings(served: Bundle, stages_s: Sequence[float], source_s: float
 def _keep(
     best: TimedPrecision, timed: Sequence[TimedPrecision], options: BuildOptions, reports: Reports
 ) -> None:
-    """Remove what is not served, and say why."""
+    """Remove engines that are not served, and report why."""
     others = ", ".join(each.describe() for each in timed if each is not best)
     reports.say(
         f"--precision auto: {best.precision} is kept: predicted to save {best.savings:.1%} of the "

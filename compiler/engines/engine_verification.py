@@ -1,16 +1,15 @@
-"""Checks of engines: that they compute what their graphs do, and what a precision costs in answers.
+"""Checks of engines: their results against their graphs, and the effect of a precision on answers.
 
 :class:`Verifier` compares engines with ONNX Runtime on the CPU. :func:`measure_precision` counts
 how often answers in float16 or int8 differ from the float32 source model's. :func:`certify_anew`
 certifies the thresholds again in the precision that will be served.
 
-What a precision costs is measured before any engine is built: a promise ("disagreement with the
-source model stays within 1 %") was certified in float32, and in float16 or int8 other samples leave
-early and the model itself answers some otherwise. So
-the exit policy's stages are run in the precision, beside the float32 source model, on ONNX Runtime,
-where Q/DQ pairs are computed as they are written, and float16 as
-:func:`~offramp.compiler.engines.halving.rounded` writes it out. That is the arithmetic the graphs
-ask for; TensorRT rounds a little differently at places.
+The effect of a precision is measured before any engine is built. A promise ("disagreement with the
+source model stays within 1 %") was certified in float32; in float16 or int8 other samples leave
+early, and some answers of the model itself differ. So the exit policy's stages are run in the
+precision, next to the float32 source model, in ONNX Runtime. There Q/DQ pairs are computed as
+written, and float16 as :func:`~offramp.compiler.engines.halving.rounded` writes it out. That is the
+arithmetic of the graphs; TensorRT rounds slightly differently in some places.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ from offramp.engine.tensorrt.lookup import TOLERANCES
 
 Tensors: TypeAlias = Mapping[str, NDArray[Any]]
 Run: TypeAlias = Callable[[Tensors, int], Mapping[str, NDArray[Any]]]
-"""Runs an engine once on inputs by name, with the profile of an index."""
+"""Function that runs an engine once on inputs by name, with the profile of an index."""
 
 
 class Verifier:
     """Compares engines of a bundle with their graphs, on inputs that the model could get.
 
-    What a unit reads inside the model is computed by the segments before it, as random numbers
-    there would be no activations of that model.
+    Inner inputs of a unit are computed by the segments before it, as random numbers would not be
+    activations of that model.
     """
 
     def __init__(
@@ -81,12 +80,12 @@ class Verifier:
     def check(self, unit: Unit, graph: bytes, profiles: Sequence[SizedProfile], run: Run) -> float:
         """Run an engine at the best and the least shapes of every profile.
 
-        Gives the largest difference found, relative to each value's scale.
+        Returns the largest difference found, relative to each value's scale.
 
         Raises:
-            EngineBuildError: An output is missing, has another type or shape, or differs beyond
-                the tolerance; or the graph itself gives NaN or infinity, but for the −infinity of
-                what is masked.
+            EngineBuildError: An output is missing, has another type or shape, or differs beyond the
+                tolerance; or the graph itself returns NaN or infinity, except the −infinity of
+                masked values.
         """
         proto = onnx.load_from_string(rounded(graph))
         reads = [info.name for info in proto.graph.input]
@@ -101,7 +100,7 @@ class Verifier:
         return worst
 
     def inputs(self, unit: Unit, names: Iterable[str], point: Point) -> Tensors:
-        """Give a unit's inputs of these names at a point."""
+        """Return a unit's inputs of these names at a point."""
         return self._values(self._prefix(unit), point, names)
 
     def _values(self, prefix: GraphRunner | None, point: Point, names: Iterable[str]) -> Tensors:
@@ -114,7 +113,7 @@ class Verifier:
         worst = 0.0
         for name, value in wanted.items():
             if name not in found:
-                raise EngineBuildError(f"the engine gives no output {name!r} ({where})")
+                raise EngineBuildError(f"the engine has no output {name!r} ({where})")
             actual = found[name]
             if actual.dtype == np.int32 and value.dtype == np.int64:
                 actual = actual.astype(np.int64)  # TensorRT 8.6 has no 64-bit integers
@@ -126,7 +125,7 @@ class Verifier:
             if np.isnan(value).any() or np.isposinf(value).any():
                 raise EngineBuildError(
                     f"output {name!r} of the graph itself is not finite on a CPU ({where}); build "
-                    "it with a finer --precision (tf32 or fp32) or give other --data"
+                    "it with a finer --precision (tf32 or fp32) or use other --data"
                 )
             difference = compare(actual, value)
             if not difference.share <= allowed[name]:
@@ -139,7 +138,10 @@ class Verifier:
         return worst
 
     def _allowed(self, unit: Unit, wanted: Tensors) -> dict[str, float]:
-        """A softmax passes on the *absolute* error of its logits, which is larger than 1 · tol."""
+        """Return tolerances by output.
+
+        A softmax passes on the *absolute* error of its logits, which may exceed 1 · tolerance.
+        """
         allowed = dict.fromkeys(wanted, self._tolerance)
         manifest = self._bundle.manifest
         if unit.exit is not None and manifest.answer.form != "probabilities":
@@ -157,7 +159,7 @@ class Verifier:
         return GraphRunner(onnx.load_from_string(assemble(parts, given)))
 
     def _feeds(self, point: Point) -> dict[str, NDArray[Any]]:
-        """Inputs of the model at a point: samples where they are large enough, else random."""
+        """Return inputs of the model at a point: samples if they are large enough, else random."""
         shapes = self._shapes.inputs_at(point)
         if self._samples is not None:
             arrays = self._samples.take(np.arange(point.batch) % len(self._samples))
@@ -170,9 +172,9 @@ class Verifier:
 Verdict: TypeAlias = Literal["kept", "open", "broken"]
 
 _RECOGNISED = 200
-"""Samples by which a split is recognised."""
+"""Number of samples by which a split is recognised."""
 OPSETS_AS_THEY_ARE = "10"
-"""A version of TensorRT for which no operator set is lowered: graphs are run by ONNX Runtime."""
+"""Version of TensorRT for which no operator set is lowered: ONNX Runtime runs the graphs."""
 
 
 class PrecisionData(NamedTuple):
@@ -180,32 +182,32 @@ class PrecisionData(NamedTuple):
 
     ranges: Dataset
     tune: Dataset
-    """Thresholds are fitted on these; ``ranges`` may be among them."""
+    """Samples that thresholds are fitted on; ``ranges`` may be among them."""
     judged: Dataset
     unseen: bool
-    """Whether ``judged`` holds nothing that heads or thresholds were fitted on, as far as one can
-    tell: it is the certify split, or of other data than those of the compilation."""
+    """True if ``judged`` has no data that heads or thresholds were fitted on, as far as is known:
+    it is the certify split, or other data than that of the compilation."""
     certifies: bool
-    """Whether ``tune`` and ``judged`` were recognised as the splits of the compilation."""
+    """True if ``tune`` and ``judged`` were recognised as the splits of the compilation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionCheck:
-    """How often answers in a precision differ from those of the float32 source model."""
+    """Number of answers in a precision that differ from those of the float32 source model."""
 
     precision: Precision
     samples: int
-    """Samples that everything here was measured on."""
+    """Number of samples of all measurements."""
     unseen: bool
-    """As of :class:`PrecisionData`."""
+    """True if nothing was fitted on these samples, see :class:`PrecisionData`."""
     source_differs: int
-    """Samples that the source model in this precision answers otherwise, without exits."""
+    """Samples for which the source model in this precision, without exits, has another answer."""
     policy_differs: int
-    """Samples that the bundle's policy in this precision answers otherwise."""
+    """Samples for which the bundle's policy in this precision has another answer."""
     policy_differs_fp32: int
-    """The same in float32: what exits cost by themselves."""
+    """The same in float32: the effect of exits alone."""
     promise: Promise | None
-    """The bundle's, which was certified in float32."""
+    """The bundle's promise, which was certified in float32."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -223,12 +225,12 @@ class PrecisionCheck:
         return "broken" if as_many <= alpha else "open"
 
     def describe(self) -> str:
-        """One or two sentences for the command line."""
+        """Return one or two sentences for the command line."""
         counts = (self.source_differs, self.policy_differs, self.policy_differs_fp32)
         source, policy, plain = (f"{count / self.samples:.2%}" for count in counts)
         text = (
             f"{self.precision}: of {self.samples:,} samples the model answers {source} unlike in "
-            f"fp32, the exits' policy {policy} unlike the fp32 model (in fp32: {plain})"
+            f"fp32, the policy with exits {policy} unlike the fp32 model (in fp32: {plain})"
         )
         promise, verdict = self.promise, self.verdict
         if promise is not None and verdict is not None:
@@ -245,26 +247,26 @@ class PrecisionCheck:
         return f"{text}.{seen}"
 
     def demand(self) -> None:
-        """Insist that the promise is not disproved; VerificationError if it is."""
+        """Raise VerificationError if the promise is disproved."""
         if self.verdict == "broken":
             raise VerificationError(
                 f"{self.describe()} Build with a finer --precision (fp16, tf32 or fp32), or add "
-                "--accept-disagreement to serve it all the same"
+                "--accept-disagreement to serve it anyway"
             )
 
 
 def part_data(
     bundle: Bundle, dataset: Dataset, *, seed: int = 0, threads: int = 1
 ) -> PrecisionData:
-    """Part samples into those that set ranges and those that judge; DataError for less than two.
+    """Split samples into those that set ranges and those that judge; DataError for less than two.
 
-    Of the data that the bundle was compiled with, the certify split judges: nothing was fitted
-    on it. It is found again with the seed of the compilation, and recognised by what the source
-    model answered. Other data are parted in two halves by a seeded permutation; they count as
-    unseen, as nothing of the bundle was made with them. Of copies one row alone is taken.
+    Of the data that the bundle was compiled with, the certify split judges, as nothing was fitted
+    on it. It is found again with the seed of the compilation, and recognised by the source model's
+    answers. Other data is split in halves by a seeded permutation; it counts as unseen, as no part
+    of the bundle was made with it. Of copies only one row is taken.
     """
     if len(dataset) < 2:
-        raise DataError(f"{len(dataset)} samples are too few to measure and to judge; give 1,000")
+        raise DataError(f"{len(dataset)} samples are too few to measure and to judge; use 1,000")
     groups = groups_again(bundle.manifest, dataset)
     order = groups.shuffled(seed)
     made_with = bundle.manifest.calibration
@@ -294,8 +296,8 @@ def measure_precision(
 ) -> PrecisionCheck:
     """Run the source model and the policy's stages in a precision, and compare with float32.
 
-    All samples are run, four times. ``ranges``, for ``int8``, are not measured on ``dataset``;
-    ``unseen`` is what :class:`PrecisionData` says of it. DataError if the model fails on a sample.
+    All samples are run four times. ``ranges``, for ``int8``, are not measured on ``dataset``;
+    ``unseen`` is that of :class:`PrecisionData`. DataError if the model fails on a sample.
     """
     graphs = UnitGraphs(bundle, precision, ranges=ranges, tensorrt_version=OPSETS_AS_THEY_ARE)
     plain = UnitGraphs(bundle, "fp32", tensorrt_version=OPSETS_AS_THEY_ARE)
@@ -330,7 +332,7 @@ def _answers(
     agreement: Agreement,
     threads: int,
 ) -> NDArray[Any]:
-    """[samples, …]: what each sample is answered with, as far as it is compared."""
+    """Return the answer [samples, …] to each sample, reduced to what is compared."""
     runners = stage_runners(graph_of, stages, threads)
     places, said = list[NDArray[np.intp]](), list[NDArray[Any]]()
     for start, batch in batches_of(dataset):
@@ -350,14 +352,14 @@ def stage_runners(
 
 
 def batches_of(dataset: Dataset) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-    """Give samples in batches, with the number of the first of each."""
+    """Yield samples in batches, with the index of the first of each."""
     for start in range(0, len(dataset), BATCH_SIZE):
         yield start, dataset.take(slice(start, start + BATCH_SIZE))
 
 
 @contextmanager
 def failing_from(dataset: Dataset, start: int) -> Iterator[None]:
-    """Turn a model's failure on a batch into a DataError that says where."""
+    """Convert a model's failure on a batch into a DataError that names the samples."""
     try:
         yield
     except RuntimeError as error:
@@ -369,7 +371,7 @@ def failing_from(dataset: Dataset, start: int) -> Iterator[None]:
 def _leaving(
     stages: Sequence[StageSpec], runners: Sequence[GraphRunner], tensors: dict[str, NDArray[Any]]
 ) -> Iterator[tuple[NDArray[np.intp], NDArray[Any]]]:
-    """Run one batch; give the rows that leave, and their answers."""
+    """Run one batch; yield the rows that leave, and their answers."""
     rows = np.arange(len(next(iter(tensors.values()))))
     for stage, runner in zip(stages, runners, strict=True):
         tensors = tensors | runner.run(tensors)
@@ -387,7 +389,7 @@ def _leaving(
 
 
 def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
-    """Whether the source model answers the first samples as it did when the bundle was made."""
+    """Return whether the source model's answers to the first samples equal the recorded ones."""
     records, manifest = bundle.records(), bundle.manifest
     said = records["final_prediction"][records["split"] == CERTIFY]
     if len(said) != len(judged):
@@ -397,7 +399,7 @@ def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
     batches = run_over(source, [manifest.answer.output], first, threads=threads)
     agreement = agreement_of(manifest.answer)
     found = [agreement.codes(agreement.reduce(answer)) for _, (answer,) in batches]
-    # Another machine may round otherwise; a chance order of the samples differs far more often.
+    # Another machine may round differently; a random order of the samples differs far more often.
     return float((np.concatenate(found) == said).mean()) >= 0.99
 
 
@@ -410,10 +412,10 @@ class Recertified:
     records: bytes
     """Content of the evidence's file."""
     promise: Promise
-    """The bundle's, in float32."""
+    """The bundle's promise, in float32."""
 
     def describe(self) -> str:
-        """One or two sentences for the command line."""
+        """Return one or two sentences for the command line."""
         evidence, promise = self.evidence, self.evidence.policy.promise
         spent = evidence.spent(evidence.confidence_level)
         text = (
@@ -426,8 +428,9 @@ class Recertified:
         if promise is None:
             return f"{text}: NONE CAN BE CERTIFIED, all samples will be answered at the end."
         return (
-            f"{text}; certified anew they are predicted to save {promise.predicted_savings:.1%} of "
-            f"the time (in fp32: {self.promise.predicted_savings:.1%})."
+            f"{text}; certified again they are predicted to save "
+            f"{promise.predicted_savings:.1%} of the time "
+            f"(in fp32: {self.promise.predicted_savings:.1%})."
         )
 
 
@@ -439,13 +442,13 @@ def certify_anew(
     *,
     threads: int = 1,
 ) -> Recertified:
-    """Record all exits of a bundle in a precision, and certify those in use anew.
+    """Record all exits of a bundle in a precision, and certify those in use again.
 
     All samples of ``parts`` but ``ranges`` are run, those that judge twice. The bundle has a
     promise; ``ranges`` are for ``int8``.
 
     Raises:
-        VerificationError: The model's end alone may spend the promise.
+        VerificationError: The model's end alone may use up the promise.
         DataError: The model fails on a sample.
     """
     record = recorder(bundle, precision, ranges, threads=threads)
@@ -457,7 +460,7 @@ def certify_anew(
 def recorder(
     bundle: Bundle, precision: Precision, ranges: Ranges | None, *, threads: int = 1
 ) -> Callable[[Dataset], ExitRecords]:
-    """Make what records all exits of a bundle, and the model's end, in a precision."""
+    """Return a function that records all exits of a bundle, and the model's end, in a precision."""
     graphs = UnitGraphs(bundle, precision, ranges=ranges, tensorrt_version=OPSETS_AS_THEY_ARE)
     active = tuple(ActiveExit(exit=e.index, threshold=NEVER) for e in bundle.manifest.exits)
     stages = make_plan(bundle, ExitPolicy(version=1, active=active), Mode.AUDIT).stages
@@ -466,7 +469,7 @@ def recorder(
 
 
 def source_predictions(bundle: Bundle, dataset: Dataset, *, threads: int = 1) -> NDArray[np.int32]:
-    """[samples]: what the float32 source model answers."""
+    """Return the codes [samples] of the float32 source model's answers."""
     plain = UnitGraphs(bundle, "fp32", tensorrt_version=OPSETS_AS_THEY_ARE)
     stages = make_plan(bundle, mode=Mode.OFF).stages
     runners = stage_runners(plain.of, stages, threads)
@@ -480,24 +483,24 @@ def share_promise(
     certify: ExitRecords,
     source: NDArray[np.int32],
 ) -> Recertified:
-    """Certify exits in a precision for what the model's end in it leaves of the promise.
+    """Certify exits in a precision for what remains of the promise after the model's end.
 
-    ``source`` [certify samples] is what the float32 model answers. VerificationError if the end
-    leaves nothing.
+    ``source`` [certify samples] are the float32 model's answers. VerificationError if nothing
+    remains.
     """
     task = bundle.manifest.answer.task
     if task.is_relative:
         raise VerificationError(
-            f"{precision}: answers of {task.kind} are near to each other, or not, and what the end "
-            "in another precision adds to that cannot be told from records; build with "
-            "--precision fp32, or add --accept-disagreement to serve it all the same"
+            f"{precision}: answers of {task.kind} are near to each other, or not, and the records "
+            "do not show the effect of the end in another precision on that; build with "
+            "--precision fp32, or add --accept-disagreement to serve it anyway"
         )
     promise, calibration = bundle.policy.promise, bundle.manifest.calibration
     assert promise is not None, "there is nothing to certify"
     if promise.max_class_disagreement is not None:
         raise VerificationError(
             f"{precision}: the bundle promises at most {promise.max_class_disagreement:.2%} for "
-            "each class, and what the end in another precision adds to that is not certified by "
+            "each class, and the effect of the end in another precision is not certified by "
             "class; build with --precision fp32, or compile without --max-class-disagreement"
         )
     differs = int(np.count_nonzero(certify.final_prediction != source))
@@ -508,8 +511,8 @@ def share_promise(
             f"{precision}: of {samples:,} samples the model answers {differs / samples:.2%} unlike "
             f"in fp32, so at most {spent:.2%} of all at {half_risk(level):.1%}: that alone spends "
             f"the promise ({promise.max_disagreement:.2%} at {level:.0%}), without any exit. Build "
-            "with a finer --precision (fp16, tf32 or fp32), give more --data, or add "
-            "--accept-disagreement to serve it all the same"
+            "with a finer --precision (fp16, tf32 or fp32), add more --data, or add "
+            "--accept-disagreement to serve it anyway"
         )
     policy = certified_on(
         [active.exit for active in bundle.policy.active],

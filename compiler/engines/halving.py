@@ -1,18 +1,18 @@
-"""Half precision: which operators of a float32 graph are computed in float16, and the new graph.
+"""Half precision: the choice of float32 operators to compute in float16, and the new graph.
 
 :func:`halve` rewrites a graph for TensorRT, with float32 at its borders; :func:`rounded` makes a
 float32 graph that rounds where float16 would, to run on a CPU. :func:`halved_operators` decides
 which operators become float16.
 
-Precision lives in the graph: TensorRT builds strongly typed networks, where every tensor has the
-type that the graph says. So this is what decides, not a builder's flag.
+Precision is a property of the graph: TensorRT builds strongly typed networks, where every tensor
+has the type in the graph. So this module decides, not a builder's flag.
 
-Why not one of the two converters that there are (both tried with onnx 1.23 and numpy 2.4)?
-``onnxconverter-common`` 1.16 gives graphs that ONNX Runtime refuses where the model casts, as the
-shipped example and a BERT's mask do. ``onnxruntime.transformers.float16`` 1.31 gives graphs that
-are not in topological order, two casts of one name where two float32 operators read one tensor,
-and wrong answers on a layer norm in single steps whose sums are kept in float32. Both raise tiny
-constants to float16's smallest number and neither tells sizes from activations.
+Two existing converters are not used (both tried with onnx 1.23 and numpy 2.4).
+``onnxconverter-common`` 1.16 makes graphs that ONNX Runtime refuses if the model casts, as the
+shipped example and a BERT's mask do. ``onnxruntime.transformers.float16`` 1.31 makes graphs that
+are not in topological order, two casts of one name if two float32 operators read one tensor, and
+wrong answers for a layer norm in single steps whose sums are kept in float32. Both raise tiny
+constants to float16's smallest number, and neither distinguishes sizes from activations.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from offramp.compiler.graphs.shapes import concrete_shapes, declared_types
 _log = logging.getLogger(__name__)
 
 SUFFIX = "/offramp_fp16"
-"""What the name of a tensor's float16 form ends with; no name of a model or an exit does."""
+"""Suffix of a tensor's float16 form; no name of a model or an exit ends with it."""
 
 SINGLE = "/offramp_fp32"
-"""What the name of a float16 tensor's float32 form ends with."""
+"""Suffix of a float16 tensor's float32 form."""
 _UNROUNDED = "/offramp_unrounded"
 _CLIPPED, _AT_LEAST = "/offramp_clipped", "/offramp_at_least"
 _BOUND = "offramp_bound/{:g}"
@@ -53,15 +53,15 @@ _BOUND = "offramp_bound/{:g}"
 _LARGEST = float(np.finfo(np.float16).max)
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Where", "Sum"})
 _SMALL = 16
-"""Elements up to which a constant may be an epsilon or a bound."""
+"""Number of elements up to which a constant may be an epsilon or a bound."""
 
 
 def halve(graph: bytes) -> bytes:
-    """Compute a graph in float16 where that is sound by :mod:`~.halving`.
+    """Compute a graph in float16 where :mod:`~.halving` considers it sound.
 
     Names and types of the graph's inputs and outputs stay. Constants beyond float16's range are
-    clipped, with a warning that names them, as are numbers that count and masks made of them where
-    they meet half precision. The same graph gives the same bytes.
+    clipped, with a warning that names them; so are numbers that count, and masks made of them,
+    where they enter half precision. The result is deterministic.
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
@@ -70,7 +70,7 @@ def halve(graph: bytes) -> bytes:
 
 
 class _Halving:
-    """Rewrites one graph; every float32 tensor has a float16 form where one is read."""
+    """Rewrites one graph; every float32 tensor gets a float16 form if one is read."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         self._graph = proto.graph
@@ -107,7 +107,7 @@ class _Halving:
         self._store()
         if self._clipped:
             names = ", ".join(self._clipped)
-            _log.warning("beyond the range of float16 (65,504), hence clipped: %s", names)
+            _log.warning("beyond the range of float16 (65,504) and clipped: %s", names)
 
     def _in_half(self, op: Operator, slots: Slots) -> onnx.NodeProto:
         node = copied(op.proto)
@@ -146,7 +146,7 @@ class _Halving:
             self._nodes.append(_cast(name, name + SUFFIX, FLOAT16))
 
     def _clip(self, name: str) -> Iterable[onnx.NodeProto]:
-        """Bound what was computed in float32, as constants are: it may be a mask's bias."""
+        """Clip a float32 result as constants are clipped: it may be a mask's bias."""
         limit, between = self._limit(name), name + _AT_LEAST
         for kind, source, bound, target in (
             ("Max", name, -limit, between),
@@ -158,10 +158,10 @@ class _Halving:
             )
 
     def _limit(self, name: str) -> float:
-        """Magnitude that a tensor is clipped to.
+        """Return the magnitude that a tensor is clipped to.
 
-        A mask's bias of −1e9 is added to scores: with room left, the sum stays finite, and a row
-        that is masked wholly does not become NaN.
+        A mask's bias of −1e9 is added to scores: with a margin, the sum stays finite, and a row
+        that is masked completely does not become NaN.
         """
         kinds = {op.kind for op in self._flow.consumers[name]}
         return _LARGEST / 2 if kinds & _ARITHMETIC else _LARGEST
@@ -173,7 +173,7 @@ class _Halving:
             limit = self._limit(tensor.name)
             values = np.where(beyond, np.clip(values, -limit, limit), values)
             self._clipped.append(tensor.name)
-        with np.errstate(over="ignore"):  # infinities stay what they are
+        with np.errstate(over="ignore"):  # infinities stay infinite
             return numpy_helper.from_array(values.astype(np.float16), tensor.name + SUFFIX)
 
     def _store(self) -> None:
@@ -208,23 +208,23 @@ def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
 
 
 def element_types(proto: onnx.ModelProto) -> dict[str, int]:
-    """Give element types by tensor: those that inference finds, and those that the graph states."""
+    """Return element types by tensor: inferred ones, and those that the graph states."""
     stated = {name: tensor.elem_type for name, tensor in declared_types(proto).items()}
     return stated | {name: kind for name, (kind, _) in concrete_shapes(proto, {}).items()}
 
 
 def rounded(graph: bytes) -> bytes:
-    """Write the roundings of a graph's float16 operators into it, to be run on a CPU.
+    """Write the roundings of a graph's float16 operators into it, to run it on a CPU.
 
     ONNX Runtime has few float16 kernels for CPUs. It puts casts around each operator and then
-    removes those that face each other, at every optimisation level: a float16 graph runs in
-    float32 with rounded weights, and nothing overflows. Casts that the graph itself has are kept,
-    so they are written into it, behind each operator. That is the arithmetic that the graph
-    states; TensorRT sums in float32 too, and rounds less often where it fuses operators.
+    removes pairs of opposite casts, at every optimisation level: a float16 graph runs in float32
+    with rounded weights, and nothing overflows. Casts in the graph itself are kept, so they are
+    added after each operator. That is the arithmetic of the graph; TensorRT also sums in float32,
+    and rounds less often where it fuses operators.
 
-    Operators of other domains, what comes of them with no type that can be known, and operators
-    with bodies stay as they are, as do the names and types of the graph's inputs and outputs. A
-    graph without float16 stays the same.
+    Operators of other domains, operators whose types are unknown, and operators with bodies stay
+    unchanged, as do the names and types of the graph's inputs and outputs. A graph without float16
+    is returned unchanged.
     """
     proto = onnx.ModelProto.FromString(graph)
     types = element_types(proto)
@@ -255,7 +255,7 @@ class _Rounding:
             else:
                 self._nodes.append(op.proto)
                 read.update(op.reads)
-        # Float16 weights that nothing reads any more would cost ONNX Runtime its optimisations.
+        # Unread float16 weights would cost ONNX Runtime its optimisations.
         weights = [t for name, t in self._weights.items() if name in read or name not in self._half]
         weights += [_as_single(self._weights[n]) for n in self._single if n in self._weights]
         weights.sort(key=lambda tensor: tensor.name)
@@ -296,7 +296,7 @@ def _as_single(tensor: onnx.TensorProto) -> onnx.TensorProto:
 FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 
 VANISHES_BELOW = 2.0**-25
-"""Half of float16's smallest number: what is smaller becomes 0."""
+"""Half of float16's smallest number: smaller numbers become 0."""
 
 _SUMS = frozenset({
     "Pow", "Exp", "Log", "CumSum", "ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL1",
@@ -304,41 +304,41 @@ _SUMS = frozenset({
     "InstanceNormalization", "GroupNormalization", "LpNormalization", "MeanVarianceNormalization",
     "LRN"
 })  # fmt: skip
-"""They square, exponentiate or add up many values. ``LayerNormalization`` and ``Softmax`` are
-not among them: TensorRT computes their insides in float32 whatever they read, and its fused
-attention wants them in half."""
+"""Operators that square, exponentiate or add up many values. ``LayerNormalization`` and ``Softmax``
+are not in the list: TensorRT computes them in float32 inside for every input type, and its fused
+attention needs them in half."""
 _FOLLOWING = frozenset({
     "Add", "Sub", "Mul", "Div", "Sqrt", "Reciprocal", "Clip", "Max", "Min", "Neg", "Abs", "Exp",
     "Log", "Pow", "Sum", "Mean"
 })  # fmt: skip
-"""Where all that such an operator reads is kept in float32, so is what it gives: the steps from
-a variance to a standard deviation belong together, and a cast between would cost more."""
+"""Operators that stay in float32 if all their inputs do: the steps from a variance to a standard
+deviation belong together, and a cast between would cost more."""
 _COUNTING = _FOLLOWING | {
     "Concat", "Cos", "Einsum", "Expand", "Flatten", "Gather", "Identity", "MatMul", "ReduceMax",
     "ReduceMin", "Reshape", "Sign", "Sin", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze",
     "Where"
 }  # fmt: skip
-"""They pass on that a number counts: float16 has whole numbers up to 2,048 only. With ``Sin`` and
-``Cos`` of positions times frequencies that is how rotary embeddings are computed."""
+"""Operators that pass on numbers that count: float16 has integers up to 2,048 only. With ``Sin``
+and ``Cos`` of positions times frequencies, rotary embeddings are computed by these."""
 _DECIDING = frozenset({
     "ArgMax", "ArgMin", "Ceil", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less",
     "LessOrEqual", "Mod", "Round", "TopK"
 })  # fmt: skip
-"""Where one number that such an operator reads counts, all of it stays float32."""
+"""Operators that stay float32 if one of their inputs counts."""
 _WIDE = frozenset({
     onnx.TensorProto.INT16, onnx.TensorProto.UINT16, onnx.TensorProto.INT32,
     onnx.TensorProto.UINT32, onnx.TensorProto.INT64, onnx.TensorProto.UINT64
 })  # fmt: skip
-"""Integers beyond what float16 can count; pixels of 8 bits are not."""
+"""Integers beyond float16's; pixels of 8 bits are not."""
 _EPSILONS = frozenset({"Add", "Sub", "Max", "Clip", "Div", "Sum"})
-"""A tiny constant keeps these away from zero."""
+"""Operators that a tiny constant keeps away from zero."""
 _ANSWERS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
-"""As the last operator they give the probabilities, which argmax and confidence are read off:
-float16 has steps of 0.0005 below 1."""
+"""Operators that, as the last one, compute the probabilities for argmax and confidence: float16 has
+steps of 0.0005 below 1."""
 
 
 class Slots(NamedTuple):
-    """Which inputs and outputs of an operator become float16, by position."""
+    """Positions of an operator's inputs and outputs that become float16."""
 
     inputs: frozenset[int]
     outputs: frozenset[int]
@@ -350,7 +350,7 @@ class Choice(NamedTuple):
     halved: dict[int, Slots]
     """Operators by their index."""
     numbers: frozenset[str]
-    """Tensors that count, hence stay float32. As masks they may be beyond float16's range."""
+    """Tensors that count and so stay float32. As masks they may be beyond float16's range."""
 
 
 def halved_operators(
@@ -368,7 +368,7 @@ def halved_operators(
     numbers = _sizes(flow)
     halved: dict[int, Slots] = {}
     single: set[str] = set()
-    """Tensors that an operator kept in float32 gives."""
+    """Outputs of operators that are kept in float32."""
     for op in flow.operators:
         slots = _slots(op.proto, opset, floats, types)
         variable = [t for t in op.reads if t in floats and t in flow.variable]
@@ -400,7 +400,7 @@ def _counts(op: Operator, variable: list[str], numbers: set[str], types: Mapping
 
 
 def _sizes(flow: Dataflow) -> set[str]:
-    """Tensors that depend on the graph inputs by their shapes alone; float16 counts to 2,048."""
+    """Return tensors that depend on the graph inputs by their shapes alone."""
     sizes: set[str] = set()
     for op in flow.operators:
         variable = [t for t in op.reads if t in flow.variable]
@@ -410,7 +410,7 @@ def _sizes(flow: Dataflow) -> set[str]:
 
 
 def _vanishes(op: Operator, constants: Mapping[str, NDArray[np.generic]]) -> bool:
-    """Whether a scalar that the operator reads would become 0."""
+    """Return whether a scalar that the operator reads would become 0."""
     scalars = (constants[t] for t in op.reads if t in constants and constants[t].size == 1)
     return any(
         0 < abs(float(s.reshape(()))) < VANISHES_BELOW for s in scalars if s.dtype.kind == "f"
@@ -420,9 +420,9 @@ def _vanishes(op: Operator, constants: Mapping[str, NDArray[np.generic]]) -> boo
 def _slots(
     node: onnx.NodeProto, opset: int, floats: set[str], types: Mapping[str, int]
 ) -> Slots | None:
-    """Which positions become float16; ``None`` if the operator cannot be computed in it."""
+    """Return the positions that become float16; ``None`` if the operator does not support it."""
     if any(name and name not in types for name in (*node.input, *node.output)):
-        return None  # what is not understood is left alone
+        return None  # unknown operators stay unchanged
     is_cast = node.op_type == "Cast" and node.domain == ""
     if is_cast and node.input[0] not in floats:
         return Slots(frozenset(), frozenset({0} if node.output[0] in floats else ()))
@@ -449,7 +449,7 @@ def _slots(
 def _type_variables(
     kind: str, domain: str, opset: int
 ) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, bool]] | None:
-    """Type variables of inputs and outputs, and whether each may be float16."""
+    """Return type variables of inputs and outputs, and whether each may be float16."""
     if domain not in {"", "ai.onnx"}:
         return None
     try:

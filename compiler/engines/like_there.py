@@ -1,4 +1,4 @@
-"""Building beside a server: for the sizes, and with the settings, of the engines that it serves."""
+"""Building next to a server: for the sizes and settings of the engines that it serves."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from offramp.compiler.engines.build_options import EngineBuildOptions, SizeRange
 from offramp.compiler.engines.profiles import Sizes, symbols_of
 
 WORKSPACE_BYTES: Final = 2**30
-"""Most scratch memory beside a server, which needs what is free for batches that come."""
+"""Largest scratch memory in bytes next to a server, which needs free memory for its batches."""
 
 
 def like_there(
     manifest: Manifest, store: EngineStore, asked: EngineBuildOptions
 ) -> tuple[EngineBuildOptions, tuple[Sizes, ...]]:
-    """Give options and profiles by which the engines of a store were built.
+    """Return options and profiles with which the engines of a store were built.
 
-    But for the workspace, which is at most :data:`WORKSPACE_BYTES`. EngineOptionsError if there is
-    no engine to be like.
+    The workspace is at most :data:`WORKSPACE_BYTES`. EngineOptionsError if there is no engine.
     """
     symbols = symbols_of(manifest)
     model = [(entry, _dimensions(manifest, entry)) for entry in store.index.engines]
     whole = [entry for entry, found in model if found.keys() == symbols.keys()]
     if not whole:
         raise EngineOptionsError(
-            f"--beside-serving builds like the engines that are there, and {store.bundle_path} has "
+            f"--beside-serving builds like the existing engines, and {store.bundle_path} has "
             f"none for {store.index.target.describe()} that take the model's inputs; build it "
             "without --beside-serving first"
         )
@@ -46,7 +45,7 @@ def like_there(
 
 
 def _dimensions(manifest: Manifest, entry: EngineEntry) -> dict[str, tuple[str, int]]:
-    """By symbolic size: an input of the engine, and which of its dimensions has it."""
+    """Return, by symbolic size, an input of the engine and the dimension with that size."""
     symbols, found = symbols_of(manifest), {}
     for spec in manifest.inputs:
         for place, name in enumerate(spec.shape):

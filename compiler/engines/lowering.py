@@ -1,8 +1,8 @@
 """Graphs of newer operator sets for TensorRT 8.6, which reads opset 17.
 
-Between two operator sets most operators stay as they are or only take more element types. What
-moved is put back where that is exact (the axes of reductions from an input to an attribute, new
-attributes at their defaults); anything else is refused with its name rather than misread.
+Most operators do not change between two operator sets, or only accept more element types. Other
+changes are reversed if that is exact (the axes of reductions from an input to an attribute, new
+attributes at their defaults). All else is refused with the operator's name rather than misread.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from offramp.compiler.graphs.shapes import declared_types
 OPSET = 17
 """Newest operator set that TensorRT 8.6 reads."""
 IR_VERSION = 8
-"""Of the file format, as of opset 17."""
+"""IR version of the file format, as of opset 17."""
 
 _REMEDY = (
     f"export the model again with opset_version={OPSET} and compile that, "
     "or build with TensorRT 10 or newer"
 )
 _MEANS_SOMETHING_ELSE = frozenset({"GridSample", "DFT", "GroupNormalization"})
-"""Names of modes, or defaults, changed without a change of the signature."""
+"""Operators whose modes or defaults changed without a change of the signature."""
 _NEW_VALUES = {
     ("ScatterElements", "reduction"): (b"max", b"min"),
     ("ScatterND", "reduction"): (b"max", b"min"),
@@ -49,10 +49,10 @@ _Constants = Mapping[str, "NDArray[np.generic]"]
 
 
 def lower(graph: bytes) -> bytes:
-    """Bring a model of any opset to opset 17, and make initializers of its constants.
+    """Convert a model of any opset to opset 17, with initializers instead of constants.
 
-    Defaults that 8.6 misreads are written out. ModelError if an operator means something that
-    opset 17 cannot say.
+    Defaults that 8.6 misreads are written out. ModelError if an operator has a meaning that opset
+    17 lacks.
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
@@ -86,12 +86,12 @@ class _Lowering:
         _drop_unread(graph, moved)
 
     def _lower_node(self, node: onnx.NodeProto, constants: _Constants) -> set[str]:
-        """Rewrite one operator; gives the constants that it no longer reads."""
+        """Rewrite one operator; returns the constants that it no longer reads."""
         new, old = self._schemas(node)
         if new.since_version == old.since_version:
             return set()
         if node.op_type in _MEANS_SOMETHING_ELSE:
-            raise _refused(node, "means something else")
+            raise _refused(node, "has another meaning")
         moved: set[str] = set()
         if node.op_type.startswith("Reduce") and "axes" in old.attributes:
             moved = _axes_as_attribute(node, constants)
@@ -103,7 +103,7 @@ class _Lowering:
         return moved
 
     def _schemas(self, node: onnx.NodeProto) -> tuple[onnx.defs.OpSchema, onnx.defs.OpSchema]:
-        """Give an operator's schema as the model means it, and as of opset 17."""
+        """Return an operator's schema in the model's opset, and that in opset 17."""
         new = onnx.defs.get_schema(node.op_type, self._opset)
         try:
             return new, onnx.defs.get_schema(node.op_type, OPSET)
@@ -114,7 +114,7 @@ class _Lowering:
             ) from None
 
     def _equal_split(self, node: onnx.NodeProto) -> None:
-        """Opset 18 says how many parts, the last may be smaller; before, all had to be equal."""
+        """Remove a Split's number of parts: before opset 18 all parts have to be equal."""
         flags = {a.name: a.i for a in node.attribute}
         if "num_outputs" not in flags:
             return
@@ -127,7 +127,7 @@ class _Lowering:
 
 
 def node_of(graph: bytes, number: int) -> str:
-    """Tell operator and name of a node, of which 8.6's parser says the number only."""
+    """Return operator and name of a node, for which 8.6's parser reports only the number."""
     nodes = onnx.load_from_string(graph).graph.node
     return _named(nodes[number]) if number < len(nodes) else "of a body"
 
@@ -145,7 +145,7 @@ def _name_axes_of_slices(graph: onnx.GraphProto, outer: Mapping[str, onnx.Tensor
         known = [constants[name] for name in node.input[1:3] if name in constants]
         if node.op_type != "Slice" or not is_standard(node) or has_axes or not known:
             continue
-        like = numpy_helper.to_array(known[0])  # they have its type, too
+        like = numpy_helper.to_array(known[0])  # axes have the same type
         axes = numpy_helper.from_array(
             np.arange(len(like), dtype=like.dtype), f"{node.output[0]}/axes"
         )
@@ -154,14 +154,14 @@ def _name_axes_of_slices(graph: onnx.GraphProto, outer: Mapping[str, onnx.Tensor
 
 
 def _axes_as_attribute(node: onnx.NodeProto, constants: _Constants) -> set[str]:
-    """Opset 18 moved the axes of reductions from an attribute to an input."""
+    """Move the axes of reductions from an input, as since opset 18, to an attribute."""
     name = node.input[1] if len(node.input) > 1 else ""
     if name and name not in constants:
         raise _refused(node, f"needs constant axes, here they are computed ({name})")
     axes = [int(axis) for axis in constants[name].reshape(-1)] if name else []
     flags = {a.name: a.i for a in node.attribute}
     if not axes and flags.get("noop_with_empty_axes", 0):
-        raise _refused(node, "cannot leave its input alone where no axes are given")
+        raise _refused(node, "cannot leave its input unchanged without axes")
     _remove_attribute(node, "noop_with_empty_axes")
     del node.input[1:]
     if axes:
@@ -201,7 +201,7 @@ def _named(node: onnx.NodeProto) -> str:
 
 
 def folded(model: bytes) -> bytes:
-    """Give a serialised model without ``Constant`` nodes, as :func:`fold_constants` does."""
+    """Return a serialised model without ``Constant`` nodes (:func:`fold_constants`)."""
     proto = onnx.ModelProto.FromString(model)
     fold_constants(proto.graph)
     return serialised(proto)
@@ -210,8 +210,8 @@ def folded(model: bytes) -> bytes:
 def fold_constants(graph: onnx.GraphProto) -> None:
     """Turn the ``Constant`` nodes of a graph, and of the bodies in it, into initializers.
 
-    Then there is one kind of constant to look at instead of two. Those that give a graph output,
-    and those of strings or sparse tensors, stay as they are.
+    Then there is one kind of constant instead of two. Nodes that write a graph output, and those of
+    strings or sparse tensors, stay.
     """
     outputs = {output.name for output in graph.output}
     kept: list[onnx.NodeProto] = []

@@ -18,10 +18,10 @@ from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 from offramp.engine.graphs.assembly import assemble
 
 MANY_PROFILES = 16
-"""Beyond this a build takes long, and every engine keeps much device memory for contexts."""
+"""Number of profiles beyond which a build takes long, and contexts need much device memory."""
 
 _PROBED_BATCH = 2
-"""The model is run at it to find shapes: small, and not 1, which broadcasts."""
+"""Batch size at which the model is run to find shapes: small, and not 1, which broadcasts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +30,16 @@ class Sizes:
 
     batch: SizeRange
     others: dict[str, SizeRange]
-    """By the model's name for the size."""
+    """Ranges by the model's name for the size."""
 
     @property
     def least(self) -> Point:
-        """The smallest of each."""
+        """Smallest of all sizes."""
         return Point(self.batch.first, tuple((n, r.first) for n, r in self.others.items()))
 
     @property
     def best(self) -> Point:
-        """The largest of each, which engines are tuned for."""
+        """Largest of all sizes, which engines are tuned for."""
         return Point(self.batch.last, tuple((n, r.last) for n, r in self.others.items()))
 
 
@@ -48,10 +48,10 @@ class Point(NamedTuple):
 
     batch: int
     others: tuple[tuple[str, int], ...]
-    """By the model's name for the size."""
+    """Sizes by the model's name for them."""
 
     def describe(self) -> str:
-        """``batch 8, sequence 64``, for messages."""
+        """Return text such as ``batch 8, sequence 64``, for messages."""
         return ", ".join(f"{name} {size}" for name, size in (("batch", self.batch), *self.others))
 
 
@@ -63,10 +63,10 @@ class SizedProfile(NamedTuple):
 
 
 def symbols_of(manifest: Manifest) -> dict[str, SizeRange]:
-    """Find the symbolic sizes besides the batch, and what each is where nothing is asked for.
+    """Return the symbolic sizes other than the batch, with their default ranges.
 
-    A sequence may be shorter than what was calibrated; an image may not, as few sizes survive a
-    network's strides.
+    A sequence may be shorter than in the calibration data; an image may not, as few sizes work with
+    a network's strides.
     """
     found: dict[str, SizeRange] = {}
     for spec in manifest.inputs:
@@ -80,11 +80,11 @@ def symbols_of(manifest: Manifest) -> dict[str, SizeRange]:
 def profile_sizes(
     manifest: Manifest, batches: Sequence[SizeRange], buckets: Mapping[str, Sequence[SizeRange]]
 ) -> tuple[Sizes, ...]:
-    """Combine every batch range with every bucket; these are for sizes that the model has."""
+    """Combine every batch range with every bucket; buckets must be of sizes that the model has."""
     symbols = symbols_of(manifest)
     unknown = sorted(buckets.keys() - symbols.keys())
     if unknown:
-        known = f"those it has are {', '.join(symbols)}" if symbols else "it has none"
+        known = f"it has {', '.join(symbols)}" if symbols else "it has none"
         raise EngineOptionsError(
             f"--buckets: the model has no symbolic size {unknown[0]!r} besides the batch; {known} "
             f"({'; '.join(spec.describe() for spec in manifest.inputs)})"
@@ -100,17 +100,17 @@ def profile_sizes(
 def profile_notes(
     manifest: Manifest, sizes: Sequence[Sizes], buckets: Mapping[str, Sequence[SizeRange]]
 ) -> list[str]:
-    """Say what a user should know of the profiles before they are built."""
+    """Return notes about the profiles for the user, before they are built."""
     notes = [
         f"{name}: engines take {describe_ranges([size])}, as the calibration data has it; "
-        f"for others give --buckets {name}=SIZES"
+        f"for others set --buckets {name}=SIZES"
         for name, size in symbols_of(manifest).items()
         if name not in buckets
     ]
     if len(sizes) > MANY_PROFILES:
         notes.append(
             f"{len(sizes)} profiles an engine are many: building takes long and serving needs "
-            "memory for each; give fewer --batch-profiles or --buckets"
+            "memory for each; set fewer --batch-profiles or --buckets"
         )
     return notes
 
@@ -118,14 +118,15 @@ def profile_notes(
 class ModelShapes:
     """Shapes of the model's inputs and cut tensors at given sizes, found by running it.
 
-    Not by inference: that loses sizes at a ``Reshape``, and sees no table that is too short for a
-    sequence. So sizes at which the model fails are found before anything is built.
+    Inference is not used: it loses sizes at a ``Reshape``, and does not detect a table that is too
+    short for a sequence. By running, sizes at which the model fails are found before anything is
+    built.
     """
 
     def __init__(self, bundle: Bundle) -> None:
         manifest = bundle.manifest
         self._inputs = manifest.inputs
-        # The full model behind a variant is an engine of the whole bundle: nothing in it is cut.
+        # The full model after a variant is an engine of the whole bundle: it has no cuts.
         segments = manifest.segments[: manifest.source_begins] or manifest.segments
         self._cuts = tuple(name for s in segments for name in s.outputs)
         parts = [bundle.read(segment.file) for segment in segments]
@@ -134,14 +135,14 @@ class ModelShapes:
         self._known: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]]] = {}
 
     def at(self, point: Point) -> dict[str, tuple[int, ...]]:
-        """Find the shapes at a point, by tensor; EngineOptionsError if the model fails there."""
+        """Return the shapes at a point, by tensor; EngineOptionsError if the model fails there."""
         if point.others not in self._known:
             self._known[point.others] = self._measure(point)
         cuts = {name: (point.batch, *rest) for name, rest in self._known[point.others].items()}
         return self.inputs_at(point) | cuts
 
     def inputs_at(self, point: Point) -> dict[str, tuple[int, ...]]:
-        """Give the shapes of the model's inputs alone."""
+        """Return the shapes of the model's inputs alone."""
         sizes = dict(point.others)
         return {
             spec.name: tuple(
@@ -151,7 +152,7 @@ class ModelShapes:
         }
 
     def _measure(self, point: Point) -> dict[str, tuple[int, ...]]:
-        """Shapes of one sample, which do not depend on the batch."""
+        """Return shapes of one sample, which do not depend on the batch."""
         fixed = bound(self._chain, self.inputs_at(point._replace(batch=_PROBED_BATCH)))
         try:
             values = self._runner.run(random_inputs(fixed, _PROBED_BATCH))
@@ -165,7 +166,7 @@ class ModelShapes:
 
 
 def bound(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx.ModelProto:
-    """Give a copy of a model whose inputs have fixed shapes."""
+    """Return a copy of a model whose inputs have fixed shapes."""
     copy = copied(proto)
     for info in copy.graph.input:
         if info.name in shapes:
@@ -178,9 +179,9 @@ def bound(proto: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> onnx
 def unit_profiles(
     inputs: Iterable[str], sizes: Sequence[Sizes], shapes: ModelShapes
 ) -> tuple[SizedProfile, ...]:
-    """Give the profiles of a unit with these graph inputs, each once.
+    """Return the distinct profiles of a unit with these graph inputs.
 
-    A unit may not depend on every size.
+    There may be fewer than ``sizes``, as a unit may not depend on every size.
     """
     names = list(inputs)
     profiles: list[SizedProfile] = []
@@ -197,6 +198,6 @@ def unit_profiles(
 def _impossible(point: Point, reason: str) -> EngineOptionsError:
     sizes = ", ".join(f"{name} {size}" for name, size in point.others)
     return EngineOptionsError(
-        f"the model does not work with {sizes or 'a batch'}: {reason}; give the sizes that it "
-        "takes with --buckets NAME=SIZES, ranges such as 32-64 where small ones do not work"
+        f"the model does not work with {sizes or 'a batch'}: {reason}; set the sizes that it "
+        "accepts with --buckets NAME=SIZES, ranges such as 32-64 where small ones do not work"
     )

@@ -1,10 +1,10 @@
-"""Engines built by TensorRT: the one module that makes a ``tensorrt.Builder``.
+"""Engines built by TensorRT: the only module that makes a ``tensorrt.Builder``.
 
-What 8.6, 10 and 11 do differently is in :mod:`offramp.engine.tensorrt.compat`.
+Differences between TensorRT 8.6, 10 and 11 are in :mod:`offramp.engine.tensorrt.compat`.
 
-Types of inputs: uint8 is taken by all versions as an input of the whole graph that nothing but a
-Cast to float32 or float16 reads; bool is a type like others; int64 is one from 10 on, and made
-int32 by 8.6's parser.
+Types of inputs: all versions accept uint8 for an input of the whole graph that is read by nothing
+but a Cast to float32 or float16; bool is accepted like other types; int64 is accepted from 10 on,
+and 8.6's parser converts it to int32.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MOST_GRAPH_BYTES = 2**31 - 1
-"""A protobuf message cannot be larger. Such graphs would have to be files with external data."""
+"""Largest protobuf message in bytes. Larger graphs would have to be files with external data."""
 
 
 class TensorRTBuilder:
     """Builds engines with TensorRT on one GPU; used by one thread."""
 
     def __init__(self, device: str) -> None:
-        """Take a GPU, such as ``cuda:0``; BackendError if driver, GPU or libraries are missing."""
+        """Open a GPU, such as ``cuda:0``; BackendError if driver, GPU or libraries are missing."""
         found = probe.require(device)
         compat.load()
         self.gpu = found.name
@@ -54,9 +54,9 @@ class TensorRTBuilder:
         self._context = primary_context(found.index)
         self._builder: trt.Builder | None = None
         self._caches: list[trt.ITimingCache] = []
-        """The timing caches that it used: they have to outlive it."""
+        """Timing caches that were used, which have to outlive the builder."""
         self._measured = b""
-        """What the last of them held at the end of the last build."""
+        """Content of the last timing cache at the end of the last build."""
 
     def build(
         self,
@@ -69,9 +69,9 @@ class TensorRTBuilder:
     ) -> Built:
         """Build an engine.
 
-        TensorRT works in a thread of its own, so that Ctrl-C is seen at once: the build ends at
-        its next step, then ``KeyboardInterrupt`` is raised. TensorRT 8.6 has no steps: there it
-        goes on to its end. A second Ctrl-C ends the process.
+        TensorRT runs in a separate thread, so that Ctrl-C is handled immediately: the build ends at
+        its next step, then ``KeyboardInterrupt`` is raised. TensorRT 8.6 has no steps: there the
+        build runs to its end. A second Ctrl-C ends the process.
         """
         watch = BuildWatch(progress)
 
@@ -86,7 +86,7 @@ class TensorRTBuilder:
     def run(
         self, plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int
     ) -> dict[str, NDArray[Any]]:
-        """Run an engine once; 8.6 gives int32 where the graph has int64."""
+        """Run an engine once; with 8.6, int64 outputs of the graph are int32."""
         try:
             with self._context.current():
                 return run_plan(plan, inputs, profile)
@@ -133,7 +133,7 @@ class TensorRTBuilder:
         return Built(plan=bytes(plan), timing_cache=measured)
 
     def _set_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache:
-        """Attach what was measured before: the last build's own cache, if it is that."""
+        """Attach earlier timings: the last build's cache object if it has the same content."""
         if self._caches and data == self._measured:
             cache = self._caches[-1]
             if config.set_timing_cache(cache, ignore_mismatch=False):
@@ -142,22 +142,22 @@ class TensorRTBuilder:
         return self._caches[-1]
 
     def _open(self, errors: list[str]) -> trt.Builder:
-        """TensorRT's builder, kept: making one loads its kernels, which takes seconds."""
+        """Return TensorRT's builder, kept: making one loads its kernels, which takes seconds."""
         import tensorrt as trt  # noqa: PLC0415
 
         if self._builder is None:
             try:
                 self._builder = trt.Builder(logger())
-            except TypeError as error:  # pybind11's, of a null pointer: CUDA did not start
+            except TypeError as error:  # pybind11's error for a null pointer: CUDA did not start
                 raise _failed("start", errors) from error
         return self._builder
 
 
 class BuildWatch:
-    """Follows a build: passes its progress on, and ends it when asked to.
+    """Reports the progress of a build, and ends it on request.
 
-    TensorRT calls from threads of its own, and must never see an exception. So what the progress
-    callback raises is kept, ends the build, and is raised when this context is left.
+    TensorRT calls it from other threads, and must never get an exception. So an exception of the
+    progress callback is stored, ends the build, and is raised when this context is left.
     """
 
     def __init__(self, progress: BuildProgress) -> None:
@@ -171,26 +171,26 @@ class BuildWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Raise what the progress callback raised: it is the cause of whatever came after."""
+        """Raise the stored exception of the progress callback: it caused any later one."""
         if self._failure is not None:
             raise self._failure
 
     def interrupt(self) -> None:
-        """Ask for the end of the build; any thread may."""
+        """Request the end of the build, from any thread."""
         self._interrupted = True
 
     def started(self, phase: str, steps: int) -> None:
-        """A phase begins."""
+        """Report that a phase begins."""
         self._steps[phase] = steps
         self._report(phase, 0)
 
     def stepped(self, phase: str, step: int) -> bool:
-        """A step is done; false ends the build."""
+        """Report that a step is done; returns false to end the build."""
         self._report(phase, step + 1)
         return not self._interrupted and self._failure is None
 
     def finished(self, phase: str) -> None:
-        """A phase is done, or ended early."""
+        """Report that a phase is done, or ended early."""
         if not self._interrupted:
             self._report(phase, self._steps.get(phase, 0))
         self._steps.pop(phase, None)
@@ -206,9 +206,9 @@ class BuildWatch:
 
 
 def _in_a_thread(work: Callable[[], Built], *, on_interrupt: Callable[[], None]) -> Built:
-    """Do the work in a thread, and wait for it to end even if the user interrupts.
+    """Run the work in a thread, and wait for it to end even if the user interrupts.
 
-    Python handles signals in the main thread only, and not while TensorRT has it.
+    Python handles signals only in the main thread, and not while TensorRT runs in it.
     """
     future: Future[Built] = Future()
 
@@ -224,7 +224,7 @@ def _in_a_thread(work: Callable[[], Built], *, on_interrupt: Callable[[], None])
     except KeyboardInterrupt:
         on_interrupt()
         when = "at its next step" if compat.has_progress() else "when this engine is done"
-        _LOG.warning("the build ends %s; press Ctrl-C again to end it at once", when)
+        _LOG.warning("the build ends %s; press Ctrl-C again to end it immediately", when)
         with _next_interrupt_kills():
             wait([future])
         raise
@@ -245,12 +245,12 @@ def _next_interrupt_kills() -> Iterator[None]:
 def _configure(
     builder: trt.Builder, settings: BuildSettings, watch: BuildWatch
 ) -> tuple[trt.IBuilderConfig, object]:
-    """The build's config, and what has to be kept as long."""
+    """Return the build's config, and an object that must exist as long as the config."""
     import tensorrt as trt  # noqa: PLC0415
 
     config: trt.IBuilderConfig = builder.create_builder_config()
     config.builder_optimization_level = settings.optimization_level
-    # Stages overlap on streams of ours; streams that an engine adds would only compete.
+    # Stages overlap on our streams; additional streams of an engine would compete with them.
     config.max_aux_streams = 0
     if settings.workspace_bytes is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_bytes)
@@ -298,7 +298,7 @@ def _add_profiles(
 def _check_shapes(
     inputs: Mapping[str, tuple[int, ...]], profile: ShapeProfile, number: int
 ) -> None:
-    """Say what does not fit; TensorRT says it later, and less plainly."""
+    """Raise EngineBuildError if shapes do not fit; TensorRT's later error is less clear."""
     if set(inputs) != set(profile.inputs):
         raise EngineBuildError(
             f"profile {number} has shapes of {sorted(profile.inputs)}, the graph's inputs are "
@@ -310,13 +310,13 @@ def _check_shapes(
             fit = (size in (-1, wanted) for size, wanted in zip(shape, given, strict=False))
             if len(given) != len(shape) or not all(fit):
                 raise EngineBuildError(
-                    f"profile {number} gives {name} the shape {given}, the graph has {shape} "
+                    f"profile {number} has the shape {given} for {name}, the graph has {shape} "
                     "(-1 is any size)"
                 )
 
 
 def _new_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache:
-    """Attach what was measured before; one of another device or version is left aside."""
+    """Attach earlier timings; those of another device or version are ignored."""
     for content in (data, b""):
         cache: trt.ITimingCache | None = config.create_timing_cache(content)
         if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
@@ -326,5 +326,5 @@ def _new_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCac
 
 
 def _failed(what: str, errors: Sequence[str]) -> EngineBuildError:
-    said = "; ".join(errors) or "it does not say why"
+    said = "; ".join(errors) or "it reports no reason"
     return EngineBuildError(f"TensorRT could not {what}: {said}")

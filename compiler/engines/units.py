@@ -21,18 +21,18 @@ from offramp.engine.stages.plan import Mode, make_plan
 
 
 class Unit(NamedTuple):
-    """Segments merged into one engine, with the exit after the last of them or without.
+    """Segments merged into one engine, with or without the exit after the last of them.
 
-    Units sort by where they begin. All segments without an exit are the source model, whose
+    Units sort by their first segment. All segments without an exit are the source model, whose
     graph is the bundle's source file.
     """
 
     first_segment: int
     last_segment: int
     exit: int | None
-    """Index into ``Manifest.exits``; ``None`` where it ends without an exit."""
+    """Index into ``Manifest.exits``; ``None`` if it ends without an exit."""
     variant: int = 0
-    """The variant that segments and exit are of; 0 is the full model."""
+    """Index of the variant of its segments and exit; 0 is the full model."""
 
     @property
     def name(self) -> str:
@@ -41,10 +41,10 @@ class Unit(NamedTuple):
 
 
 def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...]:
-    """List the units of a bundle, each once, in this order: source, stages, segments, variants.
+    """Return the units of a bundle, each once, ordered: source, stages, segments, variants.
 
-    Variants have stages and segments of their own, up to their own answer; the full model behind
-    them is the source.
+    Variants have their own stages and segments, up to their own answer; the full model after them
+    is the source.
     """
     found: list[Unit] = []
     if "source" in parts:
@@ -61,7 +61,7 @@ def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...
 
 
 def named_units(manifest: Manifest, names: Collection[str]) -> tuple[Unit, ...]:
-    """Find units by name; EngineOptionsError if the bundle has no such segments or exit."""
+    """Return units by name; EngineOptionsError if the bundle has no such segments or exit."""
     return tuple(_named_unit(manifest, name) for name in names)
 
 
@@ -81,22 +81,22 @@ def _named_unit(whole: Manifest, name: str) -> Unit:
         case [int(first), int(end), exit_] if first <= end <= last:
             if exit_ is None or exits.get(end) == exit_:
                 return Unit(first, end, exit_, variant)
-    known = ", ".join(f"exit{e} behind {after:02d}" for after, e in exits.items()) or "no exits"
+    known = ", ".join(f"exit{e} after {after:02d}" for after, e in exits.items()) or "no exits"
     raise EngineOptionsError(
-        f"--units: there is no {name!r}; expected segments of 00 to {last:02d} and the exit behind "
+        f"--units: there is no {name!r}; expected segments of 00 to {last:02d} and the exit after "
         f"the last of them, or none ({known}), such as {unit_name(0, last, None, variant)}"
     )
 
 
 def source_unit(manifest: Manifest) -> Unit:
-    """The unmodified model."""
+    """Return the unit of the unmodified model."""
     return Unit(0, len(manifest.segments) - 1, None)
 
 
 def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
-    """List the stages of the exit policy in the modes that serve.
+    """Return the stages of the exit policy in the modes of serving.
 
-    They differ where an exit is switched off (NEVER): a mode that observes still asks it.
+    The modes differ if an exit is switched off (NEVER): an observing mode still runs it.
     """
     plans = (make_plan(bundle, mode=mode) for mode in (Mode.LEAVE, Mode.AUDIT))
     stages = (stage for plan in plans for stage in plan.stages)
@@ -104,7 +104,7 @@ def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
 
 
 def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
-    """List every segment by itself, with its exit where there is one.
+    """Return every segment as a unit, with its exit if there is one.
 
     Chained they serve any exit policy until its stages are built.
     """
@@ -113,7 +113,7 @@ def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
 
 
 def ranges_of(bundle: Bundle, dataset: Dataset, *, threads: int) -> Ranges:
-    """Measure the ranges of a bundle's activations, which hold for all its units.
+    """Measure the ranges of a bundle's activations, which are valid for all its units.
 
     DataError if there are no samples, the model fails on one, or has nothing to quantise.
     """
@@ -122,11 +122,11 @@ def ranges_of(bundle: Bundle, dataset: Dataset, *, threads: int) -> Ranges:
 
 
 class UnitGraphs:
-    """The graphs that engines are built from; the same unit gives the same bytes.
+    """Graphs that engines are built from, deterministic for each unit.
 
-    Exits stay float32 in every precision and read the float32 cut tensor: the thresholds were
-    found on float32 confidences. A graph's inputs and outputs keep their names and types, so that
-    units of any precision can be chained, by an engine or by ONNX Runtime.
+    Exits stay float32 in every precision and read the float32 cut tensor: the thresholds were found
+    on float32 confidences. A graph's inputs and outputs keep their names and types, so units of any
+    precision can be chained, by an engine or by ONNX Runtime.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class UnitGraphs:
         ranges: Ranges | None = None,
         tensorrt_version: str,
     ) -> None:
-        """Say what the graphs are for: ``fp32`` and ``tf32`` have the same ones.
+        """Create the graphs of a precision; ``fp32`` and ``tf32`` have the same ones.
 
         ``ranges``, of :func:`ranges_of`, are those of the activations; ``int8`` needs them.
         TensorRT 8.x gets graphs of opset 17.
@@ -150,10 +150,10 @@ class UnitGraphs:
         self._lowered = int(tensorrt_version.partition(".")[0]) < 10
 
     def of(self, unit: Unit) -> bytes:
-        """Give the serialised ONNX model of a unit.
+        """Return the serialised ONNX model of a unit.
 
-        Its outputs are the exit's answer and confidence, where there is an exit, then what the
-        segments behind read of it, or the answer. ModelError if TensorRT 8.6 cannot read one of its
+        Its outputs are the exit's answer and confidence, if there is an exit, then the tensors that
+        later segments read, or the answer. ModelError if TensorRT 8.6 cannot read one of its
         operators.
         """
         graph = self._with_exit(unit, self._in_precision(self._span(unit)))

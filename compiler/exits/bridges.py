@@ -1,16 +1,16 @@
 """Exits whose heads are bridges from a cut point to the model's own end, as in PAME (5.1).
 
-A bridge begins as all of the model after the exit point. Blocks whose cut tensors have one shape
-are a region; of every later region the first block is kept, which brings the tensor to the next
+A bridge starts as all of the model after the exit point. Blocks whose cut tensors have one shape
+are a region. Of every later region the first block is kept, which changes the tensor to the next
 shape, and the others are dropped. Then comes the model's own head, so the answer has the model's
-own form. Weights are copies of the model's (5.2, transfer), under names of the bridge's own.
+form. Weights are copies of the model's (5.2, transfer), under names with the bridge's prefix.
 
-The head can be seen in two ways: all that is behind the last cut point, or what is behind the last
-block, where hardly any work is left. The latter makes short bridges: cheaper, and able to learn
-less.
+The head is one of two parts of the model: everything after the last cut point, or everything after
+the last block, where hardly any work is left. The latter makes shorter bridges: cheaper, but with
+less capacity.
 
-Bridges are built, trained, timed and judged as pooled heads are. Where an answer has places,
-nothing that pools could answer, so they are all exits that there are.
+Bridges are built, trained, timed and judged like pooled heads. If an answer has positions, pooled
+heads cannot answer, so all exits are bridges.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 BRIDGE = Head(kind="bridge")
 _OURS = re.compile(r"offramp_exit_\d+/bridge/")
-"""What names of operators begin with in a bridge."""
+"""Prefix of operators' names in a bridge."""
 TRAINED_BRIDGES = 4
-"""Bridges that are trained to the end where there are more: each learns as long as some blocks of
-the model."""
+"""Largest number of bridges that are trained completely: training one costs as much as some blocks
+of the model."""
 SCREENING_SAMPLES = 1500
 SCREENING_EPOCHS = 2
-"""Samples, and how often each is seen, that all bridges are tried on."""
+"""Samples on which all bridges are tried, and the epochs of that."""
 
 
 def needs_bridges(answer: Answer, options: CompileOptions) -> bool:
-    """Whether exits may be bridges: asked for, or as the answer has places."""
+    """Return whether exits may be bridges: if asked for, or if the answer has positions."""
     return options.building.heads in ("bridges", "both") or answer.task.is_dense
 
 
 def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
-    """Refuse bridges with operators that cannot be trained, before anything is run or timed.
+    """Raise UntrainableError for bridges with operators that cannot be trained, before any run.
 
-    UntrainableError that names them; with ``--heads both`` a warning, and the options with pooled
-    heads alone are given.
+    With ``--heads both`` a warning is logged instead, and options with pooled heads alone are
+    returned.
     """
     answer = sliced.model.answer
     if not needs_bridges(answer, options):
@@ -86,7 +86,7 @@ def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
         for bridge in _bridges(sliced, sliced.model):
             check_trainable(bridge.proto, remedy)
     except UntrainableError as error:
-        reason = _OURS.sub("", str(error))  # as the operator is called in the user's file
+        reason = _OURS.sub("", str(error))  # the operator's name in the user's file
         if options.building.heads != "both":
             raise UntrainableError(reason) from error
         _log.warning("Bridges are left out, and heads pool: %s.", reason)
@@ -95,9 +95,9 @@ def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
 
 
 def find_bridged_exits(timed: TimedModel) -> FoundExits:
-    """Try a bridge at every candidate, train the best, and keep those that net anything.
+    """Try a bridge at every candidate, train the best, and keep those with positive net savings.
 
-    :func:`check_bridges` has looked at their operators. DataError if the model fails on a sample.
+    :func:`check_bridges` has checked their operators. DataError if the model fails on a sample.
     """
     sliced = timed.sliced
     bridges = bridges_of(sliced)
@@ -120,16 +120,16 @@ def _net(exit_: BuiltExit) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BridgeSearch:
-    """Trains all bridges a little, and to the end those that look best, as pooled heads are."""
+    """Trains all bridges briefly, and completely those with the best results, like pooled heads."""
 
     timed: TimedModel
     source: bytes
-    """The source model, which gives what bridges read and learn."""
+    """Source model, which outputs the tensors that bridges read and imitate."""
 
     def screen(self, bridges: Sequence[Bridge]) -> list[Bridge]:
-        """Train all on some samples; gives those that net most, in depth order, as trained.
+        """Train all bridges on some samples; returns the best of them, in depth order.
 
-        No more than one for a candidate.
+        The best have the largest net savings; there is at most one for each candidate.
         """
         if len(bridges) <= TRAINED_BRIDGES:
             return list(bridges)
@@ -174,7 +174,7 @@ class BridgeSearch:
     def _built(
         self, bridges: Sequence[Bridge], trained: Sequence[TrainedBridge]
     ) -> list[BuiltExit]:
-        """Time bridges, judge them, and make exits of them."""
+        """Time and judge bridges, and make exits of them."""
         graphs = [
             _served(self.timed.sliced, bridge, of, 1.0)
             for bridge, of in zip(bridges, trained, strict=True)
@@ -186,7 +186,7 @@ class BridgeSearch:
         ]
 
     def judged(self, bridge: Bridge, of: TrainedBridge, cost_ms: float) -> BuiltExit:
-        """Judge a trained bridge with no other exit beside it, and make an exit of it."""
+        """Judge a trained bridge as the only exit, and make an exit of it."""
         sliced, run = self.timed.sliced, self.timed.run
         mask = sliced.model.answer.task.mask
         judged = judge(
@@ -201,7 +201,7 @@ class BridgeSearch:
             candidate=bridge.candidate,
             cut=sliced.cuts[bridge.candidate],
             graph=_served(sliced, bridge, of, judged.share),
-            # The confidence counts by the mask, whether the bridge itself reads it or not.
+            # The confidence counts by the mask, whether or not the bridge reads it.
             reads=tuple(dict.fromkeys((*bridge.reads, *([mask] if mask else [])))),
             weights={},
             heads=(judged.score,),
@@ -213,14 +213,14 @@ class BridgeSearch:
 def bridges_of(sliced: Sliced) -> list[Bridge]:
     """Build the bridges of all candidates, untrained, in depth order.
 
-    A candidate has two where one is shorter: it leaves out what lies between the last cut point and
-    the place where the model's own end begins.
+    A candidate has a second, shorter bridge if one exists: it leaves out the operators between the
+    last cut point and the begin of the model's own end.
     """
     return _bridges(sliced, sliced.whole_model())
 
 
 def _bridges(sliced: Sliced, model: SourceModel) -> list[Bridge]:
-    """Build them of the sliced model, with its weights or without."""
+    """Build the bridges of the sliced model, with or without its weights."""
     analysis = sliced.analysis
     places = {point.tensors: place for place, point in enumerate(analysis.cuts)}
     bridges = []
@@ -235,7 +235,7 @@ def _bridges(sliced: Sliced, model: SourceModel) -> list[Bridge]:
 
 
 def _grouped(candidates: Iterable[int], values: Iterable[_T]) -> dict[int, list[_T]]:
-    """Group values by the candidate that each is of."""
+    """Group values by their candidate."""
     groups: dict[int, list[_T]] = {}
     for candidate, value in zip(candidates, values, strict=True):
         groups.setdefault(candidate, []).append(value)
@@ -243,7 +243,7 @@ def _grouped(candidates: Iterable[int], values: Iterable[_T]) -> dict[int, list[
 
 
 def _served(sliced: Sliced, bridge: Bridge, of: TrainedBridge, share: float) -> bytes:
-    """Give a trained bridge as an exit's graph, with the confidence of its answers."""
+    """Return a trained bridge as an exit's graph, with the confidence of its answers."""
     answer, tail = sliced.model.taught, sliced.model.tail
     prefix = exit_prefix(bridge.candidate)
     part = PartBuilder(prefix, **sliced.model.versions)
@@ -267,18 +267,19 @@ def _served(sliced: Sliced, bridge: Bridge, of: TrainedBridge, share: float) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bridge:
-    """A way from a cut point to the model's answer; untrained."""
+    """Operators from a cut point to the model's answer, untrained."""
 
     candidate: int
-    """The segment that it follows."""
+    """Index of the segment that it follows."""
     proto: onnx.ModelProto
-    """Reads cut tensors, and graph inputs with them; its output is the scores, under the bridge's
-    prefix. The model's tail comes after it."""
+    """Graph that reads cut tensors, and perhaps graph inputs; its output is the scores, under the
+    bridge's prefix. The model's tail comes after it."""
     scores: str
-    """Name of its output: the scores that the model makes its answer of, or the answer itself."""
+    """Name of its output: the scores that the model computes its answer from, or the answer
+    itself."""
     scores_type: TensorType
     kept: int
-    """Blocks of the model that it goes through, the head not counted."""
+    """Blocks of the model that it keeps, without the head."""
     dropped: int
 
     @property
@@ -290,10 +291,10 @@ class Bridge:
 def build_bridge(
     source: SourceModel, points: Sequence[CutPoint], *, candidate: int, prefix: str
 ) -> Bridge:
-    """Build the bridge from the first of some cut points, the last of which is its head's begin.
+    """Build the bridge from the first of some cut points; its head begins at the last.
 
-    ``source`` has its weights; all names inside begin with ``prefix``, graph inputs keep theirs.
-    It ends with the scores ``source.taught``, which are named ``{prefix}{taught.output}``.
+    ``source`` has its weights. Inner names begin with ``prefix``; graph inputs keep their names.
+    The output is the scores ``source.taught``, named ``{prefix}{taught.output}``.
     """
     proto, taught, types = source.proto, source.taught, declared_types(source.proto)
     aliases, kept, dropped = _regions(points)
@@ -326,11 +327,11 @@ def build_bridge(
 
 
 def _regions(points: Sequence[CutPoint]) -> tuple[dict[str, str], int, int]:
-    """Tell which tensors take the place of others, where blocks are dropped; and count blocks.
+    """Return replacements of tensors, and the numbers of kept and dropped blocks.
 
-    A way leads from the first point to the last: on to the last one of the same shapes, whose
-    tensors are those that there are; through the block behind it; and so on. What is behind the
-    last point is the head, which is kept.
+    The path starts at the first point and repeats two steps up to the last point. It jumps to the
+    last point of the same shapes, whose tensors are replaced by the current ones; then it goes
+    through the next block. Everything after the last point is the head, which is kept.
     """
     aliases: dict[str, str] = {}
     place = kept = 0

@@ -1,9 +1,10 @@
-"""The end of an exit as served: its answer in the source model's form, and how sure it is of it.
+"""The end of an exit as served: its answer in the source model's form, and its confidence.
 
-The confidence is computed in the graph, as :mod:`offramp.engine.answers.principal_values` and
-:mod:`offramp.engine.answers.certainty` compute it in numpy: a few operators there cost a tenth of
-as many calls of numpy between two stages. PAME's count threshold (5.3) is the choice of which of
-the principal values it is. :class:`PartBuilder` writes such graphs operator by operator.
+The confidence is computed in the graph, in the same way as
+:mod:`offramp.engine.answers.principal_values` and :mod:`offramp.engine.answers.certainty` compute
+it in numpy: operators in the graph cost a tenth of numpy calls between two stages. PAME's count
+threshold (5.3) chooses one of the sorted principal values. :class:`PartBuilder` writes such graphs
+operator by operator.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from offramp.engine.answers.principal_values import HIGHEST, ROUNDING, stride_of
 from offramp.engine.graphs.assembly import assemble
 
 DescribedTensor: TypeAlias = tuple[str, str, Sequence[int | str]]
-"""Name, numpy's name of the element type, shape."""
+"""Name, element type by numpy's name, and shape."""
 
 
 class PartBuilder:
-    """Collects nodes and weights under a prefix of their own, so that parts can be joined."""
+    """Collects nodes and weights under a unique prefix, so that parts can be joined."""
 
     def __init__(self, prefix: str, opset: int, ir_version: int) -> None:
         self.prefix = prefix
@@ -39,7 +40,7 @@ class PartBuilder:
         self._weights: list[onnx.TensorProto] = []
 
     def add(self, op: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
-        """Add a node with one output; gives the output's name."""
+        """Add a node with one output; returns the output's name."""
         output = self.prefix + (name or f"{op.lower()}_{len(self._nodes)}")
         self._nodes.append(
             helper.make_node(op, list(inputs), [output], name=f"{output}:{op}", **attributes)
@@ -49,7 +50,7 @@ class PartBuilder:
     def add_all(
         self, op: str, inputs: Sequence[str], names: Sequence[str], **attributes: Any
     ) -> list[str]:
-        """Add a node with several outputs; gives their names, which are made up where empty."""
+        """Add a node with several outputs; returns their names, which are generated if empty."""
         number = len(self._nodes)
         outputs = [
             self.prefix + (name or f"{op.lower()}_{number}_{i}") for i, name in enumerate(names)
@@ -59,7 +60,7 @@ class PartBuilder:
         return outputs
 
     def weight(self, name: str, value: NDArray[Any]) -> str:
-        """Add an initializer; gives its name."""
+        """Add an initializer; returns its name."""
         full = f"{self.prefix}{name}_{len(self._weights)}"
         self._weights.append(numpy_helper.from_array(np.asarray(value, order="C"), full))
         return full
@@ -74,7 +75,7 @@ class PartBuilder:
         return self.add(op, [tensor], name, axes=[axis], keepdims=int(keepdims))
 
     def build(self, inputs: Sequence[DescribedTensor], outputs: Sequence[DescribedTensor]) -> bytes:
-        """Give the checked, serialised model."""
+        """Return the checked, serialised model."""
         graph = helper.make_graph(
             self._nodes,
             self.prefix.rstrip("/"),
@@ -100,7 +101,7 @@ def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.Value
 CONFIDENCE = "confidence"
 """Name of the output with the confidence, after the exit's prefix."""
 _STEP = 1e-3
-"""That a share of a number of tokens, in float32, may be above the whole number that it is."""
+"""Largest float32 error by which a share of a number of tokens may exceed its integer value."""
 
 
 def exit_prefix(candidate: int) -> str:
@@ -111,12 +112,13 @@ def exit_prefix(candidate: int) -> str:
 def end_classes(
     part: PartBuilder, scores: str, answer: Answer, dtype: str, weights: Sequence[float] = ()
 ) -> None:
-    """Answer one class of several by logits [b, classes]; how sure, the answer's criterion says.
+    """Add an answer of one class of several from logits [b, classes], and its confidence.
 
-    ``scores`` has to be named for the answer already where the form is logits of float32.
-    ``weights`` are those of the criterion ``learned``.
+    ``scores`` must have the answer's name already if the form is float32 logits. ``weights`` are
+    those of the criterion ``learned``. The answer's criterion determines the confidence.
     """
-    # Whatever has the answer's type gets its name: a Cast to the same type would be carried out.
+    # A tensor of the answer's type gets its name directly: a Cast to the same type would be
+    # executed.
     names = {answer.form: answer.output} if dtype == "float32" else {}
     probabilities = part.add("Softmax", [scores], names.get("probabilities", ""), axis=-1)
     criterion = "probability" if answer.criterion.on_host else answer.criterion.name
@@ -135,17 +137,17 @@ def end_classes(
 
 
 def end_labels(part: PartBuilder, scores: str, answer: Answer, dtype: str, share: float) -> None:
-    """Answer a yes or no for each label by logits [b, labels]."""
+    """Add an answer of yes or no for each label from logits [b, labels], and its confidence."""
     named = answer.output if dtype == "float32" and answer.form == "probabilities" else ""
     chance = part.add("Sigmoid", [scores], named)
-    sure = _bounded(part, _decided(part, chance))  # NaN is as unsure as can be
+    sure = _bounded(part, _decided(part, chance))  # NaN becomes the least confidence
     add_confidence(part, sure, share, places=answer.classes)
     given = chance if answer.form == "probabilities" else scores
     _in_its_type(part, given, answer, dtype)
 
 
 def end_values(part: PartBuilder, scores: str, answer: Answer, dtype: str) -> None:
-    """Answer values by scores [b, values + 1], of which the last is the logit of being right."""
+    """Add an answer of values from scores [b, values + 1]; the last is the logit of being right."""
     last = answer.classes
     sizes = part.weight("sizes", np.array([last, 1], np.int64))
     named = answer.output if dtype == "float32" else ""
@@ -164,11 +166,11 @@ def _in_its_type(part: PartBuilder, given: str, answer: Answer, dtype: str) -> N
 def add_principal(
     part: PartBuilder, scores: str, answer: Answer, shape: tuple[int | str, ...]
 ) -> tuple[str, int | None]:
-    """Add the principal values [b, n] of an answer; gives them, and n where it is fixed.
+    """Add the principal values [b, n] of an answer; returns them, and n if it is fixed.
 
     ``scores`` are float32 of ``shape``: [b, classes], [b, labels], [b, tokens, classes], [b,
-    classes, height, width] or heat maps [b, key points, height, width]: the answer, or what its
-    classes are picked from.
+    classes, height, width] or heat maps [b, key points, height, width]. They are the answer, or the
+    tensor that its classes are picked from.
     """
     soft = answer.form == "probabilities"
     match answer.task.kind:
@@ -201,7 +203,7 @@ def add_principal(
             count = answer.classes * HIGHEST
             return _bounded(part, _flattened(part, values)), count
         case kind:
-            raise ValueError(f"answers of {kind} do not say how sure they are")
+            raise ValueError(f"answers of {kind} have no confidence")
 
 
 def add_confidence(
@@ -209,7 +211,7 @@ def add_confidence(
 ) -> str:
     """Add the value [b] that a share of principal values [b, n] reach, named ``CONFIDENCE``.
 
-    ``places`` is n, where it is fixed; ``mask`` [b, n], a float32 tensor, says which count.
+    ``places`` is n if it is fixed; ``mask`` [b, n], a float32 tensor, marks the values that count.
     """
     if mask is None and share == 1:
         smallest = part.reduce("ReduceMin", principal, 1)
@@ -219,7 +221,7 @@ def add_confidence(
     if mask is None and places is not None:
         taken = max(math.ceil(share * places - ROUNDING), 1)
         from_below = places - taken + 1
-        # The fewer are sorted, the better: nearly all of the values have to be reached.
+        # Sort as few values as possible: nearly all of the values have to be reached.
         from_above = taken <= from_below
         sorted_ = taken if from_above else from_below
         count = part.weight("count", np.array([sorted_], np.int64))
@@ -240,7 +242,7 @@ def add_confidence(
     else:
         axis = part.weight("axis", np.array([1], np.int64))
         counted = part.add("ReduceSum", [mask, axis], keepdims=1)
-        # What does not count is below all that does.
+        # Values that do not count are below all that count.
         absent = part.add("Sub", [mask, one])
         principal = part.add("Add", [part.add("Mul", [principal, mask]), absent])
     wanted = part.add("Mul", [counted, _number(part, "share", share)])
@@ -254,7 +256,7 @@ def add_confidence(
 
 
 def add_counts(part: PartBuilder, mask: TensorSpec) -> str:
-    """Add 1 for every token that a mask says counts, and 0 for others: float32 [b, tokens]."""
+    """Add 1 for every token that a mask marks, and 0 for others: float32 [b, tokens]."""
     zero = part.weight("nothing", np.array(0, mask.dtype))
     counts = part.add("Not", [part.add("Equal", [mask.name, zero])])
     return part.add("Cast", [counts], to=TensorProto.FLOAT)
@@ -269,9 +271,9 @@ def add_certainty(
     criterion: str,
     weights: Sequence[float] = (),
 ) -> None:
-    """Add how sure probabilities [b, classes] are by a criterion, named ``name`` [b].
+    """Add the certainty [b] of probabilities [b, classes] by a criterion, named ``name``.
 
-    Of ``probability`` NaN stays NaN, which no sample leaves with; of others it is 0. ``weights``
+    For ``probability`` NaN stays NaN, with which no sample leaves; for others it is 0. ``weights``
     are those of ``learned``.
     """
     if criterion == "probability":
@@ -288,11 +290,11 @@ def add_certainty(
 def with_certainty(
     graph: bytes, exits: Mapping[str, str], answer: Answer, dtype: str, criterion: str
 ) -> bytes:
-    """Have a graph of exits say how sure they are by another criterion than it was built with.
+    """Replace the confidences in a graph of exits by those of another criterion.
 
-    ``exits`` has the names of their confidences by those of their answers [b, classes], which are
-    of the answer's form and ``dtype``; the graph gives the other outputs as before, and all under
-    the same names. ``learned`` has weights that no graph can be given afterwards.
+    ``exits`` maps the names of answers [b, classes], of the answer's form and ``dtype``, to those
+    of their confidences. All outputs keep their names, and the others their values. ``learned`` is
+    not possible, as its weights are not in the graph.
     """
     proto = onnx.ModelProto.FromString(graph)
     renamed = {old: f"{old}/before" for old in exits.values()}
@@ -302,7 +304,7 @@ def with_certainty(
     refill(proto.graph.output, [o for o in proto.graph.output if o.name not in renamed])
     parts = [proto.SerializeToString()]
     for given, confidence in exits.items():
-        prefix = f"{confidence}/by/"  # of the exit's own names none may come again
+        prefix = f"{confidence}/by/"  # a prefix that the exit itself does not use
         part = PartBuilder(prefix, default_opset(proto), proto.ir_version)
         scores = given if dtype == "float32" else part.add("Cast", [given], to=TensorProto.FLOAT)
         if answer.form != "probabilities":
@@ -342,7 +344,7 @@ def _learned(
         weighed = part.add("Mul", [part.add("Sub", odds), _number(part, "weight", weight)])
         sum_ = part.add("Add", [sum_, weighed])
     sure = part.add("Sigmoid", [sum_])
-    # A bound may have taken the place of NaN: what the largest probability says is not lost.
+    # A bound may have replaced NaN: then the largest probability shows it.
     there = part.add("Greater", [largest, _number(part, "zero", 0)])
     part.add("Where", [there, sure, _number(part, "zero", 0)], name)
 
@@ -370,8 +372,8 @@ def _certainty(part: PartBuilder, probabilities: str, classes: int) -> str:
 def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
     """Add the largest probability along an axis.
 
-    Of logits it is exp(0) / sum exp(x − max): ONNX Runtime's Softmax is slow along any axis but the
-    last, and took a fifth of a small bridge.
+    For logits it is exp(0) / sum exp(x − max): ONNX Runtime's Softmax is slow along any axis but
+    the last, and took a fifth of the time of a small bridge.
     """
     if soft:
         return part.reduce("ReduceMax", scores, axis)
@@ -382,13 +384,13 @@ def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
 
 
 def _decided(part: PartBuilder, chance: str) -> str:
-    """Add the probability of what is decided, yes or no, of that of yes."""
+    """Add the probability of the decision, yes or no, from the probability of yes."""
     one = _number(part, "one", 1)
     return part.add("Max", [chance, part.add("Sub", [one, chance])])
 
 
 def _bounded(part: PartBuilder, values: str, name: str = "") -> str:
-    """Take NaN for 0, and bound by 0 and 1."""
+    """Replace NaN by 0, and clip to [0, 1]."""
     zero, one = _number(part, "zero", 0), _number(part, "one", 1)
     valid = part.add("Where", [part.add("IsNaN", [values]), zero, values])
     return part.add("Clip", [valid, zero, one], name)
@@ -399,7 +401,7 @@ def _flattened(part: PartBuilder, values: str) -> str:
 
 
 def _every(part: PartBuilder, step: int) -> list[str]:
-    """Starts, ends, axes and steps of a Slice that takes every so many rows and columns."""
+    """Return starts, ends, axes and steps of a Slice of every ``step``-th row and column."""
     ends = [np.iinfo(np.int64).max] * 2
     numbers = {"starts": [0, 0], "ends": ends, "axes": [2, 3], "steps": [step, step]}
     return [part.weight(name, np.array(v, np.int64)) for name, v in numbers.items()]

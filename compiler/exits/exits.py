@@ -1,8 +1,8 @@
-"""Which head at which candidate: all are trained a little, the best of each candidate to its end.
+"""Choice of the head of each candidate: all are trained briefly, the best of each completely.
 
-Successive halving with one step: what tells good heads from bad ones shows early, so a short
-training on a part of the real samples chooses, by what each head would net. Only the chosen ones
-are trained on all samples, made ones included.
+This is successive halving with one step: differences between heads show early. So a short training
+on a part of the real samples chooses, by the net savings of each head. Only the chosen heads are
+trained on all samples, generated ones included.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from offramp.engine.answers.principal_values import sure_of
 from offramp.engine.control.costs import CostModel
 
 SCREENING_SAMPLES = 6000
-"""Most real samples of the short training that heads are chosen by."""
+"""Largest number of real samples in the short training that heads are chosen by."""
 SCREENING_VISITS = 12_000
-"""Samples, counted with their repetitions, that the short training shows to a head."""
+"""Samples, counted with repetitions, that the short training shows to a head."""
 
 COUNT_SHARES = (1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5)
-"""Of the principal values, that have to reach the threshold: the count thresholds that are tried
-(PAME 6.1 tries ten)."""
+"""Shares of the principal values that have to reach the threshold: the count thresholds that are
+tried (PAME 6.1 tries ten)."""
 
 _AS_IT_IS = (1.0, 0.0, 0.0, 0.0)
 """Weights of ``learned`` for exits that are only timed."""
@@ -55,42 +55,43 @@ _net = attrgetter("net_savings")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltExit:
-    """An exit as an ONNX graph: the head chosen for a candidate, and the heads that it beat."""
+    """An exit as an ONNX graph: the head chosen for a candidate, and the scores of others."""
 
     candidate: int
-    """The segment that the exit follows."""
+    """Index of the segment that the exit follows."""
     cut: CutTensor
     graph: bytes
     reads: tuple[str, ...]
     """Tensors that the graph reads."""
     weights: Mapping[str, NDArray[np.float32]]
-    """Of the trained head; none where it is a quantised model's own answer."""
+    """Weights of the trained head; none for a copy's own answer."""
     heads: tuple[HeadScore, ...]
-    """All heads that were trained to the end."""
+    """All heads that were trained completely."""
     best: HeadScore
-    """Of ``heads``, the one that nets most with no other exit beside it."""
+    """Head in ``heads`` with the largest net savings as the only exit."""
     share: float = 1.0
-    """Of the principal values of its answer, so many reach the confidence."""
+    """Share of the principal values of its answer that reach the confidence."""
     certainty: tuple[float, ...] = ()
-    """Weights of the criterion ``learned``, where it is that."""
+    """Weights of the criterion ``learned``, if it is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundExits:
-    """Exits worth building, and how near the others came."""
+    """Exits worth building, and the best results of others."""
 
     built: tuple[BuiltExit, ...]
-    """At every candidate with a head the one that nets most, whether that is anything or not."""
+    """Exit with the largest net savings at every candidate with a head, even if they are
+    negative."""
     best: tuple[HeadScore, ...]
-    """Likewise, of every family."""
+    """Likewise, the best head of every family."""
 
     @property
     def exits(self) -> tuple[BuiltExit, ...]:
-        """Those that net anything."""
+        """Exits with positive net savings."""
         return tuple(exit_ for exit_ in self.built if exit_.best.net_savings > 0)
 
     def or_better(self, other: FoundExits) -> FoundExits:
-        """Take, at each candidate, the exit that nets more; its trials are those of both."""
+        """Return the exit with larger net savings for each candidate, with the trials of both."""
         exits = {exit_.candidate: exit_ for exit_ in self.built}
         for exit_ in other.built:
             known = exits.setdefault(exit_.candidate, exit_)
@@ -105,8 +106,8 @@ class FoundExits:
 def find_exits(timed: TimedModel) -> FoundExits:
     """Record features, choose a head for every candidate, and train it.
 
-    Exits that net nothing are left out. Candidates whose features do not fit on the disk together
-    take turns; DataError where even that is not enough.
+    All candidates with a head are returned. Candidates whose features do not fit on the disk
+    together are recorded in turns; DataError if even that does not fit.
     """
     exits: list[BuiltExit] = []
     run = timed.run
@@ -125,7 +126,7 @@ def find_exits(timed: TimedModel) -> FoundExits:
                 truth=truth_of(timed.sliced.model.taught, tune.answers),
             )
             exits += search.build(search.screen(recorder.plan.counts.train))
-            # Nothing may hold the features of this pass when the next one begins.
+            # Release the features of this pass before the next one begins.
             del train, tune, search
             shutil.rmtree(place, ignore_errors=True)
     return FoundExits(built=tuple(exits), best=tuple(exit_.best for exit_ in exits))
@@ -133,16 +134,16 @@ def find_exits(timed: TimedModel) -> FoundExits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HeadSearch:
-    """Trains heads, and judges each by the time that it would save with no other exit beside it."""
+    """Trains heads, and judges each by its net savings as the only exit."""
 
     timed: TimedModel
     group: frozenset[int]
-    """The candidates that features were recorded of."""
+    """Candidates whose features were recorded."""
     train: Recording
-    """Real samples first, then made ones."""
+    """Real samples first, then generated ones."""
     tune: Recording
     truth: NDArray[np.generic]
-    """[tune samples, …]: what the source model's scores are compared by."""
+    """Reference values [tune samples, …] of the source model's scores."""
     preconditioners: Preconditioners = field(default_factory=dict)
 
     @property
@@ -154,7 +155,7 @@ class _HeadSearch:
         return self.timed.run.options
 
     def screen(self, real_samples: int) -> dict[int, list[HeadScore]]:
-        """Train all heads a little, on real samples alone; time and judge them, by candidate."""
+        """Train all heads briefly, on real samples alone; time and judge them, by candidate."""
         samples = min(real_samples, SCREENING_SAMPLES)
         epochs = min(
             max(round(SCREENING_VISITS / samples), 1), self._options.building.training.epochs
@@ -176,7 +177,7 @@ class _HeadSearch:
     def build(self, screened: Mapping[int, Sequence[HeadScore]]) -> list[BuiltExit]:
         """Train all heads on the best view of every candidate, on all samples, and build the best.
 
-        Heads on one view share the reading; and whether a hidden layer pays shows late.
+        Heads on one view share the reading, and the benefit of a hidden layer shows late.
         """
         views = {c: view_of(c, max(heads, key=_net).head) for c, heads in screened.items()}
         families = [
@@ -255,12 +256,12 @@ class _HeadSearch:
 
 
 class JudgedHead(NamedTuple):
-    """A head, and the share of principal values with which it nets most."""
+    """A head, and the share of principal values with its largest net savings."""
 
     score: HeadScore
     share: float
     certainty: tuple[float, ...] = ()
-    """Weights of the criterion ``learned``, where it is that."""
+    """Weights of the criterion ``learned``, if it is used."""
 
 
 def judge(
@@ -272,7 +273,7 @@ def judge(
     max_disagreement: float,
     mask: NDArray[Any] | None = None,
 ) -> JudgedHead:
-    """Find the count threshold (PAME 5.3) with which an exit nets most, with no other beside it.
+    """Find the count threshold (PAME 5.3) with the largest net savings of an exit alone.
 
     ``principal`` [samples, n] and ``agrees`` [samples] are of the tuning split; ``cost`` is of this
     exit alone.
@@ -293,7 +294,7 @@ def judge(
 
 
 def reads_of(cut: CutTensor, head: Head) -> tuple[str, ...]:
-    """List what a pooled head reads: cut tensors, and the masks of some."""
+    """Return the inputs of a pooled head: cut tensors, and the masks of some."""
     return (*(tensor.name for tensor in cut.read), *masks_of(cut, head))
 
 

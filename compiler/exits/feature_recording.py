@@ -1,4 +1,4 @@
-"""Recording of features: how much room they take, and in how many passes that is done."""
+"""Recording of features: their size on the disk, and the passes that it takes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class FeatureRecorder:
 
     sliced: Sliced
     graph: bytes
-    """Segments and poolings."""
+    """Graph of segments and poolings."""
     outputs: tuple[Mapping[int, str], ...]
-    """By candidate, the graph's outputs by grid."""
+    """Names of the graph's outputs, by candidate and grid."""
     train: Dataset
     tune: Dataset
     made: MadeSamples | None
@@ -50,7 +50,7 @@ class FeatureRecorder:
 
     @classmethod
     def of(cls, sliced: Sliced, run: CompileRun) -> FeatureRecorder:
-        """Plan the passes, within what was allowed; DataError if too few samples would be left."""
+        """Plan the passes within the disk limit; DataError if too few samples would be left."""
         parts, options = run.parts, run.options
         graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
         sizes = sample_sizes(graph, outputs, sliced.cuts, parts.train, threads=available_cores())
@@ -81,23 +81,23 @@ class FeatureRecorder:
 
     @property
     def masks(self) -> frozenset[str]:
-        """The graph inputs that heads may read beside cut tensors."""
+        """Graph inputs that heads may read in addition to cut tensors."""
         return frozenset(cut.mask for cut in self.sliced.cuts if cut.mask)
 
     @property
     def size_bytes(self) -> int:
-        """What a pass takes on the disk at most: features, and masks."""
+        """Largest size in bytes of a pass on the disk: features, and masks."""
         first = self.train.take(slice(1))
         return self.plan.size_bytes + self.plan.counts.total * sum(
             first[name].nbytes for name in self.masks
         )
 
     def check(self, directory: Path) -> None:
-        """Check that a pass has room in a folder; DataError if not."""
+        """Raise DataError if a pass does not fit into a folder."""
         check_room(directory.parent, self.size_bytes)
 
     def fit(self) -> Projections:
-        """Find the components of tokens, of all candidates in one run over some samples."""
+        """Compute the components of tokens, of all candidates in one run over some samples."""
         samples = projected_samples(self.outputs, self.sliced.cuts, len(self.train))
         if not samples:
             return {}
@@ -114,7 +114,7 @@ class FeatureRecorder:
     def record(
         self, number: int, directory: Path, projections: Projections
     ) -> tuple[Recording, Recording]:
-        """Record what one pass is for, of the training samples and of those that tune."""
+        """Record one pass on the training samples and the tuning samples."""
         group, passes = self.plan.groups[number], len(self.plan.groups)
         outputs = tuple(names if i in group else {} for i, names in enumerate(self.outputs))
         title = "Record features" + (f" ({number + 1} of {passes})" if passes > 1 else "")
@@ -142,22 +142,22 @@ class FeatureRecorder:
 
 
 def augmentation(sliced: Sliced, train: Dataset, options: CompileOptions) -> Method | None:
-    """Say how samples are made of others to train on, if they are (``--augment``)."""
+    """Return the method that generates training samples (``--augment``), if one is used."""
     method = method_for(sliced.model.inputs) if options.building.augment == "auto" else None
     return method if method is not None and makes_sense(method, train) else None
 
 
 def _spread(samples: int, kept: int) -> NDArray[np.intp]:
-    """Choose rows at even distances: a data set may be sorted."""
+    """Return evenly spaced rows: a data set may be sorted."""
     return np.linspace(0, samples - 1, kept).round().astype(np.intp)
 
 
 def _warn(plan: FeaturePlan, all_: SampleCounts, limit_gib: float) -> None:
     needed = plan.size_bytes // plan.counts.total * all_.total
     _log.warning(
-        "Heads train on %s of %s real samples and %s of %s made ones: features of all would take "
-        "%s at once in %d passes, more than the %g GiB of --scratch-limit; raise it to train "
-        "on all.",
+        "Heads train on %s of %s real samples and %s of %s generated ones: features of all would "
+        "take %s at a time in %d passes, more than the %g GiB of --scratch-limit; raise it to "
+        "train on all.",
         f"{plan.counts.train:,}",
         f"{all_.train:,}",
         f"{plan.counts.made:,}",

@@ -1,7 +1,7 @@
 """Exits as ONNX graphs: the pooling before a head, and the trained head after it.
 
-The pooling is a graph of its own too, because it is what features are recorded with: what a head
-was trained on and what it is served with are computed by the same operators.
+The pooling is also a separate graph, with which features are recorded. So the inputs that a head
+was trained on and those in serving are computed by the same operators.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from offramp.engine.graphs.assembly import assemble
 def build_pooling(
     cut: CutTensor, prefix: str, grids: Sequence[int], *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
-    """Build the graph that pools a map; gives it, and by grid its output [n, features]."""
+    """Build the graph that pools a map; returns it, and its output [n, features] by grid."""
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
     names = {
@@ -60,7 +60,7 @@ def build_pooling(
 def build_last(
     cut: CutTensor, prefix: str, *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
-    """Build the graph that gives tokens' last one that counts; gives it, and its output."""
+    """Build the graph that selects the last token that counts; returns it, and its output."""
     part = PartBuilder(prefix, opset, ir_version)
     last = last_token(part, _as_float32(part, cut), cut.mask, "last")
     inputs = _described([cut], [cut])
@@ -70,7 +70,7 @@ def build_last(
 def build_joining(
     cut: CutTensor, prefix: str, *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
-    """Build the graph that pools and joins a set of tensors; gives it, and its output."""
+    """Build the graph that pools and joins a set of tensors; returns it, and its output."""
     part = PartBuilder(prefix, opset, ir_version)
     joined = join_tensors(part, [_as_float32(part, tensor) for tensor in cut.read], cut)
     inputs = _described(cut.read, masked_tensors(cut, Head(kind="joined")))
@@ -81,7 +81,7 @@ def build_joining(
 def _described(
     read: Sequence[CutTensor], masked: Sequence[CutTensor] = ()
 ) -> list[DescribedTensor]:
-    """Describe what a head reads: cut tensors, and the masks of some."""
+    """Describe the inputs of a head: cut tensors, and the masks of some."""
     inputs: list[DescribedTensor] = [(cut.name, cut.dtype, cut.shape) for cut in read]
     masks = ((cut, cut.mask) for cut in masked if cut.mask is not None)
     inputs += ((mask, cut.mask_dtype, ("batch", cut.shape[1])) for cut, mask in masks)
@@ -103,10 +103,10 @@ def build_exit(
 ) -> bytes:
     """Build an exit: pooling, trained head, the source model's activation, confidence.
 
-    ``answer`` describes the scores that the head imitates: the model's answer, or what its tail
-    makes the answer of (:meth:`.tail.Tail.end`). They are named ``{prefix}{answer.output}``;
-    ``answer_dtype`` is numpy's name of their element type. A ``share`` of their principal values
-    reach the confidence; ``certainty`` are the weights of the criterion ``learned``.
+    ``answer`` describes the scores that the head imitates: the model's answer, or the input of its
+    tail (:meth:`.tail.Tail.end`). They are named ``{prefix}{answer.output}``; ``answer_dtype`` is
+    numpy's name of their element type. A ``share`` of their principal values reach the confidence;
+    ``certainty`` are the weights of the criterion ``learned``.
     """
     part = PartBuilder(prefix, opset, ir_version)
     read = [_as_float32(part, tensor) for tensor in cut.read]
@@ -136,11 +136,11 @@ def build_own(
     opset: int,
     ir_version: int,
 ) -> bytes:
-    """Build the exit that a copy's own answer is: the answer, and its confidence.
+    """Build the exit that returns a copy's own answer, and its confidence.
 
-    ``cut`` is that answer, and ``mask`` says which of its tokens count; names are as
-    :func:`build_exit` gives them. With the copy's ``tail`` the confidence is that of its scores.
-    Rounding may take the largest of quantised probabilities out of [0, 1].
+    ``cut`` is that answer, and ``mask`` marks the tokens that count; names are those of
+    :func:`build_exit`. With the copy's ``tail`` the confidence is that of its scores. Probabilities
+    are clipped, as quantised ones may be outside of [0, 1] after rounding.
     """
     part = PartBuilder(prefix, opset, ir_version)
     part.add("Identity", [cut.name], answer.output)
@@ -171,7 +171,7 @@ def build_own(
 
 
 def build_empty(read: Sequence[CutTensor], prefix: str, *, opset: int, ir_version: int) -> bytes:
-    """Build a graph that reads cut tensors and does next to nothing, to be timed against."""
+    """Build a graph that reads cut tensors and does almost nothing, as a baseline for timing."""
     part = PartBuilder(prefix, opset, ir_version)
     shapes = [(part.add("Shape", [cut.name]), "int64", (cut.rank,)) for cut in read]
     return part.build(_described(read), shapes)
@@ -185,7 +185,7 @@ def _as_float32(part: PartBuilder, cut: CutTensor) -> str:
 def _layers(
     part: PartBuilder, features: str, weights: Mapping[str, NDArray[np.float32]], name: str = ""
 ) -> str:
-    """One or two dense layers, of which the last is named; weights as [inputs, outputs]."""
+    """Add one or two dense layers, the last one named; weights as [inputs, outputs]."""
 
     def dense(tensor: str, layer: str, name: str = "") -> str:
         terms = [part.weight(kind, weights[f"{layer}{kind}"]) for kind in ("weight", "bias")]
@@ -199,11 +199,11 @@ def _layers(
 def attach_poolings(
     model: SourceModel, segments: Sequence[bytes], cuts: Sequence[CutTensor]
 ) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
-    """Join segments and poolings into one graph: what features are recorded with.
+    """Join segments and poolings into one graph, with which features are recorded.
 
     Returns the model, whose first output is the scores that heads imitate, and per candidate the
-    names of its outputs by grid (``WHOLE`` for tensors that are recorded as they are, ``LAST`` for
-    the last token; none where no head fits).
+    names of its outputs by grid (``WHOLE`` for tensors that are recorded unchanged, ``LAST`` for
+    the last token; none if no head fits).
     """
     parts: list[bytes] = []
     outputs: list[Mapping[int, str]] = []

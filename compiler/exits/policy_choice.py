@@ -1,7 +1,7 @@
 """Choosing an exit policy from recorded answers and profiled times, and certifying it.
 
 The exits in use and the path of their thresholds are fixed by the tuning split alone; then the
-certify split says how far along the path the promise holds.
+certify split determines how far along the path the promise holds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def record_exits(
 ) -> ExitRecords:
     """Answer a data set at every exit, with the graphs that will be served.
 
-    Of several batch sizes the worst is taken.
+    With several batch sizes, the worst result of each sample counts.
     """
     outputs = [(e.output, e.confidence) for e in structure.exits]
     graphs = answering_graphs(structure, read)
@@ -73,16 +73,16 @@ def record_exits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPath:
-    """The exit policies that the certify split will be asked about; fixed without it."""
+    """Exit policies to be tested on the certify split, fixed without it."""
 
     active: tuple[int, ...]
     """Exits in use."""
     thresholds: NDArray[np.float64]
-    """[levels, active], from conservative to aggressive."""
+    """Thresholds [levels, active], from conservative to aggressive."""
 
     @classmethod
     def of(cls, tune: ExitRecords, active: Sequence[int]) -> FixedPath:
-        """Take the common path of some exits, as the tuning split gives it."""
+        """Create the common path of some exits from the tuning split."""
         rows, path = list(active), np.empty((0, 0))
         if rows:
             path = tuning_path(tune.confidence[rows], tune.agrees[rows])
@@ -91,7 +91,7 @@ class FixedPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedPath(FixedPath):
-    """The policies of exits that a rehearsal chose."""
+    """Policies of exits that a rehearsal chose."""
 
     rehearsal: Rehearsal
     moves: tuple[Move, ...] = ()
@@ -100,19 +100,19 @@ class RehearsedPath(FixedPath):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """The choice of an exit policy: the exits, their times, and the promise to be made."""
+    """Choice of an exit policy: the exits, their times, and the promise to be made."""
 
     structure: ModelStructure
     profile: Profile
     max_disagreement: float
     confidence_level: float
-    """Of the promise."""
+    """Confidence level of the promise."""
     batch_size: int
-    """That savings are predicted at."""
+    """Batch size that savings are predicted at."""
     max_class_disagreement: float | None = None
-    """Bound on each class of the model's by itself, where its samples suffice."""
+    """Bound on each class of the model separately, if its samples suffice."""
     seed: int = 0
-    """Of rehearsals."""
+    """Seed of rehearsals."""
 
     @classmethod
     def again(
@@ -124,7 +124,7 @@ class PolicyChoice:
         max_class_disagreement: float | None = None,
         seed: int = 0,
     ) -> PolicyChoice:
-        """Choose among the exits of a bundle, by its own profile."""
+        """Create the choice among the exits of a bundle, with its own profile."""
         return cls(
             structure=bundle.manifest,
             profile=bundle.profile(),
@@ -136,7 +136,7 @@ class PolicyChoice:
         )
 
     def cost(self, batch_size: int) -> CostModel:
-        """Costs of all exits at a batch size that was profiled."""
+        """Return costs of all exits at a batch size that was profiled."""
         column = self.profile.column(batch_size)
         exits_ms = [row[column] for row in self.profile.exits_ms]
         times = self.times
@@ -150,7 +150,7 @@ class PolicyChoice:
 
     @property
     def times(self) -> StageTimes:
-        """The times of stages, for rehearsals."""
+        """Times of stages, for rehearsals."""
         after = tuple(e.after_segment for e in self.structure.exits)
         begins = last_beginning(self.structure.segments)
         return StageTimes(profile=self.profile, after_segment=after, source_begins=begins)
@@ -164,10 +164,10 @@ class PolicyChoice:
     ) -> FixedPath:
         """Choose the exits that are expected to save most time together.
 
-        ``candidates`` are those of ``tune``, where what was counted of them is wanted again.
+        ``candidates`` are those of ``tune``, if they exist already.
         """
         found = candidates or self.candidates(tune)
-        if self.structure.answer.criterion.depends_on_earlier:  # then all that are built are needed
+        if self.structure.answer.criterion.depends_on_earlier:  # then all built exits are needed
             active = tuple(range(found.exits))
             worth = found.savings(active, self.cost(self.batch_size)) > 0
             return FixedPath.of(tune, active if worth else ())
@@ -175,7 +175,7 @@ class PolicyChoice:
         return FixedPath.of(tune, active)
 
     def candidates(self, tune: ExitRecords) -> Candidates:
-        """Give the sets of exits that may be in use, on the tuning split."""
+        """Return the sets of exits that may be in use, on the tuning split."""
         return Candidates(
             tune.confidence,
             tune.agrees,
@@ -185,7 +185,7 @@ class PolicyChoice:
         )
 
     def strata(self, records: ExitRecords) -> tuple[Stratum, ...]:
-        """Return the classes of a split that have a bound of their own."""
+        """Return the classes of a split that have a separate bound."""
         return class_strata(
             self.structure.answer,
             records.final_prediction,
@@ -196,7 +196,7 @@ class PolicyChoice:
         )
 
     def by_rehearsal(self, tune: ExitRecords, settings: RehearsalSettings) -> RehearsedPath:
-        """Choose the exits by rehearsing batches, such that batches do not become late (PAME)."""
+        """Choose the exits by rehearsing batches, so that batches do not become late (PAME)."""
         rehearsal = rehearse_records(
             tune, self.times, settings, confidence_level=self.confidence_level, seed=self.seed
         )
@@ -220,7 +220,7 @@ class PolicyChoice:
         )
 
     def terms(self, max_overhead: float | None) -> limits.PolicyTerms:
-        """What was asked for, as messages name it."""
+        """Return the requested terms of the policy, for messages."""
         return limits.PolicyTerms(
             max_disagreement=self.max_disagreement,
             confidence_level=self.confidence_level,
@@ -235,9 +235,9 @@ class PolicyChoice:
         certify: ExitRecords,
         max_overhead: float | None = None,
     ) -> str:
-        """Say why :meth:`certify` put no exit into use.
+        """Return the reason why :meth:`certify` put no exit into use.
 
-        There is at least one exit; where the path has none, it is one of :meth:`by_savings`.
+        There is at least one exit; if the path has none, it is a result of :meth:`by_savings`.
         """
         asked = self.terms(max_overhead)
         tested = asked.tested(copies=certify.copies is not None)
@@ -253,5 +253,5 @@ class PolicyChoice:
     def forecast(
         self, policy: ExitPolicy, certify: ExitRecords, settings: RehearsalSettings
     ) -> Forecast:
-        """Predict what a policy brings for batches of the load that was recorded."""
+        """Predict a policy's effect on batches of the recorded load."""
         return forecast_policy(policy, certify, self.times, settings, seed=self.seed)

@@ -1,9 +1,9 @@
-"""The scores that heads imitate: which tensor of the model, on which scale; measured on data.
+"""The scores that heads imitate: the tensor of the model, and its scale, measured on data.
 
 A graph names its activation, or hides it: a softmax may be an Exp, a sum and a division. So every
-tensor that all of the answer's data goes through is measured on training samples. The first that
-holds probabilities is what heads imitate, and what follows it is the tail of every exit
-(:mod:`offramp.compiler.graphs.tail`). Where there is none, heads imitate the answer itself.
+tensor that all of the answer's data passes is measured on training samples. Heads imitate the first
+that holds probabilities, and the operators after it are the tail of every exit
+(:mod:`offramp.compiler.graphs.tail`). If there is none, heads imitate the answer itself.
 """
 
 from __future__ import annotations
@@ -46,38 +46,39 @@ _log = logging.getLogger(__name__)
 
 Values = Mapping[str, NDArray[Any]]
 MEASURED_SAMPLES: Final = 256
-"""Training samples that scales are measured on, at most."""
+"""Largest number of training samples that scales are measured on."""
 _EXACT: Final = 1e-3
 """Largest distance of a sum of probabilities from 1, in single precision."""
 _COARSE: Final = 0.02
-"""The same of probabilities that were rounded: to half precision, or to 8 bits."""
+"""The same for probabilities that were rounded to half precision or 8 bits."""
 _HARD: Final = 0.15
-"""Largest distance of a HardSigmoid from a sigmoid, and of rounded ones."""
+"""Largest distance of a HardSigmoid or a rounded sigmoid from a sigmoid."""
 _SAME: Final = 1e-4
 """Largest difference of equal values, as a share of their range."""
 _REPRODUCED: Final = 0.99
-"""Least share of values that a tail has to reproduce: where one is halfway between two steps of a
-quantised answer, two sessions may round it to either."""
+"""Least share of values that a tail has to reproduce: two sessions may round a value that is
+halfway between two steps of a quantised answer differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreScale:
-    """What a tensor [batch, k] holds."""
+    """Meaning of the values of a tensor [batch, k]."""
 
     tensor: str
     form: AnswerForm
     kind: TaskKind
-    """Whether a column is one class of several, or a yes or no of its own."""
+    """Classification if the columns are classes of which one is right; multi-label if each is a yes
+    or no."""
 
 
 def settle_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceModel:
-    """Find the scores that heads imitate, and complete the answer by what is measured of them.
+    """Find the scores that heads imitate, and complete the answer by measurements of them.
 
-    ``asked`` says that the user named the task.
+    ``asked`` is true if the user named the task.
 
     Raises:
-        ModelError: It cannot be told whether an answer is one class or several labels, or the
-            answer is on a scale that no exit can be given.
+        ModelError: It is unclear whether an answer is one class or several labels, or the answer
+            has a scale that no exit can have.
         VerificationError: The tail does not reproduce the model's answers.
         DataError: The model fails on a sample.
     """
@@ -104,7 +105,7 @@ def settle_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceM
 
 
 def _ends_with_activation(model: SourceModel, flow: Dataflow) -> bool:
-    """Whether the graph alone says that the answer is one activation, and nothing after it."""
+    """Return whether the graph shows that the answer is an activation without later operators."""
     soft = find_activation(model.proto, flow, model.answer.output)
     if soft is None or (soft.kind in SIGMOIDS) != (model.answer.task.kind == "multi-label"):
         return False
@@ -112,9 +113,9 @@ def _ends_with_activation(model: SourceModel, flow: Dataflow) -> bool:
 
 
 def _form_alone(model: SourceModel, flow: Dataflow, scale: ScoreScale) -> AnswerForm | None:
-    """Return the form of an answer that is an activation and no more; None of others.
+    """Return the form of an answer that is only an activation; ``None`` for others.
 
-    A softmax and its logarithm are LogSoftmax, which never gives -infinity.
+    A softmax and its logarithm are LogSoftmax, which never returns -infinity.
     """
     if scale.kind != model.answer.task.kind:
         return None
@@ -128,7 +129,7 @@ def _form_alone(model: SourceModel, flow: Dataflow, scale: ScoreScale) -> Answer
 def _scores_of(
     model: SourceModel, flow: Dataflow, chain: Sequence[str], scale: ScoreScale, values: Values
 ) -> tuple[str, bool]:
-    """Find what an activation reads, before it was rounded or clipped; else its output.
+    """Find the input of an activation, before it was rounded or clipped; else its output.
 
     Returns the tensor, and whether it was rounded or clipped on the way.
     """
@@ -146,7 +147,7 @@ def _scores_of(
 
 
 def _activates(scores: NDArray[Any], found: NDArray[Any], scale: ScoreScale) -> bool:
-    """Whether the activation of scores is what was found, up to rounding."""
+    """Return whether the activation of scores is what was found, up to rounding."""
     if scores.shape != found.shape:
         return False
     scores = scores.astype(np.float64)
@@ -206,7 +207,7 @@ def _sums_to_one(found: NDArray[np.float64], within: float) -> bool:
 
 
 def _are_picks(found: NDArray[np.float64]) -> bool:
-    """Whether values are 0 or 1 throughout, as of a Hardmax: their scores come before them."""
+    """Return whether all values are 0 or 1, as of a Hardmax, whose scores come before it."""
     return bool(np.isin(found, (0.0, 1.0)).all())
 
 
@@ -221,7 +222,7 @@ def _is_sigmoid_of(found: NDArray[np.float64], scores: NDArray[Any]) -> bool:
 def _check_kind(
     model: SourceModel, flow: Dataflow, scale: ScoreScale, values: Values, *, asked: bool
 ) -> None:
-    """Ask, by a ModelError, where the scores say another task than the graph, or none."""
+    """Raise ModelError if the scores imply another task than the graph, or none."""
     answer, found = model.answer, values[model.answer.output].astype(np.float64)
     if asked or (scale.kind == "classification" and answer.classes > 1):
         return
@@ -260,8 +261,8 @@ def _imitating(
     if answer.classes > 1 and not shares and np.ptp(sums) <= _EXACT * sums.max():
         raise ModelError(
             f"the values of output {answer.output!r} are not negative and sum to {sums[0]:.6g} for "
-            "every sample, as probabilities do on a scale of their own, but no operator was found "
-            "that gives probabilities; end the model at its probabilities or logits"
+            "every sample, as probabilities do on another scale, but no operator was found "
+            "that computes probabilities; end the model at its probabilities or logits"
         )
     if found.max() > 1 + _EXACT:
         return _bounded(model, flow, chain, values)
@@ -279,7 +280,7 @@ def _imitating(
 def _bounded(
     model: SourceModel, flow: Dataflow, chain: Sequence[str], values: Values
 ) -> SourceModel:
-    """Return the model with heads that imitate the logits before what bounds or rounds them."""
+    """Return the model with heads that imitate the logits before they are bounded or rounded."""
     answer = model.answer
     for after, scores in zip([*chain[-2::-1]], [*chain[:0:-1]], strict=True):
         between = operators_between(flow, scores, after)
@@ -297,7 +298,7 @@ def _bounded(
 def _ending(
     model: SourceModel, tail: Tail, values: Values, *, scale: ScoreScale | None = None
 ) -> SourceModel:
-    """Return the model with its tail, verified, and with what is measured of its answer."""
+    """Return the model with its tail, verified, and with measurements of its answer."""
     answer = model.answer
     scores, wanted = values[tail.taught.output], values[answer.output]
     within = max(_SAME, rounding_of(model.proto).chained)
@@ -319,7 +320,7 @@ def _ending(
 def _verify(
     answer: Answer, tail: Tail, scores: NDArray[Any], wanted: NDArray[Any], *, within: float
 ) -> None:
-    """Compare what the tail makes of the model's own scores with the model's answers.
+    """Compare the tail's results on the model's own scores with the model's answers.
 
     ``within`` is the largest difference of equal values, as a share of their column's range: a
     masked class must not hide differences of the others.
@@ -340,7 +341,7 @@ def _verify(
 
 
 def _form_at_end(answer: Answer, scale: ScoreScale, values: Values) -> AnswerForm:
-    """Return how answers are read: as what the activation gives, or ``values`` if they differ."""
+    """Return the form of the answers: that of the activation, or ``values`` if they differ."""
     given, wanted = values[scale.tensor], values[answer.output]
     if scale.form == "log-probabilities" and answer.task.kind == "multi-label":
         return "values"

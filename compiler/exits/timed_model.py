@@ -1,4 +1,4 @@
-"""A model in pieces on this machine: its run of the compiler, and the times of its parts."""
+"""A model in pieces with its run of the compiler, and the times of its parts on this machine."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ HeadTimes = list[list[list[float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRun:
-    """What is asked of the compiler, the data that it has for it, and where it shows progress."""
+    """Options of a compilation, its data, and its progress display."""
 
     options: CompileOptions
     parts: DataSplit
     progress: Progress
     scratch: ScratchSpace = field(default_factory=ScratchSpace)
     batch_effect: BatchEffect | None = None
-    """Taken from what is asked for in ``options``, if it is anything."""
+    """Effect of batches that was subtracted from the promise in ``options``, if there is any."""
     value_bounds: tuple[ValueBound, ...] = ()
     """Values of inputs beyond which the model fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileTimer:
-    """Times the parts of a model on this machine's CPU, and puts its profile together."""
+    """Times the parts of a model on this machine's CPU, and composes its profile."""
 
     source: bytes
     """The unmodified model."""
     segments: Sequence[bytes]
     samples: Callable[[int], Mapping[str, NDArray[Any]]]
-    """Returns model inputs of a batch size."""
+    """Function that returns model inputs of a batch size."""
     threads: int
     """Threads of ONNX Runtime."""
     batch_sizes: Sequence[int]
     progress: Progress
     quantised: bytes | None = None
-    """In a cascade the copy, which all segments but the last are of."""
+    """Copy in a cascade, which contains all segments but the last."""
 
     def backbone(self) -> BackboneTimes:
         """Time the source model and its segments."""
@@ -97,7 +97,7 @@ class ProfileTimer:
         structure: ModelStructure,
         read: Callable[[str], bytes],
     ) -> Profile:
-        """Time all exits at work together, and put the profile together.
+        """Time all exits in operation together, and compose the profile.
 
         ``exits_ms`` is [exits][batch sizes], each exit alone; ``read`` returns a file's content.
         """
@@ -137,7 +137,7 @@ class ProfileTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedModel:
-    """A model in pieces whose own times are known, so that exits can be judged by theirs."""
+    """A model in pieces with known times, so that exits can be judged by theirs."""
 
     sliced: Sliced
     run: CompileRun
@@ -174,7 +174,7 @@ class TimedModel:
         return self.timer.heads(list(graphs.values()), empty, sizes)
 
     def alone(self, candidate: int, cost_ms: float) -> CostModel:
-        """Return the costs of one exit with no other beside it, at the reference batch size."""
+        """Return the costs of an exit as the only one, at the reference batch size."""
         column = self.times.batch_sizes.index(self.run.options.choice.reference_batch_size)
         return CostModel(
             source_ms=self.times.source_ms[column],

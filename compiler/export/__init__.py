@@ -1,1 +1,1 @@
-"""A bundle as one ONNX file that needs nothing of Offramp where it runs."""
+"""Export of a bundle as one ONNX file that runs without Offramp."""

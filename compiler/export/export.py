@@ -1,4 +1,4 @@
-"""Write a bundle as one ONNX file: the same answers at the same exits, with no Offramp at run time.
+"""Write a bundle as one ONNX file: the same answers at the same exits, without Offramp.
 
 The steps: read the bundle, nest its stages (:mod:`offramp.compiler.export.nesting`), compare with
 the bundle on every sample (:mod:`offramp.compiler.export.export_verification`), write the file and
@@ -51,37 +51,37 @@ class ExportOptions:
     data: Path | DataSource | None
     """Samples to verify with: the bundle's calibration data."""
     output: Path | None = None
-    """The file to write; not needed with a repository."""
+    """File to write; not needed with a repository."""
     repositories: RepositoryOptions = field(default_factory=RepositoryOptions)
     overwrite: bool = False
     with_exits: bool = False
-    """Whether exit index and confidence are outputs too."""
+    """True if exit index and confidence are outputs, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported file: what was written, and how it was verified."""
+    """An exported file, and its verification."""
 
     path: Path | None
-    """The file that was asked for by itself."""
+    """Path of the single file, if one was asked for."""
     repositories: tuple[Repository, ...]
-    """The repositories that have the file too."""
+    """Repositories that have the file, too."""
     size_bytes: int
     plan: Plan
     names: Names
     with_exits: bool
     verified: Verified
     calibration_data: bool
-    """Whether the bundle was calibrated on the data that it was verified with."""
+    """True if the bundle was calibrated on the data that it was verified with."""
 
 
 def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Exported:
     """Export a bundle, verify the file, and write it.
 
     Raises:
-        BundleError, DataError: There is no bundle, it is damaged, or the data do not fit it.
-        ExportError: No exit is active, no data are given, or the target may not be written.
-        VerificationError: The file would not do what the bundle does; nothing is written.
+        BundleError, DataError: There is no bundle, it is damaged, or the data does not fit it.
+        ExportError: No exit is active, no data is given, or the target may not be written.
+        VerificationError: Results of the file differ from the bundle's; nothing is written.
     """
     bundle = open_runnable(options.bundle)
     criterion = bundle.manifest.answer.criterion
@@ -92,7 +92,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
         )
     if bundle.manifest.calibration.random_inputs:
         raise ExportError(
-            f"{options.bundle} was compiled on random inputs, so its exits would give wrong "
+            f"{options.bundle} was compiled on random inputs, so its exits would return wrong "
             "answers; compile the model on samples: eecompile "
             f"{bundle.manifest.source.original_name} --data DATA"
         )
@@ -144,7 +144,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
 
 
 def _is_large(plan: Plan) -> bool:
-    """Whether one message cannot hold all stages with their weights."""
+    """Return whether one message cannot hold all stages with their weights."""
     graphs = [stage.load_light().model for stage in plan.stages]
     return sum(map(filled_size, graphs)) > MOST_BYTES
 
@@ -154,7 +154,7 @@ def _weight_bytes(bundle: Bundle) -> int:
 
 
 def _data_of(model: Path) -> Path:
-    """The file of weights beside a model that does not hold them."""
+    """Return the path of the weight file next to a model that does not hold its weights."""
     return model.with_name(f"{model.name}.data")
 
 
@@ -169,9 +169,9 @@ def _whole(model: onnx.ModelProto, weights: Path | None) -> bytes:
 def _files(
     bundle: Bundle, model: onnx.ModelProto, whole: bytes | None, name: str
 ) -> dict[str, FileContent]:
-    """Give the files of a model by name: ``whole``, or if it is too large, after its weights.
+    """Return the files of a model by name: the ``whole`` model, or else weights, then model.
 
-    A model that is there has its weights then, however writing ends.
+    In this order a model that exists always has its weights, even if writing is interrupted.
     """
     if whole is not None:
         return {name: whole}
@@ -181,9 +181,9 @@ def _files(
 
 
 def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> onnx.ModelProto:
-    """Make the model that is exported, checked by ONNX's checker.
+    """Make the exported model, checked by ONNX's checker.
 
-    It names its weights where the bundle's graphs do.
+    It names its weights if the bundle's graphs do.
     """
     source = onnx.load_model_from_string(bundle.graph(bundle.manifest.source.file))
     nested = nest(plan, source, names, with_exits=with_exits)
@@ -197,7 +197,7 @@ def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) ->
 
 
 def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> dict[str, str]:
-    """Describe the file in its own metadata; values are JSON where they are more than a word."""
+    """Return the file's metadata; values are JSON if they are more than a word."""
     manifest = bundle.manifest
     promise = whole_policy(bundle.policy, end_evidence(bundle)).promise
     exits = [
@@ -224,12 +224,12 @@ def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> 
 def _check(
     bundle: Bundle, plan: Plan, options: ExportOptions, places: Sequence[Repository]
 ) -> Path | DataSource:
-    """Refuse what cannot be exported or written, before any long work; return the data."""
+    """Raise ExportError for unsuitable bundles or targets; return the data."""
     if len(plan.stages) == 1:
         raise ExportError(
             f"{options.bundle} has no active exit, so that an export would be the source model: "
-            f"compile it with more data or another --max-disagreement; {REPORT} in it says what "
-            "limits it"
+            f"compile it with more data or another --max-disagreement; {REPORT} in it has the "
+            "reason"
         )
     if (kind := bundle.manifest.answer.task.kind) != "classification":
         raise ExportError(
@@ -240,7 +240,7 @@ def _check(
         _check_output(options.output, options)
     elif not places:
         raise ExportError(
-            "nothing says what to write: add --output FILE.onnx for one file, or --triton DIR or "
+            "there is nothing to write: add --output FILE.onnx for one file, or --triton DIR or "
             "--ovms DIR for a model repository of a server"
         )
     if places:
@@ -250,7 +250,7 @@ def _check(
     if options.data is None:
         raise ExportError(
             "an export is verified on the calibration data before it is written, and a bundle "
-            f"does not hold them: add --data DATA, that which {options.bundle} was compiled with"
+            f"does not hold it: add --data DATA, the data that {options.bundle} was compiled with"
         )
     return options.data
 
@@ -272,7 +272,7 @@ def _check_output(output: Path, options: ExportOptions) -> None:
 
 
 def _check_opsets(path: Path, plan: Plan) -> None:
-    """Refuse stages of several operator sets: a file has one of each domain."""
+    """Refuse stages of several operator sets: a file has one for each domain."""
     imports: dict[str, set[int]] = {}
     for stage in plan.stages:
         for opset in onnx.load_model_from_string(stage.load_light().model).opset_import:
@@ -289,7 +289,7 @@ def _check_opsets(path: Path, plan: Plan) -> None:
 
 
 def _write(target: Path, files: Mapping[str, FileContent]) -> None:
-    """Write files beside their places and rename them, so that each is whole or absent."""
+    """Write files under temporary names and rename them, so that each is whole or absent."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

@@ -1,4 +1,4 @@
-"""Proof that an exported file does what its bundle does, on every sample of some data."""
+"""Check that an exported file has the results of its bundle, on every sample of some data."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Tensors = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """What an export was compared on, and what was found."""
+    """Result of comparing an export with its bundle."""
 
     samples: int
     largest_difference: float
-    """Of answers, relative to the scale of each value; 0: the same."""
+    """Largest difference of answers, relative to the scale of each value; 0 if all are equal."""
     exit_shares: dict[int, float]
     """Share of the samples that each exit answered, by exit index."""
 
@@ -53,16 +53,16 @@ def verify(
 ) -> Verified:
     """Run bundle and exported models over all samples, in the same batches of several sizes.
 
-    ``plan`` is in ``leave`` mode, ``models`` are by what messages call them; if they give exits,
-    these are compared too. One after the other is loaded. ``unread`` names the inputs that nothing
-    reads, and data lack; ``weights`` is the folder of the weights that models name. Answers may
-    differ by ``tolerance``, relative to the scale of each value
+    ``plan`` is in ``leave`` mode, ``models`` are by their names in messages; if they output exits,
+    these are compared, too. Only one is loaded at a time. ``unread`` names inputs that nothing
+    reads and that data lacks; ``weights`` is the folder of the weights that models name. Answers
+    may differ by ``tolerance``, relative to the scale of each value
     (:mod:`~offramp.engine.answers.differences`); ``progress`` is called with the number of samples
     of each batch of the bundle, and of each model.
 
     Raises:
-        VerificationError: A model cannot be run, answers another sample at another exit than the
-            bundle does, or answers otherwise.
+        VerificationError: A model cannot be run, or a sample's exit or answer differs from the
+            bundle's.
         BackendError: A stage of the bundle cannot be run.
     """
     wanted = list(_answers_of(plan, dataset, progress))
@@ -77,7 +77,7 @@ def verify(
                 given = given.answer
             largest = max(largest, _difference(given, expected.answer, tolerance, where))
             progress(rows.stop - rows.start)
-        del exported  # before the next one has its weights
+        del exported  # before the next one loads its weights
     exits = [expected.exit for _, expected in wanted]
     found, counts = np.unique(np.concatenate(exits), return_counts=True)
     shares = {int(e): int(n) / len(dataset) for e, n in zip(found, counts, strict=True)}
@@ -94,7 +94,7 @@ def _answers_of(
 
 
 class _Exported:
-    """An exported model in a session as ONNX Runtime makes it by default, on one thread."""
+    """An exported model in a session with ONNX Runtime's defaults, on one thread."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Exported:
             self._outputs += [names.exit, names.confidence]
 
     def run(self, tensors: Tensors) -> GivenAnswers | NDArray[Any]:
-        """Give the answers, with their exits if the model tells them."""
+        """Return the answers, with their exits if the model outputs them."""
         try:
             answer, *rest = self._session.run(self._outputs, tensors)
         except Exception as error:
@@ -162,6 +162,6 @@ def _difference(given: NDArray[Any], wanted: NDArray[Any], tolerance: float, whe
 
 
 def has_float16_weights(graph: onnx.GraphProto) -> bool:
-    """Whether any weight of a graph, or of a body in it, is float16."""
+    """Return whether any weight of a graph, or of a body in it, is float16."""
     half = any(weight.data_type == onnx.TensorProto.FLOAT16 for weight in graph.initializer)
     return half or any(has_float16_weights(b) for node in graph.node for b in bodies(node))

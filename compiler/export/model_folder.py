@@ -1,7 +1,7 @@
 """The folder of an exported model in a repository: the file, its configuration, and a README.
 
-Triton checks a configuration against the file, and does not take what it does not find there. Two
-of its rules shape what is written here: dimensions may not be empty, so a tensor of one number a
+Triton checks a configuration against the file, and rejects entries that are not in it. Two of its
+rules determine the form of the folder: dimensions may not be empty, so a tensor of one number per
 sample is reshaped; and with batching no input may be optional, so thresholds are constants there
 and inputs that the model never reads have to be sent.
 """
@@ -40,16 +40,16 @@ LOST: Final = {
     "the check of inputs": "Samples far outside the calibration data are answered by exits like "
     "any other.",
 }
-"""What `eeserve` does with a bundle and another server does not do with its export."""
+"""Features of `eeserve` with a bundle that another server with its export lacks."""
 
 _FILES: Final = {
     "1/model.onnx": ("the model, with exits inside", {"triton", "ovms"}),
     "config.pbtxt": ("Triton's configuration", {"triton"}),
-    "warmup/": ("made inputs, which Triton runs when it loads the model", {"triton"}),
+    "warmup/": ("generated inputs, which Triton runs when it loads the model", {"triton"}),
     "../config.json": ("the models that OpenVINO Model Server loads", {"ovms"}),
-    "../{name}.kserve.yaml": ("what KServe runs Triton by", {"kserve"}),
+    "../{name}.kserve.yaml": ("the definition by which KServe runs Triton", {"kserve"}),
 }
-"""What each file is for, and which servers read it."""
+"""Purpose of each file, and the servers that read it."""
 _STARTS: Final = {
     "triton": """\
 Triton, in an image that has the ONNX Runtime backend:
@@ -80,7 +80,7 @@ def model_files(
 ) -> dict[str, FileContent]:
     """Return the files of the model's folder, by relative path.
 
-    ``content`` is the serialised ``model``, with its weights if they have a file of their own, and
+    ``content`` is the serialised ``model``, with its weights if they are in a separate file, and
     ``names`` are those that exporting added.
     """
     served = _describe(bundle, place.name, model, names)
@@ -118,7 +118,7 @@ def _describe(bundle: Bundle, name: str, model: onnx.ModelProto, names: Names) -
 
 
 def _made_sample(bundle: Bundle) -> dict[str, NDArray[Any]]:
-    """Make inputs of one sample, [1, ...], of the sizes that calibration data had.
+    """Return generated inputs of one sample, [1, ...], with the sizes of the calibration data.
 
     They are not taken from the data, which may be private.
     """
@@ -165,7 +165,7 @@ def _facts(place: Repository, served: ServedFile) -> list[str]:
         exit_, confidence = added
         facts.append(
             f"`{exit_.name}` is the index of the exit that answered a sample, -1 for the model's "
-            f"end; `{confidence.name}` is how sure that answer is, from 0 to 1."
+            f"end; `{confidence.name}` is the confidence of that answer, from 0 to 1."
         )
     if (certified := served.metadata.get("offramp.promise")) is not None:
         promise = json.loads(certified)
@@ -184,16 +184,16 @@ def _facts(place: Repository, served: ServedFile) -> list[str]:
         )
     if "ovms" in place.servers:
         facts.append(
-            "OpenVINO Model Server is told to compute in float32, as with bfloat16 samples leave "
-            "at other exits than those that were certified."
+            "OpenVINO Model Server is set to compute in float32: in bfloat16 samples leave "
+            "at other exits than certified."
         )
     return facts
 
 
 WARMUP: Final = "warmup"
-"""Folder in which Triton looks for the tensors of warm-up requests."""
+"""Folder with the tensors of warm-up requests for Triton."""
 _NEAR_BEST: Final = 1.1
-"""Batch sizes are preferred whose time for each sample is within this factor of the shortest."""
+"""Factor of the shortest time per sample within which a batch size is preferred."""
 _DELAY_SHARE: Final = 0.1
 """Longest time in the queue, as a share of the time of one sample alone in the whole model."""
 
@@ -203,16 +203,16 @@ class ServedFile:
     """An exported file as its configuration describes it."""
 
     name: str
-    """The model's name in the repository."""
+    """Name of the model in the repository."""
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     sample: Mapping[str, NDArray[Any]]
-    """Made inputs of one sample, [1, ...], to warm up with."""
+    """Generated inputs of one sample, [1, ...], for warm-up."""
     profile: Profile
-    """The bundle's, measured where it was compiled."""
+    """Profile of the bundle, measured where it was compiled."""
     metadata: Mapping[str, str]
     half_precision: bool
-    """Whether ONNX Runtime must not optimise beyond the level ``extended``."""
+    """True if ONNX Runtime must not optimise beyond the level ``extended``."""
 
     @property
     def max_batch_size(self) -> int:
@@ -221,7 +221,7 @@ class ServedFile:
 
     @property
     def preferred_batch_sizes(self) -> tuple[int, ...]:
-        """Sizes at which a sample takes about the shortest time, in the unmodified model."""
+        """Batch sizes at which a sample takes about the shortest time in the unmodified model."""
         times = [
             milliseconds / size
             for milliseconds, size in zip(
@@ -235,7 +235,7 @@ class ServedFile:
 
     @property
     def max_queue_delay_us(self) -> int:
-        """Longest time that a sample waits for others, microseconds."""
+        """Longest time that a sample waits for others, in microseconds."""
         alone_ms = self.profile.source_ms[0] / self.profile.batch_sizes[0]
         return round(1000 * _DELAY_SHARE * alone_ms)
 
@@ -295,5 +295,5 @@ def _type_of(tensor: TensorSpec) -> str:
 
 
 def _file_of(number: int) -> str:
-    """Name the file of an input, whose own name may hold what file systems refuse."""
+    """Return the file name of an input, whose own name may be invalid in file systems."""
     return f"input_{number}"

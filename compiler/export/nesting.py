@@ -1,10 +1,10 @@
 """The stages of a plan as one graph: each stage runs inside the one before it, if any row stays.
 
-Stage 0 is the main graph. After a stage's exit, the numbers of the rows that stay are computed
-(``NonZero``); if there are any, an ``If`` runs the rest of the model on those rows alone
-(``Gather``) and puts its answers in the places of theirs (``ScatterND``). The weights of a stage
-belong to the branch that it runs in: ONNX Runtime folds and prepacks the constants of a branch,
-not those that a branch captures from outside.
+Stage 0 is the main graph. After a stage's exit, the indices of the rows that stay are computed
+(``NonZero``). If there are any, an ``If`` runs the rest of the model on those rows alone
+(``Gather``) and replaces their answers (``ScatterND``). The weights of a stage belong to the branch
+that it runs in: ONNX Runtime folds and prepacks the constants of a branch, not those that a branch
+captures from outside.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def nest(plan: Plan, source: onnx.ModelProto, names: Names, *, with_exits: bool)
     """Make one model of the stages of a plan in ``leave`` mode, with an exit at least.
 
     It has the source model's inputs, answer, opset and IR version; ``with_exits`` adds outputs for
-    exit index and confidence. It names its weights where the bundle's graphs do.
+    exit index and confidence. It names its weights if the bundle's graphs do.
     """
     stages = [onnx.load_model_from_string(stage_graph(stage)) for stage in plan.stages]
     graph = _Nesting(plan.stages, stages, source.graph, names, with_exits=with_exits).graph()
@@ -48,13 +48,13 @@ def nest(plan: Plan, source: onnx.ModelProto, names: Names, *, with_exits: bool)
 
 
 def stage_graph(stage: StageSpec) -> bytes:
-    """Give a stage's graph as the engine runs it: with what keeps ONNX Runtime's layouts."""
+    """Return a stage's graph as the engine runs it, with operators that keep blocked layouts."""
     return enter_blocked(stage.load_light().model)
 
 
 @dataclass(slots=True)
 class _Level:
-    """The graph of the rows that reach a stage, while it is made."""
+    """Graph of the rows that reach a stage, while it is built."""
 
     prefix: str
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -63,11 +63,11 @@ class _Level:
     described: list[onnx.ValueInfoProto] = field(default_factory=list)
 
     def own(self, name: str) -> str:
-        """Name a tensor that exporting adds."""
+        """Return the name of a tensor that exporting adds."""
         return f"{self.prefix}:{name}"
 
     def inner(self, name: str) -> str:
-        """Name a tensor of the stage's own graph: never one that exporting adds."""
+        """Return the name of a tensor of the stage's own graph, which never equals an added one."""
         return f"{self.prefix}/{name}"
 
     def add(
@@ -97,7 +97,7 @@ class _Level:
 
 
 class _Nesting:
-    """Makes the main graph, and in it the graph of each later stage."""
+    """Builds the main graph, and in it the graph of each later stage."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class _Nesting:
 
     def graph(self) -> onnx.GraphProto:
         level = self._level(0)
-        # A weight that is listed among the inputs too is a default that a caller may override.
+        # A weight that is also listed as an input is a default that a caller may override.
         defaults = [np.array(s.threshold, np.float32) for s in self._specs if not s.final]
         level.weights += map(numpy_helper.from_array, defaults, self._names.thresholds)
         names = self._names.thresholds
@@ -132,7 +132,7 @@ class _Nesting:
         return graph
 
     def _level(self, index: int) -> _Level:
-        """Make the graph of the rows that reach a stage, with all that comes after it."""
+        """Build the graph of the rows that reach a stage, with all stages after it."""
         spec = self._specs[index]
         level = _Level(prefix=f"{self._names.inner}{index}")
         if index:
@@ -145,19 +145,19 @@ class _Nesting:
         return level
 
     def _gather(self, level: _Level, index: int) -> None:
-        """Take the rows that stay of everything that this stage and later ones read."""
+        """Add a Gather of the rows that stay for every tensor that this and later stages read."""
         outer = index - 1
         rows = _Level(prefix=f"{self._names.inner}{outer}").own("rows")
         for name in self._specs[outer].carried:
             taken = self._name(index, name)
             level.add("Gather", [self._name(outer, name), rows], f"stay/{name}", taken, axis=0)
-            # Said, so that ONNX Runtime knows the channels, without which it blocks no layout.
+            # Stated, so that ONNX Runtime knows the channels, without which it blocks no layout.
             info = copied(self._types[name])
             info.name = taken
             level.described.append(info)
 
     def _inline(self, level: _Level, index: int) -> None:
-        """Add the stage's own operators and weights, and tell rows of one level from another's."""
+        """Add the stage's operators and weights, and distinguish row counts of different levels."""
         graph = self._stages[index].graph
         rename_graph(graph, lambda name: self._name(index, name))
         level.nodes += graph.node
@@ -176,7 +176,7 @@ class _Nesting:
         here = {_ANSWER: self._name(index, spec.answer), _CONFIDENCE: confidence}
         if _EXIT in self._given:
             here[_EXIT] = _filled(level, confidence, spec.exit)
-        # "Not leaves", as "confidence < threshold" is false for NaN, and that must stay.
+        # "Not leaves", because "confidence < threshold" is false for NaN, and that must stay.
         leaves = level.add("GreaterOrEqual", [confidence, self._names.thresholds[index]], "leaves")
         stays = level.add("NonZero", [level.add("Not", [leaves], "stays")], "stays_by_axis")
         rows = level.add("Reshape", [stays, level.weight("flat", np.array([-1], np.int64))], "rows")
@@ -193,7 +193,7 @@ class _Nesting:
         level.nodes.append(node)
 
     def _go_on(self, index: int, here: dict[str, str], rows: str) -> onnx.GraphProto:
-        """Run the rest on the rows that stay, and put its results in the places of theirs."""
+        """Run the rest on the rows that stay, and write its results to their places."""
         level = self._level(index + 1)
         column = level.weight("column", np.array([-1, 1], np.int64))
         places = level.add("Reshape", [rows, column], "places")
@@ -217,10 +217,10 @@ class _Nesting:
         if spec.form in ("logits", "log-probabilities"):
             shares = level.add("Softmax", [shares], "probabilities", axis=-1)
         largest = self._row_max(level, shares, "largest")
-        if spec.form == "values":  # on a scale of the model's own: as ``confidence_of`` has it
+        if spec.form == "values":  # on the model's own scale: as in ``confidence_of``
             largest = level.add("Max", [largest, level.weight("least", _scalar(1))], "sure")
         at_most_one = level.add("Min", [largest, level.weight("one", _scalar(1))], "at_most_one")
-        # Runtimes differ in what the largest of values with NaN is, so NaN is looked for.
+        # Runtimes differ in the largest of values with NaN, so NaN is detected.
         nan = level.add("Cast", [level.add("IsNaN", [shares], "nan")], "nans", to=TensorProto.FLOAT)
         zero = level.weight("zero", _scalar(0))
         valid = level.add("Equal", [self._row_max(level, nan, "any_nan"), zero], "valid")
@@ -235,12 +235,12 @@ class _Nesting:
         return level.add("ReduceMax", [tensor], name, axes=[1], keepdims=0)
 
     def _name(self, index: int, name: str) -> str:
-        """Name of a stage's tensor in the file; the model's inputs keep theirs in stage 0."""
+        """Return the name of a stage's tensor in the file; inputs keep their names in stage 0."""
         level = _Level(prefix=f"{self._names.inner}{index}")
         return name if not index and name in self._inputs else level.inner(name)
 
     def _results(self, index: int) -> dict[str, str]:
-        """Names of what a level gives for each of its rows."""
+        """Return the names of a level's results for each of its rows."""
         level = _Level(prefix=f"{self._names.inner}{index}")
         shown = {_CONFIDENCE: self._names.confidence, _EXIT: self._names.exit}
         every = {_ANSWER: self._answer.name, **shown}
@@ -263,7 +263,7 @@ class _Nesting:
         return infos
 
     def _rows(self, index: int) -> str:
-        """Symbolic number of rows at a level: other than outside it, so none is taken for equal."""
+        """Return the symbolic number of rows at a level, different from that outside."""
         return f"{self._names.inner}rows_{index}" if index else BATCH
 
 
@@ -278,7 +278,7 @@ def _scalar(value: float) -> NDArray[np.float32]:
 
 
 def rename_symbol(infos: Iterable[onnx.ValueInfoProto], old: str, new: str) -> None:
-    """Rename a symbolic size in the shapes of tensors, in products with other sizes too."""
+    """Rename a symbolic size in the shapes of tensors, also in products with other sizes."""
     token = re.compile(rf"(?<!\w){re.escape(old)}(?!\w)")
     for info in infos:
         for dim in info.type.tensor_type.shape.dim:
@@ -287,15 +287,15 @@ def rename_symbol(infos: Iterable[onnx.ValueInfoProto], old: str, new: str) -> N
 
 
 EXIT, CONFIDENCE = "exit", "confidence"
-"""Outputs of ``--with-exits``."""
+"""Names of the outputs of ``--with-exits``."""
 METADATA = "offramp."
-"""What the keys of an exported file's metadata begin with."""
+"""Prefix of the keys of an exported file's metadata."""
 _OURS = "offramp_"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The names that exporting adds to those of the model, chosen so that none clashes."""
+    """Names that exporting adds to those of the model, chosen so that none clashes."""
 
     exit: str
     """Output, int32 [batch]: index of the exit that answered, -1 at the model's end."""
@@ -304,15 +304,15 @@ class Names:
     thresholds: tuple[str, ...]
     """Optional inputs, float32 scalars: least confidence to exit with, in depth order."""
     inner: str
-    """What every other name begins with."""
+    """Prefix of every other name."""
 
     @classmethod
     def of(cls, manifest: Manifest, plan: Plan) -> Names:
         """Choose names that no input or output of the model has.
 
-        The outputs are called ``exit`` and ``confidence``. If the model has an input or output
-        of one of these names, both are called ``offramp_exit`` and ``offramp_confidence``; should
-        the model have one of these as well, ``offramp_`` is put in front once more.
+        The outputs are called ``exit`` and ``confidence``. If the model has an input or output of
+        one of these names, both are called ``offramp_exit`` and ``offramp_confidence``;
+        ``offramp_`` is repeated if the model has one of these as well.
         """
         taken = {tensor.name for tensor in (*manifest.declared, *manifest.outputs)}
         shown = _free((EXIT, CONFIDENCE), taken)

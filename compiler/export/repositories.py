@@ -31,29 +31,29 @@ from offramp.compiler.common.errors import ExportError
 MODEL: Final = "1/model.onnx"
 README: Final = "README.md"
 WRITTEN_BY: Final = "Written by `eecompile export`"
-"""Begins the first paragraph of a README, and tells an export from another model's folder."""
+"""Beginning of the first paragraph of a README, by which an export's folder is recognised."""
 _OVMS_CONFIG: Final = "config.json"
 _MOST_CONFIG_BYTES: Final = 2**24
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _STORAGE: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\"'\\]+")
 _KIND: Final = "InferenceService"
-"""The resource of KServe that runs a model."""
+"""Resource kind of KServe that runs a model."""
 _MOST_DNS_CHARS: Final = 63
 _TITLES: Final = {"triton": "Triton", "ovms": "OpenVINO Model Server", "kserve": "KServe"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryOptions:
-    """The model repositories that ``eecompile export`` is asked for."""
+    """Model repositories that ``eecompile export`` is asked for."""
 
     triton: Path | None = None
     """Root of a repository for Triton."""
     ovms: Path | None = None
     """Root of a repository for OpenVINO Model Server; may be the same folder."""
     kserve: str | None = None
-    """URI at which KServe finds the repository for Triton, once it was uploaded."""
+    """URI at which KServe finds the repository for Triton, once it is uploaded."""
     name: str | None = None
-    """The model's name there; ``None`` is the bundle's."""
+    """Name of the model in the repository; ``None`` is the bundle's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,15 +65,15 @@ class Repository:
     servers: tuple[str, ...]
     """Some of ``triton``, ``ovms`` and ``kserve``."""
     storage: str = ""
-    """With ``kserve``, the URI of ``root``."""
+    """URI of ``root``, with ``kserve``."""
 
     @property
     def folder(self) -> Path:
-        """The model's folder."""
+        """Folder of the model."""
         return self.root / self.name
 
     def describe_servers(self) -> str:
-        """``Triton, OpenVINO Model Server``, for people."""
+        """Return text such as ``Triton, OpenVINO Model Server``, for users."""
         return ", ".join(_TITLES[server] for server in self.servers)
 
     def check(self, bundle: Path, *, overwrite: bool) -> None:
@@ -103,7 +103,7 @@ class Repository:
         check_writable(self.folder, option=option)
 
     def write(self, files: Mapping[str, FileContent]) -> None:
-        """Put the model's folder in its place in one step, then what lists it for servers."""
+        """Put the model's folder in place in one step, then the files that list it for servers."""
         listing = self._listing()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -139,8 +139,8 @@ class Repository:
         return files
 
     def _ovms_config(self) -> dict[str, Any]:
-        # A relative path is relative to config.json. With bfloat16, which OpenVINO takes by
-        # itself where the CPU has it, confidences differ from those that were certified.
+        # A relative path is relative to config.json. OpenVINO uses bfloat16 by default on CPUs that
+        # have it; confidences then differ from those that were certified.
         return {
             "name": self.name,
             "base_path": self.name,
@@ -149,7 +149,7 @@ class Repository:
         }
 
     def _listed(self) -> dict[str, Any]:
-        """Return the content of OVMS's list of models, which other models may be in."""
+        """Return the content of OVMS's list of models, which may have other models."""
         place = self.root / _OVMS_CONFIG
         if not place.exists():
             return {"model_config_list": []}
@@ -185,10 +185,10 @@ spec:
 
 
 def repositories(options: RepositoryOptions, bundle: Path) -> tuple[Repository, ...]:
-    """Return the repositories that were asked for; ExportError for a URI or name that is none."""
+    """Return the requested repositories; ExportError for an invalid URI or name."""
     if options.kserve is not None and not _STORAGE.fullmatch(options.kserve):
         raise ExportError(
-            f"--kserve {options.kserve!r} is no URI, expected where KServe will find the "
+            f"--kserve {options.kserve!r} is no URI, expected that at which KServe will find the "
             "repository, as s3://bucket/models or pvc://claim/models"
         )
     if options.triton is None and options.ovms is None:
@@ -197,13 +197,13 @@ def repositories(options: RepositoryOptions, bundle: Path) -> tuple[Repository, 
     if not _NAME.fullmatch(name):
         raise ExportError(
             f"{name!r} cannot name a model: servers take letters, digits, '_', '-' and '.', a "
-            "letter or digit first, 100 characters at most; give another --name"
+            "letter or digit first, 100 characters at most; choose another --name"
         )
     servers: dict[Path, list[str]] = {}
     for server, root in (("triton", options.triton), ("ovms", options.ovms)):
         if root is not None:
             servers.setdefault(root.resolve(), []).append(server)
-    # The path as it was typed is what messages name.
+    # Messages name the path as the user typed it.
     typed = {root.resolve(): root for root in (options.ovms, options.triton) if root is not None}
     return tuple(
         Repository(
@@ -217,7 +217,7 @@ def repositories(options: RepositoryOptions, bundle: Path) -> tuple[Repository, 
 
 
 def check_model(manifest: Manifest, bundle: Path) -> None:
-    """Refuse a model that servers cannot load from a repository: ExportError."""
+    """Raise ExportError for a model that servers cannot load from a repository."""
     for spec in manifest.declared:
         if not spec.shape or isinstance(spec.shape[0], int):
             raise ExportError(
@@ -246,7 +246,7 @@ def _need_overwrite(what: object, option: str, *, overwrite: bool) -> None:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder has what every export writes."""
+    """Return whether a folder has the files that every export writes."""
     try:
         said = read_limited(folder / README, _MOST_CONFIG_BYTES)
     except OSError:
@@ -259,7 +259,7 @@ def _names(listed: Mapping[str, Any]) -> set[Any]:
 
 
 def _name_of(entry: object) -> Any:
-    """Name of a model in OVMS's list; ``None`` of what is none."""
+    """Return the name of a model in OVMS's list; ``None`` for an invalid entry."""
     config = entry.get("config") if isinstance(entry, dict) else None
     name = config.get("name") if isinstance(config, dict) else None
     return name if isinstance(name, str) else None

@@ -1,1 +1,1 @@
-"""Reading a user's file: a model whose batch is symbolic, with one answer."""
+"""Reading a user's file: the result is a model with a symbolic batch and one answer."""

@@ -1,8 +1,8 @@
-"""The answer of a model: which output it is, of which task, and whether it is one class of several.
+"""The answer of a model: the output that holds it, its task, and its form.
 
-The task is asked for by the user, or inferred from how the graph ends. With ``--class-map`` the
-graph answers with classes, one byte a pixel or token, instead of all scores: scores of 19 classes
-in 1024 × 2048 pixels are 159 MB a sample, their classes 2 MB, and agreement is judged by classes.
+The user names the task, or it is inferred from the end of the graph. With ``--class-map`` the graph
+answers with classes, one byte per pixel or token, instead of all scores: scores of 19 classes in
+1024 × 2048 pixels are 159 MB a sample, their classes 2 MB. Agreement is judged by classes.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _log = logging.getLogger(__name__)
 _TRANSPARENT = frozenset(
     {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Clip", "Dropout", "ZipMap"}
 )
-"""Operators through which the last one that computes can still be seen."""
+"""Operators that are skipped when looking for the last operator that computes."""
 _LABELS = frozenset({"int32", "int64"})
-"""Types of outputs that name classes."""
+"""Types of outputs that hold class numbers."""
 _PICKING = frozenset({"ArgMax", "TopK", "Hardmax"})
 _MOST_TAGS = 512
-"""Classes of tokens, unless the task was asked for: more are a vocabulary."""
+"""Largest number of classes of tokens, unless the task was asked for: more are a vocabulary."""
 _PROJECTIONS = frozenset({"Add", "Gemm", "MatMul", "Mul"})
-"""Operators that a decoder's logits may come of."""
+"""Operators that a decoder's logits may come from."""
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
 _FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-probabilities"}
 
 
 def settle_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, str]:
-    """Return the name of the output that is the answer, and a note where that was decided here.
+    """Return the name of the output that is the answer, and a note if it was inferred.
 
-    Of several the only floating-point one is it, where all others are integers: labels made of it.
+    Of several outputs the only floating-point one is the answer if all others are integers: labels.
     """
     outputs = {o.name: output_type(o) for o in proto.graph.output}
     scores = [name for name, found in outputs.items() if found in FLOATING]
@@ -63,7 +63,7 @@ def settle_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | Non
 
 
 def output_type(output: onnx.ValueInfoProto) -> str:
-    """Return the element type of an output, or the kind of one that is no tensor."""
+    """Return the element type of an output, or its kind if it is no tensor."""
     if not output.type.HasField("tensor_type"):
         return str(output.type.WhichOneof("value") or "unknown").removesuffix("_type")
     return dtype_name(output.type.tensor_type.elem_type)
@@ -72,8 +72,8 @@ def output_type(output: onnx.ValueInfoProto) -> str:
 def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
     """Reduce the model, in place, to one output, [batch, classes].
 
-    An output [batch, classes, 1, 1], as fully convolutional classifiers have, is flattened.
-    ModelError if there are several outputs and ``answer`` does not name one of them.
+    An output [batch, classes, 1, 1] of a fully convolutional classifier is flattened. ModelError if
+    there are several outputs and ``answer`` does not name one of them.
     """
     outputs = {output.name: output for output in proto.graph.output}
     if not outputs:
@@ -98,7 +98,7 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
     if not kept.type.HasField("tensor_type"):
         raise ModelError(
             f"output {kept.name!r} is no tensor, but a {kept.type.WhichOneof('value')}; convert the"
-            " model such that it gives an array (skl2onnx: options={'zipmap': False})"
+            " model such that it returns an array (skl2onnx: options={'zipmap': False})"
         )
     shape = kept.type.tensor_type.shape
     refill(proto.graph.output, [kept])
@@ -107,7 +107,7 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
 
 
 def _flatten(proto: onnx.ModelProto, name: str) -> None:
-    """Flatten the output; the name goes to the flattened one, which is what clients ask for."""
+    """Flatten the output; the flattened tensor keeps the name, which clients ask for."""
     graph = proto.graph
     inner = f"{name}/unflattened"
     rename_tensor(graph, name, inner)
@@ -117,7 +117,7 @@ def _flatten(proto: onnx.ModelProto, name: str) -> None:
 
 
 def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
-    """Say which outputs may be the answer: floating-point ones of two dimensions."""
+    """Describe which outputs may be the answer: floating-point ones of two to four dimensions."""
     scores = [
         info.name
         for info in outputs
@@ -130,17 +130,14 @@ def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
             "none of them is a floating-point tensor [batch, classes]; export the model with "
             "its scores of the classes"
         )
-    return (
-        f"say which one is the answer, for instance --answer {scores[0]} (from Python "
-        f"answer={scores[0]!r})"
-    )
+    return f"name the answer, for instance --answer {scores[0]} (from Python answer={scores[0]!r})"
 
 
 def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answer:  # noqa: B008
-    """Describe an annotated model's one output, of the task that is asked for or inferred.
+    """Describe an annotated model's one output, for the requested or the inferred task.
 
-    ModelError if it is not what answers of the task are: of classification floating-point
-    [batch, classes] of two or more, of which one is right.
+    ModelError if the output does not fit the task: classification needs floating-point [batch,
+    classes], with at least two classes of which one is right.
     """
     name = proto.graph.output[0].name
     flow, types = Dataflow(proto.graph), declared_types(proto)
@@ -160,7 +157,7 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
         if kind == "segmentation" and asked.kind == "auto" and not (picks or asked.class_map):
             warn_of_heat_maps(name, shape or (), _ends(flow, name))
         return describe_answer(name, tensor, task, form=form, picked=picked)
-    in_order = last is not None and last.kind == "TopK"  # columns are places, and no classes
+    in_order = last is not None and last.kind == "TopK"  # columns are ranks, not classes
     match shape:
         case (str(batch), int(classes)) if batch == BATCH and classes >= 2 and not in_order:
             if tensor is not None and tensor.is_floating:
@@ -174,7 +171,7 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
 
 
 def _check_tags(output: str, shape: tuple[int | str, ...] | None) -> None:
-    """Refuse to take a vocabulary for the classes of tokens, unless it was asked for."""
+    """Refuse to take a vocabulary for the classes of tokens, unless the task was asked for."""
     size = shape[2] if shape is not None and len(shape) == 3 else None
     if isinstance(size, int) and size > _MOST_TAGS:
         raise ModelError(
@@ -186,9 +183,9 @@ def _check_tags(output: str, shape: tuple[int | str, ...] | None) -> None:
 
 def _of_trees(output: str, last: Operator) -> str:
     return (
-        f"output {output!r} is what {last.label} gives: all trees are one operator, so there is "
-        "nothing to cut, and no exit could save anything; serve the model as it is. Pipelines that "
-        "end with a neural network can be cut"
+        f"output {output!r} comes from {last.label}: all trees are one operator, so there is "
+        "nothing to cut, and no exit could save anything; serve the model unchanged. Pipelines "
+        "that end with a neural network can be cut"
     )
 
 
@@ -202,13 +199,13 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
         )
     if shape is not None and len(shape) == 3 and last is not None and last.kind in _PROJECTIONS:
         return (
-            "a decoder [batch, tokens, vocabulary] answers with one of some tokens where "
-            "--answer-tokens names them; else pool the places, or end the model at the logits of "
-            "one class a sample"
+            "a decoder [batch, tokens, vocabulary] answers with one of some tokens if "
+            "--answer-tokens names them; else pool the positions, or end the model at the logits "
+            "of one class a sample"
         )
     if shape is not None and len(shape) > 2:
         return (
-            "what it answers for each place of a map or sequence is another task: leave --task "
+            "an answer for each position of a map or sequence is another task: leave --task "
             "out, or pool it to the logits of one class a sample"
         )
     return "end the model at its logits"
@@ -217,7 +214,7 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
 def _labels_of(
     proto: onnx.ModelProto, flow: Dataflow, output: str, shape: tuple[int | str, ...]
 ) -> Operator | None:
-    """Find the activation whose probabilities are a yes or no in each column of the output."""
+    """Return the activation that makes each column of the output a yes or no, if there is one."""
     soft = find_activation(proto, flow, output) if len(shape) == 2 else None
     if soft is None or shape[1] == 1:
         return soft
@@ -227,11 +224,11 @@ def _labels_of(
 
 
 def _form(proto: onnx.ModelProto, flow: Dataflow, output: str, classes: int) -> AnswerForm:
-    """Read the form of scores of classes off the graph; ModelError if they are labels."""
+    """Return the form of scores of classes; ModelError if they are labels."""
     if (labels := _labels_of(proto, flow, output, (BATCH, classes))) is not None:
         raise ModelError(
             f"output {output!r} ends with {labels.label}: each of its {classes} columns is a yes "
-            "or no of its own (multi-label), expected one class of several. Leave --task out, or "
+            "or no (multi-label), expected one class of several. Leave --task out, or "
             "name it multi-label; if exactly one class is right for each sample, end the model "
             "before the Sigmoid, at its logits"
         )
@@ -246,7 +243,7 @@ def _form(proto: onnx.ModelProto, flow: Dataflow, output: str, classes: int) -> 
 def _form_of(
     proto: onnx.ModelProto, flow: Dataflow, output: str, kind: TaskKind, *, picks: bool
 ) -> AnswerForm:
-    """Tell what the numbers of an answer of another task than classification are."""
+    """Return the form of an answer of another task than classification."""
     if kind in ("pose", "regression"):
         return "values"
     if picks:
@@ -265,14 +262,14 @@ def _form_of(
 
 
 def _along(proto: onnx.ModelProto, soft: Operator, wanted: int) -> bool:
-    """Whether a softmax goes along an axis."""
+    """Return whether a softmax is computed along an axis."""
     axis = integer(soft.proto, "axis", -1)
     shape = shape_of(declared_types(proto), soft.writes[0])
     return shape is not None and axis % len(shape) == wanted
 
 
 def _last(graph: Dataflow, tensor: str) -> Operator | None:
-    """The last operator that computes something."""
+    """Return the last operator that computes something."""
     op = graph.producers.get(tensor)
     while op is not None and op.kind in _TRANSPARENT:
         op = graph.producers.get(op.proto.input[0])
@@ -280,7 +277,7 @@ def _last(graph: Dataflow, tensor: str) -> Operator | None:
 
 
 def _ends(graph: Dataflow, tensor: str) -> Iterator[Operator]:
-    """The operators that a tensor comes of, the last that computes first, up to a weighted one."""
+    """Yield the operators before a tensor, from the last that computes up to one with weights."""
     op = _last(graph, tensor)
     while op is not None:
         yield op
@@ -295,15 +292,15 @@ _INTEGERS: Final = frozenset({"int64", "int32", "uint8", "int8", "uint16", "int1
 _HEAT_MAPS: Final = re.compile(
     r"(?i:(?<![a-z])heat|heat_?map|key_?point|landmark)|(?<![A-Za-z])(?i:pose)(?![a-z])|Pose(?![a-z])"
 )
-"""What heat maps are called, and a Transpose is not."""
+"""Pattern of names of heat maps, which does not match Transpose."""
 
 
 def find_kind(
     asked: AskedTask, shape: tuple[int | str, ...], last: Operator | None, *, are_labels: bool
 ) -> TaskKind:
-    """Infer the task from the shape of the answer and the operator that it ends with.
+    """Infer the task from the shape of the answer and its last operator.
 
-    ``are_labels`` says that this is an activation that gives each column a yes or no.
+    ``are_labels`` is true if ``last`` is an activation that makes each column a yes or no.
     """
     if asked.kind != "auto":
         return asked.kind
@@ -324,15 +321,15 @@ def find_kind(
 
 
 def warn_of_heat_maps(output: str, shape: tuple[int | str, ...], ends: Iterable[Operator]) -> None:
-    """Say so where what was taken for classes of pixels looks like heat maps.
+    """Warn if an answer that is taken for classes of pixels looks like heat maps.
 
-    ``ends`` are the operators that the answer comes of, the last one first. Channels that each end
-    with a Sigmoid do not compete for a pixel, as classes do.
+    ``ends`` are the operators before the answer, the last one first. Channels that each end with a
+    Sigmoid do not compete for a pixel, as classes do.
     """
     ends = list(ends)
     named = next((n for n in (output, *(op.name for op in ends)) if _HEAT_MAPS.search(n)), None)
     if named is not None:
-        why = f"{named!r} is what heat maps are called"
+        why = f"{named!r} is a name of heat maps"
     elif ends and ends[0].kind in SIGMOIDS:
         why = f"it ends with {ends[0].kind}, so that channels do not compete for a pixel"
     else:
@@ -351,7 +348,7 @@ def describe_answer(
 ) -> Answer:
     """Describe an answer of another task than classification; ModelError if it does not fit.
 
-    ``picked`` is what a last ArgMax reads: where there is one, the answer is numbers of classes.
+    ``picked`` is the input of a final ArgMax; with one, the answer is class numbers.
     """
     kind = task.kind
     axis = 2 if kind == "token-classification" else 1
@@ -383,7 +380,7 @@ _RANKS: Final[dict[TaskKind, int]] = {
     "segmentation": 4,
     "pose": 4,
 }
-"""Dimensions of an answer before its classes are picked."""
+"""Number of dimensions of an answer before its classes are picked."""
 _NUMBERED: Final = frozenset({"token-classification", "segmentation"})
 _EXPECTED: Final[dict[TaskKind, str]] = {
     "classification": "floating-point [batch, classes]",
@@ -396,15 +393,15 @@ _EXPECTED: Final[dict[TaskKind, str]] = {
 
 
 _AXES = {3: 2, 4: 1}
-"""Where the classes are, by the number of dimensions: of tokens, and of pixels."""
+"""Axis of the classes by the number of dimensions: of tokens, and of pixels."""
 _MOST_IN_A_BYTE = 256
 
 
 def answer_with_classes(proto: onnx.ModelProto) -> None:
-    """Let a model of one output answer with the classes of its tokens or pixels, in place.
+    """Make a model of one output answer with the classes of its tokens or pixels, in place.
 
-    The output keeps its name; it becomes uint8, or int32 of more than 256 classes. ModelError if it
-    is not [batch, tokens, classes] or [batch, classes, height, width] of floating-point numbers.
+    The output keeps its name. It becomes uint8, or int32 for more than 256 classes. ModelError if
+    it is not floating-point [batch, tokens, classes] or [batch, classes, height, width].
     """
     graph = proto.graph
     (output,) = graph.output

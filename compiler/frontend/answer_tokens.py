@@ -1,11 +1,12 @@
-"""Decoders that answer with one token: the model is reduced to some tokens behind the last one.
+"""Decoders that answer with one token: the model is reduced to the logits of a few tokens.
 
-A decoder [batch, tokens, vocabulary] that is asked for yes or no needs neither its cache, nor the
-other places, nor the other words. Checking exits against 128,000 words at every layer is what made
-those of Llama lose at batch 1 (E3, 5.1.3); against two it is nothing. The reduced model's answer is
-[batch, answers], equal to those columns of the source at the last real token, which is tried.
+A decoder [batch, tokens, vocabulary] that answers yes or no needs neither its cache, nor the logits
+of other positions, nor those of other words. Checking exits against 128,000 words at every layer
+made exits of Llama slower than the model at batch 1 (E3, 5.1.3); against two words the cost is
+negligible. The reduced model's answer is [batch, answers]. It equals those columns of the source at
+the last real token.
 
-The reduced form is compared with the model as given on made prompts.
+The reduced form is compared with the original model on generated prompts.
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ from offramp.engine.answers.differences import compare
 _log = logging.getLogger(__name__)
 
 _LOGITS = "logits"
-"""What exporters of decoders call the output."""
+"""Name that exporters of decoders use for the output."""
 _SEEN_THROUGH = ELEMENTWISE | {"Reshape", "Slice"}
-"""Operators that may stand between the projection to the vocabulary and the output."""
+"""Operators that may follow the projection to the vocabulary."""
 
 
 def answer_with_tokens(proto: onnx.ModelProto, tokens: Sequence[int], answer: str | None) -> None:
-    """Reduce a decoder, in place, to its logits of some tokens behind the last one that counts.
+    """Reduce a decoder, in place, to its logits of some tokens at the last position that counts.
 
-    ``tokens`` are the columns of the answer, in their order; ``answer`` names the output, where it
-    is not ``logits``. ModelError where the tokens are not distinct ids of the vocabulary, or the
-    model has no such output, a fused cache, or another answer once it is reduced.
+    ``tokens`` are the columns of the answer, in order; ``answer`` names the output if it is not
+    ``logits``. ModelError if the tokens are not distinct ids of the vocabulary, or the model has no
+    such output, a fused cache, or another answer once it is reduced.
     """
     _check_distinct(tokens)
     check_no_fused_cache(proto)
@@ -73,11 +74,11 @@ def answer_with_tokens(proto: onnx.ModelProto, tokens: Sequence[int], answer: st
     remove_unused(proto)
     _check_rank(proto, output)
     made = make_prompts(proto, prompts)
-    wanted = source_answers(proto, made, tokens)  # before the graph is another
+    wanted = source_answers(proto, made, tokens)  # before the graph changes
     dropped = drop_cache(proto, prompts.tokens)
     _share_size(proto, prompts)
     remove_unused(proto)
-    # Types are inferred beside: what the model states inside is no longer true behind this.
+    # Types are inferred on a copy: the model's stated shapes are no longer true after this.
     stated = copied(proto)
     forget_shapes(stated.graph)
     annotate(stated)
@@ -85,8 +86,8 @@ def answer_with_tokens(proto: onnx.ModelProto, tokens: Sequence[int], answer: st
     del stated
     difference = check_equal(proto, made, wanted)
     _log.info(
-        "%s is reduced to the tokens %s behind the last one%s; equal on %d prompts of %d lengths "
-        "(largest difference %.1e of its scale)",
+        "%s is reduced to the logits of tokens %s after the last one%s; equal on %d prompts of "
+        "%d lengths (largest difference %.1e of its scale)",
         output,
         ", ".join(map(str, tokens)),
         f", without {dropped} inputs of a cache" if dropped else "",
@@ -107,7 +108,7 @@ def _check_distinct(tokens: Sequence[int]) -> None:
     twice = [t for i, t in enumerate(tokens) if t in tokens[:i]]
     if twice:
         raise ModelError(
-            f"--answer-tokens: {twice[0]} is there twice; each token is an answer of its own, name "
+            f"--answer-tokens: {twice[0]} is named twice; each token is a separate answer, name "
             "it once"
         )
 
@@ -120,7 +121,7 @@ def _name_sizes(proto: onnx.ModelProto) -> None:
 
 
 def _find_output(proto: onnx.ModelProto, answer: str | None) -> str | None:
-    """Choose the output: the one that was named, ``logits``, or the one that is no cache."""
+    """Return the named output, ``logits``, or the only output that is no cache."""
     if answer is not None:
         return answer
     names = [info.name for info in proto.graph.output]
@@ -143,7 +144,7 @@ def _check_rank(proto: onnx.ModelProto, output: str) -> None:
 
 
 def _share_size(proto: onnx.ModelProto, prompts: PromptInputs) -> None:
-    """Have mask and positions be as long as the prompts, where a past was to be counted too."""
+    """Make mask and positions as long as the prompts, if they were to count a past, too."""
     infos = {info.name: info for info in proto.graph.input}
     sizes = infos[prompts.tokens].type.tensor_type.shape.dim
     for name, info in infos.items():
@@ -153,7 +154,7 @@ def _share_size(proto: onnx.ModelProto, prompts: PromptInputs) -> None:
 
 
 class _Reduction:
-    """A decoder's graph while its end is made smaller."""
+    """A decoder's graph while its end is reduced."""
 
     def __init__(
         self,
@@ -191,9 +192,9 @@ class _Reduction:
         self._finish(len(tokens))
 
     def _columns_of(self, tokens: Sequence[int]) -> dict[tuple[str, str], str]:
-        """Cut what is constant between the projection and the output to the columns of tokens.
+        """Reduce constants between the projection and the output to the columns of tokens.
 
-        Gives what is read instead, by the first tensor of the operator and what it reads.
+        Returns the new input, by the operator's first output and its original input.
         """
         vocabulary = self._rows.width(self._output)
         pending, done = [self._output], set[str]()
@@ -228,12 +229,12 @@ class _Reduction:
         return (
             f"output {self._output!r} has no projection to the vocabulary that can be cut: found "
             f"{found}, expected a MatMul or Gemm with constant weights, and only element by "
-            "element behind it; export the decoder with its logits as the output, in float32 or "
+            "element after it; export the decoder with its logits as the output, in float32 or "
             "float16"
         )
 
     def _taken(self, tensor: str, axis: int, tokens: Sequence[int]) -> str:
-        """Take the columns of tokens from a constant, whether it is given or computed."""
+        """Take the columns of tokens from a constant, stored or computed."""
         ids, name = np.array(tokens, np.int64), f"{tensor}/tokens"
         while name in self._weights:
             name += "'"
@@ -249,7 +250,7 @@ class _Reduction:
         return self._add("Gather", [tensor, self._constant(f"{name}/ids", ids)], name, axis=axis)
 
     def _last_token(self) -> str:
-        """Add the place of the last token that counts, int64 [batch, 1, 1]."""
+        """Add the position of the last token that counts, int64 [batch, 1, 1]."""
         prefix, mask = f"{self._output}/last", self._prompts.mask
         read = mask or self._prompts.tokens
         self._add("Shape", [read], f"{prefix}/shape")
@@ -264,7 +265,7 @@ class _Reduction:
             places = self._add("Expand", [place, batch], f"{prefix}/places")
             return self._add("Reshape", [places, target], f"{prefix}/index")
         places = self._add("Range", [zero, length, one], f"{prefix}/places")
-        # In single precision, as not every runtime reduces integers; it is exact up to 16 million.
+        # In single precision, as not every runtime reduces integers; exact up to 16 million.
         counted = self._add("Cast", [mask], f"{prefix}/mask", to=TensorProto.FLOAT)
         numbers = self._add("Cast", [places], f"{prefix}/numbers", to=TensorProto.FLOAT)
         weighted = self._add("Mul", [counted, numbers], f"{prefix}/weighted")
@@ -282,7 +283,7 @@ class _Reduction:
         last: str,
         answers: int,
     ) -> onnx.NodeProto:
-        """Give an operator as it is for one token of each sample."""
+        """Return an operator changed to run on one token of each sample."""
         node = copied(op.proto)
         for i, tensor in enumerate(node.input):
             if (op.writes[0], tensor) in columns:
@@ -301,13 +302,13 @@ class _Reduction:
         return node
 
     def _is_border(self, tensor: str) -> bool:
-        """Whether a tensor holds all tokens, and is computed before the last one is gathered."""
+        """Return whether a tensor holds all tokens and is computed before the last is gathered."""
         maker = self._flow.producers.get(tensor)
         inside = maker is not None and maker.writes[0] in self._behind
         return not inside and self._rows.rows_of(tensor) is not None
 
     def _finish(self, answers: int) -> None:
-        """Name the answer [batch, answers] as the output was, and forget the shapes of before."""
+        """Restore the output's name for the answer [batch, answers], and remove outdated shapes."""
         graph, inner = self._graph, f"{self._output}/one_token"
         rename_tensor(graph, self._output, inner)
         axis = self._constant(f"{self._output}/axis", np.array([1], np.int64))
@@ -338,35 +339,35 @@ _WIDTHS = (3, 8, 13)
 _PROMPTS = 6
 """Prompts of a batch."""
 _NAMED = 4
-"""Tokens that a message names at most."""
+"""Largest number of tokens that a message names."""
 _LOOKED_AT = 1000
-"""Samples whose ends are looked at."""
+"""Number of samples whose last tokens are read."""
 _A_RUN = 3
-"""So many times the same token at the end is padding, and no prompt's own."""
+"""Repetitions of the last token that count as padding."""
 
 
 class PromptInputs(NamedTuple):
-    """The inputs of a decoder that hold prompts."""
+    """Inputs of a decoder that hold prompts."""
 
     tokens: str
-    """[batch, tokens] of ids, or [batch, tokens, width] of what stands for them."""
+    """Name of the input [batch, tokens] of ids, or [batch, tokens, width] of embeddings."""
     mask: str | None
-    """[batch, tokens], 1 where a token counts."""
+    """Name of the input [batch, tokens], which is 1 where a token counts."""
 
 
 class PromptBatch(NamedTuple):
-    """Some prompts, padded to one length."""
+    """A batch of prompts, padded to one length."""
 
     feeds: Mapping[str, NDArray[Any]]
-    """By input; a past of length 0 among them, where the model takes one."""
+    """Arrays by input, with a past of length 0 if the model takes one."""
     last: NDArray[np.intp]
-    """By prompt, the place of its last token that counts."""
+    """Position of the last token that counts, by prompt."""
     width: int
-    """Length that they are padded to."""
+    """Length that the prompts are padded to."""
 
 
 def find_prompts(proto: onnx.ModelProto) -> PromptInputs:
-    """Find the input with the tokens, and the mask; ModelError if no input can be the former."""
+    """Find the input with the tokens, and the mask; ModelError if no input holds tokens."""
     ranks = {
         info.name: len(info.type.tensor_type.shape.dim)
         for info in proto.graph.input
@@ -385,10 +386,10 @@ def find_prompts(proto: onnx.ModelProto) -> PromptInputs:
 
 
 def check_lengths(inputs: Sequence[TensorSpec], data: Dataset) -> None:
-    """Refuse prompts that end with padding, by a DataError, where no input is a mask.
+    """Raise DataError for prompts that end with padding if no input is a mask.
 
-    The last position answers then, whatever stands there. Padding is taken to be a token that many
-    times in a row, and differently often, ends the first samples.
+    Without a mask the last position answers, even if it is padding. A token counts as padding if it
+    ends some of the first samples several times in a row, and in different numbers.
     """
     if any("mask" in spec.name.lower() and len(spec.shape) == 2 for spec in inputs):
         return
@@ -403,15 +404,15 @@ def check_lengths(inputs: Sequence[TensorSpec], data: Dataset) -> None:
             if len(runs) > 1:
                 raise DataError(
                     f"prompts differ in length: `{spec.name}` ends with the token {token} "
-                    f"{runs[0]} to {runs[-1]} times, and no input is a mask that says which tokens "
-                    "count; export the decoder with attention_mask, or give prompts of one length"
+                    f"{runs[0]} to {runs[-1]} times, and no input is a mask of the tokens that "
+                    "count; export the decoder with attention_mask, or use prompts of one length"
                 )
 
 
 def make_prompts(proto: onnx.ModelProto, inputs: PromptInputs) -> list[PromptBatch]:
     """Make random prompts of several lengths, padded on the right and on the left.
 
-    Without a mask all of a batch have one length.
+    Without a mask all prompts of a batch have the same length.
     """
     rng = np.random.default_rng(0)
     infos = {info.name: info.type.tensor_type.shape.dim for info in proto.graph.input}
@@ -477,7 +478,7 @@ def _padded(
 def source_answers(
     proto: onnx.ModelProto, batches: Sequence[PromptBatch], tokens: Sequence[int]
 ) -> list[NDArray[Any]]:
-    """Give the logits of some tokens behind the last one: by batch, [prompts, tokens].
+    """Return per batch the logits [prompts, tokens] of some tokens at the last position.
 
     ModelError if the model fails, its one output has another form, or the tokens are not in it.
     """
@@ -489,7 +490,7 @@ def source_answers(
             raise ModelError(
                 f"output {output!r} has shape {shape} for {len(batch.last)} prompts of "
                 f"{batch.width} tokens, expected [batch, tokens, vocabulary]: export the decoder "
-                "with the logits of all places, or name their output by --answer"
+                "with the logits of all positions, or name their output by --answer"
             )
         outside = [token for token in tokens if not 0 <= token < shape[2]]
         if outside:
@@ -506,9 +507,9 @@ def source_answers(
 def check_equal(
     proto: onnx.ModelProto, batches: Sequence[PromptBatch], wanted: Sequence[NDArray[Any]]
 ) -> float:
-    """Compare a reduced model's one output with what the source answers.
+    """Compare a reduced model's one output with the answers of the source.
 
-    Gives the largest relative difference; ModelError if it is more than rounding.
+    Returns the largest relative difference; ModelError if it exceeds rounding.
     """
     output, allowed = proto.graph.output[0].name, rounding_of(proto).batches
     worst = 0.0
@@ -516,7 +517,7 @@ def check_equal(
         difference = compare(values[output], right)
         if not difference.share <= allowed:
             raise ModelError(
-                "the logits of the answers' tokens alone differ from the model's by "
+                "the reduced logits of the answers' tokens differ from the model's by "
                 f"{difference.describe()}; {allowed:.0e} is allowed. This is a defect, report it "
                 "with the model"
             )

@@ -1,14 +1,14 @@
-"""Sizes of a model's inputs: the batch, which is made free, and free ones that its graph fixes.
+"""Sizes of a model's inputs: the batch is made symbolic; sizes that the graph fixes are found.
 
-Exporters that trace a model bake the length of the example into constants, mostly into those of
-Reshape. ONNX Runtime then runs the model at this length alone, although the file declares it free.
+Exporters that trace a model bake the length of the example into constants, mostly those of Reshape.
+ONNX Runtime then runs the model at this length only, although the file declares the length free.
 
-Choices that a model makes once for a whole batch, by the data of its samples, are refused by name.
-An ``If`` takes one branch for all rows. Where its condition depends on data, as in a BranchyNet
-that was exported with its own exit, a sample's answer depends on the other samples of its batch,
-and where the choice is rare, a few rows that are run do not show it. So the graph is followed: what
-of a tensor depends on data of its own row alone, and what on several rows, or on one row for all.
-Sums of several rows are left to :mod:`.graphs.row_mixing`, which runs them: they show at once.
+A model that chooses once for a whole batch, by the data of its samples, is refused, and the error
+names the operator. An ``If`` takes one branch for all rows. If its condition depends on data, as in
+a BranchyNet that was exported with its own exit, a sample's answer depends on the other samples of
+its batch. Running a few rows does not show a choice that is rare. So the graph is followed: each
+tensor depends on data of its own row alone, of several rows, or of one row for all. Sums of several
+rows are left to :mod:`.graphs.row_mixing`, which runs them: they always show.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ from offramp.compiler.graphs.shapes import (
 from offramp.engine.answers.differences import compare
 
 _COMMON: Final = (8, 32, 64, 128, 224, 256, 384, 512)
-"""Sizes that are tried after those that constants of the graph name."""
+"""Sizes that are tried after those that occur in the graph's constants."""
 _TRIED: Final = 24
 _LARGEST: Final = 4096
 _SHORT: Final = 8
-"""Elements of a constant that may be a shape."""
+"""Largest number of elements of a constant that may be a shape."""
 
 
 def free_batch(proto: onnx.ModelProto) -> None:
     """Name dimension 0 of every graph input ``batch``, in place, and repair what was fixed to it.
 
-    After the repair rows are run at another batch size, and compared with the original. Whatever
-    the batch was, nothing may be chosen for all rows by data of some (:mod:`.batch`),
-    and rows alone and together have to agree (:mod:`.graphs.row_mixing`). ModelError if an input
-    has no batch dimension, the model cannot be made to work at another batch size, or rows change
-    each other's answers.
+    After the repair, rows are run at another batch size and compared with the original. In every
+    case nothing may be chosen for all rows by data of some (:mod:`.batch`), and rows alone and
+    together have to agree (:mod:`.graphs.row_mixing`). ModelError if an input has no batch
+    dimension, the model cannot be made to work at another batch size, or rows change each other's
+    answers.
     """
     old = fixed_size(proto)
     original = None if old is None else copied(proto)
@@ -73,7 +73,7 @@ def free_batch(proto: onnx.ModelProto) -> None:
         repair(proto, old)
         forget_shapes(proto.graph)
     rename_batch(proto.graph)
-    annotate(proto)  # ONNX Runtime folds by the shapes that a model states, stale ones too
+    annotate(proto)  # ONNX Runtime folds constants by the stated shapes, even outdated ones
     if original is not None and old is not None:
         _check_freed(original, proto, old)
     check_conditions(proto)
@@ -117,7 +117,7 @@ def rename_batch(graph: onnx.GraphProto) -> None:
 
 
 def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) -> None:
-    """Compare rows at another batch size with what the original gives them at its own."""
+    """Compare rows at another batch size with the original's answers at its own."""
     remedy = f"the batch size was fixed at {old} and cannot be made dynamic; {REMEDY}"
     rows = 3 * old
     feeds = random_inputs(freed, rows)
@@ -127,7 +127,7 @@ def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) ->
         wanted = [before.run(part) for part in parts]
     except RuntimeError as error:
         raise ModelError(
-            f"the model as it is fails on random inputs ({describe_shapes(parts[0])}), which tell "
+            f"the original model fails on random inputs ({describe_shapes(parts[0])}), which test "
             f"whether its batch of {old} can be made dynamic; export it with a dynamic first "
             f"dimension, or with all other sizes fixed. ONNX Runtime says: {error}"
         ) from error
@@ -146,13 +146,13 @@ def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) ->
         if not difference.share <= rounding_of(freed).batches:
             _name_mixing(freed, remedy)
             raise ModelError(
-                f"{remedy}. Output {name!r} of {rows} samples differs from what the model gives "
+                f"{remedy}. Output {name!r} of {rows} samples differs from the model's answers to "
                 f"{old} at a time, by {difference.describe()}"
             )
 
 
 def _name_mixing(freed: onnx.ModelProto, remedy: str) -> None:
-    """Name the operators that mix rows, if it is these that keep a batch from being freed."""
+    """Raise ModelError naming the operators that mix rows, if these keep the batch fixed."""
     try:
         check_rows(freed)
     except ModelError as error:
@@ -160,10 +160,10 @@ def _name_mixing(freed: onnx.ModelProto, remedy: str) -> None:
 
 
 def fix_baked_sizes(proto: onnx.ModelProto) -> str:
-    """Fix the free sizes of the inputs, in place, where the model runs at one size alone.
+    """Fix the free sizes of the inputs, in place, if the model runs at one size only.
 
-    Returns what was found, for people; empty where the free sizes are left as they are. All free
-    sizes but the batch are tried with the same number.
+    Returns a description for users; empty if the free sizes stay as they are. All free sizes but
+    the batch are tried with the same number.
     """
     trial = copied(proto)
     if fixed_size(trial) is None:
@@ -173,7 +173,7 @@ def fix_baked_sizes(proto: onnx.ModelProto) -> str:
         return ""
     try:
         runner = GraphRunner(trial)
-    except RuntimeError:  # whoever loads it next names the reason
+    except RuntimeError:  # the next load names the reason
         return ""
     if _runs(runner, trial):
         return ""
@@ -183,7 +183,7 @@ def fix_baked_sizes(proto: onnx.ModelProto) -> str:
             dim.dim_value = size
         if _runs(runner, trial):
             found.append(size)
-        if len(found) > 1:  # not fixed: whatever fails has another reason
+        if len(found) > 1:  # not fixed: the failure has another reason
             return ""
     if not found:
         return ""
@@ -223,7 +223,7 @@ def _runs(runner: GraphRunner, proto: onnx.ModelProto) -> bool:
 
 
 def _candidates(proto: onnx.ModelProto) -> list[int]:
-    """Return the sizes to try: what short integer constants hold, the most frequent first."""
+    """Return the sizes to try: values of short integer constants, the most frequent first."""
     constants = list(proto.graph.initializer)
     constants += [a.t for n in proto.graph.node if n.op_type == "Constant" for a in n.attribute]
     counts: Counter[int] = Counter()
@@ -238,26 +238,26 @@ Shape: TypeAlias = "tuple[int | str, ...]"
 
 
 class Level(IntEnum):
-    """What the values of a tensor, or its sizes, depend on."""
+    """Kind of data that the values or sizes of a tensor depend on."""
 
     FIXED = 0
     """Constants, and sizes of inputs."""
     ROWS = 1
-    """Data: of each row for itself, as far as the graph tells."""
+    """Data of each row separately, as far as the graph shows."""
     COUNTED = 2
-    """How many elements of several rows are chosen, as ``NonZero`` does."""
+    """Number of chosen elements of several rows, as with ``NonZero``."""
     MIXED = 3
     """Data of several rows, or of one row for all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
-    """What a tensor depends on."""
+    """Dependence of a tensor on its graph's inputs."""
 
     values: Level = Level.FIXED
     sizes: Level = Level.FIXED
     mixed_by: str = ""
-    """The operator that makes one of several rows, where one does."""
+    """Label of the operator that combines several rows, if one does."""
 
 
 FIXED: Final = Dependence()
@@ -266,26 +266,26 @@ _DISCRETE: Final = frozenset({
     "Equal", "Floor", "Greater", "GreaterOrEqual", "Hardmax", "IsInf", "IsNaN", "Less",
     "LessOrEqual", "NonZero", "Not", "Or", "Round", "Sign", "Unique", "Xor",
 })  # fmt: skip
-"""Operators whose result jumps: rows that are run may all be on one side."""
+"""Operators with a discontinuous result: all rows that are run may be on one side."""
 _GATES: Final = frozenset({
     "Celu", "Clip", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max",
     "Min", "Mish", "Pow", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Swish", "Tanh",
     "ThresholdedRelu",
 })  # fmt: skip
-"""Operators whose result may stay the same for most values, and change for few."""
+"""Operators whose result may be constant for most values, and change for few."""
 _STEERED: Final[Mapping[str, tuple[int, ...]]] = {
     "Compress": (1,), "ConstantOfShape": (0,), "Expand": (1,), "Gather": (1,),
     "GatherElements": (1,), "GatherND": (1,), "OneHot": (0, 1), "Pad": (1,), "Range": (0, 1, 2),
     "Reshape": (1,), "Resize": (2, 3), "ScatterElements": (1,), "ScatterND": (1,),
     "Slice": (1, 2, 3, 4), "Split": (1,), "Tile": (1,), "TopK": (1,), "Trilu": (1,), "Where": (0,),
 }  # fmt: skip
-"""Inputs by which operators choose places or sizes."""
+"""Inputs by which operators choose positions or sizes."""
 _SIZED_BY: Final = frozenset({"ConstantOfShape", "Expand", "Range", "Reshape", "Resize", "Tile"})
-"""Operators of which such an input says how large, and not what, the result is."""
+"""Operators with such an input that decides the size, and not the values, of the result."""
 _CHOOSING: Final = frozenset({"If", "Loop", "Where"})
 _COUNTING: Final = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 _SHAPING: Final = frozenset({"Cast", "Concat", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Operators that a count goes through on its way to be a size."""
+"""Operators that a count may pass through before it is a size."""
 _ALONG: Final = frozenset({
     "ArgMax", "ArgMin", "CumSum", "Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK",
 })  # fmt: skip
@@ -302,7 +302,7 @@ _REMEDY: Final = (
 
 
 def check_conditions(proto: onnx.ModelProto) -> None:
-    """Follow what conditions, places and sizes depend on, in a model with a symbolic batch.
+    """Check what conditions, positions and sizes depend on, in a model with a symbolic batch.
 
     Raises:
         ModelError: The model chooses for a whole batch by data of its samples.
@@ -318,7 +318,7 @@ def check_conditions(proto: onnx.ModelProto) -> None:
 
 
 class _Followed:
-    """A graph, or the body of an operator, that is followed from what its inputs depend on."""
+    """Dependences in a graph or the body of an operator, followed from its inputs."""
 
     def __init__(
         self,
@@ -333,7 +333,7 @@ class _Followed:
         self._types = types
 
     def run(self) -> list[Dependence]:
-        """Return what each output depends on."""
+        """Return the dependence of each output."""
         for op in self._flow.operators:
             read = [self._known.get(name, FIXED) for name in op.reads]
             self._check(op)
@@ -365,7 +365,7 @@ class _Followed:
                 yield tensor, self._known.get(tensor, FIXED)
 
     def _is_one_for_all(self, tensor: str) -> bool:
-        """Whether a tensor has no value for each row."""
+        """Return whether a tensor has no separate value for each row."""
         shape = shape_of(self._types, tensor)
         return shape is not None and UNKNOWN not in shape and not _batch_axes(shape)
 
@@ -380,7 +380,7 @@ class _Followed:
         return found is not None and found.elem_type in _WHOLE_NUMBERS
 
     def _through(self, op: Operator, body: onnx.GraphProto) -> list[Dependence]:
-        """Follow a body, until what it carries from turn to turn depends on nothing more."""
+        """Follow a body until the dependences of its carried values no longer change."""
         weights = {**self._weights, **{tensor.name: tensor for tensor in body.initializer}}
         first, states = _states(op, body)
         reads = [self._known.get(name, FIXED) for name in op.proto.input]
@@ -400,11 +400,11 @@ class _Followed:
             given = again
 
     def _given(self, op: Operator, tensor: str, read: Dependence) -> Dependence:
-        """Return what a tensor depends on that an operator makes of what it reads."""
+        """Return the dependence of a tensor that an operator makes from its inputs."""
         if op.kind in ("Shape", "Size"):
             return Dependence(values=read.sizes, mixed_by=read.mixed_by if read.sizes else "")
         if op.kind == "DynamicQuantizeLinear" and tensor != op.writes[0]:
-            return FIXED  # how rows round by the range of others is measured and counted
+            return FIXED  # rounding by the range of other rows is measured and counted elsewhere
         values, sizes = read.values, read.sizes
         if op.kind in _SIZED_BY:
             steering = {op.proto.input[i] for i in _STEERED[op.kind] if i < len(op.proto.input)}
@@ -421,9 +421,9 @@ class _Followed:
         return Dependence(values=values, sizes=sizes, mixed_by=read.mixed_by)
 
     def _counts(self, op: Operator) -> bool:
-        """Whether an operator counts elements that are chosen, for the size of what replaces them.
+        """Return whether an operator counts chosen elements, for the size of their replacement.
 
-        It is what torch's exporter makes of ``y[y < 0] = 0``.
+        torch's exporter makes this of ``y[y < 0] = 0``.
         """
         cast = self._flow.producers.get(op.proto.input[0])
         if op.kind != "ReduceSum" or cast is None or cast.kind != "Cast":
@@ -433,7 +433,7 @@ class _Followed:
         return chosen and self._is_size(op.writes[0])
 
     def _is_size(self, tensor: str) -> bool:
-        """Whether a tensor serves as nothing but the size of what is repeated."""
+        """Return whether a tensor is used for nothing but the size of something repeated."""
         users = self._flow.consumers.get(tensor, ())
         for op in users:
             places = [place for place, name in enumerate(op.proto.input) if name == tensor]
@@ -444,7 +444,7 @@ class _Followed:
         return bool(users) and tensor not in self._flow.outputs
 
     def _mixes(self, op: Operator, tensor: str) -> bool:
-        """Whether values of single rows become values of several, or of one for all."""
+        """Return whether values of single rows become values of several, or of one for all."""
         shape = shape_of(self._types, tensor)
         if shape is not None and UNKNOWN not in shape and _batch_axes(shape) != 1:
             return True
@@ -457,7 +457,7 @@ class _Followed:
         return self._mixes_along(op, places[0], source, shape)
 
     def _mixes_along(self, op: Operator, batch: int, source: Shape, shape: Shape | None) -> bool:
-        """Whether an operator computes along axis ``batch`` of what it reads first."""
+        """Return whether an operator computes along axis ``batch`` of its first input."""
         told = {a.name: a.i for a in op.proto.attribute if a.type == onnx.AttributeProto.INT}
         if op.kind in _ALONG:
             return self._axis(op, told) % len(source) == batch
@@ -468,7 +468,7 @@ class _Followed:
         return op.kind == "Slice" and self._takes_some(op, batch, source, shape)
 
     def _reduces_all(self, op: Operator) -> bool:
-        """Whether a reduction has no axes, so that it takes all."""
+        """Return whether a reduction has no axes, so that it reduces all."""
         told = {a.name for a in op.proto.attribute}
         return not {"axes", "noop_with_empty_axes"} & told and not any(op.proto.input[1:])
 
@@ -479,7 +479,7 @@ class _Followed:
         return told.get("axis", 0 if op.kind in ("ArgMax", "ArgMin") else -1)
 
     def _takes_some(self, op: Operator, axis: int, source: Shape, shape: Shape | None) -> bool:
-        """Whether a slice leaves rows out, or turns them round."""
+        """Return whether a slice drops rows or reverses their order."""
         if shape is not None and shape[axis] != source[axis]:
             return True
         axes, steps = (
@@ -491,17 +491,19 @@ class _Followed:
         return any(i == axis and step < 0 for i, step in zip(along, steps.tolist(), strict=False))
 
     def _refusal(self, op: Operator, tensor: str, found: Dependence) -> ModelError:
-        entered = f", which {found.mixed_by} makes of several samples" if found.mixed_by else ""
+        entered = (
+            f", which {found.mixed_by} computes from several samples" if found.mixed_by else ""
+        )
         user = self._user(op)
-        leads = f", and {user.label} goes by it" if user is not None else ""
+        leads = f", and {user.label} depends on it" if user is not None else ""
         return ModelError(
             f"{op.label} chooses for a whole batch by the data of its samples, at "
-            f"{tensor!r}{entered}{leads}: a sample might be answered otherwise among others; "
+            f"{tensor!r}{entered}{leads}: a sample's answer might depend on other samples;  "
             f"{_REMEDY}"
         )
 
     def _user(self, op: Operator) -> Operator | None:
-        """Find the first operator after another that takes one of several ways."""
+        """Find the first operator after another that takes one of several branches."""
         reached = set(op.writes)
         for later in self._flow.operators[op.index + 1 :]:
             if not reached.isdisjoint(later.reads):
@@ -517,14 +519,14 @@ class _Followed:
 
 
 def _states(op: Operator, body: onnx.GraphProto) -> tuple[int, int]:
-    """Return where the carried values are among a body's inputs, and how many they are."""
+    """Return the index of the first carried value among a body's inputs, and their number."""
     if op.kind == "Loop":
         return 2, len(body.input) - 2
     return 0, len(body.input) - integer(op.proto, "num_scan_inputs")
 
 
 def _joined(found: Sequence[Dependence]) -> Dependence:
-    """Join what several tensors depend on."""
+    """Return the joint dependence of several tensors."""
     if not found:
         return FIXED
     most = max(found, key=lambda each: (max(each.values, each.sizes), each.values))

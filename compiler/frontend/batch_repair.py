@@ -1,12 +1,10 @@
-"""Freeing a batch size that an export has fixed, so that a model takes any.
+"""Freeing a batch size that an export has fixed, so that a model takes any batch size.
 
-Exporters bake the size into the targets of ``Reshape`` and ``Expand``, into positions, first
-states and class tokens. So the graph is followed at two batch sizes at once, its own and a large
-prime: where the two part from what the batch would make of them, the operator is repaired. Whether
-the result computes the same is not believed but tried: rows are run against the original.
-
-The graph is followed at two batch sizes while it is changed (:class:`BatchEdits`), and so is where
-each tensor has its batch (:class:`BatchPlace`).
+Exporters bake the size into the targets of ``Reshape`` and ``Expand``, into positions, initial
+states and class tokens. So the graph is followed at two batch sizes together, its own and a large
+prime (:class:`BatchEdits`), and so is the position of the batch in each tensor
+(:class:`BatchPlace`). Where a shape does not follow the batch, the operator is repaired. The result
+is tested: rows are run and compared with the original.
 """
 
 from __future__ import annotations
@@ -40,16 +38,16 @@ REMEDY = (
 )
 _END = np.iinfo(np.int64).max
 _STATES = {"LSTM": (4, 5, 6), "GRU": (4, 5), "RNN": (4, 5)}
-"""Inputs with a size for every row: lengths, and first states."""
+"""Inputs with a size for every row: lengths, and initial states."""
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean")
 _LOGIC = ("Where", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Xor")
 
 
 class BatchEdits:
-    """A graph at its fixed batch size and at another, and the nodes and constants that are added.
+    """A graph at its fixed batch size and at another, and the added nodes and constants.
 
-    ``fixed`` and ``freed`` tell shapes and small values at ``old`` and ``rows`` samples; ``nodes``
-    are those of the new graph as far as it is done.
+    ``fixed`` and ``freed`` hold shapes and small values at ``old`` and ``rows`` samples; ``nodes``
+    are the nodes of the new graph so far.
     """
 
     def __init__(self, proto: onnx.ModelProto, batch: int) -> None:
@@ -70,9 +68,9 @@ class BatchEdits:
         length: int,
         computed: str = "",
     ) -> str:
-        """Give a vector with some entries replaced, whether it is constant or computed.
+        """Return a vector with some entries replaced, whether it is constant or computed.
 
-        By ``values``, or by the one of the tensor ``computed``.
+        The new entries are ``values``, or the one of the tensor ``computed``.
         """
         name, told = f"{node.output[0]}/freed", self.fixed.value(vector)
         if vector not in self.flow.variable and told is not None and not computed:
@@ -87,19 +85,19 @@ class BatchEdits:
         return self.add("Where", [self.constant(f"{name}/at", at), replaced, vector], name)
 
     def numbers(self, size: str, name: str) -> str:
-        """Count up to a size, which is a vector of one: 0, 1, 2 and so on."""
+        """Add the numbers 0, 1, 2 … below a size, which is a vector of one."""
         ends = [self.constant(f"{name}/{k}", np.array(v)) for k, v in (("0", 0), ("1", 1))]
         scalar = self.add("Squeeze", [size], f"{name}/scalar")
         return self.add("Range", [ends[0], scalar, ends[1]], f"{name}/count")
 
     def size_of(self, tensor: str, axis: int, name: str) -> str:
-        """Measure an axis of a tensor; a vector of one."""
+        """Add the size of a tensor's axis, a vector of one."""
         shape = self.add("Shape", [tensor], f"{name}/shape")
         at = self.constant(f"{name}/axis", np.array([axis], np.int64))
         return self.add("Gather", [shape, at], f"{name}/size")
 
     def first_row(self, tensor: str, axis: int, name: str) -> str:
-        """Take one row of what has the old number of them, as they are equal."""
+        """Take one row of a tensor with the old number of rows, which are all equal."""
         if self.old == 1:
             return tensor
         weights = self.weights.get(tensor)
@@ -107,14 +105,14 @@ class BatchEdits:
             value = array_of(weights)
             row = value.take([0], axis)
             if not np.array_equal(value, np.broadcast_to(row, value.shape)):
-                raise ValueError(f"its input {tensor!r} holds other values for every row")
+                raise ValueError(f"its input {tensor!r} holds different values by row")
             return self.constant(f"{name}/first", row)
         ends = [self.constant(f"{name}/{k}", np.array([v])) for k, v in (("a", 0), ("b", 1))]
         axes = self.constant(f"{name}/along", np.array([axis], np.int64))
         return self.add("Slice", [tensor, *ends, axes], f"{name}/first")
 
     def constant(self, name: str, value: NDArray[np.generic]) -> str:
-        """Add an initializer; gives its name."""
+        """Add an initializer; returns its name."""
         tensor = numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
         self.graph.initializer.append(tensor)
         self.fixed.give(tensor)
@@ -131,23 +129,23 @@ class BatchEdits:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlace:
-    """Where a tensor has its batch: an axis, and how much of that axis is slower than the batch."""
+    """Position of the batch in a tensor: its axis, and how much of the axis varies slower."""
 
     axis: int
     slower: int = 1
-    """In ``[tokens * batch, width]`` the tokens; 1 in ``[batch * heads, tokens, width]``."""
+    """Tokens in ``[tokens * batch, width]``; 1 in ``[batch * heads, tokens, width]``."""
 
 
 def scaled(shape: Shape, axis: int, old: int, rows: int) -> Shape:
-    """Give a shape of ``old`` rows as it is of ``rows``."""
+    """Return a shape of ``old`` rows changed to ``rows``."""
     return (*shape[:axis], shape[axis] // old * rows, *shape[axis + 1 :])
 
 
 def moved(place: BatchPlace, before: Shape, after: Shape, batch: int) -> BatchPlace | None:
     """Find where a reshape, which keeps the order of elements, puts the batch.
 
-    ``before`` and ``after`` are shapes at ``batch`` rows. The batch goes where as much is slower
-    than it as before; alone in front of its axis if it can be.
+    ``before`` and ``after`` are shapes at ``batch`` rows. In both, the same number of elements
+    varies slower than the batch; the batch is put in front of an axis of its own if possible.
     """
     slower = prod(before[: place.axis]) * place.slower
     outer = [prod(after[:axis]) for axis in range(len(after))]
@@ -162,7 +160,7 @@ def moved(place: BatchPlace, before: Shape, after: Shape, batch: int) -> BatchPl
 
 
 def repair(proto: onnx.ModelProto, batch: int) -> None:
-    """Mend, in place, what holds the fixed batch size; ModelError names what cannot be mended."""
+    """Repair operators with the fixed batch size, in place; ModelError names one that cannot be."""
     _Repair(proto, batch).run()
 
 
@@ -194,7 +192,7 @@ class _Repair(BatchEdits):
             except ValueError as error:
                 raise ModelError(
                     f"the batch size was fixed at {self.old}, and the operator{_named(op)} "
-                    f"({op.kind}, which gives {op.writes[0]!r}) cannot take another: {error}; "
+                    f"({op.kind}, which computes {op.writes[0]!r}) cannot take another: {error}; "
                     f"{REMEDY}"
                 ) from error
         refill(self.graph.node, self.nodes)
@@ -212,7 +210,7 @@ class _Repair(BatchEdits):
         self.nodes.append(node)
 
     def _locate(self, op: Operator) -> None:
-        """Find where the batch is in what an operator gives."""
+        """Find the batch in the outputs of an operator."""
         sources = [t for t in op.reads if t in self._places]
         for name in op.writes:
             before, after = self.fixed.shape(name), self.freed.shape(name)
@@ -233,7 +231,7 @@ class _Repair(BatchEdits):
         return BatchPlace(axis)
 
     def _assume(self, name: str, source: str) -> None:
-        """Believe what the model states of an operator that ONNX's inference does not know."""
+        """Use the model's stated type of an operator that ONNX's inference does not know."""
         stated, place = self._stated.get(name), self._places[source]
         read = self.fixed.shape(source)
         if stated is None or read is None or not _is_known(stated):
@@ -246,7 +244,7 @@ class _Repair(BatchEdits):
             self.freed.assume(name, stated.elem_type, shape)
             self._places[name] = place
 
-    # Repairs: each leaves the node such that it can be followed at another batch size.
+    # Each repair leaves the node in a form that can be followed at another batch size.
 
     def _reshape(self, node: onnx.NodeProto) -> None:
         data, target = node.input[0], node.input[1]
@@ -257,34 +255,34 @@ class _Repair(BatchEdits):
         found = moved(place, before, shape, self.old)
         if found is None:
             raise ValueError(
-                f"it makes {list(shape)} of {list(before)}, where no dimension can hold the batch"
+                f"it reshapes {list(before)} to {list(shape)}, where none can hold the batch"
             )
         wanted = scaled(shape, found.axis, self.old, self.rows)
-        with suppress(ValueError):  # other rows need not even divide by what the target states
+        with suppress(ValueError):  # other rows may not divide by the size that the target states
             self.freed.follow(node)
         if self.freed.shape(node.output[0]) != wanted:
             self._retarget(node, target, found.axis, shape)
         self._places[node.output[0]] = found
 
     def _retarget(self, node: onnx.NodeProto, target: str, axis: int, shape: Shape) -> None:
-        """Leave the batch open in a target: as 0 where it stays in its place, else as -1."""
+        """Leave the batch open in a target: 0 if it keeps its axis, else -1."""
         data, told = node.input[0], self.fixed.value(target)
         before, after = self.fixed.shape(data), self.freed.shape(data)
         if told is None or len(told) != len(shape) or before is None or after is None:
-            raise ValueError("what it makes of its input is computed in a way that is not known")
+            raise ValueError("its target shape is computed in an unknown way")
         open_axes = [i for i, size in enumerate(told) if size == -1 and i != axis]
         copies = axis < len(before) and before[axis] == shape[axis] and before[axis] != after[axis]
         values: dict[int, int] = {axis: 0 if copies else -1}
         rows = ""
         if not copies and open_axes and self._dynamic:
             if shape[axis] != self.old:
-                raise ValueError("two dimensions of what it gives are open")
+                raise ValueError("two dimensions of its output are open")
             rows = self.size_of(self.flow.inputs[0], 0, f"{node.output[0]}/rows")
         elif not copies and open_axes:
             values[open_axes[0]] = shape[open_axes[0]]
         if integer(node, "allowzero"):
             if 0 in shape:
-                raise ValueError("it gives a tensor without elements")
+                raise ValueError("its output has no elements")
             refill(node.attribute, [a for a in node.attribute if a.name != "allowzero"])
         node.input[1] = self.with_entries(node, target, values, len(shape), rows)
 
@@ -322,7 +320,7 @@ class _Repair(BatchEdits):
                 node.input[i] = self._fit(node, i, source, place.axis)
 
     def _elements(self, node: onnx.NodeProto) -> None:
-        """Give data or indices that are constant as many rows as the other has."""
+        """Extend constant data or indices to as many rows as the other input has."""
         for i, other in ((0, node.input[1]), (1, node.input[0])):
             if other in self._places and node.input[i] not in self._places:
                 node.input[i] = self._fit(node, i, other, self._places[other].axis)
@@ -339,9 +337,9 @@ class _Repair(BatchEdits):
     def _fit(
         self, node: onnx.NodeProto, i: int, source: str, axis: int, measured: int | None = None
     ) -> str:
-        """Give an input as many rows as ``source`` has, all like its first one.
+        """Extend an input to as many rows as ``source`` has, all equal to its first row.
 
-        Rows that count 0, 1, 2 … where a sample of each is picked go on counting.
+        Rows that count 0, 1, 2 … to pick one element of each sample continue the count.
         """
         tensor, name = node.input[i], f"{node.output[0]}/row{i}"
         shape = self.fixed.shape(tensor)
@@ -363,14 +361,14 @@ class _Repair(BatchEdits):
         return self.add("Expand", [row, target], name)
 
     def _counts(self, node: onnx.NodeProto, told: NDArray[np.generic]) -> bool:
-        """Whether values are the numbers of the rows."""
+        """Return whether values are the numbers of the rows."""
         if not _counts_rows(told):
             return False
         readers = self.flow.consumers.get(node.output[0], [])
         return told.size > 1 or any(op.kind == "GatherND" for op in readers)
 
     def _offsets(self, node: onnx.NodeProto) -> None:
-        """Let the offsets of rows in a flattened tensor, 0, S, 2 S …, go on with the batch."""
+        """Continue the offsets of rows in a flattened tensor, 0, S, 2 S …, with the batch."""
         adds = [op for op in self.flow.consumers.get(node.output[0], []) if op.kind == "Add"]
         picks = [r.kind for op in adds for r in self.flow.consumers.get(op.writes[0], [])]
         for i, tensor in enumerate(node.input):
@@ -384,7 +382,7 @@ class _Repair(BatchEdits):
         self._broadcast(node)
 
     def _broadcast(self, node: onnx.NodeProto) -> None:
-        """Take one row of operands that have as many as the batch had, and not the batch."""
+        """Take one row of operands whose size equals the old batch but is not the batch."""
         shape = self.fixed.shape(node.output[0])
         if self.old == 1 or shape is None:
             return
@@ -403,7 +401,7 @@ class _Repair(BatchEdits):
                     node.input[i] = self.first_row(tensor, axis, f"{node.output[0]}/row{i}")
 
     def _slice(self, node: onnx.NodeProto) -> None:
-        """Let a slice that takes the whole batch take the whole of any."""
+        """Make a slice that takes the whole batch take any whole batch."""
         data = node.input[0]
         place, before = self._places.get(data), self.fixed.shape(data)
         given = [self.fixed.value(t) if t else None for t in node.input[1:]]
@@ -438,7 +436,7 @@ class _Repair(BatchEdits):
             raise ValueError("it removes the dimension of the batch")
 
     def _resize(self, node: onnx.NodeProto) -> None:
-        """Read the batch off the input where the sizes state it."""
+        """Take the batch from the input if the sizes state it."""
         sizes = self.fixed.value(node.input[3]) if len(node.input) > 3 else None
         shape = self.fixed.shape(node.input[0])
         place = self._places.get(node.input[0])
@@ -451,7 +449,7 @@ class _Repair(BatchEdits):
             node.input[3] = self.add("Concat", [size, rest], name, axis=0)
 
     def _gather(self, node: onnx.NodeProto) -> None:
-        """Refuse to pick some rows; keep all where all are picked one by one."""
+        """Refuse to pick some rows; keep all if all are picked one by one."""
         place, before = self._places.get(node.input[0]), self.fixed.shape(node.input[0])
         told = self.fixed.value(node.input[1])
         axis = integer(node, "axis")
@@ -470,7 +468,7 @@ class _Repair(BatchEdits):
         node.input[1] = self._picks(node, first, np.array(within))
 
     def _gather_nd(self, node: onnx.NodeProto) -> None:
-        """Go on with the rows where constant indices pick the same of each row."""
+        """Extend constant indices that pick the same element of each row to all rows."""
         data, indices = node.input
         place, told = self._places.get(data), self.fixed.value(indices)
         if place is None or indices in self._places or told is None or place.axis:
@@ -483,7 +481,7 @@ class _Repair(BatchEdits):
             node.input[1] = self._picks(node, told[:1], step)
 
     def _picks(self, node: onnx.NodeProto, first: NDArray[Any], step: NDArray[Any]) -> str:
-        """Pick the same of each row, where the next one is picked a ``step`` further."""
+        """Pick the same element of each row; the index grows by ``step`` per row."""
         name = f"{node.output[0]}/picks"
         size = self.size_of(self.flow.inputs[0], 0, name)
         sizes = np.array([-1, *[1] * (first.ndim - 1)], np.int64)

@@ -1,14 +1,14 @@
-"""Preparation of places where a model may be cut: shapes are anchored, batches turned to the front.
+"""Preparation of places where a model may be cut: shapes are anchored, batches put in front.
 
 *Anchoring.* An export often measures a tensor once, ``Shape(hidden)``, and reshapes by that vector
-in every layer. Carried across a cut it would go stale, because the batch shrinks there. Where each
-size is a constant or a size of a graph input, the vector is computed from that input, which every
-later segment takes along, shrunk like the rest.
+in every layer. After a cut the vector would be outdated, because the batch shrinks there. If each
+size is a constant or a size of a graph input, the vector is computed from that input instead. Every
+later segment reads the input, which shrinks like the other tensors.
 
-*Turning.* Recurrent networks, and transformers as torch makes them by default, compute on
-[sequence, batch, width]. Rows leave a batch along the first dimension, so such a tensor cannot be
-carried from one stage to the next. Where it could be but for that, it is transposed and back again,
-and the cut is between the two; where no cut is made, they cancel, and ONNX Runtime drops both.
+*Turning.* Recurrent networks, and by default torch's transformers, compute on [sequence, batch,
+width]. Rows leave a batch along the first dimension, so such a tensor cannot be carried from one
+stage to the next. If that is the only obstacle, the tensor is transposed and back again, and the
+cut is between the two. Where no cut is made, ONNX Runtime removes both.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _Source = tuple[str, int]
 
 
 def anchor_shapes(proto: onnx.ModelProto, *, max_tensors: int = MAX_CUT_TENSORS) -> onnx.ModelProto:
-    """Express shapes that cross a cut point by those of graph inputs.
+    """Compute shapes that cross a cut point from graph inputs.
 
-    Of an annotated model with a single output, which is not changed. Shapes that cannot be
-    expressed so stay, and :func:`~.cuts.cuts.find_cuts` rejects the places they cross.
+    ``proto`` is annotated and has a single output; it is not changed. Shapes that cannot be
+    computed so stay, and :func:`~.cuts.cuts.find_cuts` rejects the places they cross.
     """
     analysis = GraphAnalysis.of(proto, turns=True, max_tensors=max_tensors)
     vectors = {
@@ -62,7 +62,7 @@ def anchor_shapes(proto: onnx.ModelProto, *, max_tensors: int = MAX_CUT_TENSORS)
 
 
 def _measured(analysis: GraphAnalysis, op: Operator) -> tuple[int | str, ...] | None:
-    """Sizes that a ``Shape`` measures, if the graph inputs tell them all."""
+    """Return the sizes that a ``Shape`` measures, if all of them are sizes of graph inputs."""
     shape = shape_of(analysis.types, op.reads[0])
     if shape is None:
         return None
@@ -73,7 +73,7 @@ def _measured(analysis: GraphAnalysis, op: Operator) -> tuple[int | str, ...] | 
 
 
 def _sizes_of_inputs(analysis: GraphAnalysis, inputs: Sequence[str]) -> dict[str, _Source]:
-    """Symbolic sizes of graph inputs, and the first place where each is found."""
+    """Return the symbolic sizes of graph inputs, and the first place of each."""
     found: dict[str, _Source] = {}
     for name in inputs:
         for axis, size in enumerate(analysis.types[name].shape or ()):
@@ -83,7 +83,7 @@ def _sizes_of_inputs(analysis: GraphAnalysis, inputs: Sequence[str]) -> dict[str
 
 
 def _carried(analysis: GraphAnalysis, flow: Flow, first_cut: int) -> list[str]:
-    """Graph inputs that segments after the first need anyway, for more than their sizes."""
+    """Return graph inputs that segments after the first need for more than their sizes."""
     side = [analysis.graph.operators[i] for i, use in flow.side_use.items() if use > first_cut]
     readers = [op for op in side if op.kind not in SHAPE_KINDS]
     read = {t for op in (*readers, *flow.steps[first_cut + 1 :]) for t in op.reads}
@@ -93,7 +93,7 @@ def _carried(analysis: GraphAnalysis, flow: Flow, first_cut: int) -> list[str]:
 def _spares(
     op: Operator, sizes: Sequence[int | str], sources: Mapping[str, _Source], carried: Sequence[str]
 ) -> bool:
-    """Whether measuring other inputs saves later segments from taking this one along."""
+    """Return whether measuring other inputs makes this one unnecessary in later segments."""
     used = {sources[size][0] for size in sizes if isinstance(size, str)}
     return op.reads[0] not in carried and used <= set(carried)
 
@@ -114,7 +114,7 @@ def _crossing(
 
 
 def _places(analysis: GraphAnalysis, flow: Flow) -> dict[str, int]:
-    """Where in the flow main tensors are written, those too of which only sizes are used."""
+    """Return the step that writes each main tensor, including those with only sizes in use."""
     written = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
     for op in analysis.graph.operators:
         if op.kind not in SHAPE_KINDS and not written.keys() & op.writes:
@@ -126,7 +126,7 @@ def _places(analysis: GraphAnalysis, flow: Flow) -> dict[str, int]:
 def _from_inputs(
     output: str, sizes: Sequence[int | str], sources: Mapping[str, _Source]
 ) -> tuple[list[onnx.NodeProto], list[onnx.TensorProto]]:
-    """Nodes and constants that compute ``output``: pick from input shapes and constants."""
+    """Return nodes and constants that compute ``output`` from input shapes and constants."""
     symbols = [size for size in dict.fromkeys(sizes) if isinstance(size, str)]
     nodes: list[onnx.NodeProto] = []
     parts: list[str] = []
@@ -167,7 +167,7 @@ def _replace(
 
 
 FRONT = "/batch_first"
-"""What is added to the name of a tensor for that of it with the batch in front."""
+"""Suffix for the name of a tensor that has its batch in front."""
 _BACK = "/as_before"
 
 
@@ -176,7 +176,7 @@ def turn_batch_first(
 ) -> onnx.ModelProto:
     """Transpose the tensors that could be cut points if their batch were in front, and back.
 
-    Of an annotated model with a single output, which is not changed and computes the same.
+    ``proto`` is annotated and has a single output. It is not changed; the result computes the same.
     """
     if not any(_is_behind(tensor) for tensor in declared_types(proto).values()):
         return proto
@@ -197,16 +197,16 @@ def turn_batch_first(
 
 
 class _Turn(NamedTuple):
-    """How a tensor is turned."""
+    """Transposition of a tensor."""
 
     order: tuple[int, ...]
-    """Its dimensions, the batch first."""
+    """Dimensions of the tensor, the batch first."""
     often: bool
-    """Whether every reader turns it back for itself: then it can be carried past other readers."""
+    """True if every reader turns it back itself; then it can be carried past other readers."""
 
 
 def _is_behind(tensor: TensorType) -> bool:
-    """Whether a tensor has its batch elsewhere than in front."""
+    """Return whether a tensor has its batch, but not in front."""
     return bool(order := batch_first(tensor.shape or ())) and order[0] > 0
 
 
@@ -232,7 +232,7 @@ def _back(name: str, output: str, turn: _Turn) -> onnx.NodeProto:
 
 
 def _read_instead(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
-    """Have an operator, and the graphs that it runs, read tensors under other names."""
+    """Make an operator, and the graphs that it runs, read tensors under other names."""
     node.input[:] = [renamed.get(name, name) for name in node.input]
     for body in bodies(node):
         for inner in body.node:

@@ -1,8 +1,9 @@
-"""A decoder's cache is taken out: a prompt is read at once, and nothing is generated behind it.
+"""Removal of a decoder's cache: a prompt is read in one pass, and no text is generated after it.
 
-Exports that write text take the keys and values of earlier tokens (``past_key_values.*``) and give
-those of all (``present.*``). With a past of length 0 the first are empty and the second not needed:
-a ``Concat`` of past and new is the new, and the sizes that are measured of the past are known.
+Exports for text generation read the keys and values of earlier tokens (``past_key_values.*``) and
+output those of all tokens (``present.*``). With a past of length 0 the inputs are empty and the
+outputs not needed: a ``Concat`` of past and new tokens is the new ones, and sizes measured of the
+past are known.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, is_standard, refill
 
 _CACHE = "past"
-"""What names of inputs with keys and values begin with."""
+"""Prefix of names of inputs with keys and values."""
 _PRESENT = "present"
-"""What names of outputs with keys and values begin with."""
+"""Prefix of names of outputs with keys and values."""
 _BRANCH = "use_cache_branch"
-"""Input of exports that hold two decoders in one, with a cache and without."""
+"""Input of exports that hold two decoders, one with a cache and one without."""
 _FUSED = frozenset(
     {
         "GroupQueryAttention",
@@ -37,15 +38,15 @@ _FUSED = frozenset(
 _PASSING = frozenset(
     {"Cast", "Identity", "Transpose", "Squeeze", "Unsqueeze", "Gather", "Slice", "Split"}
 )
-"""Operators that give an empty tensor where the first one they read is empty."""
+"""Operators whose output is empty if their first input is empty."""
 _PLAIN = (
-    "export the decoder without this fusion: plain ONNX as torch.onnx.export or optimum-cli gives "
+    "export the decoder without this fusion: plain ONNX as torch.onnx.export or optimum-cli makes "
     "it, not that of ONNX Runtime's GenAI builder or of an optimised model"
 )
 
 
 def check_no_fused_cache(proto: onnx.ModelProto) -> None:
-    """Refuse operators that hold a cache inside, and exports of two decoders in one: ModelError."""
+    """Raise ModelError for operators that hold a cache, and for exports of two decoders in one."""
     names = [info.name for info in proto.graph.input]
     if _BRANCH in names:
         raise ModelError(
@@ -63,7 +64,7 @@ def check_no_fused_cache(proto: onnx.ModelProto) -> None:
 
 
 def check_no_cache(proto: onnx.ModelProto) -> None:
-    """Refuse a decoder with a cache where no tokens are asked for: ModelError."""
+    """Raise ModelError for a decoder with a cache if no answer tokens are asked for."""
     held = [info.name for info in proto.graph.input if _holds_past(info)]
     if not held:
         return
@@ -78,20 +79,20 @@ def check_no_cache(proto: onnx.ModelProto) -> None:
 
 
 def _holds_past(info: onnx.ValueInfoProto) -> bool:
-    """Whether an input holds keys or values: forecasting models have a past too, of fewer axes."""
+    """Return whether an input holds keys or values; a past of forecasting models has fewer axes."""
     rank = len(info.type.tensor_type.shape.dim)
     return info.name.startswith(f"{_CACHE}_key") or (info.name.startswith(_CACHE) and rank >= 4)
 
 
 def is_cache(name: str) -> bool:
-    """Whether an input or output holds keys and values, by its name."""
+    """Return whether an input or output holds keys and values, by its name."""
     return name.startswith((_CACHE, _PRESENT))
 
 
 def drop_cache(proto: onnx.ModelProto, prompts: str) -> int:
     """Set the past to length 0, in place; ``prompts`` is the input [batch, tokens].
 
-    Gives the number of inputs that went. ModelError if the length of a past is fixed.
+    Returns the number of inputs that were removed. ModelError if the length of a past is fixed.
     """
     graph = proto.graph
     cached = [info for info in graph.input if info.name.startswith(_CACHE)]
@@ -112,12 +113,12 @@ class Past(NamedTuple):
     """An input with keys or values, or both."""
 
     sizes: tuple[int, ...]
-    """0 on the axis of the length; what stands on that of the batch means nothing."""
+    """Sizes with 0 on the axis of the length; the entry of the batch axis has no meaning."""
     batch_axis: int
 
 
 class _Emptied:
-    """A graph's nodes, as they are without a past."""
+    """Nodes of a graph, changed to run without a past."""
 
     def __init__(self, graph: onnx.GraphProto, prompts: str, batch: int | None) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -147,7 +148,7 @@ class _Emptied:
         self._add("ConstantOfShape", [f"{name}/shape"], name, value=fill)
 
     def follow(self, op: Operator) -> None:
-        """Add an operator of the graph, as it is without a past."""
+        """Add an operator of the graph, changed to run without a past."""
         node = op.proto
         first = node.input[0] if node.input else ""
         if op.kind == "Concat" and not self._empty.isdisjoint(node.input):
@@ -167,7 +168,7 @@ class _Emptied:
         self.nodes.append(node)
 
     def _known(self, node: onnx.NodeProto, past: Past) -> onnx.NodeProto:
-        """Give a constant for one of the sizes of a past, unless it is the batch."""
+        """Return a constant for one of the sizes of a past, unless it is the batch."""
         chosen = self._constants.get(node.input[1])
         if chosen is None:
             return node
@@ -187,7 +188,7 @@ class _Emptied:
 
 
 def read_past(info: onnx.ValueInfoProto) -> Past:
-    """Find the axes of the batch and of the length: the one that is symbolic beside the batch."""
+    """Find the axes of the batch and of the length, the only other symbolic size."""
     dims = info.type.tensor_type.shape.dim
     # Keys and values may be one tensor [2, batch, heads, length, size].
     batch_axis = 1 if len(dims) == 5 and dims[0].dim_value == 2 else 0
@@ -195,7 +196,7 @@ def read_past(info: onnx.ValueInfoProto) -> Past:
     if len(free) != 1:
         shape = ", ".join(d.dim_param or str(d.dim_value) for d in dims)
         raise ModelError(
-            f"input {info.name!r} has shape [{shape}], expected one symbolic size beside the "
+            f"input {info.name!r} has shape [{shape}], expected one symbolic size besides the "
             "batch: the length of the past; export the decoder with that dimension dynamic alone"
         )
     sizes = tuple(0 if i == free[0] else max(d.dim_value, 1) for i, d in enumerate(dims))

@@ -35,20 +35,26 @@ def read_model(
     weights: WeightFile | None = None,
     max_cut_tensors: int = MAX_CUT_TENSORS,
 ) -> SourceModel:
-    """Read a model and bring it into the form that slicing needs.
+    """Read a model and convert it to the form that slicing needs.
 
-    External data are looked for beside the file; ``answer`` names the output to keep, where there
-    are several; ``task`` is what is said of it, else it is inferred; ``answer_tokens`` are the
-    tokens that a decoder [batch, tokens, vocabulary] answers with
-    (:mod:`.frontend.answer_tokens`); ``simplify`` folds constants and fuses with onnxslim,
-    if that computes the same and takes no longer than ``simplify_limit`` seconds. With ``weights``
-    the model names its large weights in that file, and may be of any size. Cut points of up to
-    ``max_cut_tensors`` tensors are prepared. What is done to the model, in which order, is
-    :data:`.passes.SLICEABLE`.
+    Args:
+        path: The ONNX file; external data is read from its folder.
+        answer: Name of the output to keep, if there are several.
+        answer_tokens: Tokens that a decoder [batch, tokens, vocabulary] answers with
+            (:mod:`.frontend.answer_tokens`).
+        task: What the user states about the task; inferred by default.
+        simplify: Whether to fold constants and fuse operators with onnxslim, if the result computes
+            the same.
+        simplify_limit: Seconds that this may take.
+        weights: File in which the model names its large weights; with it, models may be of any
+            size.
+        max_cut_tensors: Tensors of a cut point for which the model is prepared, at most.
+
+    The steps and their order are :data:`.passes.SLICEABLE`.
 
     Raises:
         ModelError: The file is missing, no ONNX model, or has a property that is not supported.
-        ScratchError: The disk has no room for the weights.
+        ScratchError: The disk has no space for the weights.
     """
     path = Path(path)
     asked = task or AskedTask()
@@ -72,7 +78,12 @@ def read_model(
         outputs = specs(proto, [o.name for o in proto.graph.output])
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    except (ValueError, LookupError, TypeError, PassError) as error:  # the ONNX checker lets pass
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        PassError,
+    ) as error:  # the ONNX checker accepts such files
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise ModelError(
             f"{path}: contradicts itself ({reason}); export the model again"

@@ -1,4 +1,4 @@
-"""What a model has to be for exits to make sense, checked before anything is run."""
+"""Requirements on a model without which exits make no sense, checked before it is run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, i
 from offramp.compiler.graphs.shapes import dtype_name
 
 _MOST_DIMENSIONS: Final = 8
-"""Of an input: a video has five, and every one more multiplies what a trial run takes."""
+"""Largest number of dimensions of an input: a video has five, and each multiplies the cost of trial
+runs."""
 _BATCH_NAME: Final = re.compile(r"(mini_?)?batch(_?(size|dim|axis))?|bs", re.IGNORECASE)
-"""Names that exporters and people give to the size of the batch."""
+"""Names that exporters and users choose for the size of the batch."""
 
 
 def check_some_input(proto: onnx.ModelProto) -> None:
@@ -55,7 +56,7 @@ def check_inputs(proto: onnx.ModelProto) -> None:
 def check_batch_in_front(graph: onnx.GraphProto) -> None:
     """Refuse inputs whose first dimension is not the batch, by the names of their sizes.
 
-    The batch is the size that is called so, or else the one that the answer begins with.
+    The batch is the size with such a name, or else the first size of the answer.
     """
     answers = {sizes[0] for output in graph.output if (sizes := _names(output)) and sizes[0]}
     for info in graph.input:
@@ -73,20 +74,20 @@ def _batch_behind(info: onnx.ValueInfoProto, axis: int) -> str:
     sizes = ", ".join(d.dim_param or (str(d.dim_value) if d.dim_value else "?") for d in dims)
     return (
         f"input {info.name!r} is [{sizes}]: its batch is dimension {axis}, "
-        f"{dims[axis].dim_param!r}, expected the first one, along which samples are put together "
-        "and leave. Export the model with the batch in front (recurrent networks: "
+        f"{dims[axis].dim_param!r}, expected the first one, along which samples join a batch "
+        "and leave it. Export the model with the batch in front (recurrent networks: "
         "batch_first=True; else transpose the input at the beginning of forward); a first state "
         "can be a constant of the model"
     )
 
 
 def _names(info: onnx.ValueInfoProto) -> tuple[str, ...]:
-    """Return the names of a tensor's sizes; sizes that are fixed or have no name are empty."""
+    """Return the names of a tensor's sizes; fixed and unnamed sizes are empty."""
     return tuple(dim.dim_param for dim in info.type.tensor_type.shape.dim)
 
 
 def check_inference(graph: onnx.GraphProto) -> None:
-    """Refuse a model that drops at random, as it does in training."""
+    """Refuse a model with dropout in training mode."""
     flow = Dataflow(graph)
     values = dict(_constants(graph, flow))
     for op in flow.operators:
@@ -100,7 +101,7 @@ def check_inference(graph: onnx.GraphProto) -> None:
 
 
 def _drops(op: Operator, values: dict[str, NDArray[np.generic]]) -> bool:
-    """Whether a Dropout is in training mode, as far as constants tell; ratio 0 drops nothing."""
+    """Return whether a Dropout is in training mode, by constants; ratio 0 drops nothing."""
     _, ratio, training = (*op.proto.input, "", "", "")[:3]
     drops_none = ratio in values and not values[ratio].any()
     return training in values and bool(values[training].any()) and not drops_none

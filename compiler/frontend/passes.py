@@ -1,9 +1,8 @@
 """Preparation of a model as a list of passes, each of which states what it requires and ensures.
 
-Read :data:`SLICEABLE` from top to bottom: it says what is done to a model before it is sliced, and
-its requirements say why in this order. The runner checks that what a pass requires holds when it
-begins, and that what it ensures holds when it has ended. The form is that of the pass
-infrastructure of onnx/ir-py; ours works on ``ModelProto``.
+Read :data:`SLICEABLE` from top to bottom: it lists the steps before slicing, and its requirements
+explain the order. The runner checks a pass's requirements before it, and what it ensures after it.
+The form is that of the pass infrastructure of onnx/ir-py; ours works on ``ModelProto``.
 """
 
 from __future__ import annotations
@@ -37,33 +36,33 @@ from offramp.compiler.graphs.weights import WeightFile
 
 
 class PassError(Exception):
-    """A pass was run too early, or did not do what it ensures."""
+    """A pass was run too early, or did not ensure what it promises."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelDraft:
-    """A model that is being prepared: what is asked of it, and what passes have found."""
+    """A model that is being prepared, with the user's requests and the results of passes."""
 
     proto: onnx.ModelProto
-    """Owned by the passes, which change it in place or replace it."""
+    """Model, owned by the passes, which change it in place or replace it."""
     answer: str | None = None
-    """Output to keep, where there are several."""
+    """Output to keep, if there are several."""
     answer_tokens: tuple[int, ...] = ()
     """Tokens that a decoder answers with; empty for every other model."""
     class_map: bool = False
-    """Whether each place of the answer is a class."""
+    """True if each position of the answer is to be a class."""
     simplify_limit_s: float | None = None
     """Longest time that onnxslim may take; ``None`` leaves the model as it is."""
     weights: WeightFile | None = None
-    """Where the model names its large weights, if it does not hold them."""
+    """File in which the model names its large weights, if it does not hold them."""
     max_cut_tensors: int = MAX_CUT_TENSORS
-    """Most tensors that may cross a cut point."""
+    """Largest number of tensors that may cross a cut point."""
     note: Callable[[str], None] = lambda _text: None
-    """Called with what differs from the file, in a sentence for people."""
+    """Called with a sentence for users about each difference from the file."""
     flat: bool = False
-    """Whether the file's answer is [batch], which the model now has as [batch, 1]."""
+    """True if the file's answer is [batch], which the model now has as [batch, 1]."""
     declared: DeclaredInputs | None = None
-    """Inputs as the file declares them; known once inputs are settled."""
+    """Inputs as the file declares them, once inputs are settled."""
     holding: set[Property] = field(default_factory=set)
     """Properties that passes have ensured so far."""
 
@@ -75,7 +74,7 @@ class ModelDraft:
 
 
 def _known(_proto: onnx.ModelProto) -> bool:
-    return True  # :func:`check_operators` raises itself
+    return True  # :func:`check_operators` raises
 
 
 def _modern(proto: onnx.ModelProto) -> bool:
@@ -122,7 +121,7 @@ class Property(Enum):
     MODERN = (_modern,)
     """The opset and the file format are new enough."""
     WEIGHTS_UNLISTED = (_weights_unlisted,)
-    """No initializer is listed as an input."""
+    """Initializers are not listed as inputs."""
     ONE_ANSWER = (_one_answer,)
     """The one output is the answer."""
     PRUNED = (_pruned,)
@@ -134,33 +133,33 @@ class Property(Enum):
     NAMED = (_named,)
     """Every operator has a name of its own."""
     ANNOTATED = (_annotated,)
-    """Types and shapes of inner tensors are those that inference finds, and no stale ones."""
+    """Types and shapes of inner tensors are those that inference finds; none is outdated."""
 
     def holds(self, proto: onnx.ModelProto) -> bool:
-        """Return whether a model has the property, as far as that can be seen."""
+        """Return whether a model has the property, as far as the check can detect."""
         (check,) = self.value
         return bool(check(proto))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A step of preparation, which edits the model of a draft or refuses it by ``ModelError``."""
+    """A step of preparation, which edits the model of a draft or raises ModelError."""
 
     name: str
-    """What it does, as an imperative."""
+    """Imperative description of the step."""
     run: Callable[[ModelDraft], None]
     requires: frozenset[Property] = frozenset()
     ensures: frozenset[Property] = frozenset()
     breaks: frozenset[Property] = frozenset()
-    """Properties that may not hold after it, though they did before."""
+    """Properties that may no longer hold after it."""
 
 
 def prepare(draft: ModelDraft, passes: Sequence[Pass]) -> None:
-    """Run passes on a draft, in order; what earlier calls have ensured still holds.
+    """Run passes on a draft, in order; properties ensured by earlier calls still hold.
 
     Raises:
         ModelError: A pass refuses the model.
-        PassError: A pass requires what does not hold yet, or what it ensures does not hold.
+        PassError: A required property does not hold yet, or an ensured one does not hold.
     """
     for each in passes:
         if early := each.requires - draft.holding:
@@ -355,4 +354,4 @@ SLICEABLE = (
     ANCHOR_SHAPES,
     TURN_BATCH_FIRST,
 )
-"""What makes a file's model one that can be sliced."""
+"""Passes that make a file's model sliceable, in order."""

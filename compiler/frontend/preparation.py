@@ -1,7 +1,7 @@
-"""Edits that bring a model into the form that slicing needs, without changing what it computes.
+"""Edits that convert a model to the form that slicing needs, without changing its results.
 
-Old opsets are converted, operators get names, what is unused goes, and onnxslim simplifies. Which
-edit comes when is written in :mod:`.passes`.
+Old opsets are converted, operators get names, unused parts are removed, and onnxslim simplifies.
+The order of the edits is in :mod:`.passes`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from offramp.engine.answers.differences import relative_difference
 _log = logging.getLogger(__name__)
 
 MIN_OPSET = 13
-"""Older models are converted to this one, where ``axes`` are inputs and Softmax is per axis."""
+"""Opset that older models are converted to; in it ``axes`` are inputs and Softmax is per axis."""
 _MOST_OPSET = 99
-"""Where the search for the newest that can be run begins."""
+"""Opset at which the search for the newest runnable one begins."""
 MIN_IR_VERSION = 8
-"""Of the file format; since 4 initializers need not be graph inputs."""
+"""IR version of the file format; since 4 initializers need not be graph inputs."""
 MOST_SIMPLIFIED = 8000
-"""Operators of a model that onnxslim is run on: it takes half a minute for so many."""
+"""Largest number of operators that onnxslim is run on: it takes half a minute for so many."""
 _MOST_TIED = 1000
-"""Operators of a model whose equal small constants it makes one: that takes quadratic time."""
+"""Largest number of operators for which equal small constants are merged: that takes quadratic
+time."""
 _SMALL_BYTES = 2**24
-"""Of weights that are rather copied in memory for onnxslim than read by a process of its own."""
+"""Bytes of weights up to which onnxslim gets a copy in memory instead of a separate process."""
 _SHOWN = 120
-"""Characters of the simplifier's error that are shown."""
+"""Largest number of characters of the simplifier's error that are shown."""
 _BATCH = 2
 """Samples that a simplified model is compared on."""
 
@@ -74,9 +75,9 @@ def modern(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _converted(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert to :data:`MIN_OPSET`; weights that are named in a file are inputs meanwhile."""
+    """Convert to :data:`MIN_OPSET`; weights that are named in a file are inputs in the meantime."""
     named = [tensor for tensor in proto.graph.initializer if tensor.external_data]
-    # before the file's IR version is raised: the converter goes by it in finding weights
+    # before the file's IR version is raised: the converter finds weights by it
     made = version_converter.convert_version(without_named(proto), MIN_OPSET)
     made.graph.initializer.extend(named)
     unlist_initializers(made)
@@ -95,16 +96,16 @@ def specs(proto: onnx.ModelProto, names: list[str]) -> tuple[TensorSpec, ...]:
 
 
 def unlist_initializers(proto: onnx.ModelProto) -> None:
-    """Take initializers off the graph inputs, where files before IR version 4 list them."""
+    """Remove initializers from the graph inputs, where files before IR version 4 list them."""
     graph = proto.graph
     constants = {tensor.name for tensor in graph.initializer}
     refill(graph.input, [info for info in graph.input if info.name not in constants])
 
 
 def give_column(proto: onnx.ModelProto) -> bool:
-    """Give the one output a second dimension, in place, where it has none: [batch] as [batch, 1].
+    """Add a second dimension to an output [batch], in place, so that it is [batch, 1].
 
-    The name goes to the new one. Returns whether there was anything to do.
+    The new tensor gets the output's name. Returns whether the output was changed.
     """
     (output,) = proto.graph.output
     tensor = output.type.tensor_type
@@ -125,13 +126,13 @@ def remove_unused(proto: onnx.ModelProto) -> None:
     graph = proto.graph
     refill(graph.node, [op.proto for op in Dataflow(graph).needed])
     read = read_names(graph)
-    # Messages that are removed keep their memory for as long as the model lives.
+    # Removed messages keep their memory for as long as the model exists.
     if any(tensor.name not in read for tensor in graph.initializer):
         refill(graph.initializer, [tensor for tensor in graph.initializer if tensor.name in read])
 
 
 def name_operators(proto: onnx.ModelProto) -> None:
-    """Give every operator a name of its own, so that segments can be united by name."""
+    """Name every operator uniquely, so that segments can be united by name."""
     taken: set[str] = set()
     for node in proto.graph.node:
         if not node.name or node.name in taken:
@@ -147,15 +148,15 @@ def simplified(
 ) -> onnx.ModelProto:
     """Fold constants and fuse operators of a model with a symbolic batch; it is not changed.
 
-    The raw graph of an export can hide most of its cut points. Where onnxslim fails, its result
-    differs on random inputs, or it takes longer than ``limit_s`` seconds, ``proto`` itself is
-    returned, and a warning logged. The model may name its weights in ``weights``.
+    The raw graph of an export can hide most of its cut points. ``proto`` itself is returned, and a
+    warning logged, if onnxslim fails, takes longer than ``limit_s`` seconds, or changes the result
+    on random inputs. The model may name its weights in ``weights``.
     """
     operators = len(proto.graph.node)
     if operators > MOST_SIMPLIFIED:
         _log.warning(
             "not simplified: the model has %s operators, and onnxslim takes minutes beyond %s; if "
-            "`eecompile inspect` finds too few cut points, run it before, as onnxslim MODEL.onnx "
+            "`eecompile inspect` finds too few cut points, run it first: onnxslim MODEL.onnx "
             "SIMPLER.onnx --skip-optimizations weight_tying",
             f"{operators:,}",
             f"{MOST_SIMPLIFIED:,}",
@@ -175,7 +176,7 @@ def simplified(
     except SimplifierError as error:
         _log.warning("not simplified: %s", _one_line(error))
         return proto
-    except Exception as error:  # whatever what it made is refused with
+    except Exception as error:  # any error that a model made by onnxslim causes
         _log.warning("not simplified: onnxslim fails: %s", _one_line(error))
         return proto
     if not difference <= rounding_of(proto).batches:
@@ -185,12 +186,12 @@ def simplified(
 
 
 def _one_line(error: Exception) -> str:
-    """Return the beginning of an error: that of ONNX Runtime has several lines."""
+    """Return the beginning of an error on one line: errors of ONNX Runtime have several."""
     return f"{' '.join(str(error).split()):.{_SHOWN}}"
 
 
 def _difference(proto: onnx.ModelProto, simpler: onnx.ModelProto) -> float:
-    """Largest relative difference of any output; infinite if inputs or outputs changed."""
+    """Return the largest relative difference of outputs; infinite if inputs or outputs changed."""
     feeds = random_inputs(proto, _BATCH)
     wanted = GraphRunner(proto).run(feeds)  # one after the other: each holds all weights
     after = GraphRunner(simpler)

@@ -1,4 +1,4 @@
-"""onnxslim in a process of its own, where it can be stopped and its memory goes with it.
+"""onnxslim in a separate process, which can be stopped and returns its memory at the end.
 
 python -m offramp.compiler.frontend.simplifier MODEL.onnx SIMPLER.onnx [SKIPPED,…]
 """
@@ -22,15 +22,15 @@ from offramp.compiler.graphs.weights import check_standard
 from offramp.engine.common.job_runner import environment_of_child
 
 LIMIT_S: Final = 180.0
-"""Seconds that simplifying may take, if nothing else is asked for."""
-# -P: what lies in the working directory is not imported unless it is here, too.
+"""Default for the seconds that simplifying may take."""
+# -P: modules of the working directory are not imported.
 COMMAND: Final = (sys.executable, "-P", "-m", "offramp.compiler.frontend.simplifier")
 _SMALL_OPERATORS = 300
-"""Of a model that is simplified in less time than a process takes to start."""
+"""Operators of a model that is simplified in less time than a process takes to start."""
 
 
 class SimplifierError(Exception):
-    """Simplifying failed, or did not end in time; the message says which."""
+    """Simplifying failed, or did not end in time; the message has the reason."""
 
 
 def slim(
@@ -42,9 +42,9 @@ def slim(
 ) -> onnx.ModelProto:
     """Simplify a model, which is not changed; ``skipped`` are optimisations of onnxslim.
 
-    ``folder`` is where the weights are that the model names, if it names any. SimplifierError if
-    simplifying fails; or takes longer than ``limit_s``, but where the model is small, without
-    loops, and names none: that is simplified here, and others by :data:`COMMAND`.
+    ``folder`` holds the weights that the model names, if it names any. A small model without loops
+    that names no weights is simplified in this process, others by :data:`COMMAND`. SimplifierError
+    if simplifying fails, or if the process takes longer than ``limit_s`` seconds.
     """
     nodes = proto.graph.node
     if folder is None and len(nodes) <= _SMALL_OPERATORS and not any(map(bodies, nodes)):
@@ -59,7 +59,7 @@ def slim(
 
 def _run(command: Sequence[str], limit_s: float, folder: Path | None) -> None:
     try:
-        # Whatever ends this call ends the process too.
+        # Any exception in this call ends the process, too.
         done = subprocess.run(  # noqa: S603
             command,
             timeout=limit_s,
@@ -84,15 +84,15 @@ def _slim(proto: onnx.ModelProto, skipped: Sequence[str]) -> onnx.ModelProto:
     try:
         slimmed: onnx.ModelProto = onnxslim.slim(proto, skip_optimizations=list(skipped))
         check_standard(slimmed)
-    except Exception as error:  # whatever a third party's optimiser raises
+    except Exception as error:  # any error of a third party's optimiser
         raise SimplifierError(f"onnxslim fails: {error}") from error
     return slimmed
 
 
 def main() -> None:
-    """Simplify a file, and print the most memory that this took, in bytes.
+    """Simplify a file, and print the peak memory of that, in bytes.
 
-    Weights that it names are read from the current folder if they are needed, and else stay there.
+    Weights that the file names are read from the current folder if they are needed.
     """
     given, made, skipped = sys.argv[1:]
     proto = onnx.load(given, load_external_data=False)
@@ -104,9 +104,9 @@ def main() -> None:
 
 
 def _keeps_names() -> bool:
-    """Have onnxslim leave weights where they are that it does not compute; whether it can.
+    """Keep weights in their file that onnxslim does not compute; returns whether that is possible.
 
-    It does by itself, but says of those that it computes that they are elsewhere too.
+    onnxslim keeps them, but marks the weights that it computes as external, too.
     """
     try:
         from onnxslim.third_party.onnx_graphsurgeon.exporters import (  # noqa: PLC0415
@@ -115,7 +115,7 @@ def _keeps_names() -> bool:
 
         exporter = onnx_exporter.OnnxExporter
         export = exporter.export_tensor_proto
-    except (ImportError, AttributeError):  # of another version
+    except (ImportError, AttributeError):  # another version
         return False
 
     def corrected(tensor: Any) -> onnx.TensorProto:

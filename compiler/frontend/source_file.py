@@ -1,11 +1,11 @@
-"""Reading the user's ONNX file and its external data, none of which is read before it is known.
+"""Reading the user's ONNX file and its external data, each file only after it was checked.
 
-A model file names the files that hold its weights. One from elsewhere could name any file of
-whoever compiles it: so names that leave its folder, and links, are refused before they are opened.
+A model file names the files that hold its weights. A file from elsewhere could name any file of the
+user who compiles it. So names outside the model's folder, and links, are refused before they are
+opened.
 
-Files that ONNX Runtime runs and the ONNX checker refuses are brought into the form that it takes:
-exporters and tools that cut graphs write such files. What they compute is clear, so that nothing is
-gained by refusing them; ONNX Runtime is the judge of what runs.
+Some files run in ONNX Runtime although the ONNX checker refuses them; exporters and tools that cut
+graphs write such files. They are rewritten in the standard form, as their meaning is clear.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ _TORCH = frozenset({".pt", ".pth", ".safetensors"})
 
 
 def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.ModelProto, str]:
-    """Read and check a model file with its external data; give the model and their hash.
+    """Read and check a model file with its external data; return the model and a hash of both.
 
-    Large weights are put into ``weights``, one by one, and the model names them there; without it
-    the model holds them all, which may be 2 GiB at most.
+    Large weights are put into ``weights`` one by one, and the model names them there. Without it
+    the model holds all weights, at most 2 GiB.
 
     Raises:
-        ModelError: The file is missing, no ONNX model, names files that it must not, or is too
-            large.
-        ScratchError: The disk has no room for the weights.
+        ModelError: The file is missing, no ONNX model, names forbidden files, or is too large.
+        ScratchError: The disk has no space for the weights.
     """
     data = _read(path)
     digest, size = hashlib.sha256(data), len(data)
@@ -61,7 +60,7 @@ def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.Mod
         proto = onnx.load_model_from_string(data)
     except DecodeError as error:
         raise ModelError(f"{path}: not an ONNX file; {_remedy(path)}") from error
-    del data  # the checker makes two copies of its own
+    del data  # the checker makes two copies itself
     if not proto.graph.node:
         raise ModelError(f"{path}: not an ONNX file, or one without operators")
     files = _external_files(proto, path)
@@ -125,7 +124,7 @@ def _check_size(path: Path, size: int) -> None:
 
 
 def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
-    """Files with weights beside the model, all checked."""
+    """Return the files with weights next to the model, all checked."""
     sizes: dict[str, int] = {}
     for tensor in chain(proto.graph.initializer, _inner_tensors(proto)):
         if uses_external_data(tensor):
@@ -141,7 +140,7 @@ def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
 
 
 def _claim(tensor: onnx.TensorProto, path: Path) -> tuple[str, int]:
-    """Give the file that a tensor names, and where in it the tensor ends at least."""
+    """Return the file that a tensor names, and the least offset of the tensor's end in it."""
     told = {entry.key: entry.value for entry in tensor.external_data}
     try:
         start, length = int(told.get("offset") or 0), int(told.get("length") or 0)
@@ -156,13 +155,13 @@ def _claim(tensor: onnx.TensorProto, path: Path) -> tuple[str, int]:
 
 
 def _size_of(path: Path, location: str) -> int:
-    """Give the size of a file below the model's folder; ModelError for all that leads elsewhere."""
+    """Return the size of a file in the model's folder; ModelError for any other path."""
     pure = PurePosixPath(location)
     leaves = pure.is_absolute() or ".." in pure.parts or "\\" in location or "\0" in location
     if leaves or not pure.parts or PureWindowsPath(location).drive:
         raise ModelError(
             f"{path}: its external data {location!r:.200} are outside of its folder; put them "
-            "beside it, and export it with their name alone"
+            "next to it, and export it with their name alone"
         )
     file = path.parent
     for part in pure.parts:
@@ -172,7 +171,7 @@ def _size_of(path: Path, location: str) -> int:
         except OSError as error:
             raise ModelError(
                 f"{path}: its external data {path.parent / pure} are missing "
-                f"({error.strerror}); put them beside it"
+                f"({error.strerror}); put them next to it"
             ) from error
         if stat.S_ISLNK(found.st_mode):
             raise ModelError(
@@ -188,15 +187,15 @@ def _size_of(path: Path, location: str) -> int:
 
 
 def _load_external(proto: onnx.ModelProto, folder: Path, weights: WeightFile | None) -> int:
-    """Load tensors from files, one by one; give the bytes that the model holds of them.
+    """Load tensors from files, one by one; return the bytes that the model holds of them.
 
-    Initializers are put into ``weights`` where that takes them.
+    Initializers are put into ``weights`` if it accepts them.
     """
     held = 0
     kinds = ((False, _inner_tensors(proto)), (True, proto.graph.initializer))
     for is_initializer, tensors in kinds:
         for tensor in filter(uses_external_data, tensors):
-            # What a message once held keeps its memory for as long as the whole model lives.
+            # A message keeps the memory of its former content for as long as the model exists.
             alone = copied(tensor)
             load_external_data_for_tensor(alone, str(folder))
             tensor.ClearField("external_data")
@@ -210,7 +209,7 @@ def _load_external(proto: onnx.ModelProto, folder: Path, weights: WeightFile | N
 
 
 def _inner_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """All tensors of a model but its initializers: of operators, subgraphs and functions."""
+    """Yield all tensors of a model but its initializers: of operators, subgraphs and functions."""
     yield from _inner_tensors_of(proto.graph)
     for function in proto.functions:
         for node in function.node:
@@ -235,15 +234,15 @@ def _tensors_in(node: onnx.NodeProto) -> Iterator[onnx.TensorProto]:
 
 
 _ROWS = 2
-"""Samples that tell the shape of an output, where inference does not."""
+"""Samples of a run that determines the shape of an output, if inference does not."""
 
 
 def to_standard_form(proto: onnx.ModelProto) -> None:
     """Rewrite, in place, what differs from the ONNX standard in form alone.
 
-    The domain ``ai.onnx`` gets its other name, the empty one; operator sets that are used and not
-    imported are imported; sizes of 0 and below are open; graphs have names; of initializers of one
-    name, the one that ONNX Runtime takes is left; outputs get types and shapes. ModelError for what
+    The domain ``ai.onnx`` becomes the empty one; operator sets that are used but not imported are
+    imported; sizes of 0 and below become open; graphs get names; of initializers with the same
+    name, ONNX Runtime's choice stays; outputs get types and shapes. ModelError for defects that
     cannot be repaired.
     """
     _check_versions(proto)
@@ -265,8 +264,8 @@ def _check_versions(proto: onnx.ModelProto) -> None:
     if not proto.ir_version or not proto.opset_import:
         missing = "opset_import" if proto.ir_version else "ir_version"
         raise ModelError(
-            f"the file has no {missing}, so that nothing tells which version of ONNX it is written "
-            "in; export the model again"
+            f"the file has no {missing}, so the version of ONNX that it is written in "
+            "is unknown; export the model again"
         )
     if proto.ir_version > onnx.IR_VERSION:
         raise ModelError(
@@ -290,7 +289,7 @@ def _rename_domains(proto: onnx.ModelProto, graphs: Iterable[onnx.GraphProto]) -
 
 
 def _import_domains(proto: onnx.ModelProto, graphs: Iterable[onnx.GraphProto]) -> None:
-    """Import what ONNX Runtime imports by itself: the newest version of a domain that is used."""
+    """Import what ONNX Runtime imports automatically: the newest version of a used domain."""
     known = {each.domain for each in proto.opset_import}
     for domain in dict.fromkeys(node.domain for graph in graphs for node in graph.node):
         if domain not in known:
@@ -306,16 +305,16 @@ def _open_sizes(graph: onnx.GraphProto) -> None:
 
 
 def _check_reads(graph: onnx.GraphProto) -> None:
-    """Refuse operators, of a graph that is sorted, which read what nothing gives before them."""
+    """Refuse operators of a sorted graph that read a tensor nothing computes before them."""
     given = {info.name for info in graph.input} | {tensor.name for tensor in graph.initializer}
     given.update(tensor.values.name for tensor in graph.sparse_initializer)
     written = {name for node in graph.node for name in node.output}
     for node in graph.node:
         for name in (*node.input, *captured_names(node)):
             if name and name not in given:
-                why = "is no input and no initializer, and no operator gives it"
+                why = "is no input and no initializer, and no operator computes it"
                 if name in written:
-                    why = "only operators after it give: the graph has a cycle"
+                    why = "only later operators compute: the graph has a cycle"
                 raise ModelError(
                     f"operator {node.name or node.output[0]!r} ({node.op_type}) reads {name!r}, "
                     f"which {why}; export the model again"
@@ -337,12 +336,12 @@ def _check_shapes(graph: onnx.GraphProto) -> None:
 
 
 def _describe_outputs(proto: onnx.ModelProto) -> None:
-    """Add types and shapes to outputs that have none: inferred, or as a run of the model has it."""
+    """Add types and shapes to outputs without them, by inference or by running the model."""
     vague = [output for output in proto.graph.output if _is_vague(output)]
     if not vague:
         return
     types: dict[str, TensorType] = {}
-    with suppress(Exception):  # of inference, which reads what no checker has seen
+    with suppress(Exception):  # inference may fail on a file that was not checked yet
         types = infer_types(proto)
     if any((found := types.get(o.name)) is None or found.shape is None for o in vague):
         types = _types_of_run(proto)
@@ -360,14 +359,14 @@ def _is_vague(output: onnx.ValueInfoProto) -> bool:
 
 
 def _types_of_run(proto: onnx.ModelProto) -> dict[str, TensorType]:
-    """Run a model on random inputs; what it gives has types and ranks, and all sizes are open."""
+    """Run a model on random inputs; outputs get its types and ranks, and open sizes."""
     try:
         given: dict[str, Any] = GraphRunner(proto).run(random_inputs(proto, _ROWS))
     except RuntimeError as error:
         names = ", ".join(repr(output.name) for output in proto.graph.output if _is_vague(output))
         raise ModelError(
             f"the file has no type or shape of its output {names}, and running the model on random "
-            "inputs, which would tell, fails; export it again with types of its outputs. ONNX "
+            "inputs, which would show them, fails; export it again with types of its outputs. ONNX "
             f"Runtime says: {error}"
         ) from error
     return {

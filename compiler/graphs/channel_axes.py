@@ -1,9 +1,9 @@
-"""Where a tensor has its channels: told by the operators around it.
+"""Channel dimension of tensors, derived from the operators around them.
 
-A map may be [batch, channels, height, width] or have its channels last, and three dimensions may
-be tokens or the channels of a signal. Heads have to know. Convolutions, poolings and normalisations
-read channels at a place of their own; so from a tensor the nearest of them is looked for, through
-operators that work element by element, and through ``Transpose``, which says itself what it moves.
+A map may be [batch, channels, height, width] or have its channels last, and three dimensions may be
+tokens or the channels of a signal. Heads have to know. Convolutions, poolings and normalisations
+read channels at a known dimension. So the nearest of them is searched from a tensor, through
+elementwise operators and ``Transpose``, whose permutation is known.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _CHANNELS_LAST = frozenset(
 )
 _NORMALISATIONS = frozenset({"LayerNormalization", "RMSNormalization"})
 _WEIGHTS = {"MatMul": 1, "FusedMatMul": 1, "MatMulInteger": 1, "QLinearMatMul": 3}
-"""Products, and which of their inputs is the weight [width, width after it]."""
+"""Products, and the index of their weight input [width, width after it]."""
 _MEANS = frozenset({"ReduceMean", "ReduceMax", "ReduceSum"})
 _NORMALISING = frozenset({"Sub", "Add", "Sqrt"})
-"""What follows a mean that is normalised by, where that is no operator of its own."""
+"""Operators after a mean of a normalisation that is not one operator."""
 _TRANSPARENT = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Where", "Sum", "Concat", "Pad", "Slice"}
     | {"Relu", "LeakyRelu", "PRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "Erf", "Tanh"}
@@ -44,7 +44,7 @@ _TRANSPARENT = frozenset(
 )
 """Operators whose output has the dimensions of their operands, in the same order."""
 _MOST_STEPS = 64
-"""Tensors that are looked at: what is further away says nothing."""
+"""Tensors that are visited: more distant operators are no evidence."""
 _MOST_AXES = 8
 
 
@@ -61,7 +61,7 @@ class ChannelFinder:
     def of(
         cls, proto: onnx.ModelProto, graph: Dataflow, types: Mapping[str, TensorType]
     ) -> ChannelFinder:
-        """Look at a model, with its types."""
+        """Create a finder for a model and its types."""
         constants = [t for node in proto.graph.node if (t := constant_tensor(node)) is not None]
         axes = {
             tensor.name: tuple(array_of(tensor).ravel().tolist())
@@ -73,7 +73,7 @@ class ChannelFinder:
         return cls(graph=graph, types=types, axes=axes)
 
     def channels_of(self, tensor: str) -> int | None:
-        """Give the dimension that holds a tensor's channels; ``None`` where nothing tells it."""
+        """Return the dimension of a tensor's channels; ``None`` if no operator shows it."""
         rank = self._rank(tensor)
         pending = deque([(tensor, tuple(range(rank)))])
         seen = {tensor}
@@ -93,7 +93,7 @@ class ChannelFinder:
         return len(found.shape or ()) if found is not None else 0
 
     def _told(self, tensor: str) -> Iterator[int]:
-        """Yield what the operators that read or write a tensor say of its channels."""
+        """Yield the channel dimensions that readers and writer of a tensor imply."""
         last = self._rank(tensor) - 1
         readers = [op for op in self.graph.consumers.get(tensor, ()) if op.reads[0] == tensor]
         writer = self.graph.producers.get(tensor)
@@ -107,7 +107,7 @@ class ChannelFinder:
                 yield from self._spared(op, last)
 
     def _is_last(self, op: Operator, tensor: str) -> bool:
-        """Whether an operator works along the last dimension, and that alone."""
+        """Return whether an operator works along the last dimension only."""
         if op.kind in _NORMALISATIONS:
             return integer(op.proto, "axis", -1) in (-1, self._rank(tensor) - 1)
         if op.kind in _WEIGHTS:
@@ -115,12 +115,12 @@ class ChannelFinder:
         return op.kind == "Gather" and tensor in op.writes and self._is_matrix(op, 0)  # embedding
 
     def _is_matrix(self, op: Operator, place: int) -> bool:
-        """Whether an operator's input at some place is a constant of two dimensions."""
+        """Return whether an operator's input at an index is a constant of two dimensions."""
         names = op.proto.input[place : place + 1]
         return any(name not in self.graph.variable and self._rank(name) == 2 for name in names)
 
     def _spared(self, op: Operator, last: int) -> Iterator[int]:
-        """Yield the channels that a mean spares; or that it is over, to normalise by it."""
+        """Yield the dimension that a mean leaves out, or its own in a normalisation."""
         attributes = {a.name: helper.get_attribute_value(a) for a in op.proto.attribute}
         given = op.proto.input[1] if len(op.proto.input) > 1 else ""
         over = {a % (last + 1 or 1) for a in attributes.get("axes", self.axes.get(given, ()))}
@@ -133,7 +133,7 @@ class ChannelFinder:
     def _neighbours(
         self, tensor: str, axes: tuple[int, ...]
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield tensors with the same channels, and which dimension of the first one theirs are."""
+        """Yield tensors with the same channels, and the original dimension of each of theirs."""
         for op in self.graph.consumers.get(tensor, ()):
             if op.kind == "Transpose":
                 order = self._order(op, len(axes))
@@ -155,7 +155,7 @@ class ChannelFinder:
                 yield name, axes
 
     def _order(self, op: Operator, rank: int) -> list[int]:
-        """Give a permutation; none where a file says what is no permutation of the dimensions."""
+        """Return the permutation of a Transpose; empty if the file's is none of the dimensions."""
         usual = list(reversed(range(rank)))
         given = next((list(a.ints) for a in op.proto.attribute if a.name == "perm"), usual)
         return given if sorted(given) == sorted(usual) else []

@@ -26,7 +26,7 @@ _Message = TypeVar("_Message", bound=Message)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
-    """A node of the graph, with what it reads spelt out."""
+    """A node of the graph, with all tensors that it reads."""
 
     index: int
     """Position in topological order."""
@@ -34,10 +34,10 @@ class Operator:
     kind: str
     """ONNX operator type, for instance ``Conv``."""
     reads: tuple[str, ...]
-    """Tensors read, those captured by ``If`` and ``Loop`` bodies included; none twice."""
+    """Tensors read, including those captured by ``If`` and ``Loop`` bodies; none twice."""
     writes: tuple[str, ...]
     has_body: bool
-    """Whether it runs a subgraph."""
+    """True if it runs a subgraph."""
     proto: onnx.NodeProto
 
     @property
@@ -47,11 +47,12 @@ class Operator:
 
 
 class Dataflow:
-    """Who produces and who reads each tensor, in one topological order.
+    """Producer and consumers of each tensor, in one topological order.
 
-    ``constants`` are the names of initializers, ``inputs`` those of graph inputs that are none.
-    ``producers`` and ``consumers`` give, by tensor, the operator that writes it and those that read
-    it, in order. ``variable`` are the tensors that depend on a graph input; others are constant.
+    ``constants`` are the names of initializers; ``inputs`` are the graph inputs that are none.
+    ``producers`` and ``consumers`` map a tensor to the operator that writes it and to those that
+    read it, in order. ``variable`` are the tensors that depend on a graph input; others are
+    constant.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -84,7 +85,7 @@ class Dataflow:
         return self.behind(self.outputs, stop=frozenset())
 
     def is_constant(self, op: Operator) -> bool:
-        """Whether the operator computes the same value whatever the graph inputs are."""
+        """Return whether the operator computes the same value for all graph inputs."""
         return self.variable.isdisjoint(op.writes)
 
     def behind(
@@ -94,9 +95,9 @@ class Dataflow:
         stop: frozenset[str],
         instead_of: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[Operator, ...]:
-        """Operators needed to compute ``tensors``, given those in ``stop``, in order.
+        """Return the operators needed to compute ``tensors``, given those in ``stop``, in order.
 
-        Where ``instead_of`` has a tensor, the one that it names is computed in its place.
+        Tensors in ``instead_of`` are replaced by the tensor that it maps them to.
         """
         needed: set[int] = set()
         pending = list(tensors)
@@ -111,18 +112,18 @@ class Dataflow:
 
 
 def is_standard(node: onnx.NodeProto) -> bool:
-    """Whether a node's operator is one of ONNX's own operator set."""
+    """Return whether a node's operator is in ONNX's standard operator set."""
     return node.domain in {"", "ai.onnx"}
 
 
 def default_opset(proto: onnx.ModelProto) -> int:
-    """Version of the standard operator set that a model uses."""
+    """Return the version of the standard operator set that a model uses."""
     versions = [o.version for o in proto.opset_import if o.domain in {"", "ai.onnx"}]
     return max(versions, default=0)
 
 
 def bodies(node: onnx.NodeProto) -> list[onnx.GraphProto]:
-    """Subgraphs that a node runs, as ``If`` and ``Loop`` do."""
+    """Return the subgraphs that a node runs, as ``If`` and ``Loop`` do."""
     found: list[onnx.GraphProto] = []
     for attribute in node.attribute:
         if attribute.HasField("g"):
@@ -154,7 +155,7 @@ def refill(field: Any, items: Iterable[Any]) -> None:
 
 
 def rename_tensor(graph: onnx.GraphProto, name: str, other: str) -> None:
-    """Give a tensor another name wherever the graph's own nodes write or read it."""
+    """Rename a tensor in all nodes of the graph that write or read it."""
     for node in graph.node:
         for names in (node.input, node.output):
             for place, found in enumerate(names):
@@ -165,8 +166,8 @@ def rename_tensor(graph: onnx.GraphProto, name: str, other: str) -> None:
 def rename_graph(graph: onnx.GraphProto, rename: Callable[[str], str]) -> None:
     """Rename every tensor and node of a graph, so that several graphs fit into one namespace.
 
-    The bodies of its operators are renamed too: ONNX has no shadowing, a name means the same
-    tensor in a graph and in all bodies inside it, so that one function serves for all of them.
+    Bodies of operators are renamed, too. ONNX has no shadowing: a name is the same tensor in a
+    graph and in all bodies inside it, so one function serves for all.
     """
     for info in (*graph.input, *graph.output, *graph.value_info):
         info.name = rename(info.name)
@@ -176,7 +177,7 @@ def rename_graph(graph: onnx.GraphProto, rename: Callable[[str], str]) -> None:
         sparse.values.name = rename(sparse.values.name)
     for node in graph.node:
         node.name = rename(node.name) if node.name else ""
-        # An optional input that is absent has the empty name, which means just that.
+        # An absent optional input has the empty name, which must stay.
         node.input[:] = [rename(name) if name else "" for name in node.input]
         node.output[:] = [rename(name) if name else "" for name in node.output]
         for body in bodies(node):
@@ -184,12 +185,12 @@ def rename_graph(graph: onnx.GraphProto, rename: Callable[[str], str]) -> None:
 
 
 def integer(node: onnx.NodeProto, name: str, default: int = 0) -> int:
-    """Return an integer attribute of a node, or the default where it is not stated."""
+    """Return an integer attribute of a node, or the default if it is missing."""
     return next((a.i for a in node.attribute if a.name == name), default)
 
 
 def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
-    """Give a ``Constant`` node's value under the name of its output; ``None`` for other nodes."""
+    """Return a ``Constant`` node's value under the name of its output; ``None`` for other nodes."""
     if node.op_type != "Constant" or not is_standard(node):
         return None
     attribute = node.attribute[0]
@@ -205,7 +206,7 @@ def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
 
 
 def hoisted(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Copy a model with initializers in the place of ``Constant`` nodes."""
+    """Copy a model with initializers instead of ``Constant`` nodes."""
     copy = copied(proto)
     found = [(node, constant_tensor(node)) for node in copy.graph.node]
     copy.graph.initializer.extend(tensor for _, tensor in found if tensor is not None)
@@ -214,7 +215,7 @@ def hoisted(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def emptied(proto: onnx.ModelProto, name: str, *, producer: str | None = None) -> onnx.ModelProto:
-    """Return a model without nodes, of the operator sets and functions of another."""
+    """Return a model without nodes, with the operator sets and functions of another."""
     model = onnx.ModelProto(ir_version=proto.ir_version)
     model.opset_import.extend(proto.opset_import)
     model.functions.extend(proto.functions)
@@ -225,12 +226,12 @@ def emptied(proto: onnx.ModelProto, name: str, *, producer: str | None = None) -
 
 
 def serialised(proto: onnx.ModelProto) -> bytes:
-    """Serialise a model; the same model gives the same bytes."""
+    """Serialise a model deterministically."""
     return bytes(proto.SerializeToString(deterministic=True))
 
 
 def weight_bytes(proto: onnx.ModelProto) -> int:
-    """Count the bytes of a model's initializers; its own ``ByteSize`` makes a copy of them all."""
+    """Return the bytes of a model's initializers; ``ByteSize`` would copy them all."""
     sizes = ((t.dims, helper.tensor_dtype_to_np_dtype(t.data_type)) for t in _numbers(proto.graph))
     return sum(prod(dims) * dtype.itemsize for dims, dtype in sizes)
 
@@ -255,7 +256,7 @@ def captured_by(body: onnx.GraphProto) -> Iterator[str]:
 
 
 def read_names(graph: onnx.GraphProto) -> set[str]:
-    """Return the tensors that operators read, or their bodies, and the outputs of the graph."""
+    """Return the tensors that operators or their bodies read, and the outputs of the graph."""
     return {o.name for o in graph.output}.union(*map(_reads, graph.node))
 
 
@@ -270,7 +271,7 @@ def _initializer_names(graph: onnx.GraphProto) -> Iterator[str]:
 
 
 def _operators(graph: onnx.GraphProto) -> tuple[Operator, ...]:
-    """Spell out the nodes of a graph, in topological order."""
+    """Convert the nodes of a graph to operators, in topological order."""
     nodes = list(graph.node)
     reads = [_reads(node) for node in nodes]
     return tuple(
@@ -291,7 +292,7 @@ def _operator(index: int, node: onnx.NodeProto, reads: tuple[str, ...]) -> Opera
 
 
 def sort_operators(graph: onnx.GraphProto) -> None:
-    """Sort the nodes of a graph, and of the bodies in it, in place; those of a cycle stay."""
+    """Sort the nodes of a graph and its bodies, in place; nodes of a cycle stay."""
     nodes = list(graph.node)
     order = _ordered(nodes, [_reads(node) for node in nodes])
     if len(order) == len(nodes):
@@ -306,7 +307,7 @@ def _reads(node: onnx.NodeProto) -> tuple[str, ...]:
 
 
 def _ordered(nodes: Sequence[onnx.NodeProto], reads: Sequence[tuple[str, ...]]) -> Sequence[int]:
-    """Sort nodes topologically (Kahn), stable: a graph that is in order stays as it is."""
+    """Sort nodes topologically (Kahn), stable: a sorted graph stays as it is."""
     written = {t: i for i, node in enumerate(nodes) for t in node.output if t}
     readers: dict[int, list[int]] = {}
     missing = [0] * len(nodes)

@@ -1,9 +1,9 @@
-"""Values of graph inputs that operators take as indices: ranges beyond which the model fails.
+"""Values of graph inputs that are used as indices: ranges beyond which the model fails.
 
-``Gather`` and its relatives fail on an index beyond the length of what they index. The range of
-legal indices is known where that length is fixed. It is traced back through the operators that
-compute the indices, up to the graph inputs; where an operator is unknown, the trace ends, so
-that no range is narrower than what the model takes.
+``Gather`` and its relatives fail on an index beyond the length of the indexed dimension. The range
+of legal indices is known if that length is fixed. It is traced back through the operators that
+compute the indices, up to the graph inputs. The trace ends at an unknown operator, so no range is
+narrower than the model's.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ from offramp.compiler.graphs.shapes import TensorType, declared_types
 
 _FLOAT_TYPES: Final = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16)
 _MOST_CONSTANTS: Final = 2**16
-"""Elements of a constant whose values are read."""
+"""Largest number of elements of a constant whose values are read."""
 _MOST_STEPS: Final = 2000
-"""Operators that indices are traced through: some graph inputs may be reached on many paths."""
+"""Largest number of operators that indices are traced through: paths may be many."""
 _INDEXING: Final = frozenset(
     {"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"}
 )
-"""Operators that read what they index first, and then the indices."""
+"""Operators that read the indexed tensor first, and then the indices."""
 _EMBEDDED: Final = ((0, 2), (1, 4), (8, 3))
-"""Indices and tables among what ``EmbedLayerNormalization`` reads, which ONNX Runtime fuses: of
-words, segments and positions."""
+"""Positions of indices and tables among the inputs of ``EmbedLayerNormalization``, which ONNX
+Runtime fuses: of words, segments and positions."""
 
 Array: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexRange:
-    """The least and the greatest legal value, inclusive, of each element of a tensor.
+    """Least and greatest legal value, inclusive, of each element of a tensor.
 
-    Both arrays broadcast against the tensor; infinite where an element is not limited.
+    Both arrays broadcast against the tensor; infinite for an element without limit.
     """
 
     lowest: Array
     highest: Array
 
     def map(self, change: Callable[[Array], Array]) -> IndexRange:
-        """Rearrange both ends."""
+        """Return the range with both ends rearranged."""
         return IndexRange(change(self.lowest), change(self.highest))
 
     def meet(self, other: IndexRange) -> IndexRange:
-        """Return the range of values that are legal in both, for tensors of one shape."""
+        """Return the values that are legal in both ranges, for tensors of one shape."""
         return IndexRange(
             np.maximum(self.lowest, other.lowest), np.minimum(self.highest, other.highest)
         )
 
     def draw(self, rng: np.random.Generator, shape: Sequence[int]) -> NDArray[np.int64]:
-        """Draw legal whole numbers that are not negative, where there are any; 0 or 1 elsewhere."""
+        """Draw legal non-negative integers; 0 or 1 where there is no limit."""
         lowest = np.where(np.isfinite(self.lowest), np.ceil(self.lowest), 0)
         highest = np.where(np.isfinite(self.highest), np.floor(self.highest), lowest + 1)
         lowest = np.minimum(np.maximum(lowest, 0), highest)
-        if lowest.size == highest.size == 1:  # a scalar draws the same numbers as it always did
+        if lowest.size == highest.size == 1:  # a scalar keeps its former random numbers
             return rng.integers(int(lowest.item()), int(highest.item()) + 1, shape)
         return rng.integers(lowest.astype(np.int64), highest.astype(np.int64) + 1, shape)
 
@@ -72,7 +72,7 @@ class IndexRange:
         return np.clip(values, self.lowest, self.highest)
 
     def loosest(self, axes: tuple[int, ...] | None = None) -> IndexRange:
-        """Return a range without a difference along some axes: the widest of those there."""
+        """Return a range that is constant along some axes: the widest along them."""
         keep = axes is not None
         return IndexRange(
             np.asarray(self.lowest.min(axes, keepdims=keep)),
@@ -81,24 +81,24 @@ class IndexRange:
 
 
 class Requirement(NamedTuple):
-    """An operator that needs values of a graph input to be in a range."""
+    """An operator that requires values of a graph input to be in a range."""
 
     operator: Operator
-    """The one that indexes."""
+    """Operator that indexes."""
     input: str
     range: IndexRange
 
 
 def index_requirements(proto: onnx.ModelProto, graph: Dataflow) -> tuple[Requirement, ...]:
-    """List what the operators of a model require of its inputs; those in bodies are left out.
+    """Return the requirements of a model's operators on its inputs, without those in bodies.
 
-    A body may not run at all, so that its operators require nothing for certain.
+    A body may not run at all, so its operators require nothing for certain.
     """
     return tuple(_Trace(proto, graph).requirements())
 
 
 def required_ranges(proto: onnx.ModelProto, graph: Dataflow) -> dict[str, IndexRange]:
-    """Return the range of each input that some operator requires one of."""
+    """Return the range of each input for which an operator requires one."""
     found: dict[str, IndexRange] = {}
     for _, name, needed in index_requirements(proto, graph):
         found[name] = found[name].meet(needed) if name in found else needed
@@ -106,7 +106,7 @@ def required_ranges(proto: onnx.ModelProto, graph: Dataflow) -> dict[str, IndexR
 
 
 class _Trace:
-    """Traces ranges from indices back to graph inputs."""
+    """Trace of ranges from indices back to graph inputs."""
 
     def __init__(self, proto: onnx.ModelProto, graph: Dataflow) -> None:
         self._graph = graph
@@ -150,7 +150,7 @@ class _Trace:
         return [size for size in sizes if size is not None] if None not in sizes else []
 
     def _back(self, tensor: str, needed: IndexRange) -> Iterator[tuple[str, IndexRange]]:
-        """Yield the graph inputs whose values become those of a tensor, and their ranges."""
+        """Yield the graph inputs from which a tensor's values come, and their ranges."""
         pending = [(tensor, needed)]
         while pending and self._steps < _MOST_STEPS:
             self._steps += 1
@@ -164,7 +164,7 @@ class _Trace:
             if op is not None and rule is not None:
                 pending += rule(self, op, name, legal)
 
-    # What the rules ask
+    # Helpers of the rules
 
     def _shape(self, name: str) -> tuple[int | str, ...] | None:
         return self._types[name].shape if name in self._types else None
@@ -185,18 +185,18 @@ class _Trace:
             return None
         try:
             return array_of(tensor)
-        except (ValueError, TypeError):  # its content is elsewhere
+        except (ValueError, TypeError):  # its content is in another file
             return None
 
     def _operand(self, op: Operator) -> tuple[int, NDArray[Any]] | None:
-        """Return which of two operands is variable, and the value of the other."""
+        """Return the index of the variable operand, and the value of the constant one."""
         for variable, constant in ((0, 1), (1, 0)):
             value = self._value(op.proto.input[constant])
             if value is not None and op.proto.input[variable] in self._graph.variable:
                 return variable, value.astype(np.float64)
         return None
 
-    # Rules: from the range of what an operator gives to those of what it reads
+    # Rules: from the range of an operator's output to those of its inputs
 
     def same(self, op: Operator, _: str, legal: IndexRange) -> list[tuple[str, IndexRange]]:
         return [(op.proto.input[0], legal)]
@@ -205,8 +205,8 @@ class _Trace:
         source = op.proto.input[0]
         kind = self._types.get(source, TensorType(elem_type=0, shape=None)).elem_type
         if kind in _FLOAT_TYPES and _attribute(op, "to", 0) not in _FLOAT_TYPES:
-            # The fraction is cut off: −0.9 and 0.9 become 0. Next to a whole number there is
-            # always one of the type's own that is cut off to the one before.
+            # The fraction is cut off: −0.9 and 0.9 become 0. Between two neighbouring integers
+            # there is always a value of the type that is cut off to the one nearer to 0.
             dtype = helper.tensor_dtype_to_np_dtype(kind)
             legal = IndexRange(_next(np.floor(legal.lowest), -1, dtype), legal.highest)
             legal = IndexRange(legal.lowest, _next(np.ceil(legal.highest), 1, dtype))
@@ -299,7 +299,7 @@ class _Trace:
     def _selected(
         self, source: str, axis: int, places: NDArray[Any], legal: IndexRange
     ) -> list[tuple[str, IndexRange]]:
-        """Limit what was selected along an axis: elements at other places are not limited."""
+        """Limit the elements selected along an axis; elements at other indices have no limit."""
         shape, size = self._shape(source), self._size(source, axis)
         if shape is None or size is None or not places.size:
             return []
@@ -337,7 +337,7 @@ def _between(lowest: Any, highest: Any) -> IndexRange:
 
 
 def _fitted(legal: IndexRange, shape: Sequence[int | str] | None) -> IndexRange:
-    """Return a range that broadcasts against a tensor of a shape, the loosest where in doubt."""
+    """Return a range that broadcasts against a shape, the loosest if that is unclear."""
     if legal.lowest.shape != legal.highest.shape:
         legal = IndexRange(*np.broadcast_arrays(legal.lowest, legal.highest))
     if legal.lowest.size == 1 or shape is None or legal.lowest.ndim > len(shape):
@@ -348,7 +348,7 @@ def _fitted(legal: IndexRange, shape: Sequence[int | str] | None) -> IndexRange:
 
 
 def _sizes(shape: Sequence[int | str]) -> tuple[int, ...] | None:
-    """Return sizes that are all fixed; ``None`` if some are not."""
+    """Return the sizes if all are fixed, else ``None``."""
     fixed = tuple(size for size in shape if isinstance(size, int))
     return fixed if len(fixed) == len(shape) else None
 
@@ -362,7 +362,7 @@ def _along(ends: Array, axis: int, shape: tuple[int, ...]) -> Array:
 
 
 def _clipped(legal: IndexRange, low: NDArray[Any] | None, high: NDArray[Any] | None) -> IndexRange:
-    """Return what may come before values are clipped: an end that clips into the range is open."""
+    """Return the range before clipping: an end that is clipped into the range is open."""
     lowest, highest = legal.lowest, legal.highest
     if low is not None:
         lowest = np.where(low >= lowest, -np.inf, lowest)
@@ -372,7 +372,7 @@ def _clipped(legal: IndexRange, low: NDArray[Any] | None, high: NDArray[Any] | N
 
 
 def _next(ends: Array, step: int, dtype: np.dtype[Any]) -> Array:
-    """Return the number of a type that is next before a whole number one step beyond."""
+    """Return the number of a type that comes just before the integer one step beyond."""
     beyond = np.nextafter((ends + step).astype(dtype), dtype.type(0)).astype(np.float64)
     return np.where(np.isfinite(ends), beyond, ends)
 

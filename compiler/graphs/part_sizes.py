@@ -1,7 +1,7 @@
 """Sizes of a model's parts: bytes of a row that cross each border, and bytes of weights.
 
-Plans of clusters need them (E3 3.2). The compiler writes them into the manifest; of bundles that
-were compiled before it did, ``eecompile plan`` finds them in the same way.
+Plans of clusters need them (E3 3.2). The compiler writes them into the manifest; for bundles of
+older compilers, ``eecompile plan`` measures them in the same way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offramp.engine.stages.plan import ModelStructure, carried_over
 def sized_segments(
     structure: ModelStructure, read: Callable[[str], bytes], row: Mapping[str, NDArray[Any]]
 ) -> tuple[Segment, ...]:
-    """Give the segments with their sizes, as a manifest has them; arguments as below."""
+    """Return the segments with their sizes, for a manifest; arguments as below."""
     sizes = measure_sizes(structure, read, row)
     crossing = (*sizes.row_bytes, 0)
     return tuple(
@@ -38,9 +38,9 @@ def sized_segments(
 def measure_sizes(
     structure: ModelStructure, read: Callable[[str], bytes], row: Mapping[str, NDArray[Any]]
 ) -> PartSizes:
-    """Find the sizes of all parts.
+    """Measure the sizes of all parts.
 
-    ``read`` gives a part's graph, which may name its weights; ``row`` is one row of each graph
+    ``read`` returns a part's graph, which may name its weights; ``row`` is one row of each graph
     input, in the shapes of the calibration data.
     """
     return PartSizes(
@@ -52,9 +52,9 @@ def measure_sizes(
 def _crossing_bytes(
     structure: ModelStructure, read: Callable[[str], bytes], row: Mapping[str, NDArray[Any]]
 ) -> tuple[int, ...]:
-    """[segments - 1]: cut tensors and graph inputs that what follows a border reads.
+    """Return the bytes [segments - 1] of tensors and inputs that are read after each border.
 
-    Sizes of cut tensors are those that the segments give for one row: shapes in a graph may be
+    Sizes of cut tensors are those that the segments output for one row: shapes in a graph may be
     symbolic, and depend on the calibration data.
     """
     before = structure.segments[:-1]
@@ -70,7 +70,7 @@ def _crossing_bytes(
 
 
 def _weight_bytes(structure: ModelStructure, read: Callable[[str], bytes]) -> tuple[int, ...]:
-    """[segments]: of each segment's graph, and of that of the exit behind it."""
+    """Return weight bytes [segments] of each segment's graph and the exit after it."""
 
     def of(file: str) -> int:
         return weight_bytes(onnx.load_model_from_string(read(file)))

@@ -1,9 +1,9 @@
-"""Whether a sample's answer depends on the other samples of its batch, and where that comes in.
+"""Check whether a sample's answer depends on the other samples of its batch, and by which operator.
 
-Exits shrink batches, and a server merges and splits them: what is promised of a sample has to hold
-in any company. So rows are run alone and together. Where they part, every operator is run by
-itself on the same rows alone and together, which tells those that mix rows from those that only
-pass it on.
+Exits shrink batches, and a server merges and splits them, so a sample's answer must not depend on
+the rest of its batch. Rows are run alone and together. If they differ, every operator is run alone
+on the same rows, separately and together. That finds the operators that mix rows, and not those
+after them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 _ROWS = 3
 _MIXED = 5e-3
-"""Relative difference above which an operator that is run by itself mixes rows."""
+"""Relative difference above which an operator that is run alone mixes rows."""
 _SHOWN = 3
 _SCALED_BY_BATCH = frozenset(
     {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}
@@ -40,8 +40,8 @@ _SCALED_BY_BATCH = frozenset(
 _MOVING = frozenset(
     {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Expand", "Identity", "Cast"}
 )
-"""They compute nothing: rows that they take apart need not lie together."""
-_OTHERWISE = "let it compute for each sample by itself"
+"""Operators that compute nothing: the rows that they separate need not be contiguous."""
+_OTHERWISE = "let it compute each sample separately"
 _REMEDIES = {
     "BatchNormalization": "it normalises by the batch, as in training; call model.eval() before "
     "the export",
@@ -52,18 +52,18 @@ _REMEDIES = {
 
 
 def scaled_by_batch(proto: onnx.ModelProto) -> tuple[Operator, ...]:
-    """Operators that round a row by the range of all rows of its batch.
+    """Return the operators that round a row by the range of all rows of its batch.
 
-    Dynamically quantised models have them: they answer some samples otherwise in other company.
+    Dynamically quantised models have them: some of their answers depend on the rest of the batch.
     """
     return tuple(op for op in Dataflow(proto.graph).changing if op.kind in _SCALED_BY_BATCH)
 
 
 def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
-    """Run some rows alone and together; random ones, if no others are given.
+    """Run some rows alone and together; random ones by default.
 
-    Where they differ, the operators are looked for that compute with all rows; those that only
-    round by them (:func:`scaled_by_batch`) are let pass, to be counted.
+    If they differ, the operators that compute with all rows are searched. Those that only round by
+    them (:func:`scaled_by_batch`) are accepted, to be counted later.
 
     Raises:
         ModelError: Operators compute with all rows of a batch, or rows cannot be run together.
@@ -100,7 +100,7 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
         raise ModelError(_describe(structural, difference, rows))
     if not by_rows:
         raise ModelError(
-            f"what the model gives {rows} samples is not {rows} times what it gives one: the first "
+            f"the output for {rows} samples is not {rows} times that for one: the first "
             "dimension of its output has to be the batch"
         )
 
@@ -113,10 +113,10 @@ def compare_batches(
 ) -> None:
     """Compare answers to the same rows, by batch size; ModelError if they differ.
 
-    The rows of a batch are the middle ones of the next larger (:func:`middle`), which what runs
-    along a batch reaches from both ends.
-    ``answer`` describes them, where their decisions are compared too. Dynamically quantised models
-    are left out: their difference is counted later.
+    The rows of a batch are the middle ones of the next larger (:func:`middle`), so computation
+    along the batch reaches them from both ends. With ``answer``, a description of the answers,
+    decisions are compared, too. Dynamically quantised models are skipped: their difference is
+    counted later.
     """
     if scaled_by_batch(proto):
         return
@@ -130,19 +130,19 @@ def compare_batches(
                 proto, {name: array[: min(size, _ROWS) + 1] for name, array in samples.items()}
             )
             raise ModelError(
-                f"{size} samples are answered otherwise in a batch of {larger} than by themselves, "
+                f"{size} samples in a batch of {larger} have other answers than alone, "
                 f"by {difference.describe()}; allowed are {rounding.batches:.0e} "
-                f"({rounding.name}): let the model compute for each sample by itself"
+                f"({rounding.name}): let the model compute each sample separately"
             )
 
 
 def middle(size: int, largest: int) -> NDArray[np.intp]:
-    """Return which rows of the largest batch are the middle ones, [size]."""
+    """Return the indices [size] of the middle rows of the largest batch."""
     return np.arange(size) + (largest - size) // 2
 
 
 def _describe(mixing: list[Operator], difference: Difference | None, rows: int) -> str:
-    """Say which operators mix rows, and what to do about it."""
+    """Return a message with the operators that mix rows, and the remedy."""
     shown = [op.label for op in mixing[:_SHOWN]]
     rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
     kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
@@ -160,7 +160,7 @@ def _row(arrays: Arrays, i: int) -> dict[str, NDArray[Any]]:
 
 
 def _are_rows(together: NDArray[Any], alone: list[NDArray[Any]]) -> bool:
-    """Whether what rows give alone are rows of what they give together."""
+    """Return whether the outputs of rows alone have the shape of rows of the joint output."""
     shapes = {row.shape for row in alone}
     return shapes == {(1, *together.shape[1:])} and len(together) == len(alone)
 
@@ -181,7 +181,7 @@ class _Rows:
         self._constants = {t.name: t for t in proto.graph.initializer}
 
     def mixing(self) -> Iterator[Operator]:
-        """Yield operators of which a row, on the same input, is another alone than together."""
+        """Yield operators whose output for a row alone differs from that for all rows."""
         for op in self._flow.changing:
             if op.kind not in _MOVING and self._mixes(op):
                 yield op
@@ -205,7 +205,7 @@ class _Rows:
         )
 
     def _row_of(self, tensor: str, i: int) -> NDArray[Any]:
-        """Return a row of a tensor, or what it is alone if it is a size."""
+        """Return a row of a tensor, or its value alone if it is a size."""
         together, alone = self._together[tensor], self._alone[i][tensor]
         axis = self._axis(together, alone)
         if axis is not None:
@@ -220,7 +220,7 @@ class _Rows:
         return axes[0] if fits else None
 
     def _differs(self, whole: NDArray[Any], part: NDArray[Any], i: int) -> bool:
-        if whole.dtype in (np.int32, np.int64):  # sizes, and what is computed from them
+        if whole.dtype in (np.int32, np.int64):  # sizes, and values computed from them
             return False
         if whole.shape != part.shape:
             axis = self._axis(whole, part)
@@ -251,7 +251,7 @@ def _taken(whole: NDArray[Any], axis: int, i: int, size: int) -> NDArray[Any]:
 
 
 def _exposed(proto: onnx.ModelProto, flow: Dataflow) -> onnx.ModelProto:
-    """Make every tensor inside an output."""
+    """Make every inner tensor an output."""
     exposed = copied(proto)
     known = {output.name for output in proto.graph.output}
     for name, tensor in infer_types(proto).items():

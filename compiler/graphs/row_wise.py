@@ -1,7 +1,7 @@
-"""Operators that compute each token of a sequence by itself, as norms and projections do.
+"""Operators that compute each token of a sequence separately, as norms and projections do.
 
-What is asked of one token alone can be computed of that token alone behind them; operators that mix
-tokens, as attention does, have to have all.
+If only one token of their result is needed, they can run on that token alone. Operators that mix
+tokens, such as attention, need all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offramp.compiler.graphs.shapes import TensorType, shape_of
 
 Size: TypeAlias = "int | str"
 Rows: TypeAlias = Literal["tokens", "flat"]
-"""How a tensor holds tokens: [batch, tokens, width], or [batch · tokens, width]."""
+"""Layout of tokens in a tensor: [batch, tokens, width], or [batch · tokens, width]."""
 
 ELEMENTWISE = frozenset({
     "Abs", "Add", "And", "BiasGelu", "Cast", "Clip", "Div", "Dropout", "Elu", "Equal",
@@ -28,18 +28,18 @@ ELEMENTWISE = frozenset({
     "Mish", "Mul", "Neg", "Not", "Or", "Pow", "QuickGelu", "Reciprocal", "Relu", "Round",
     "Selu", "Sigmoid", "Sign", "Softplus", "Softsign", "Sqrt", "Sub", "Sum", "Tanh", "Where",
 })  # fmt: skip
-"""Operators that compute each element by itself."""
+"""Operators that compute each element separately."""
 _REDUCTIONS = ("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare")
 _NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 _SKIP_NORMS = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
 _ALL = 2**31 - 1
-"""From this end on a slice takes everything."""
+"""End from which on a slice takes everything."""
 
 
 class RowWise:
-    """Which operators of a graph compute tokens one by one.
+    """Operators of a graph that compute tokens one by one.
 
-    ``rows`` are the sizes of batch and tokens, ``values`` the constants that are small.
+    ``rows`` are the sizes of batch and tokens, ``values`` the small constants.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RowWise:
         }
 
     def rows_of(self, tensor: str) -> Rows | None:
-        """How a tensor holds tokens, if it does."""
+        """Return the layout of tokens in a tensor; ``None`` if it holds none."""
         shape = shape_of(self._types, tensor)
         if tensor not in self._flow.variable or shape is None:
             return None
@@ -78,14 +78,14 @@ class RowWise:
         return "flat" if len(shape) == 2 and shape[0] in self._flat else None
 
     def width(self, tensor: str) -> Size | None:
-        """Size of a token in a tensor."""
+        """Return the size of a token in a tensor."""
         shape = shape_of(self._types, tensor)
         return shape[-1] if shape else None
 
     def behind(self, output: str) -> frozenset[str]:
-        """Name the first tensors of the operators before an output that may see one token alone.
+        """Return the first outputs of operators before ``output`` that may run on one token alone.
 
-        They compute tokens one by one, and nobody else reads what they give.
+        They compute tokens one by one, and no other operator reads their outputs.
         """
         flow = self._flow
         found = {op.writes[0]: op for op in flow.operators if self._is_one_by_one(op)}
@@ -101,7 +101,7 @@ class RowWise:
     def _fits(
         self, op: Operator, found: Mapping[str, Operator], targets: AbstractSet[str], output: str
     ) -> bool:
-        """Whether all readers are found too, and so is what makes flat tokens flat."""
+        """Return whether all readers are found, too, and the operators that make tokens flat."""
         for tensor in op.writes:
             readers = {reader.writes[0] for reader in self._flow.consumers.get(tensor, ())}
             if tensor != output and not readers <= found.keys() | targets:
@@ -110,7 +110,7 @@ class RowWise:
         return all(t in self._flow.producers and self._makes(t) in found for t in flat)
 
     def _targets(self, found: Mapping[str, Operator]) -> set[str]:
-        """Name the operators that only compute targets of those found: a target is known anew."""
+        """Return the operators that only compute targets of reshapes found, which are replaced."""
         targets: set[str] = set()
         for op in reversed(self._flow.operators):
             readers = [(reader, t) for t in op.writes for reader in self._flow.consumers.get(t, ())]
@@ -153,13 +153,13 @@ class RowWise:
         return isinstance(self.width(op.writes[0]), int) and self._has_rows(op)
 
     def _has_rows(self, op: Operator) -> bool:
-        """Whether what is computed is tokens, and all else constant (or a target of Reshape)."""
+        """Return whether the first input is tokens, and all others are constant or a target."""
         first, *others = op.reads
         fixed = op.kind == "Reshape" or self._flow.variable.isdisjoint(others)
         return self.rows_of(first) is not None and fixed
 
     def _is_plain(self, op: Operator) -> bool:
-        """Whether all that is read is tokens in the same form, or the same for every token."""
+        """Return whether all inputs are tokens in the same layout, or equal for every token."""
         form = self.rows_of(op.writes[0])
         return all(
             self.rows_of(t) == form if t in self._flow.variable else self._same_for_all(t)
@@ -192,7 +192,7 @@ class RowWise:
         return last and given.get("keepdims", 1) == 1 and self._has_rows(op)
 
     def _takes_all(self, op: Operator) -> bool:
-        """Whether a slice leaves nothing away, as of the last 0 tokens: all of them."""
+        """Return whether a slice keeps everything, as that of the last 0 tokens does."""
         values = [self._values.get(name) for name in op.proto.input[1:] if name]
         if any(value is None for value in values) or not self._has_rows(op):
             return False

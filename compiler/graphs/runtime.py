@@ -1,7 +1,7 @@
-"""Running graphs at compile time on ONNX Runtime: on random inputs, with operators of libraries.
+"""Running graphs at compile time in ONNX Runtime: on random inputs, with custom operators.
 
-``--custom-ops`` names libraries of operators (:mod:`offramp.engine.backends.custom_ops`); a model
-with an operator that neither ONNX, nor ONNX Runtime, nor a library has is refused.
+``--custom-ops`` names libraries of operators (:mod:`offramp.engine.backends.custom_ops`). A model
+with an operator that is in neither ONNX, nor ONNX Runtime, nor a library is refused.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ from offramp.engine.backends.custom_ops import (
 from offramp.engine.common.errors import BackendError
 
 _SEQUENCE_SIZES = (16, 64, 400, 1600, 6400, 25_600)
-"""Symbolic sizes of random inputs of up to three dimensions: the first that windows leave
-something of."""
+"""Symbolic sizes of random inputs of up to three dimensions: the first one for which windows have
+output."""
 _IMAGE_SIZES = (64, 64, 400, 800, 1600, 3200)
-"""The same for those of four dimensions and more."""
+"""The same for inputs of four dimensions and more."""
 LIMIT_S, LIMIT_PER_ROW_S = 60.0, 10.0
-"""Time that a run may take: a file from elsewhere may hold a loop that never ends."""
+"""Seconds that a run may take, in total and per row: the file may contain an endless loop."""
 
 
 class GraphRunner:
-    """A graph loaded into ONNX Runtime on the CPU, as the compiler runs graphs to compare them."""
+    """A graph loaded into ONNX Runtime on the CPU, to run and compare graphs while compiling."""
 
     def __init__(
         self, proto: onnx.ModelProto, threads: int = 1, *, profile: Path | None = None
     ) -> None:
-        """Load a graph; RuntimeError if ONNX Runtime refuses it, whatever its own error is.
+        """Load a graph; RuntimeError if ONNX Runtime refuses it, for any reason.
 
-        With ``profile``, the beginning of a file's name, operators are timed as they are written.
+        With ``profile``, the prefix of a file's name, operators are timed without optimisation.
         """
         options = session_options()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 4
-        # An arena would keep what the largest batch took for as long as the session lives.
+        # An arena would keep the memory of the largest batch for as long as the session exists.
         options.enable_cpu_mem_arena = False
         if any(t.data_type == onnx.TensorProto.FLOAT16 for t in proto.graph.initializer):
-            # ONNX Runtime 1.30 and 1.31 crash in all that they know of half precision.
+            # ONNX Runtime 1.30 and 1.31 crash with all optimisations for half precision.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         if profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, str(profile)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        # Q/DQ as it is written: fused int8 kernels saturate on some processors, not on others.
+        # Q/DQ as written: fused int8 kernels saturate on some processors, not on others.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         with _translated():
             self._session = load_session(proto.SerializeToString(), options)
@@ -76,13 +76,13 @@ class GraphRunner:
         self.outputs = tuple(o.name for o in self._session.get_outputs())
 
     def end_profile(self) -> Path:
-        """End the timing of operators; gives the file with ONNX Runtime's trace events."""
+        """End the timing of operators; returns the file with ONNX Runtime's trace events."""
         return Path(self._session.end_profiling())
 
     def run(self, feeds: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """Return all outputs by name; ``feeds`` may hold more.
+        """Return all outputs by name; ``feeds`` may have more than the inputs.
 
-        RuntimeError if that fails, ModelError if it takes longer than any classifier would.
+        RuntimeError if the run fails, ModelError if it takes longer than the limit.
         """
         inputs = {name: feeds[name] for name in self.inputs}
         rows = max((len(array) for array in inputs.values() if array.ndim), default=1)
@@ -113,7 +113,7 @@ class GraphRunner:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Turn ONNX Runtime's own exceptions into RuntimeError with their first line."""
+    """Convert ONNX Runtime's exceptions to RuntimeError with their first line."""
     try:
         yield
     except BackendError as error:
@@ -125,7 +125,7 @@ def _translated() -> Iterator[None]:
 
 
 def runs_opset(opset: int) -> bool:
-    """Whether the ONNX Runtime that is installed takes models of an opset."""
+    """Return whether the installed ONNX Runtime runs models of an opset."""
     kind = onnx.TensorProto.FLOAT
     given, wanted = (helper.make_tensor_value_info(name, kind, [1]) for name in "xy")
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "x", [given], [wanted])
@@ -140,12 +140,12 @@ def runs_opset(opset: int) -> bool:
 def random_inputs(
     proto: onnx.ModelProto, batch: int, *, seed: int = 0, whole: bool = False
 ) -> dict[str, NDArray[np.generic]]:
-    """Make inputs that a model accepts, by name, of a batch size.
+    """Return random inputs that a model accepts, by name, for a batch size.
 
-    Floating-point inputs are normal; integers that index a table stay inside it; other integers
-    are 0 or 1 with a 1 in front, as a mask is that hides no sample wholly, or all 1, as a mask that
-    hides nothing, if samples are to be ``whole``. Symbolic sizes are 16,
-    of images 64, or more where convolutions and poolings have wider windows.
+    Floating-point inputs are normally distributed; integers that index a table are valid indices;
+    other integers are 0 or 1 with a leading 1, like a mask that hides no whole sample, or all 1 if
+    samples are to be ``whole``, like a mask that hides nothing. Symbolic sizes are 16, those of
+    images 64, or more for convolutions and poolings with wider windows.
     """
     rng = np.random.default_rng(seed)
     graph = Dataflow(proto.graph)
@@ -171,7 +171,7 @@ def _random_sizes(proto: onnx.ModelProto, batch: int) -> dict[str, int]:
 
 
 def describe_shapes(feeds: Mapping[str, NDArray[np.generic]]) -> str:
-    """``audio [3, 1600]``, for messages."""
+    """Return names and shapes for messages, such as ``audio [3, 1600]``."""
     return ", ".join(f"{name} {list(array.shape)}" for name, array in feeds.items())
 
 
@@ -204,7 +204,7 @@ class _Foreign(NamedTuple):
     version: int
 
     def is_known(self, given: Sequence[LoadedLibrary]) -> bool:
-        """Whether ONNX Runtime has it, with these libraries: whatever else it says of it."""
+        """Return whether ONNX Runtime has the operator, with these libraries."""
         node = helper.make_node(self.name, ["x"], ["y"], domain=self.domain)
         read = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None)
         graph = helper.make_graph([node], "x", [read], [helper.make_empty_tensor_value_info("y")])
@@ -214,20 +214,20 @@ class _Foreign(NamedTuple):
             load_session(model.SerializeToString(), session_options(given))
         except BackendError:
             return False
-        except Exception:  # noqa: S110 - its inputs are not those that it takes, so it is known
+        except Exception:  # noqa: S110 - it refuses the inputs, so it knows the operator
             pass
         return True
 
 
 def check_operators(proto: onnx.ModelProto) -> None:
-    """Refuse a model, by a ModelError, with operators that nobody has given."""
+    """Raise ModelError for a model with operators that are not available."""
     unknown = [op for op in _foreign(proto) if not op.is_known(libraries())]
     if unknown:
         raise ModelError(unknown_operators([(op.domain, op.name) for op in unknown]))
 
 
 def libraries_of(proto: onnx.ModelProto) -> tuple[OperatorLibrary, ...]:
-    """Give the libraries that a model needs, of those that this process has."""
+    """Return the loaded libraries that a model needs."""
     holders: dict[LoadedLibrary, list[str]] = {}
     for op in _foreign(proto) if libraries() else ():
         if not op.is_known(()):
@@ -240,7 +240,7 @@ def libraries_of(proto: onnx.ModelProto) -> tuple[OperatorLibrary, ...]:
 
 
 def _foreign(proto: onnx.ModelProto) -> list[_Foreign]:
-    """Operators outside of ONNX's own set that the model does not define itself, in order."""
+    """Return operators outside of ONNX's own set that the model does not define, in order."""
     defined = {(function.domain, function.name) for function in proto.functions}
     versions = {opset.domain: opset.version for opset in proto.opset_import}
     nodes = [_all_nodes(proto.graph.node), *(_all_nodes(f.node) for f in proto.functions)]

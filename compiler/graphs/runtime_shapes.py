@@ -1,13 +1,13 @@
-"""Shapes of what ONNX's own inference does not know, from ONNX Runtime's operators.
+"""Shapes that ONNX's own inference does not know, inferred by ONNX Runtime.
 
-Graphs that ONNX Runtime fused or quantised are full of operators of its own, behind which ONNX's
-inference knows nothing. ONNX Runtime infers their shapes when it loads a graph, and tells those of
-graph outputs: so all that is unknown is made an output of a copy that has no weights.
+Graphs that ONNX Runtime fused or quantised have many custom operators, after which ONNX's inference
+knows nothing. ONNX Runtime infers shapes when it loads a graph, and reports those of graph outputs.
+So every unknown tensor is made an output of a copy that has no weights.
 
-Bodies of ``If``, ``Loop`` and ``Scan`` are looked at as models of their own. ONNX's inference gives
-up the shape of what a ``Loop`` carries, since a body might change it, and knows nothing of work
-inside of bodies. With the types of what is outside, a body is a model like others: its shapes can
-be inferred, and its operators counted.
+Bodies of ``If``, ``Loop`` and ``Scan`` are handled as separate models. ONNX's inference drops the
+shape of a ``Loop``'s carried values, since a body might change it, and does not count work inside
+bodies. With the types of outer tensors, a body is a model like others: its shapes can be inferred,
+and its operators counted.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _ELEMENT_TYPES = {
     for bits in (8, 16, 32, 64)
 }
 _ROUNDS = 4
-"""ONNX's inference goes on where ONNX Runtime's ended, and the other way round; this often."""
+"""Rounds in which ONNX's inference and ONNX Runtime's continue each other's results."""
 
 
 def infer_shapes(skeleton: onnx.ModelProto, empty: frozenset[str]) -> onnx.ModelProto:
-    """Infer shapes at concrete sizes, as ONNX does; with ONNX Runtime's help where that is needed.
+    """Infer shapes at concrete sizes, as ONNX does, with ONNX Runtime's help if needed.
 
-    ``empty`` are the initializers of ``skeleton`` that are there without their content.
+    ``empty`` are the initializers of ``skeleton`` without content.
     """
     inferred: onnx.ModelProto = onnx.shape_inference.infer_shapes(skeleton, data_prop=True)
     nodes = skeleton.graph.node
@@ -74,7 +74,7 @@ def infer_shapes(skeleton: onnx.ModelProto, empty: frozenset[str]) -> onnx.Model
 
 
 def types_in(inferred: onnx.ModelProto) -> dict[str, SizedType]:
-    """Read the types of all tensors whose element type is known."""
+    """Return the types of all tensors whose element type is known."""
     graph = inferred.graph
     types: dict[str, SizedType] = {t.name: (t.data_type, tuple(t.dims)) for t in graph.initializer}
     for info in (*graph.input, *graph.value_info, *graph.output):
@@ -87,7 +87,7 @@ def types_in(inferred: onnx.ModelProto) -> dict[str, SizedType]:
 
 
 def _shapes_of_loops(inferred: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    """What loops carry, where the body keeps the shape that it begins with."""
+    """Return the types of carried values of loops whose body keeps the initial shape."""
     loops = [node for node in inferred.graph.node if node.op_type == "Loop"]
     types = types_in(inferred) if loops else {}
     scope = BodyScope.of(inferred, types)
@@ -101,7 +101,7 @@ def _shapes_of_loops(inferred: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 
 
 def _sizes(types: dict[str, SizedType], name: str) -> tuple[int | None, ...]:
-    """Give a tensor's sizes; one that is unknown where its rank is."""
+    """Return a tensor's sizes; one unknown size if the rank is unknown."""
     shape = types.get(name, (0, None))[1]
     return (None,) if shape is None else shape
 
@@ -111,7 +111,7 @@ def _infer_body(model: onnx.ModelProto) -> dict[str, SizedType]:
 
 
 def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[onnx.ValueInfoProto]:
-    """What ONNX Runtime knows of tensors without a shape; nothing if it cannot load the graph."""
+    """Return ONNX Runtime's shapes of tensors without one; empty if it cannot load the graph."""
     infos = (*inferred.graph.value_info, *inferred.graph.output)
     known = {info.name for info in infos if info.type.tensor_type.HasField("shape")}
     written = dict.fromkeys(t for node in inferred.graph.node for t in node.output if t)
@@ -134,7 +134,7 @@ def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[on
         helper.make_tensor_value_info(output.name, _ELEMENT_TYPES[kind], output.shape)
         for output in session.get_outputs()
         if (kind := output.type.removeprefix("tensor(").removesuffix(")")) in _ELEMENT_TYPES
-        # An operator of a library tells no shape, and that of a scalar then stands for it.
+        # An operator of a library reports no shape, which looks like a scalar's.
         and (output.shape or not libraries())
         and all(isinstance(size, int) for size in output.shape)
     ]
@@ -143,7 +143,7 @@ def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[on
 def _shapes_of_libraries(
     inferred: onnx.ModelProto, empty: frozenset[str]
 ) -> list[onnx.ValueInfoProto]:
-    """What operators of libraries give, and what reads that, by running them where need be."""
+    """Return shapes of library operators' outputs and of their readers, by runs if needed."""
     if not libraries():
         return []
     graph = inferred.graph
@@ -158,7 +158,7 @@ def _shapes_of_libraries(
         trace.assume(name, kind, shape)
     found: list[onnx.ValueInfoProto] = []
     for node in graph.node:
-        with contextlib.suppress(ValueError):  # what inference cannot follow stays unknown
+        with contextlib.suppress(ValueError):  # shapes that inference cannot follow stay unknown
             trace.follow(node)
         for name in filter(None, node.output):
             if name in known:
@@ -169,7 +169,7 @@ def _shapes_of_libraries(
 
 
 def _as_inputs(graph: onnx.GraphProto, empty: frozenset[str]) -> None:
-    """Make inputs of initializers without content."""
+    """Turn initializers without content into inputs."""
     graph.input.extend(
         helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         for tensor in graph.initializer
@@ -181,26 +181,26 @@ def _as_inputs(graph: onnx.GraphProto, empty: frozenset[str]) -> None:
 SizedType: TypeAlias = "tuple[int, tuple[int | None, ...] | None]"
 """Element type, and sizes as far as they are known."""
 Infer: TypeAlias = "Callable[[onnx.ModelProto], Mapping[str, SizedType]]"
-"""Infers the types of a model's tensors."""
+"""Function that infers the types of a model's tensors."""
 
 _CARRIED = 2
-"""Where a ``Loop``'s carried values begin, after trip count and condition."""
+"""Index of a ``Loop``'s first carried value, after trip count and condition."""
 _SMALL = 64
 """Elements of a constant that may be a trip count, or a shape that a body reads."""
 
 
 class BodyScope(NamedTuple):
-    """What is known around an operator with bodies."""
+    """Known types and values around an operator with bodies."""
 
     types: Mapping[str, SizedType]
     values: Mapping[str, NDArray[Any]]
-    """Of small constants."""
+    """Values of small constants."""
     opsets: tuple[onnx.OperatorSetIdProto, ...]
     functions: tuple[onnx.FunctionProto, ...] = ()
 
     @classmethod
     def of(cls, proto: onnx.ModelProto, types: Mapping[str, SizedType]) -> BodyScope:
-        """Take constants, opsets and functions of a model."""
+        """Create the scope of a model with its constants, opsets and functions."""
         tensors = [t for t in proto.graph.initializer if _is_small(t)]
         tensors += [t for node in proto.graph.node if (t := constant_tensor(node)) is not None]
         values = {
@@ -211,15 +211,15 @@ class BodyScope(NamedTuple):
         return cls(types, values, tuple(proto.opset_import), tuple(proto.functions))
 
     def models(self, node: onnx.NodeProto) -> list[onnx.ModelProto]:
-        """Make a model of each body, with the inputs that it is given, and all that it captures.
+        """Make a model of each body, with its inputs and all captured tensors.
 
-        Nothing if the type of one of these is not known.
+        Empty if the type of one of these is not known.
         """
         found = [self._model(node, body) for body in bodies(node)]
         return [model for model in found if model is not None] if all(found) else []
 
     def trips(self, node: onnx.NodeProto) -> int | None:
-        """Count how often a body runs, at most; None if nobody can tell before it runs."""
+        """Return how often a body runs at most; ``None`` if that is unknown before it runs."""
         if node.op_type == "If":
             return 1
         if node.op_type == "Loop":
@@ -233,9 +233,9 @@ class BodyScope(NamedTuple):
         return None
 
     def flops(self, node: onnx.NodeProto, count: Callable[[onnx.ModelProto], float]) -> float:
-        """Count an operator's work: that of the larger body, as often as it runs at most.
+        """Return an operator's FLOPs: those of the larger body, times its largest number of runs.
 
-        NaN where that is not known before it runs. ``count`` gives that of a body.
+        NaN if that is not known before it runs. ``count`` returns the FLOPs of a body.
         """
         trips, models = self.trips(node), self.models(node)
         if trips is None or not models:
@@ -243,7 +243,7 @@ class BodyScope(NamedTuple):
         return float(trips * np.max([count(model) for model in models]))
 
     def carried(self, node: onnx.NodeProto, infer: Infer) -> dict[str, SizedType]:
-        """Find the types of what a ``Loop`` carries: those that it begins with, if kept."""
+        """Return the types of a ``Loop``'s carried values: the initial types, if kept."""
         models = self.models(node) if node.op_type == "Loop" else []
         if not models:
             return {}
@@ -281,7 +281,7 @@ class BodyScope(NamedTuple):
         )
 
     def _given(self, node: onnx.NodeProto) -> Iterator[SizedType | None]:
-        """Types of what a body is given at each turn."""
+        """Yield the types of a body's inputs at each iteration."""
         if node.op_type == "Loop":
             yield onnx.TensorProto.INT64, ()
             yield onnx.TensorProto.BOOL, ()
@@ -300,7 +300,7 @@ class BodyScope(NamedTuple):
 
 
 def _scanned(node: onnx.NodeProto) -> tuple[int, list[int]]:
-    """How many states a ``Scan`` has, and along which axis it takes each input apart."""
+    """Return the number of a ``Scan``'s states, and the axis along which each input is scanned."""
     told = {a.name: helper.get_attribute_value(a) for a in node.attribute if a.name != "body"}
     count = told["num_scan_inputs"]
     return len(node.input) - count, list(told.get("scan_input_axes", [0] * count))

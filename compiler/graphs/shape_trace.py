@@ -1,10 +1,10 @@
 """Shapes and small values of a graph's tensors at one batch size, one operator after another.
 
-ONNX's inference over a whole model stops where an operator contradicts what comes before it. Here
-the caller follows the operators in order, and can mend one before those that read it are reached.
+ONNX's inference over a whole model stops at an operator that contradicts its inputs. Here the
+caller follows the operators in order, and can repair one before its readers are reached.
 
-Operators of a library (``--custom-ops``) have shapes that neither ONNX's inference nor ONNX
-Runtime's knows: each is run alone on a few rows (:func:`run_alone`).
+Neither ONNX's inference nor ONNX Runtime's knows shapes of operators of a library
+(``--custom-ops``): each is run alone on a few rows (:func:`run_alone`).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class ShapeTrace:
-    """What is known of tensors: types, and values where a shape may be computed from them."""
+    """Known types of tensors, and values from which shapes may be computed."""
 
     def __init__(
         self, proto: onnx.ModelProto, batch: int | None = None, sizes: Mapping[str, int] = _NONE
     ) -> None:
-        """Begin at the graph inputs, with ``batch`` rows and these sizes of other symbols.
+        """Begin at the graph inputs, with ``batch`` rows and ``sizes`` of other symbols.
 
-        Without ``batch`` the inputs are of the sizes that they state.
+        Without ``batch`` the inputs have their declared sizes.
         """
         self._opsets = list(proto.opset_import)
         self._opset = default_opset(proto)
@@ -58,7 +58,7 @@ class ShapeTrace:
             self._know(info.name, tensor_type.elem_type, dims)
 
     def shape(self, name: str) -> Shape | None:
-        """Give a tensor's shape if all of it is known."""
+        """Return a tensor's shape if all of it is known."""
         found = self._types.get(name)
         if found is None or not found.tensor_type.HasField("shape"):
             return None
@@ -68,28 +68,28 @@ class ShapeTrace:
         )
 
     def type_of(self, name: str) -> onnx.TypeProto | None:
-        """Give a tensor's type if all of its shape is known."""
+        """Return a tensor's type if all of its shape is known."""
         return None if self.shape(name) is None else self._types[name]
 
     def value(self, name: str) -> Value | None:
-        """Give a small tensor's value, if it depends on nothing but shapes and constants."""
+        """Return a small tensor's value, if it depends only on shapes and constants."""
         return self._values.get(name)
 
     def give(self, tensor: onnx.TensorProto) -> None:
-        """Take up a constant."""
+        """Add a constant."""
         self._know(tensor.name, tensor.data_type, tensor.dims)
         if _is_followed(tensor.data_type, tensor.dims):
-            with suppress(ValueError):  # a skeleton's larger ones have no content
+            with suppress(ValueError):  # larger tensors of a skeleton have no content
                 self._values[tensor.name] = array_of(tensor)
 
     def assume(self, name: str, elem_type: int, shape: Sequence[int]) -> None:
-        """Take up a shape that :meth:`follow` cannot find."""
+        """Add a shape that :meth:`follow` cannot find."""
         self._know(name, elem_type, shape)
 
     def follow(self, node: onnx.NodeProto) -> None:
-        """Find what a node gives; ValueError if it contradicts what it reads.
+        """Infer the outputs of a node; ValueError if it contradicts its inputs.
 
-        What inference does not know stays unknown.
+        Shapes that inference does not know stay unknown.
         """
         tensor = constant_tensor(node)
         if tensor is not None:
@@ -98,7 +98,7 @@ class ShapeTrace:
             self._infer(node)
 
     def _evaluate(self, node: onnx.NodeProto) -> bool:
-        """Compute the values themselves, where all that is read is known."""
+        """Compute values if all inputs are known; returns whether the node needs no inference."""
         if node.op_type in {"Shape", "Size"} and (shape := self.shape(node.input[0])) is not None:
             ends = {a.name: a.i for a in node.attribute}
             found = np.array(shape[ends.get("start", 0) : ends.get("end", len(shape))], np.int64)
@@ -112,20 +112,20 @@ class ShapeTrace:
             or any(n not in self._values for n in read)
         ):
             return False
-        if self._is_large(node):  # a mask of all rows, say, is not computed here
+        if self._is_large(node):  # for instance a mask of all rows is not computed here
             return True
         try:
             values = ReferenceEvaluator(node, opsets={"": self._opset}).run(
                 None, {name: self._values[name] for name in read}
             )
-        except Exception:  # whatever it lacks: inference may know more
+        except Exception:  # any failure of the evaluator: inference may know more
             return False
         for name, value in zip(node.output, values, strict=False):
             self._store(name, np.asarray(value))
         return True
 
     def _is_large(self, node: onnx.NodeProto) -> bool:
-        """Whether inference alone tells that what a node gives is too large to be followed."""
+        """Return whether inference shows that an output is too large to be followed."""
         with suppress(ValueError):
             self._infer(node)
         kinds = {name: self._types[name].tensor_type for name in node.output if name in self._types}
@@ -155,7 +155,7 @@ class ShapeTrace:
         self._types.update(found)
 
     def _try(self, node: onnx.NodeProto) -> None:
-        """Run an operator of a library, whose shapes nobody knows."""
+        """Run an operator of a library, whose shapes inference does not know."""
         if not libraries() or bodies(node):
             return
         operands: dict[str, OperandType] = {}
@@ -184,19 +184,19 @@ def _is_followed(elem_type: int, shape: Sequence[int]) -> bool:
 
 
 _ROWS = (2, 3, 5)
-"""Runs whose shapes have to lie on a line, which tells those of any number of rows."""
+"""Numbers of rows of trial runs; shapes must be linear in them to derive any number of rows."""
 _MOST_ELEMENTS = 2**24
-"""Of what an operator reads in such a run."""
+"""Largest number of elements of an operator's input in such a run."""
 
 
 class OperandType(NamedTuple):
-    """What is known of a tensor that an operator reads."""
+    """Known type and value of an operator's input."""
 
     elem_type: int
     """A value of ``onnx.TensorProto.DataType``."""
     shape: tuple[int, ...]
     value: NDArray[Any] | None = None
-    """Where it is constant, and small."""
+    """Value of a small constant."""
 
 
 def run_alone(
@@ -204,10 +204,10 @@ def run_alone(
     operands: Mapping[str, OperandType],
     opsets: Sequence[onnx.OperatorSetIdProto],
 ) -> dict[str, OperandType]:
-    """Find what an operator gives at these shapes; nothing if it does not run, or sizes vary.
+    """Find an operator's outputs at these shapes; empty if it fails, or sizes are not linear.
 
-    Rows are the largest first dimension of what it reads. They are scaled down for the runs, and
-    sizes are taken to grow with them in proportion: a batch of thousands need not be computed.
+    The number of rows is the largest first dimension of its inputs. It is reduced for the trial
+    runs, and sizes are taken to grow in proportion: a batch of thousands need not be computed.
     """
     free = {name: operand for name, operand in operands.items() if operand.value is None}
     fronts = [operand.shape[0] for operand in free.values() if operand.shape]
@@ -233,7 +233,7 @@ def _model(
     operands: Mapping[str, OperandType],
     opsets: Sequence[onnx.OperatorSetIdProto],
 ) -> bytes:
-    """Make a model of one operator, whose constants it holds."""
+    """Make a model of one operator, which holds its constants."""
     inputs = [
         helper.make_tensor_value_info(name, o.elem_type, [None] * len(o.shape))
         for name, o in operands.items()
@@ -253,7 +253,7 @@ def _model(
 def _run(
     session: Any, operands: Mapping[str, OperandType], rows: int, fewer: int
 ) -> list[NDArray[Any]]:
-    """Run on ``fewer`` rows where there are ``rows``; ValueError if that is too much."""
+    """Run on ``fewer`` rows instead of ``rows``; ValueError if inputs are too large."""
     rng = np.random.default_rng(0)
     feeds: dict[str, NDArray[Any]] = {}
     for name, operand in operands.items():
@@ -269,7 +269,7 @@ def _run(
 
 
 def _on_a_line(shapes: Sequence[tuple[int, ...]], rows: int) -> tuple[int, ...] | None:
-    """Give the shape at ``rows`` of which these at :data:`_ROWS` are; None if none is."""
+    """Return the shape at ``rows`` if shapes at :data:`_ROWS` are linear in rows, else ``None``."""
     if len({len(shape) for shape in shapes}) > 1:
         return None
     first, second, third = _ROWS

@@ -1,8 +1,8 @@
 """Shapes of all tensors, with symbolic sizes.
 
-ONNX's own inference loses a symbolic size at the first ``Reshape`` that computes with it. So it
-is run twice on *concrete* sizes, where its data propagation folds nearly everything, and what
-differs between the two runs is traced back to the symbol it came from.
+ONNX's own inference loses a symbolic size at the first ``Reshape`` that computes with it. So it is
+run twice on *concrete* sizes, where its data propagation folds nearly everything. Sizes that differ
+between the two runs are traced back to their symbol.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offramp.compiler.graphs.runtime_shapes import infer_shapes, types_in
 from offramp.compiler.graphs.shape_trace import ShapeTrace
 
 ConcreteShape: TypeAlias = "tuple[int | None, ...] | None"
-"""Sizes where inference found them; None as a whole where it did not even find the rank."""
+"""Sizes, ``None`` for unknown ones; ``None`` as a whole if the rank is unknown."""
 
 BATCH = "batch"
 """Name that the batch dimension gets in every model."""
@@ -33,17 +33,17 @@ _KNOWN_TYPES = frozenset(onnx.TensorProto.DataType.values())
 FLOATING = ("float16", "float32", "float64", "bfloat16")
 _BATCH_PROBES = (2003, 3001)
 _SMALL_PROBES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
-"""For sequences: below the 64 or 77 positions that some models have tables for."""
+"""Probes for sequences: below the 64 or 77 positions that some models have tables for."""
 _LARGE_PROBES = (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191)
-"""For images: large enough to survive five strides."""
+"""Probes for images: large enough to survive five strides."""
 _PROBE_SCALES = (1, 8, 64, 512, 4096)
-"""By which probes are multiplied where a model's windows are wider: a second of sound, say."""
+"""Factors of probes for models with wider windows, for instance a second of sound."""
 _WINDOWED = frozenset(
     {"Conv", "ConvInteger", "FusedConv", "QLinearConv", "AveragePool", "LpPool", "MaxPool"}
 )
-"""Operators that refuse what is shorter than their window."""
+"""Operators that refuse an input shorter than their window."""
 _SMALL_INITIALIZER = 1024
-"""Elements up to which an initializer may be a shape that inference wants to read."""
+"""Largest number of elements of an initializer that may be a shape that inference reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,21 +53,21 @@ class TensorType:
     elem_type: int
     """A value of ``onnx.TensorProto.DataType``."""
     shape: tuple[int | str, ...] | None
-    """Sizes; a string is a symbol, :data:`UNKNOWN` or a product of symbols. None: no rank."""
+    """Sizes; a string is a symbol, :data:`UNKNOWN` or a product of symbols. ``None``: no rank."""
 
     @property
     def dtype(self) -> str:
-        """Name that numpy has for the element type, or ONNX's where numpy has none."""
+        """Name of the element type in numpy, or in ONNX if numpy has none."""
         return dtype_name(self.elem_type)
 
     @property
     def is_floating(self) -> bool:
-        """Whether the elements are floating-point numbers."""
+        """True if the elements are floating-point numbers."""
         return self.dtype in FLOATING
 
 
 def dtype_name(elem_type: int) -> str:
-    """Name that numpy has for an ONNX element type, for instance ``float32``."""
+    """Return numpy's name for an ONNX element type, for instance ``float32``."""
     if elem_type == onnx.TensorProto.BFLOAT16:
         return "bfloat16"
     if elem_type == onnx.TensorProto.UNDEFINED or elem_type not in _KNOWN_TYPES:
@@ -76,10 +76,10 @@ def dtype_name(elem_type: int) -> str:
 
 
 def annotate(proto: onnx.ModelProto) -> None:
-    """Replace what the model says about inner and output shapes by what inference finds.
+    """Replace the model's stated inner and output shapes by inferred ones.
 
-    What inference does not find is kept as the model says it; so the model has to be cleared of
-    what is no longer true (:func:`forget_shapes`) before.
+    Stated shapes stay where inference finds none, so outdated ones have to be removed first
+    (:func:`forget_shapes`).
     """
     stated, symbols = declared_types(proto), symbolic_sizes(proto)
     types = {
@@ -98,7 +98,7 @@ def annotate(proto: onnx.ModelProto) -> None:
 
 
 def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
-    """Read the types that an annotated model states, initializers included."""
+    """Return the types that an annotated model states, initializers included."""
     graph = proto.graph
     types = {
         t.name: TensorType(elem_type=t.data_type, shape=tuple(t.dims)) for t in graph.initializer
@@ -111,7 +111,7 @@ def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
 
 
 def shape_of(types: Mapping[str, TensorType], name: str) -> tuple[int | str, ...] | None:
-    """Return the shape of a tensor; ``None`` where it is not known."""
+    """Return the shape of a tensor; ``None`` if it is not known."""
     found = types.get(name)
     return None if found is None else found.shape
 
@@ -129,7 +129,7 @@ def infer_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
 
 
 def symbolic_sizes(proto: onnx.ModelProto) -> dict[str, int]:
-    """Symbols in the shapes of the graph inputs, each with the highest rank that uses it."""
+    """Return symbols in the shapes of the graph inputs, each with the highest rank that uses it."""
     symbols: dict[str, int] = {}
     for info in proto.graph.input:
         shape = _declared_shape(info) or ()
@@ -157,15 +157,15 @@ def _followed(
 ) -> dict[str, tuple[int, ConcreteShape]]:
     """Find sizes that inference has lost, by computing the values that they depend on.
 
-    Its data propagation ends at a ``Range`` or an ``Expand`` of sizes, and transformers make their
-    masks and positions of these.
+    Its data propagation ends at a ``Range`` or an ``Expand`` of sizes, from which transformers make
+    their masks and positions.
     """
     lost = {name for name, (_, shape) in shapes.items() if shape is None or None in shape}
     if not lost:
         return {}
     trace = ShapeTrace(skeleton)
     for node in skeleton.graph.node:
-        with suppress(ValueError):  # what contradicts itself is told elsewhere
+        with suppress(ValueError):  # contradictions are reported elsewhere
             trace.follow(node)
     return {
         name: (shapes[name][0], shape) for name in lost if (shape := trace.shape(name)) is not None
@@ -173,9 +173,9 @@ def _followed(
 
 
 def _skeleton(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, frozenset[str]]:
-    """Copy the model without large weights and without what it says about shapes inside.
+    """Copy the model without large weights and stated inner shapes.
 
-    Gives the names of the weights, too, that have no content in it.
+    Returns the names of the weights without content, too.
     """
     skeleton = emptied(proto, proto.graph.name or "graph")
     graph = skeleton.graph
@@ -196,7 +196,7 @@ def _skeleton(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, frozenset[str]]:
 def _completed(
     found: TensorType, stated: TensorType | None, symbols: Mapping[str, int]
 ) -> TensorType:
-    """Fill the sizes that inference did not find with those that the model states."""
+    """Replace sizes that inference did not find by those that the model states."""
     if stated is None or stated.shape is None:
         return found
     shape = found.shape or (UNKNOWN,) * len(stated.shape)
@@ -210,7 +210,7 @@ def _completed(
 
 
 def forget_shapes(graph: onnx.GraphProto) -> None:
-    """Clear what a graph and the bodies in it state about inner and output shapes."""
+    """Remove stated inner and output shapes of a graph and its bodies."""
     del graph.value_info[:]
     for output in graph.output:
         if output.type.HasField("tensor_type"):
@@ -224,7 +224,7 @@ def forget_shapes(graph: onnx.GraphProto) -> None:
 
 
 def probe_sizes(proto: onnx.ModelProto) -> tuple[dict[str, int], dict[str, int]]:
-    """Give each symbol a prime of its own, twice; multiplied where windows are wider."""
+    """Assign two primes to each symbol, multiplied if windows are wider."""
     symbols = symbolic_sizes(proto)
     scaled = [_primes(symbols, 0, scale) for scale in _PROBE_SCALES]
     scale = _PROBE_SCALES[first_long_enough(proto, scaled)]
@@ -241,10 +241,11 @@ def _primes(symbols: Mapping[str, int], which: int, scale: int) -> dict[str, int
 
 
 def first_long_enough(proto: onnx.ModelProto, tried: Sequence[Mapping[str, int]]) -> int:
-    """Find sizes of the symbols that no window is wider than: an index into ``tried``, which rise.
+    """Return the index in ``tried`` of the first sizes that are at least as wide as every window.
 
-    If the first are too short, the choice is one step beyond the least that are not: where a
-    window fits just once, a size looks as if it were fixed. If all are, it is the first.
+    Sizes in ``tried`` grow. If the first are too short, the choice is one step beyond the first
+    that are not: if a window fits just once, a size looks as if it were fixed. If all are too
+    short, it is the first.
     """
     windowed = [node for node in proto.graph.node if node.op_type in _WINDOWED]
     if not windowed or not symbolic_sizes(proto).keys() - {BATCH}:
@@ -260,7 +261,7 @@ def first_long_enough(proto: onnx.ModelProto, tried: Sequence[Mapping[str, int]]
 def _is_wider(
     node: onnx.NodeProto, shape: ConcreteShape, weights: Mapping[str, tuple[int, ...]]
 ) -> bool:
-    """Whether an operator's window is wider than what it reads, padding included.
+    """Return whether an operator's window is wider than its input, padding included.
 
     ONNX's inference does not refuse that: it may even find an output of one element.
     """
@@ -283,7 +284,7 @@ def _is_wider(
 def _labels(
     first: Mapping[str, int], second: Mapping[str, int]
 ) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield what pairs of sizes stand for: products of two symbols, then symbols."""
+    """Yield pairs of sizes and the symbols that they represent: products of two, then symbols."""
     for a, b in combinations_with_replacement(first, 2):
         yield (first[a] * first[b], second[a] * second[b]), f"{a}*{b}"
     for symbol in reversed(list(first)):

@@ -1,7 +1,7 @@
-"""A model as slicing takes it, and the inputs that its file declares and no operator reads.
+"""A model in the form that slicing needs, and inputs of its file that no operator reads.
 
-ONNX Runtime takes unread inputs, so clients and data sets have them. They belong to the model's
-interface, and to nothing else: neither slicing nor serving sees them.
+ONNX Runtime accepts unread inputs, so clients and data sets have them. They belong to the model's
+interface alone: neither slicing nor serving uses them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from offramp.compiler.graphs.tail import Tail
 class SourceModel:
     """A model in the form that slicing needs.
 
-    The batch dimension is symbolic, shapes are inferred, operators have unique names, no shape
-    crosses a cut point that could be read off a graph input, and the answer is the one output.
+    The batch dimension is symbolic, shapes are inferred, operators have unique names, no shape that
+    could be computed from a graph input crosses a cut point, and the answer is the one output.
     """
 
     proto: onnx.ModelProto
@@ -43,11 +43,11 @@ class SourceModel:
     unread: tuple[UnreadInput, ...] = ()
     """Inputs that the file declares and nothing reads, which ``proto`` does not have."""
     tail: Tail | None = None
-    """What follows the scores that heads imitate, where they do not imitate the answer itself."""
+    """Operators after the scores that heads imitate, if these are not the answer itself."""
 
     @cached_property
     def flow(self) -> Dataflow:
-        """The operators of ``proto``."""
+        """Operators of ``proto``."""
         return Dataflow(self.proto.graph)
 
     @property
@@ -61,40 +61,40 @@ class SourceModel:
 
     @property
     def taught(self) -> Answer:
-        """The scores that heads imitate, described as an answer."""
+        """Scores that heads imitate, described as an answer."""
         return self.answer if self.tail is None else self.tail.taught
 
     @property
     def mask(self) -> TensorSpec | None:
-        """The input that says which tokens of the answer count."""
+        """Input that marks the tokens of the answer that count."""
         return next((spec for spec in self.inputs if spec.name == self.answer.task.mask), None)
 
     @property
     def versions(self) -> dict[str, int]:
-        """Of operators and file format, as the graphs of exits take them."""
+        """Versions of opset and file format for the graphs of exits."""
         return {"opset": self.opset, "ir_version": self.proto.ir_version}
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredInputs:
-    """The inputs of a model as its file declares them."""
+    """Inputs of a model as its file declares them."""
 
     infos: tuple[onnx.ValueInfoProto, ...]
-    """In the order of the file."""
+    """Inputs in the order of the file."""
     freed: frozenset[str]
-    """Names of those that the model reads before it is simplified: their batch is made free."""
+    """Names of inputs that the model reads before it is simplified: their batch is made free."""
 
     @classmethod
     def of(cls, graph: onnx.GraphProto) -> DeclaredInputs:
-        """Copy them, before the batch of the graph is renamed."""
+        """Copy the inputs, before the batch of the graph is renamed."""
         read = read_names(graph).intersection(info.name for info in graph.input)
         return cls(tuple(map(copied, graph.input)), frozenset(read))
 
     def unread(self, graph: onnx.GraphProto) -> tuple[UnreadInput, ...]:
-        """Describe those that are no inputs of ``graph``, which is the same model, prepared.
+        """Describe inputs that are not in ``graph``, which is the same model, prepared.
 
-        Their first dimension is the batch if its size is open, or the one that the batch of the
-        inputs that are read was fixed at. ModelError if one is no array of numbers.
+        Their first dimension is the batch if its size is open, or equals the fixed batch of the
+        inputs that are read. ModelError if one is no array of numbers.
         """
         read = {info.name for info in graph.input}
         fronts = [
@@ -115,7 +115,7 @@ def drop_unread(graph: onnx.GraphProto) -> None:
 
 
 def with_unread(proto: onnx.ModelProto, unread: Sequence[UnreadInput]) -> onnx.ModelProto:
-    """Return a model that declares inputs that nothing reads, too; ``proto`` is not changed."""
+    """Return a model that also declares unread inputs; ``proto`` is not changed."""
     if not unread:
         return proto
     declared = copied(proto)

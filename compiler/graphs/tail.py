@@ -1,12 +1,12 @@
 """The tail of a model: the operators between the scores that heads imitate and the answer.
 
-Every exit ends with the model's own operators, so that its answers have the model's scale, range
-and steps, whatever these operators are ("the output remains unchanged to preserve result formats",
-Apparate 3.1). A tail has one input that depends on the data: the scores. Dense layers come before
-it. Models that end with their logits, or with a Softmax or a Sigmoid alone, have none:
-:mod:`offramp.compiler.exits.endings` adds these activations.
+Every exit ends with the model's own operators, so its answers have the model's scale, range and
+steps ("the output remains unchanged to preserve result formats", Apparate 3.1). A tail has one
+input that depends on the data: the scores. Dense layers come before it. Models that end with
+logits, or with a Softmax or a Sigmoid alone, have no tail: :mod:`offramp.compiler.exits.endings`
+adds these activations.
 
-Which answers a tail can give is found by trying it on scores of all kinds.
+The possible answers of a tail are found by running it on scores of all kinds.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ SOFTMAXES: Final = frozenset({"Softmax", "LogSoftmax"})
 _MOVES: Final = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Dropout"})
 """Operators that leave all values as they are, in their order."""
 _AFFINE: Final = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "BatchNormalization"})
-"""Operators that leave a range without bounds without bounds, if their constants are finite."""
+"""Operators that keep an unbounded range unbounded, if their constants are finite."""
 _SELECTIONS: Final = frozenset(
     {"Concat", "Gather", "GatherElements", "Slice", "Split", "Transpose"}
 )
-"""Operators that put values into another order, or leave some out."""
+"""Operators that reorder values or drop some."""
 _BY_COLUMN: Final = _MOVES | frozenset(
     {"Abs", "Add", "Cast", "Ceil", "Clip", "DequantizeLinear", "Div", "Exp", "Floor", "Greater"}
     | {"GreaterOrEqual", "Less", "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Pow"}
@@ -56,32 +56,32 @@ _WEIGHTED: Final = frozenset(
     {"Conv", "ConvInteger", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul"}
     | {"MatMulInteger", "QLinearConv", "QLinearMatMul", "RNN"}
 )
-"""Operators that mix features with weights: no tail has one."""
+"""Operators that mix features with weights, which no tail has."""
 _MASKING: Final = 1e4
-"""Constants of at least this magnitude mask classes rather than shift them."""
+"""Magnitude from which on constants mask classes rather than shift them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tail:
-    """The operators from the scores that heads imitate to the model's answer."""
+    """Operators from the scores that heads imitate to the model's answer."""
 
     taught: Answer
-    """The scores, described as an answer: the tensor, its width, its form and its task."""
+    """Scores, described as an answer: the tensor, its width, its form and its task."""
     dtype: str
-    """numpy's name of the scores' element type."""
+    """Element type of the scores, by numpy's name."""
     shape: tuple[int | str, ...]
     """Sizes of the scores; the first one is the batch."""
     graph: bytes = field(default=b"", repr=False)
-    """ONNX model from the scores to the answer; empty where these are one tensor."""
+    """ONNX model from the scores to the answer; empty if these are one tensor."""
     kinds: tuple[str, ...] = ()
     """Operators of ``graph`` that compute, in order."""
     bounds: tuple[float, float] | None = None
-    """Smallest and largest value that the answer can have, where the scores are probabilities."""
+    """Smallest and largest value that the answer can have, if the scores are probabilities."""
     takes_levels: bool = False
-    """Whether the operators tell scores apart that differ by a constant: clipping logits does."""
+    """True if scores that differ by a constant have different answers, as with clipped logits."""
 
     def end(self, exit_: bytes, prefix: str, outputs: list[str]) -> bytes:
-        """Add the tail to an exit, which gives the scores under its prefix."""
+        """Add the tail to an exit, which outputs the scores under its prefix."""
         if not self.graph:
             return exit_
         head = onnx.ModelProto.FromString(exit_)
@@ -101,7 +101,7 @@ class Tail:
 
 
 def dominators(flow: Dataflow, output: str) -> Iterator[str]:
-    """Yield the tensors that all of the output's data goes through, the output first.
+    """Yield the tensors that all of the output's data passes, the output first.
 
     The walk ends before the last operator with weights, and before one with a body.
     """
@@ -110,7 +110,7 @@ def dominators(flow: Dataflow, output: str) -> Iterator[str]:
         if len(pending) == 1 and pending <= flow.producers.keys():
             yield from pending
         made = [flow.producers[name] for name in pending if name in flow.producers]
-        if len(made) < len(pending):  # a graph input: nothing before it carries all
+        if len(made) < len(pending):  # a graph input: no tensor before it carries all data
             return
         op = max(made, key=lambda op: op.index)
         if _ends_walk(op):
@@ -148,7 +148,7 @@ def activation_of(
 
 
 def _is_activation(op: Operator, types: Mapping[str, TensorType], wanted: int | None) -> bool:
-    """Whether an operator makes probabilities, or their logarithms, of scores of classes."""
+    """Return whether an operator computes probabilities or their logarithms from class scores."""
     if op.kind in SIGMOIDS:
         return True
     tensor = types.get(op.writes[0])
@@ -161,18 +161,18 @@ def _is_activation(op: Operator, types: Mapping[str, TensorType], wanted: int | 
 
 
 def operators_between(flow: Dataflow, scores: str, output: str) -> tuple[Operator, ...]:
-    """List the operators that compute the output from the scores, constants not counted."""
+    """Return the operators that compute the output from the scores, without constants."""
     found = flow.behind([output], stop=frozenset([scores]))
     return tuple(op for op in found if not flow.is_constant(op))
 
 
 def keeps_columns(operators: tuple[Operator, ...]) -> bool:
-    """Whether every column of what operators give is made of the same column of what they read."""
+    """Return whether every output column depends on the same input column alone."""
     return all(op.kind in _BY_COLUMN for op in operators)
 
 
 def keeps_values(operators: tuple[Operator, ...]) -> bool:
-    """Whether operators only move values, or convert them to another floating-point type."""
+    """Return whether operators only move values, or convert them to another floating-point type."""
     return all(op.kind in _MOVES or _is_floating_cast(op) for op in operators)
 
 
@@ -181,7 +181,7 @@ def _is_floating_cast(op: Operator) -> bool:
 
 
 def keeps_unbounded(op: Operator, proto: onnx.ModelProto) -> bool:
-    """Whether an operator picks, moves, scales or shifts scores: heads can imitate its output."""
+    """Return whether an operator picks, moves, scales or shifts scores, so heads can imitate it."""
     if op.kind not in _AFFINE:
         return op.kind in _SELECTIONS or keeps_values((op,))
     stored = {tensor.name: tensor for tensor in proto.graph.initializer}
@@ -192,7 +192,7 @@ def keeps_unbounded(op: Operator, proto: onnx.ModelProto) -> bool:
 def cut_tail(
     proto: onnx.ModelProto, flow: Dataflow, taught: Answer, output: str, **facts: Any
 ) -> Tail:
-    """Copy the operators from the scores to the answer into a model of their own.
+    """Copy the operators from the scores to the answer into a separate model.
 
     ``proto`` is annotated and has its weights; the tensor of ``taught`` is one of
     :func:`dominators`.
@@ -272,7 +272,7 @@ def in_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def giving(graph: bytes, tensor: str) -> bytes:
-    """Let a graph give one of its inner tensors too; unchanged where it has none of the name."""
+    """Add an inner tensor to the outputs of a graph; unchanged if the graph does not compute it."""
     model = onnx.ModelProto.FromString(graph)
     if tensor in {output.name for output in model.graph.output}:
         return graph
@@ -285,12 +285,12 @@ def giving(graph: bytes, tensor: str) -> bytes:
 _CERTAIN: Final = 200.0
 """Logit of a class that is certain."""
 _DRAWN: Final = 2048
-"""Scores within the corners that a tail is tried with."""
+"""Number of random scores that a tail is tried with, in addition to the corners."""
 _ROUNDING: Final = frozenset({"Cast", "Ceil", "Floor", "QuantizeLinear", "Round"})
 
 
 def find_bounds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, float]:
-    """Return the smallest and largest value of answers that are made of probabilities.
+    """Return the smallest and largest value of answers that are computed from probabilities.
 
     ``wanted`` [n, …] are answers of the model.
     """
@@ -300,11 +300,11 @@ def find_bounds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, float]:
 
 
 def find_thresholds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, ...]:
-    """Return the values from which on labels are given, [labels]: those as likely as not.
+    """Return the values from which on labels are assigned, [labels]: at probability one half.
 
-    Where they are between two steps of a rounded answer, the middle of both is taken. ``wanted``
-    [n, labels] are answers of the model. No answer of a label is below its smallest one, as the
-    model may give for all that is less sure: there the label is given to all that is above.
+    Between two steps of a rounded answer, the middle is taken. ``wanted`` [n, labels] are answers
+    of the model. A model may answer its smallest value for every unlikely label, so a threshold
+    that is not above that value is raised: only larger values are then assigned the label.
     """
     taught = tail.taught
     neutral, near = (0.0, 0.02) if taught.form == "logits" else (0.5, 0.005)
@@ -319,7 +319,7 @@ def find_thresholds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, ...]:
 
 
 def _tried(tail: Tail) -> NDArray[Any]:
-    """Return answers at every corner (each class certain, and each impossible) and within."""
+    """Return answers at every corner (each class certain, each impossible) and between."""
     k, rng = tail.taught.classes, np.random.default_rng(0)
     inner = rng.random((_DRAWN, k))
     corners = np.concatenate([np.eye(k), 1 - np.eye(k), np.zeros((1, k)), np.ones((1, k)), inner])
@@ -334,7 +334,7 @@ def _tried(tail: Tail) -> NDArray[Any]:
 
 
 def _above_smallest(threshold: float, values: NDArray[np.float64]) -> float:
-    """Return the threshold, or a larger one where all values are at least as large."""
+    """Return the threshold, or a larger one if all values are at least as large."""
     steps = np.unique(values[np.isfinite(values)])
     if len(steps) < 2 or threshold > steps[0]:
         return threshold

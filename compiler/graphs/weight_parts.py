@@ -1,11 +1,11 @@
 """Weights of convolutions in parts, so that subnets with fewer input channels share them.
 
 A subnet whose convolution sums over fewer channels has the first columns of the supernet's weight
-[out, in, …], which are no piece of it: every output channel has a few. So the weight is stored in
-parts [out, some of in, …], one behind each border where a subnet ends, and each graph joins the
-parts that it reads by a ``Concat`` before the convolution. Of a subnet with fewer output channels,
-too, these are the first bytes. ONNX Runtime joins them once, when it loads a graph, where its
-kernels pack weights anyway; where sessions share weights, at each run.
+[out, in, …]. These are not contiguous in memory: every output channel has a few. So the weight is
+stored in parts [out, some of in, …], split where a subnet ends, and each graph joins the parts that
+it reads by a ``Concat`` before the convolution. A subnet with fewer output channels has the first
+bytes of each part. ONNX Runtime joins the parts once, when it loads a graph, if its kernels pack
+weights; with shared weights it joins them at each run.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from offramp.compiler.graphs.graph import refill
 from offramp.compiler.graphs.weights import LEAST_BYTES, WeightFile
 
 _INPUTS: Final = 1
-"""The dimension of input channels."""
+"""Dimension of input channels."""
 _Group: TypeAlias = tuple[int, tuple[int, ...]]
-"""Weights that may be parts of each other: their element type, and the kernel's size."""
+"""Key of weights that may be parts of each other: their element type, and the kernel's size."""
 
 
 @dataclass(slots=True)
 class _Whole:
-    """A weight, and where others end that are its first input channels."""
+    """A weight, and the ends of other weights that are its first input channels."""
 
     values: NDArray[Any]
     borders: set[int]
 
 
 def has_first_channels(part: NDArray[Any], whole: NDArray[Any]) -> bool:
-    """Whether a convolution's weight is the first channels of another's, on both sides."""
+    """Return whether a convolution's weight is the first channels of another's, on both sides."""
     if part.ndim != whole.ndim or part.ndim <= _INPUTS + 1:
         return False
     outputs, inputs = part.shape[:2]
@@ -51,10 +51,10 @@ def has_first_channels(part: NDArray[Any], whole: NDArray[Any]) -> bool:
 
 
 def in_parts(graphs: Mapping[str, bytes], kept: WeightFile | None) -> dict[str, bytes]:
-    """Store those weights in parts that others are the first input channels of.
+    """Store weights in parts if other weights are their first input channels.
 
-    ``graphs`` hold their weights, or name them in ``kept``; what comes in parts they hold
-    themselves. Graphs without such weights are given as they are. Every graph computes the same.
+    ``graphs`` hold their weights, or name them in ``kept``; they hold the parts themselves. Graphs
+    without such weights are returned unchanged. Every graph computes the same.
     """
     protos = {name: onnx.ModelProto.FromString(graph) for name, graph in graphs.items()}
     wholes = _find_wholes([proto.graph for proto in protos.values()], kept)
@@ -95,7 +95,7 @@ def _wholes_of(tensors: Iterable[onnx.TensorProto], kept: WeightFile | None) -> 
 def _split(
     graph: onnx.GraphProto, wholes: Mapping[_Group, list[_Whole]], kept: WeightFile | None
 ) -> bool:
-    """Put weights into a graph in parts, in place; whether there are any."""
+    """Put weights into a graph in parts, in place; returns whether there are any."""
     stored: list[onnx.TensorProto] = []
     joins: list[onnx.NodeProto] = []
     for tensor in graph.initializer:
@@ -128,7 +128,7 @@ def _split(
 
 
 def _may_be_one(tensor: onnx.TensorProto) -> bool:
-    """Whether it has the form of a convolution's weight, and a size that is worth a part."""
+    """Return whether it has the rank of a convolution's weight, and is large enough for parts."""
     size = int(np.prod(tensor.dims)) * ITEM_BYTES.get(tensor.data_type, 0)
     return len(tensor.dims) > 2 and tensor.dims[_INPUTS] > 1 and size >= LEAST_BYTES
 
@@ -138,7 +138,7 @@ def _group_of(tensor: onnx.TensorProto) -> _Group:
 
 
 def _values(tensor: onnx.TensorProto, kept: WeightFile | None) -> NDArray[Any]:
-    """Read a weight, from the graph or the file that it names."""
+    """Return a weight, from the graph or the file that it names."""
     if not tensor.external_data:
         return numpy_helper.to_array(tensor)
     assert kept is not None, "no file of weights is named without one"

@@ -1,10 +1,10 @@
-"""One copy of a model's weights, on the disk: graphs name them, and hold none.
+"""One copy of a model's weights, on the disk: graphs name weights instead of holding them.
 
-The source model, its segments and the stages made of them have the same weights. In memory each
-serialised graph and each message had a copy, and each session some: of a model of 440 MB that was
-more than 5 GB. While a model is compiled its weights are in a file (:class:`WeightFile`) that
-sessions map (:mod:`offramp.engine.graphs.external_weights`); a bundle gets one of its own
-(:func:`pack_weights`), with what its graphs have.
+The source model, its segments and its stages have the same weights. In memory each serialised graph
+and each message had a copy, and each session some: for a model of 440 MB that was more than 5 GB.
+While a model is compiled its weights are in a file (:class:`WeightFile`) that sessions map
+(:mod:`offramp.engine.graphs.external_weights`). A bundle gets a separate file
+(:func:`pack_weights`) with the weights of its graphs.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from offramp.compiler.graphs.graph import all_graphs, copied, refill, weight_byt
 from offramp.engine.graphs.external_weights import weights_in
 
 LEAST_BYTES: Final = PAGE
-"""Of a weight that is kept in the file; smaller ones stay in the graph, where shapes are read."""
+"""Least size of a weight that is kept in the file; smaller ones stay in the graph, where shapes are
+read."""
 _PIECE_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightFile:
-    """A file of weights, each of which is there once however many graphs name it."""
+    """A file of weights, which stores each weight once for all graphs that name it."""
 
     folder: Path
     file: BinaryIO
     scratch: ScratchSpace
     _places: dict[bytes, Place] = field(default_factory=dict)
-    """Where the bytes of a weight are, by their hash."""
+    """Place of a weight's bytes, by their hash."""
     _beginnings: dict[bytes, list[Place]] = field(default_factory=dict)
-    """What was written, by its first bytes."""
+    """Places of written weights, by their first bytes."""
 
     @property
     def size_bytes(self) -> int:
@@ -54,16 +55,16 @@ class WeightFile:
 
     @property
     def hashes(self) -> dict[Place, bytes]:
-        """The SHA-256 of all weights, by where they are."""
+        """SHA-256 of all weights, by place."""
         return {place: key for key, place in self._places.items()}
 
     def check_room(self, proto: onnx.ModelProto) -> None:
-        """Check that the disk has room for the weights of a model; ScratchError if not."""
+        """Raise ScratchError if the disk has no space for the weights of a model."""
         what = "the model's weights"
         self.scratch.check_room(weight_bytes(proto), what, "compile a smaller model")
 
     def light(self, proto: onnx.ModelProto) -> onnx.ModelProto:
-        """Give a model that names its weights, which are put into the file; it is not changed."""
+        """Return a copy of a model that names its weights, which are put into the file."""
         model = onnx.ModelProto()
         _copy_but(proto, model, "graph")
         _copy_but(proto.graph, model.graph, "initializer")
@@ -78,15 +79,16 @@ class WeightFile:
         return model
 
     def takes(self, tensor: onnx.TensorProto, size_bytes: int) -> bool:
-        """Whether an initializer of so many bytes is kept in the file, or stays in its graph.
+        """Return whether an initializer of this many bytes is kept in the file.
 
-        What has not the bytes of its shape stays, for checks of the graph to find it.
+        An initializer with another number of bytes than its shape stays in the graph, for the
+        checks of graphs.
         """
         expected = prod(tensor.dims) * ITEM_BYTES.get(tensor.data_type, 0)
         return LEAST_BYTES <= size_bytes == expected
 
     def name(self, tensor: onnx.TensorProto, content: bytes) -> None:
-        """Have a tensor, which holds nothing, name its bytes, which are put into the file."""
+        """Make an empty tensor name its bytes, which are put into the file."""
         place = {"location": WEIGHTS, "offset": self.keep(content), "length": len(content)}
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
@@ -99,22 +101,22 @@ class WeightFile:
         return copy
 
     def fill(self, model: onnx.ModelProto) -> None:
-        """Give a model the weights that it names, in place."""
+        """Load the weights that a model names into it, in place."""
         for tensor in model.graph.initializer:
             if tensor.external_data:
                 tensor.raw_data = b"".join(self.read(_taken_from(tensor)))
 
     def read(self, place: Place) -> Iterator[bytes]:
-        """Give the bytes of a weight, piece by piece."""
+        """Yield the bytes of a weight in pieces."""
         for start in range(0, place.length, _PIECE_BYTES):
             self.file.seek(place.offset + start)
             yield self.file.read(min(_PIECE_BYTES, place.length - start))
 
     def keep(self, content: bytes) -> int:
-        """Write the bytes of a weight, unless they are there; gives where they begin.
+        """Write the bytes of a weight, unless they are in the file; returns their offset.
 
-        The beginning of a longer weight that was kept before is there: so is what a subnet has of
-        a weight whose first rows it takes (SuperServe's WeightSlice, 3).
+        A weight may be the beginning of a longer one that was kept before: a subnet takes the first
+        rows of some weights (SuperServe's WeightSlice, 3).
         """
         key = hashlib.sha256(content).digest()
         if key not in self._places:
@@ -146,7 +148,7 @@ def weight_file(scratch: ScratchSpace) -> Iterator[WeightFile]:
     taken = scratch.taken_bytes
     with (
         feature_folder(scratch.folder) as made,
-        weights_in(folder := made.resolve()),  # processes run in it, wherever this one was started
+        weights_in(folder := made.resolve()),  # processes run in it, from any folder
         (folder / WEIGHTS).open("w+b") as file,
     ):
         try:
@@ -156,16 +158,16 @@ def weight_file(scratch: ScratchSpace) -> Iterator[WeightFile]:
 
 
 def save(proto: onnx.ModelProto, path: Path) -> None:
-    """Write a model of any size, its large weights in a file beside it; it is not changed."""
+    """Write a model of any size, its large weights in a file next to it; it is not changed."""
     with path.with_name(WEIGHTS).open("w+b") as file:
         weights = WeightFile(folder=path.parent, file=file, scratch=ScratchSpace())
         path.write_bytes(weights.light(proto).SerializeToString())
 
 
 def without_named(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Give a model with inputs in the place of the weights that it names in a file; a copy if any.
+    """Return a copy of a model with inputs instead of named weights; the model itself without any.
 
-    So tools take it that read no such file, or read it to no purpose.
+    Tools can process it that do not read the file, or need not.
     """
     if not any(tensor.external_data for g in all_graphs(proto.graph) for tensor in g.initializer):
         return proto
@@ -204,29 +206,29 @@ def renamed_file(proto: onnx.ModelProto, name: str) -> onnx.ModelProto:
 
 
 def check_standard(proto: onnx.ModelProto) -> None:
-    """Have ONNX's checker look at a model; raises its ValidationError.
+    """Run ONNX's checker on a model; raises its ValidationError.
 
-    Of weights in a file it sees type and shape: it takes one message, of 2 GiB at most.
+    For weights in a file it checks type and shape: it takes one message, of 2 GiB at most.
     """
     onnx.checker.check_model(without_named(proto))
 
 
 _Content: TypeAlias = Place | memoryview
-"""A weight: in the file where it was kept, or in a graph."""
+"""A weight: its place in the file, or its bytes in a graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSizes:
-    """How much room the large weights of a bundle take, in one file and without it."""
+    """Bytes of a bundle's large weights, in one file and without it."""
 
     file_bytes: int
-    """Of the file; 0 if no graph has such weights."""
+    """Bytes of the file; 0 if no graph has such weights."""
     graph_bytes: int
-    """Of the weights in it, counted in every graph that has them: what graphs would hold."""
+    """Bytes of its weights, counted in every graph that has them: what graphs would hold."""
 
     @classmethod
     def of(cls, bundle: Bundle) -> WeightSizes:
-        """Count those of a bundle."""
+        """Return the sizes for a bundle."""
         size = next((e.size_bytes for e in bundle.manifest.files if e.path == WEIGHTS), 0)
         named = [named_weights(bundle.graph(name), size) for name in bundle.manifest.graphs]
         return cls(file_bytes=size, graph_bytes=sum(p.length for places in named for p in places))
@@ -234,17 +236,17 @@ class WeightSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedWeights:
-    """The graphs of a bundle, which name their weights in one file, and what is in that."""
+    """Graphs of a bundle, which name their weights in one file, and the content of the file."""
 
     graphs: Mapping[str, bytes]
-    """By path in the bundle; the weights of a page or more are named."""
+    """Graphs by path in the bundle; weights of a page or more are named."""
     sizes: WeightSizes
     _layout: Mapping[int, _Content]
-    """What is in the file, by where it begins, in order."""
+    """Content of the file by offset, in order."""
     _kept: WeightFile | None
 
     def pieces(self) -> Iterator[bytes]:
-        """Give the file, a piece at a time."""
+        """Yield the file in pieces."""
         at = 0
         for offset, content in self._layout.items():
             yield bytes(offset - at)
@@ -253,10 +255,10 @@ class PackedWeights:
 
 
 def pack_weights(graphs: Mapping[str, bytes], kept: WeightFile | None) -> PackedWeights:
-    """Lay out one file for the weights of graphs, each of them there once.
+    """Lay out one file for the weights of graphs, each weight once.
 
-    ``graphs`` hold their weights, or name them in ``kept``. What is the beginning of a longer
-    weight is no more than that. A weight is not read into memory as a whole.
+    ``graphs`` hold their weights, or name them in ``kept``. A weight that is the beginning of a
+    longer one is not stored again. No weight is read into memory as a whole.
     """
     size = 0 if kept is None else kept.size_bytes
     contents = _DistinctContents(kept)
@@ -292,12 +294,12 @@ class _DistinctContents:
         self._known = {} if kept is None else kept.hashes
         self.by_key: dict[bytes, _Content] = {}
         self.keys: list[bytes | None] = []
-        """Of all weights, in the order of graphs; ``None`` of those that stay in them."""
+        """Keys of all weights, in the order of graphs; ``None`` for those that stay in them."""
         self.first: list[bytes] = []
-        """Those that others are no more than beginnings of; known once they are laid out."""
+        """Keys of weights that are not the beginning of another; complete after :meth:`lay_out`."""
 
     def add(self, content: _Content) -> None:
-        """Take a weight of a graph."""
+        """Add a weight of a graph."""
         if isinstance(content, memoryview) and len(content) < LEAST_BYTES:
             self.keys.append(None)
             return
@@ -308,7 +310,10 @@ class _DistinctContents:
         self.keys.append(key)
 
     def lay_out(self) -> dict[bytes, int]:
-        """Give where each begins: in the order of first use, or with the one that it begins."""
+        """Return offsets in order of first use.
+
+        A weight that is the beginning of another one has the other's offset.
+        """
         begins = self._beginnings()
         offsets: dict[bytes, int] = {}
         end = 0
@@ -320,7 +325,7 @@ class _DistinctContents:
         return {key: offsets[begins.get(key, key)] for key in self.by_key}
 
     def _beginnings(self) -> dict[bytes, bytes]:
-        """Find the weights that are the beginning of another one, and of which."""
+        """Return the weights that are the beginning of another weight, and that weight."""
         groups: dict[bytes, list[bytes]] = {}
         for key, content in self.by_key.items():
             groups.setdefault(next(self._read(content, LEAST_BYTES)), []).append(key)
@@ -339,7 +344,7 @@ class _DistinctContents:
         return found
 
     def _read(self, content: _Content, size: int) -> Iterator[bytes]:
-        """Give the first bytes of a weight, piece by piece."""
+        """Yield the first bytes of a weight in pieces."""
         first = Place(content.offset, size) if isinstance(content, Place) else content[:size]
         return _read(first, self._kept)
 
@@ -357,7 +362,7 @@ def _split(content: memoryview) -> Iterator[bytes]:
 
 
 def _equal(one: Iterator[bytes], other: Iterator[bytes]) -> bool:
-    """Whether two weights of a length, in pieces of a length, are the same."""
+    """Return whether two weights of equal length, in equal pieces, are the same."""
     return all(a == b for a, b in zip(one, other, strict=True))
 
 
@@ -373,7 +378,7 @@ def _copy_but(source: Message, target: Message, left_out: str) -> None:
 
 
 def _copy_field(name: str, value: Any, target: Message) -> None:
-    # By the value: no property of descriptors tells this in every version of protobuf from 5 on.
+    # By the value: descriptors have no property for this in every version of protobuf from 5 on.
     if isinstance(value, MutableSequence):
         getattr(target, name).extend(value)
     elif isinstance(value, Message):
@@ -383,7 +388,7 @@ def _copy_field(name: str, value: Any, target: Message) -> None:
 
 
 def _taken_from(tensor: onnx.TensorProto) -> Place:
-    """Give where a tensor's bytes are, and take the name of the place from it."""
+    """Return the place of a tensor's bytes, and clear the reference in it."""
     place = named_place(tensor)
     tensor.ClearField("external_data")
     tensor.ClearField("data_location")

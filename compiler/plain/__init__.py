@@ -1,1 +1,1 @@
-"""A model as it is, as a bundle of one segment without exits: made without data, in seconds."""
+"""A model without exits as a bundle of one segment: made without data, in seconds."""

@@ -1,8 +1,8 @@
-"""Reading a model to serve it as it is: what only exits need of it is not asked for.
+"""Reading a model to serve it without exits: requirements of exits are not checked.
 
-Whether samples may share a batch is found on made inputs, as there are no data: rows of several
-magnitudes run alone, all together and a few together. Whatever cannot be verified counts as mixing:
-then every sample is served in a batch of its own.
+Whether samples may share a batch is tested on random inputs, as there is no data: rows of several
+magnitudes run alone, all together and a few together. If independence cannot be verified, every
+sample is served in a separate batch.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ _LISTED: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnslicedModel:
-    """A model to serve as it is, and what was found out about its batch."""
+    """A model to serve without exits, and properties of its batch."""
 
     source: SourceModel
-    """Its batch is symbolic wherever that can be."""
+    """Model with a symbolic batch, if that is possible."""
     fixed: int | None
-    """Batch size that the file fixes; ``None`` where the batch is symbolic there."""
+    """Batch size that the file fixes; ``None`` if the batch is symbolic there."""
     no_batching: str
-    """Reason why samples must not share a batch; empty where they may."""
+    """Reason why samples must not share a batch; empty if they may."""
     notes: tuple[str, ...]
-    """What differs from what the file declares or the caller asked for, for people."""
+    """Differences from the file or from the caller's request, for users."""
     stated: tuple[onnx.ValueInfoProto, ...]
-    """What the file states of tensors inside, where it is not of a fixed batch."""
+    """Types that the file states for inner tensors, if its batch is not fixed."""
 
     def graph(self) -> onnx.ModelProto:
         """Return the graph as it is served, with all inputs that the file declares.
 
-        It states no more of tensors inside than the file does: ONNX Runtime fuses by what it knows
-        of shapes, and answers would differ from the file's by rounding.
+        It states no more types of inner tensors than the file: ONNX Runtime fuses by known shapes,
+        and more of them would change answers by rounding.
         """
         served = copied(self.source.as_declared())
         refill(served.graph.value_info, self.stated)
@@ -88,23 +88,28 @@ def read_plain(
     task: AskedTask | None = None,
     weights: WeightFile | None = None,
 ) -> UnslicedModel:
-    """Read a model; ``answer`` names the output to serve, where there are several.
+    """Read a model; ``answer`` names the output to serve, if there are several.
 
     With ``weights`` it names its large weights in that file, and may be of any size.
 
-    The graph is not simplified: it computes what the file does, bit for bit, unless its opset had
-    to be converted or its batch was fixed.
+    The graph is not simplified: it computes the same as the file, bit for bit, unless its opset was
+    converted or its batch was fixed.
 
     Raises:
-        ModelError: The file is missing, no ONNX model, or cannot be served; the message begins
-            with ``path``.
+        ModelError: The file is missing, no ONNX model, or cannot be served; the message begins with
+            ``path``.
     """
     proto, digest = load_source(path, weights)
     try:
         return _read(proto, path, digest, answer, task or AskedTask())
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    except (ValueError, LookupError, TypeError, PassError) as error:  # the ONNX checker lets pass
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        PassError,
+    ) as error:  # the ONNX checker accepts such files
         reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise ModelError(
             f"{path}: contradicts itself ({reason}); export the model again"
@@ -121,8 +126,8 @@ def _read(
     notes += chosen
     if any(entry.key.startswith(METADATA) for entry in proto.metadata_props):
         notes.append(
-            "the file was exported from a bundle, with its exits inside: nothing audits their "
-            "answers; serve the bundle in place of it"
+            "the file was exported from a bundle, with its exits inside: their "
+            "answers are not audited; serve the bundle instead"
         )
     prepare(draft, (CONVERT, KEEP_ANSWER, GIVE_COLUMN, REMOVE_UNUSED, SETTLE_INPUTS))
     fixed = fixed_size(draft.proto)
@@ -151,9 +156,9 @@ def _read(
 
 
 def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, list[str]]:
-    """Return the output to serve, and notes on the choice; ModelError where it has to be named.
+    """Return the output to serve, and notes on the choice; ModelError if it has to be named.
 
-    An only output is served whatever ``answer`` is: a server has one name for all its files.
+    A single output is served for any ``answer``: a server has one name for all its files.
     """
     if len(proto.graph.output) == 1:
         (only,) = (output.name for output in proto.graph.output)
@@ -173,11 +178,11 @@ def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | No
 
 
 def _freed(proto: onnx.ModelProto, fixed: int | None) -> tuple[onnx.ModelProto, str]:
-    """Make the batch symbolic, and find out whether samples may share one.
+    """Make the batch symbolic, and check whether samples may share one.
 
-    Returns the model, and the reason why they may not. A model whose batch is fixed at 1 and
-    cannot be made symbolic is returned as it is, with the reason. ModelError where samples cannot
-    run one by one either.
+    Returns the model, and the reason why they may not. A model whose batch is fixed at 1 and cannot
+    be made symbolic is returned unchanged, with the reason. ModelError if samples cannot run one by
+    one either.
     """
     trial = copied(proto)
     try:
@@ -198,7 +203,7 @@ def _describe(proto: onnx.ModelProto, asked: AskedTask) -> Answer:
     """Describe the answer: of a task that exits know, or of another one."""
     output = proto.graph.output[0]
     shape = output.type.tensor_type.shape
-    if shape.dim:  # where the file fixes it at 1, it is the batch all the same
+    if shape.dim:  # a size that the file fixes at 1 is also the batch
         shape.dim[0].dim_param = BATCH
     try:
         return find_answer(proto, asked)
@@ -217,20 +222,20 @@ Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 _ROWS: Final = 5
 _BATCHES: Final = 4
-"""Made batches, each of other values."""
+"""Number of random batches, each with other values."""
 _MAGNITUDES: Final = (1.0, 0.1, 30.0, 0.0, -3.0)
-"""Factors of the rows of floating-point inputs: what scales by a batch shows at large and small."""
+"""Factors of the rows of floating-point inputs: scaling by the batch shows at extreme rows."""
 _ALLOWED: Final = 1e-3
-"""Difference that rounding may make, relative to the scale of the row's own values: what a row is
-rounded by where large values cancel out is no scale of its answer."""
+"""Largest difference by rounding, relative to the scale of the row's own values; it allows for rows
+whose large inner values cancel out, which are rounded on another scale."""
 _SECONDS: Final = 10.0
-"""Time after which no further made batch is run."""
+"""Time after which no further random batch is run."""
 
 
 def find_mixing(proto: onnx.ModelProto) -> str:
-    """Return why samples must not share a batch, of a model with a symbolic one; empty if they may.
+    """Return why samples must not share a symbolic batch; empty if they may.
 
-    The checks of :func:`.free_batch` have passed: here follow what these leave to the data.
+    The checks of :func:`.free_batch` have passed; these are the checks that depend on values.
     """
     if operators := scaled_by_batch(proto):
         number, first = len(operators), operators[0].label
@@ -252,16 +257,16 @@ def find_mixing(proto: onnx.ModelProto) -> str:
     if compared:
         return ""
     return (
-        f"it cannot be verified that samples do not change each other's answers, as made inputs "
+        f"it cannot be verified that samples do not change each other's answers, as random inputs "
         f"fail ({failure})"
     )
 
 
 def gives_rows(proto: onnx.ModelProto) -> bool:
-    """Whether a model answers one sample with one row, and several, if they run, with as many."""
+    """Return whether a model's answer has one row per sample, for one and for several samples."""
     for count in (1, 3):
         feeds = random_inputs(proto, count)
-        rows = len(next(iter(feeds.values())))  # one where the batch is fixed
+        rows = len(next(iter(feeds.values())))  # one row if the batch is fixed
         try:
             outputs = GraphRunner(proto).run(feeds).values()
         except RuntimeError:
@@ -272,7 +277,7 @@ def gives_rows(proto: onnx.ModelProto) -> bool:
 
 
 def _made(proto: onnx.ModelProto) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield batches of :data:`_ROWS` made rows: alike, and of several magnitudes."""
+    """Yield batches of :data:`_ROWS` random rows, of one magnitude or of several."""
     for seed in range(_BATCHES):
         feeds = random_inputs(proto, _ROWS, seed=seed)
         if seed % 2:
@@ -289,7 +294,7 @@ def _spread(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _apart(runner: GraphRunner, feeds: Arrays, alone: Sequence[Arrays], allowed: float) -> str:
-    """Return where rows in company differ from rows alone; empty where they do not."""
+    """Return a difference between rows together and rows alone; empty if there is none."""
     for chosen in ([*range(_ROWS)], [_ROWS - 1, 0], [2, 3, 1]):
         try:
             together = runner.run(_rows(feeds, chosen))
@@ -301,7 +306,7 @@ def _apart(runner: GraphRunner, feeds: Arrays, alone: Sequence[Arrays], allowed:
                 if not difference.share <= allowed:
                     return (
                         f"samples change each other's answers: output {name!r} of one among "
-                        f"{len(chosen)} made samples differs from that of the same one alone, by "
+                        f"{len(chosen)} random samples differs from that of the same one alone, by "
                         f"{difference.describe()}"
                     )
     return ""

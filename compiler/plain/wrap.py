@@ -1,6 +1,6 @@
-"""An ONNX model as it is, as a bundle: without data, without exits, in seconds.
+"""Write an ONNX model without exits as a bundle: without data, in seconds.
 
-Its graph runs on made inputs as it is served: it is compared with the file, and timed.
+Its graph runs on random inputs as in serving: it is compared with the file, and timed.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class WrapOptions:
     output: Path
     overwrite: bool = False
     answer: str | None = None
-    """The output to serve, where the model has several."""
+    """Output to serve, if the model has several."""
     task: AskedKind = "auto"
-    """What answers are; ``auto`` infers it, and takes any other answer as it is."""
+    """Task of the answers; ``auto`` infers it, and serves any other answer unchanged."""
     threads: int = field(default_factory=available_cores)
-    """Of ONNX Runtime while the model is timed."""
+    """Threads of ONNX Runtime while the model is timed."""
 
 
 def wrap_model(
@@ -72,16 +72,16 @@ def wrap_model(
     progress: Progress = SILENT,
     note: Callable[[str], None] = _log.warning,
 ) -> Bundle:
-    """Write the bundle of a model as it is: one segment, which is the model, and no exits.
+    """Write the bundle of a model without exits: one segment, which is the model.
 
-    ``note`` is called with each sentence on what is served otherwise than the file declares.
+    ``note`` is called with a sentence on each difference from the file.
 
     Raises:
         ModelError: The model cannot be read or served.
-        VerificationError: What would be served computes something else than the file.
-        BundleExistsError: There is something at ``options.output`` already.
-        BundleWriteError: Nothing can be written there, or the disk has too little space.
-        ScratchError: The folder for temporary files has no room for the model's weights.
+        VerificationError: Results of the served graph differ from the file's.
+        BundleExistsError: ``options.output`` exists already.
+        BundleWriteError: The output cannot be written, or the disk has too little space.
+        ScratchError: The folder for temporary files has no space for the model's weights.
     """
     check_target(options.output, overwrite=options.overwrite)
     with weight_file(ScratchSpace()) as weights:
@@ -100,7 +100,7 @@ def _wrap(
     graph = plain.graph().SerializeToString()
     unread = frozenset(each.spec.name for each in plain.source.unread)
     with progress.step("Try the model", 1):
-        of_file = AnswerOfFile.of(plain, options.model)  # before another session has its weights
+        of_file = AnswerOfFile.of(plain, options.model)  # before another session loads its weights
         try:
             trial = PlainTrial.of(plain, without_inputs(graph, unread), options.threads)
             sample = trial.sample()
@@ -111,7 +111,7 @@ def _wrap(
         profile = trial.profile()
     del trial
     if plain.no_batching:
-        _log.warning("Every sample will be served by itself: %s.", plain.no_batching)
+        _log.warning("Every sample will be served alone: %s.", plain.no_batching)
     packed = pack_weights({SOURCE: graph}, weights)
     files: dict[str, FileContent] = {**packed.graphs, PROFILE: dump(profile)}
     if packed.sizes.file_bytes:
@@ -167,15 +167,15 @@ def _manifest(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOfFile:
-    """What ONNX Runtime answers with a file on some made samples."""
+    """Answer of ONNX Runtime with the file to some random samples."""
 
     feeds: Arrays
-    """Of the inputs that the model reads."""
+    """Values of the inputs that the model reads."""
     answer: NDArray[Any]
 
     @classmethod
     def of(cls, plain: UnslicedModel, file: Path) -> AnswerOfFile | None:
-        """Run the file; ``None`` if it fails on made inputs."""
+        """Run the file; ``None`` if it fails on random inputs."""
         model = plain.source
         rows = plain.fixed or (1 if plain.no_batching else _ROWS)
         feeds = random_inputs(model.proto, rows)
@@ -191,14 +191,16 @@ class AnswerOfFile:
             session = load_session(str(file), session_options(weights=file.parent.resolve()))
             (answer,) = session.run([model.answer.output], {**feeds, **unread})
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
-            _log.warning("not compared with the file, which fails on made inputs: %s", _line(error))
+            _log.warning(
+                "not compared with the file, which fails on random inputs: %s", _line(error)
+            )
             return None
         return cls(feeds=feeds, answer=answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainTrial:
-    """A model's graph, loaded as the server loads it."""
+    """Graph of a model, loaded as the server loads it."""
 
     plain: UnslicedModel
     timed: TimedGraph
@@ -216,9 +218,9 @@ class PlainTrial:
         return cls(plain=plain, timed=timed, threads=threads)
 
     def sample(self) -> dict[str, NDArray[Any]]:
-        """Return a made sample, [1, …] by input, with which the model runs; so do zeros like it.
+        """Return a random sample, [1, …] by input, after running the model on it and on zeros.
 
-        ModelError if it does not run on them: a server warms up with zeros.
+        ModelError if a run fails: a server warms up with zeros.
         """
         sample = random_inputs(self.plain.source.proto, 1)
         for feeds in (sample, {name: np.zeros_like(array) for name, array in sample.items()}):
@@ -226,12 +228,12 @@ class PlainTrial:
             if answer.ndim == 0 or len(answer) != 1:
                 raise ModelError(
                     f"output {self.plain.source.answer.output!r} is {list(answer.shape)} for one "
-                    "sample: its first dimension has to be the batch; export the model so"
+                    "sample: its first dimension has to be the batch; export the model accordingly"
                 )
         return sample
 
     def compare_with(self, of_file: AnswerOfFile, file: Path) -> None:
-        """Compare with what ONNX Runtime answers with the file; VerificationError if it differs."""
+        """Compare with ONNX Runtime's answer with the file; VerificationError if it differs."""
         model, wanted = self.plain.source, of_file.answer
         found = model.answer.served(self._run(of_file.feeds))
         if wanted.size == found.size:  # [batch, classes, 1, 1] is served as [batch, classes]
@@ -239,13 +241,13 @@ class PlainTrial:
         difference, rounding = compare(found, wanted), rounding_of(model.proto)
         if not difference.share <= rounding.batches:
             raise VerificationError(
-                f"{file}: what would be served differs from the file, by {difference.describe()}; "
+                f"{file}: the graph to serve differs from the file, by {difference.describe()}; "
                 f"allowed are {rounding.batches:.0e} ({rounding.name}); this is a defect, report "
                 "it with the model"
             )
 
     def profile(self) -> Profile:
-        """Time the model at batch sizes that rise, for about a second."""
+        """Time the model at increasing batch sizes, for about a second."""
         began_s, sizes, times = time.monotonic(), list[int](), list[float]()
         for size in (1,) if self.plain.no_batching else BATCH_SIZES:
             feeds = random_inputs(self.plain.source.proto, size)
@@ -273,8 +275,8 @@ class PlainTrial:
             return self.timed.run(feeds)[self.plain.source.answer.output]
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             raise ModelError(
-                f"the model fails on made inputs ({describe_shapes(feeds)}), with which a server "
-                f"warms up; export it with its sizes fixed, all but the batch. ONNX Runtime says: "
+                f"the model fails on random inputs ({describe_shapes(feeds)}), with which a server "
+                f"warms up; export it with fixed sizes, except the batch. ONNX Runtime says: "
                 f"{_line(error)}"
             ) from error
 

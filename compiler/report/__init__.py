@@ -1,4 +1,4 @@
-"""The bundle's ``report.html``, what a person looks at: every part of it, put into the template."""
+"""The bundle's ``report.html`` for users: every part of it, rendered with the template."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["render_report"]
 
 _MOST_CLASSES = 20
-"""Rows of the table by class."""
+"""Largest number of rows of the table by class."""
 
 
 def render_report(
@@ -49,12 +49,12 @@ def render_report(
     weights: WeightSizes | None = None,
     variants: Judged = (),
 ) -> str:
-    """Render the bundle's ``report.html``: one page that needs nothing beside it.
+    """Render the bundle's ``report.html``: one page without other files.
 
-    ``profile`` is of the device that the savings were predicted for; ``rehearsed`` says how the
-    exits in use were chosen, if by a rehearsal, and ``limit`` what kept all out of use. ValueError
-    if the parts do not belong together. ``maps`` are a few answers to look at, ``weights`` how much
-    room the large ones take, ``variants`` the model and its subnets, where it has any.
+    ``profile`` is of the device that the savings were predicted for. ``rehearsed`` is the rehearsal
+    that chose the exits in use, and ``limit`` the reason why none is in use. ``maps`` are a few
+    example answers, ``weights`` the sizes of large weights, ``variants`` the model and its subnets,
+    if it has any. ValueError if the parts do not belong together.
     """
     found = PolicyFigures.of(manifest, policy, profile, certify)
     judged = None if measured is None else words.SavingsCheck.of(found, measured)
@@ -86,7 +86,7 @@ def render_report(
         ways=NAMES,
         training=training_view(manifest),
     )
-    # file names may hold bytes that are no text; the page is written as UTF-8
+    # file names may have bytes that are no text; the page is written as UTF-8
     return page.encode("utf-8", "replace").decode("utf-8")
 
 

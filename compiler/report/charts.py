@@ -20,9 +20,9 @@ from offramp.compiler.report.figures import FloatArray, PolicyFigures, savings_c
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500.0, 300.0, 54.0, 18.0, 26.0, 44.0
 _REACH = 4.0
-"""The disagreement axis ends at this many times the constraint."""
+"""End of the disagreement axis, as a multiple of the constraint."""
 _DEFAULT_REACH = 0.05
-"""Its end where nothing was promised."""
+"""End of the disagreement axis without a promise."""
 
 
 class LatencyRow(NamedTuple):
@@ -30,17 +30,17 @@ class LatencyRow(NamedTuple):
 
     batch_size: int
     source_ms: float
-    """Profiled, per batch."""
+    """Profiled time per batch."""
     source_sample_ms: float
-    """Profiled, per sample."""
+    """Profiled time per sample."""
     predicted_sample_ms: float
-    """Predicted, per sample."""
+    """Predicted time per sample."""
     savings: float
     """Predicted share of the source model's time."""
 
 
 def savings_chart(found: PolicyFigures) -> Markup | None:
-    """Draw the descriptive curve and mark the shipped policy; nothing without exits."""
+    """Draw the descriptive curve and mark the shipped policy; ``None`` without exits."""
     exits = found.active or [e.index for e in found.manifest.exits]
     if not exits or not found.certify.final_prediction.size:
         return None
@@ -70,7 +70,7 @@ def _percents(low: float, high: float, most: int = 5) -> list[Tick]:
 
 
 def latency_rows(found: PolicyFigures) -> list[LatencyRow]:
-    """Compute what source and policy take at every profiled batch size."""
+    """Return the times of source and policy at every profiled batch size."""
     rows = []
     for size, source in zip(found.profile.batch_sizes, found.profile.source_ms, strict=True):
         predicted = found.predicted_ms(size)
@@ -111,7 +111,7 @@ def _titles(y_title: str, x_title: str, right: float = _RIGHT) -> Markup:
 
 
 def _constraint(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
-    """Shade what the constraint forbids."""
+    """Shade the area that the constraint forbids."""
     if (promise := found.policy.promise) is None:
         return Markup("")
     at = x(promise.max_disagreement)
@@ -159,7 +159,7 @@ _SUREST = 0.99995
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCurves:
-    """An exit's two drawings: agreement against coverage, and how its confidences are spread."""
+    """Two drawings of an exit: agreement against coverage, and the distribution of confidences."""
 
     index: int
     active: bool
@@ -169,7 +169,7 @@ class ExitCurves:
 
 
 def exit_curves(found: PolicyFigures) -> list[ExitCurves]:
-    """Draw every exit, all on the same axes so that they compare."""
+    """Draw every exit, all on the same axes for comparison."""
     records = found.certify
     if not len(records.confidence) or not records.final_prediction.size:
         return []
@@ -192,9 +192,9 @@ def exit_curves(found: PolicyFigures) -> list[ExitCurves]:
 def coverage(
     confidence: NDArray[np.float32], agrees: NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """Compute share that leaves and agreement among them, as a threshold falls: float64[points].
+    """Return the share that leaves and its agreement, as a threshold falls: float64[points].
 
-    Samples of one confidence leave together. Fewer than 20 are too few to draw.
+    Samples of equal confidence leave together. Fewer than 20 are too few to draw.
     """
     order = np.argsort(-confidence, kind="stable")
     sorted_ = confidence[order]
@@ -206,13 +206,13 @@ def coverage(
 
 
 def logit(confidence: NDArray[Any] | float) -> FloatArray:
-    """Spread confidences near 0 and 1: float64[...]."""
+    """Return the logits of confidences, float64[...], clipped near 0 and 1."""
     clipped = np.clip(np.asarray(confidence, np.float64), 1e-4, _SUREST)
     return np.asarray(np.log(clipped / (1 - clipped)), dtype=np.float64)
 
 
 def logit_span(confidence: NDArray[np.float32]) -> tuple[float, float]:
-    """Both ends of the confidence axis, in logits; what lies beyond counts as the end."""
+    """Return both ends of the confidence axis, in logits; values beyond count as the end."""
     low, high = np.quantile(logit(confidence), [0.002, 1.0])
     return float(min(low, high - 1)), float(high)
 
@@ -286,7 +286,7 @@ def _confidence(found: PolicyFigures, index: int, span: tuple[float, float]) -> 
 def _bar(
     x: Scale, y: Scale, edges: FloatArray, right: float, wrong: float, *, active: bool
 ) -> Markup:
-    """Stack those that disagree under those that agree: their shape stays readable."""
+    """Stack disagreeing samples under agreeing ones, so that their shape stays readable."""
     left, width = x(float(edges[0])) + 0.4, x(float(edges[1])) - x(float(edges[0])) - 0.8
     ends = ", ".join(f"{1 / (1 + math.exp(-e)):.4g}" for e in edges)
     title = (
@@ -323,9 +323,9 @@ def _threshold_line(found: PolicyFigures, index: int, x: Scale, y: Scale) -> Mar
 
 
 _NAMES = 44.0
-"""Room for the names of curves, on the right."""
+"""Width on the right for the names of curves."""
 _APART = 13.0
-"""Between the names of two curves, at least."""
+"""Least distance between the names of two curves."""
 
 
 class TrainingView(NamedTuple):
@@ -335,11 +335,11 @@ class TrainingView(NamedTuple):
     agreement: Markup
     losses: Markup
     lines: list[str]
-    """What each exit came from and to, and last the copy's own answer."""
+    """Agreement of each exit before and after, and last that of the copy's own answer."""
 
 
 def training_view(manifest: Manifest) -> TrainingView | None:
-    """Draw how exits learned together with their model; ``None`` where they did not."""
+    """Draw the joint training of exits with their model; ``None`` without it."""
     if (training := manifest.training) is None:
         return None
     names = [f"E{exit_.index}" for exit_ in manifest.exits[:-1]] + ["copy"]

@@ -1,7 +1,7 @@
-"""The figures of the report: what the exit policy does on the certify split, and what it costs.
+"""Figures of the report: effects of the exit policy on the certify split, and costs.
 
-Two kinds of figures meet here and are kept apart. *Counted*: answers on the certify split.
-*Profiled*: times of parts, each alone. Whatever joins the two is *predicted*.
+Two kinds of figures are used and kept apart. *Counted*: answers on the certify split. *Profiled*:
+times of parts, each alone. A figure that combines both is *predicted*.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from offramp.engine.control.costs import CostModel
 
 FloatArray = NDArray[np.float64]
 _MOST_POINTS = 400
-"""Of the descriptive curve."""
+"""Largest number of points of the descriptive curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyFigures:
-    """What an exit policy does on the certify split, and what the parts of the model take."""
+    """Effects of an exit policy on the certify split, and times of the model's parts."""
 
     manifest: Manifest
     policy: ExitPolicy
     profile: Profile
     certify: ExitRecords
     thresholds: dict[int, float]
-    """Of the active exits, by index."""
+    """Thresholds of the active exits, by index."""
     shares: FloatArray
-    """float64[exits + 1]: share of the certify split answered at each exit, then by the model."""
+    """Shares of the certify split answered at each exit, then by the model: float64[exits + 1]."""
     agreement: float
-    """Share of the certify split that the policy answers like the source model."""
+    """Share of the certify split for which the policy and the source model agree."""
     by_class: tuple[ClassLoss, ...]
     """Answers lost by class of the model, the largest share first."""
     by_label: tuple[ClassLoss, ...]
-    """The same by label, where the data has labels."""
+    """The same by label, if the data has labels."""
     accuracy: float | None
-    """The policy's, against the labels of the certify split."""
+    """Accuracy of the policy, against the labels of the certify split."""
 
     @classmethod
     def of(
         cls, manifest: Manifest, policy: ExitPolicy, profile: Profile, certify: ExitRecords
     ) -> PolicyFigures:
-        """Count what a policy does; ValueError if records or profile are of other parts."""
+        """Count the effects of a policy; ValueError if records or profile are of other parts."""
         exits, recorded, timed = len(manifest.exits), len(certify.confidence), len(profile.exits_ms)
         if recorded != exits or timed != exits:
             raise ValueError(
@@ -91,38 +91,38 @@ class PolicyFigures:
         return self.manifest.calibration.reference_batch_size
 
     def cost(self, batch_size: int) -> CostModel:
-        """Profiled milliseconds per batch."""
+        """Return profiled milliseconds per batch."""
         return CostModel.of(self.manifest, self.profile, batch_size)
 
     def predicted_ms(self, batch_size: int) -> float:
-        """Mean milliseconds per batch: profiled times weighted by the shares counted."""
+        """Return mean milliseconds per batch: profiled times weighted by the shares counted."""
         rows = self.active
         times = self.cost(batch_size).latency_ms(rows)
         return float(times @ self.shares[[*rows, MODEL_END]])
 
     def savings_at(self, batch_size: int) -> float:
-        """Share of the source model's time that is predicted to be saved at a batch size."""
+        """Return the share of the source model's time predicted to be saved at a batch size."""
         return 1 - self.predicted_ms(batch_size) / self.cost(batch_size).source_ms
 
     @property
     def predicted_savings(self) -> float:
-        """Share of the source model's time; as the promise says, where there is one."""
+        """Predicted share of the source model's time; that of the promise, if there is one."""
         if self.policy.promise is not None:
             return self.policy.promise.predicted_savings
         return self.savings_at(self.reference)
 
     @property
     def disagreement(self) -> float:
-        """Counted on the certify split; as the promise says, where there is one."""
+        """Disagreement on the certify split; that of the promise, if there is one."""
         if (promise := self.policy.promise) is not None:
             return promise.certify_errors / promise.certify_samples
         return 1 - self.agreement
 
 
 def savings_curve(found: PolicyFigures, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-    """Disagreement and predicted savings along the common path of ``exits``.
+    """Return disagreement and predicted savings along the common path of ``exits``.
 
-    The path is fitted on the very samples it is judged by, so this describes and certifies
+    The path is fitted on the same samples that it is judged by, so this describes and certifies
     nothing (the shipped path was fitted on the tuning split). float64[points] each, from
     conservative to aggressive; both are shares.
     """
@@ -136,7 +136,7 @@ def savings_curve(found: PolicyFigures, exits: Sequence[int]) -> tuple[FloatArra
 
 
 def thin(length: int, most: int) -> NDArray[np.int64]:
-    """Indices of at most ``most`` even steps through a row, first and last among them."""
+    """Return indices of at most ``most`` even steps through a row, including first and last."""
     if length <= most:
         return np.arange(length)
     return np.unique(np.linspace(0, length - 1, most).round().astype(np.int64))

@@ -1,4 +1,4 @@
-"""The report's joint frontier: exits alone, subnets alone, and subnets with exits of their own."""
+"""The report's joint frontier: exits alone, subnets alone, and subnets with exits."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import thin
 
 LEVELS: Final = (0.999, 0.995, 0.99, 0.98, 0.95, 0.9)
-"""Agreements that the ways are compared at, besides the promised one."""
+"""Agreements at which the ways are compared, in addition to the promised one."""
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760.0, 380.0, 60.0, 24.0, 28.0, 46.0
 _LOWEST: Final = 0.8
-"""Agreement that the axis ends at, if lines go on below."""
+"""Agreement at which the axis ends if lines continue below."""
 _MARKS: Final = 14
-"""On a line."""
+"""Largest number of marks on a line."""
 _FAINT: Final = 25
-"""Points that are dominated, of each variant, at most."""
+"""Largest number of dominated points of each variant."""
 _SIZE: Final = 4.0
 NAMES: Final[Mapping[Way, str]] = {
     "exits": "exits alone",
@@ -43,17 +43,17 @@ NAMES: Final[Mapping[Way, str]] = {
 
 
 class LevelRow(NamedTuple):
-    """The least time of each way at an agreement."""
+    """Least time of each way at an agreement."""
 
     level: float
     cheapest: list[TradeOff]
-    """By way, in the order of ``WAYS``."""
+    """Cheapest points by way, in the order of ``WAYS``."""
     what: str
-    """Which point of subnets with exits it is, in words."""
+    """Description of the point of subnets with exits."""
 
 
 class SubnetRow(NamedTuple):
-    """A variant to its own end."""
+    """A variant run to its own end."""
 
     mark: str
     name: str
@@ -69,16 +69,16 @@ class FrontierView:
     levels: list[LevelRow]
     subnets: list[SubnetRow]
     labelled: bool
-    """Whether accuracies are known."""
+    """True if accuracies are known."""
     below: float | None
-    """The agreement that the axis ends at, where points lie below it."""
+    """Agreement at which the axis ends, if points are below it."""
 
 
 def frontier_view(variants: Judged, promised: float | None) -> FrontierView | None:
-    """Compare the three ways; ``None`` where there are no subnets, or no common samples.
+    """Compare the three ways; ``None`` if there are no subnets, or no common samples.
 
     ``variants`` are the full model and its subnets, each with records of the certify split;
-    ``promised`` is the least agreement that the policy's promise names, if there is one.
+    ``promised`` is the least agreement in the policy's promise, if there is one.
     """
     if len(variants) < 2 or not len(variants[0][1].final_prediction):
         return None
@@ -121,7 +121,7 @@ def _row(
 
 
 def describe(point: TradeOff, names: Mapping[int, str]) -> str:
-    """Say in words what runs: ``S2 (depth 5 of 7), exits 0 and 1, the rest at its end``."""
+    """Return a description such as ``S2 (depth 5 of 7), 40 % leave at E0 and E1``."""
     name = names[point.variant]
     who = f"{_mark(point.variant)} ({name})" if point.variant else name
     inner = [a.exit for a in point.active if a.exit != point.deepest and a.threshold <= 1]
@@ -147,11 +147,11 @@ def _sentence(row: LevelRow) -> str:
     if combined < better:
         saved = numbers.percent(1 - combined / better, 0)
         return f"{told} Together they take {saved} less than the better one alone."
-    return f"{told} Together they bring nothing here beyond the better one alone."
+    return f"{told} Together they save nothing here beyond the better one alone."
 
 
 def _dominated(points: Sequence[TradeOff], front: Sequence[TradeOff]) -> list[TradeOff]:
-    """Give each variant's own front, without what is on the front of all; few of each."""
+    """Return a few points of each variant's own front that are not on the joint front."""
     kept, found = {id(point) for point in front}, []
     for variant in sorted({point.variant for point in points}):
         own = front_of(p for p in points if p.variant == variant)
@@ -187,7 +187,7 @@ def _chart(
 
 
 def _line(way: Way, front: Sequence[TradeOff], x: Scale, y: Scale) -> Markup:
-    """Draw a front, as steps: between two points nothing was found."""
+    """Draw a front as steps: between two points nothing was found."""
     points = [p for p in front if p.agreement >= y.low]
     if not points:
         return Markup("")
@@ -202,7 +202,7 @@ def _line(way: Way, front: Sequence[TradeOff], x: Scale, y: Scale) -> Markup:
 
 
 def _shape(way: Way, x: float, y: float, title: str) -> Markup:
-    """A circle, a square, a diamond or a triangle: legible without colours."""
+    """Draw a circle, a square, a diamond or a triangle: readable without colours."""
     class_ = f"way-mark {way}"
     if way == "exits":
         return svg.dot(x, y, _SIZE, class_, title)
@@ -217,7 +217,7 @@ def _shape(way: Way, x: float, y: float, title: str) -> Markup:
 
 
 def tooltip(way: Way, point: TradeOff) -> str:
-    """Say what a mark stands for."""
+    """Return the description of a mark."""
     accurate = ""
     if point.accuracy is not None:
         accurate = f", {numbers.percent(point.accuracy, 2)} right"
@@ -230,7 +230,7 @@ def tooltip(way: Way, point: TradeOff) -> str:
 def _subnets(
     subnets: Sequence[SubnetRow], front: Sequence[TradeOff], x: Scale, y: Scale
 ) -> list[Markup]:
-    """Name the subnets beside their squares, which are hollow where another does better."""
+    """Write the names of subnets next to their squares, which are hollow if dominated."""
     parts = []
     for subnet in subnets[1:]:
         whole = subnet.whole

@@ -9,7 +9,7 @@ _MINUS = "−"
 
 
 def percent(share: float, decimals: int = 1) -> str:
-    """``73.6 %`` of a share (1 is all); only all is 100 %, only nothing is 0 %."""
+    """Return ``73.6 %`` of a share (1 is all); only 1 is shown as 100 %, and only 0 as 0 %."""
     step = 10.0**-decimals
     value = 100 * share
     if 0 < value < step / 2:
@@ -20,7 +20,7 @@ def percent(share: float, decimals: int = 1) -> str:
 
 
 def plain_percent(share: float) -> str:
-    """``1 %``: a number that a person chose, with the digits that it has."""
+    """Return ``1 %``: a number that the user chose, with its digits."""
     return f"{100 * share:.6g}{_SPACE}%"
 
 
@@ -33,7 +33,7 @@ def signed(value: float, decimals: int) -> str:
 
 
 def milliseconds(value_ms: float) -> str:
-    """``1.70`` or ``0.0233``: three significant digits, no unit."""
+    """Return ``1.70`` or ``0.0233``: three significant digits, no unit."""
     if value_ms == 0 or not math.isfinite(value_ms):
         return f"{value_ms:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value_ms))))
@@ -41,22 +41,22 @@ def milliseconds(value_ms: float) -> str:
 
 
 def threshold(value: float) -> str:
-    """``0.911``; as many digits as it takes to stay below 1."""
+    """Return ``0.911``, with as many digits as needed to stay below 1."""
     if not 0 < 1 - value < 0.01:
         return f"{value:.3f}"
     return f"{value:.{min(9, 1 - math.floor(math.log10(1 - value)))}f}"
 
 
 def count(value: int) -> str:
-    """``5,000``."""
+    """Return text such as ``5,000``."""
     return f"{value:,}"
 
 
 def plural(value: int, noun: str, many: str | None = None) -> str:
-    """``1 exit``, ``2 exits``; ``many`` is the plural where it is not the noun and an s."""
+    """Return ``1 exit`` or ``2 exits``; ``many`` is the plural if it is not formed with an s."""
     return f"{count(value)} {noun if value == 1 else many or f'{noun}s'}"
 
 
 def mebibytes(size_bytes: int) -> str:
-    """``12.3 MiB``."""
+    """Return text such as ``12.3 MiB``."""
     return f"{size_bytes / 2**20:,.1f}{_SPACE}MiB"

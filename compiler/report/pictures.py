@@ -1,4 +1,4 @@
-"""A few answers to look at: what an exit answered, what the model does, and where they differ."""
+"""Example answers: an exit's answer, the model's answer, and their difference."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from numpy.typing import NDArray
 from offramp.compiler.report import numbers
 
 _GOLDEN = 0.618033988749895
-"""By which hues are apart, so that neighbouring classes differ."""
+"""Distance of hues, so that neighbouring classes differ."""
 _MOST_PIXELS = 256
-"""Of a picture's side; of larger ones every so many rows and columns are shown."""
+"""Largest side of a picture in pixels; larger maps are subsampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyMap:
-    """The classes of a sample's pixels, by an exit and by the model's end."""
+    """Classes of a sample's pixels, by an exit and by the model's end."""
 
     exit: int
     early: NDArray[np.uint8]
-    """[height, width]."""
+    """Classes at the exit, [height, width]."""
     end: NDArray[np.uint8]
-    """[height, width]."""
+    """Classes at the model's end, [height, width]."""
 
     @property
     def equal(self) -> float:
@@ -37,11 +37,11 @@ class EarlyMap:
 
 
 class MapView(NamedTuple):
-    """A sample as the page shows it."""
+    """A sample on the page."""
 
     title: str
     pictures: tuple[tuple[str, str], ...]
-    """What each shows, and its address, which holds the picture."""
+    """Title and address of each picture; the address contains the picture."""
 
 
 def views(maps: Sequence[EarlyMap]) -> tuple[MapView, ...]:
@@ -62,7 +62,7 @@ def views(maps: Sequence[EarlyMap]) -> tuple[MapView, ...]:
 
 
 def colours(classes: int) -> NDArray[np.uint8]:
-    """Give each class a colour, uint8 [classes, 3]; the first, mostly the ground, is grey."""
+    """Return a colour for each class, uint8 [classes, 3]; the first, mostly background, is grey."""
     hues = np.arange(classes) * _GOLDEN % 1
     offsets = np.array([0, 2 / 3, 1 / 3])
     wave = np.clip(np.abs((hues[:, None] + offsets) % 1 * 6 - 3) - 1, 0, 1)
@@ -72,11 +72,11 @@ def colours(classes: int) -> NDArray[np.uint8]:
 
 
 def picture(classes: NDArray[np.uint8], palette: NDArray[np.uint8]) -> str:
-    """Give a map of classes as a ``data:`` address of a PNG with a palette."""
+    """Return a map of classes as a ``data:`` address of a PNG with a palette."""
     step = -(-max(classes.shape) // _MOST_PIXELS)
     shown = classes[::step, ::step]
     height, width = shown.shape
-    rows = np.zeros((height, width + 1), np.uint8)  # each begins with its filter: none
+    rows = np.zeros((height, width + 1), np.uint8)  # each row begins with its filter: none
     rows[:, 1:] = shown
     content = b"\x89PNG\r\n\x1a\n" + b"".join(
         [

@@ -16,13 +16,13 @@ from offramp.compiler.report import numbers
 
 _ROW, _TOP, _BOTTOM, _LEFT, _WIDTH, _GAP, _RIGHT = 19.0, 26.0, 40.0, 44.0, 390.0, 30.0, 176.0
 _SHADES = 12
-"""Steps of the heat map; neighbours of one shade are one box."""
+"""Number of shades of the heat map; neighbours of one shade are one box."""
 _FAINTEST = 0.12
-"""Opacity of a cell with next to nothing in it."""
+"""Opacity of a cell with almost nothing in it."""
 
 
 class StepView(NamedTuple):
-    """A step of the search as the page shows it."""
+    """A step of the search on the page."""
 
     title: str
     caption: str
@@ -31,7 +31,7 @@ class StepView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalView:
-    """The page's section on how exits were chosen by rehearsing batches."""
+    """The page's section on the choice of exits by rehearsing batches."""
 
     summary: str
     outcome: str
@@ -41,7 +41,7 @@ class RehearsalView:
 
 
 def rehearsal_view(rehearsed: Rehearsed | None) -> RehearsalView | None:
-    """Describe how exits were chosen; nothing if not by a rehearsal."""
+    """Describe how exits were chosen; ``None`` without a rehearsal."""
     if rehearsed is None:
         return None
     rehearsal = rehearsed.rehearsal
@@ -53,7 +53,7 @@ def rehearsal_view(rehearsed: Rehearsed | None) -> RehearsalView | None:
             f"{numbers.plural(settings.batches, 'batch', 'batches')} of {settings.batch_size} "
             f"were drawn from {numbers.plural(rehearsal.samples, 'sample')} of the tuning split. "
             f"An exit may make {tolerated} of them later than without it; of the samples, "
-            f"{numbers.count(rehearsal.allowed_errors)} may be answered otherwise."
+            f"{numbers.count(rehearsal.allowed_errors)} may have other answers."
         ),
         outcome=(
             f"As shipped, for batches of the certify split: "
@@ -77,9 +77,9 @@ _ENDINGS = {
     "precision": "The search ended: no later exit keeps the precision.",
     "latency": "The search ended: every later exit makes too many batches late.",
     "gain": "The search ended: no later exit that could be added shortens the average enough.",
-    "all left": "The search ended: nothing goes on behind the last exit.",
+    "all left": "The search ended: no sample goes on after the last exit.",
     "last exit": "The search ended at the last exit.",
-    "kept": "No search: the exits in use before were looked at, and moved where they had to be.",
+    "kept": "No search: the exits that were in use were checked, and moved where needed.",
 }
 
 
@@ -126,7 +126,7 @@ def draw_step(step: RehearsalStep) -> Markup:
 
 
 class _Grid:
-    """Cells of a matrix: a row a candidate, a column a number of rows that go on."""
+    """Cells of a matrix: a row per candidate, a column per number of rows that go on."""
 
     def __init__(self, step: RehearsalStep, left: float) -> None:
         self._step = step
@@ -134,14 +134,14 @@ class _Grid:
         self._most = max((max(c.pattern) for c in step.candidates), default=1) or 1
 
     def headed(self, title: str) -> Markup:
-        """Title, and the axis below."""
+        """Draw the title, and the axis below."""
         columns = self._step.columns
         bottom = _TOP + _ROW * len(self._step.candidates)
         every = max(1, -(-len(columns) // 9))
         shown = range(0, len(columns), every)
         middle = (self._x.start + self._x.end) / 2
         head = svg.text(self._x.start, 11, title, "label")
-        axis = svg.text(middle, bottom + 31, "rows that go on behind the exit", "label", "middle")
+        axis = svg.text(middle, bottom + 31, "rows that go on after the exit", "label", "middle")
         ticks = (
             svg.text(self._x(i + 0.5), bottom + 15, str(columns[i]), "tick", "middle")
             for i in shown
@@ -149,7 +149,7 @@ class _Grid:
         return svg.join([head, axis, *ticks])
 
     def times(self, row: int) -> Iterator[Markup]:
-        """Shade by time, as a share of the limit; runs of one shade are one box."""
+        """Shade by time, as a share of the limit; cells of one shade are one box."""
         candidate, limit_ms = self._step.candidates[row], self._step.limit_ms
         shades = [
             (_SHADES, "cell late")
@@ -169,7 +169,7 @@ class _Grid:
         yield self._frame(row)
 
     def batches(self, row: int) -> Iterator[Markup]:
-        """Shade by batches; late ones are marked."""
+        """Shade by number of batches; late ones are marked."""
         candidate = self._step.candidates[row]
         yield self._box(row, 0, len(self._step.columns), ("cell none", 1.0, None))
         for place, count in enumerate(candidate.pattern):
@@ -183,7 +183,7 @@ class _Grid:
         yield self._frame(row)
 
     def boundary(self) -> Markup:
-        """The line beyond which configurations are latency violated."""
+        """Draw the line beyond which configurations violate the latency."""
         points = []
         for row, candidate in enumerate(self._step.candidates):
             allowed = sum(rows <= candidate.allowed_rows for rows in self._step.columns)
@@ -215,7 +215,7 @@ class _Grid:
 
 
 def _words(step: RehearsalStep, row: int, right: float) -> Iterator[Markup]:
-    """The exit's name at the left, and what speaks for or against it at the right."""
+    """Write the exit's name on the left, and the reason for or against it on the right."""
     candidate = step.candidates[row]
     base = _top(row) + _ROW - 5.5
     chosen = candidate.exit == step.chosen

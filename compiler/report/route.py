@@ -1,8 +1,8 @@
-"""The model as a row of segments, exits at their depth, and what still runs behind each.
+"""The model as a row of segments, exits at their depth, and the share still running after each.
 
-Across: the source model's time. Down: the share of samples still running. So the filled area is
-the part of the model's time that is predicted to be spent, and what is blank is saved. In a
-cascade the quantised model's time is in front of the source model's.
+Horizontal: the source model's time. Vertical: the share of samples still running. So the filled
+area is the part of the model's time that is predicted to be spent, and the blank area is saved. In
+a cascade the copy's time is in front of the source model's.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def route(found: PolicyFigures) -> Markup:
 
 
 def segment_edges(found: PolicyFigures) -> list[float]:
-    """Share of all segments' profiled time until before and after each of them."""
+    """Return the shares of all segments' profiled time before and after each of them."""
     times = np.maximum(found.cost(found.reference).segments_ms, 0.0)
     if not times.sum() > 0:
         times = np.ones(len(times))
@@ -53,7 +53,7 @@ def segment_edges(found: PolicyFigures) -> list[float]:
 def spread(
     wanted: Sequence[float], widths: Sequence[float], low: float, high: float
 ) -> list[float]:
-    """Move labels of given widths apart, in order and as little as it takes, inside bounds."""
+    """Move labels of given widths apart, in order and as little as needed, inside bounds."""
     gaps = [(a + b) / 2 for a, b in pairwise(widths)]
     right = list(wanted)
     for i, gap in enumerate(gaps):
@@ -94,10 +94,7 @@ def _axes(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
 
 
 def _running(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
-    """Draw the staircase: each active exit lowers the share that runs on.
-
-    What of a copy lies behind the last exit runs for nobody.
-    """
+    """Draw the staircase: each active exit lowers the share that runs on."""
     still, corners, begins = 1.0, [(x(0), y(1))], found.manifest.source_begins
     for index in found.active:
         at = x(edges[found.manifest.exits[index].after_segment + 1])
@@ -148,7 +145,7 @@ def _exits(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> 
 def _exit(
     found: PolicyFigures, index: int, place: float, flag: float, y: Scale, *, crowded: bool
 ) -> Markup:
-    """Draw the flag, the line that leads from it to its depth, and the knot there."""
+    """Draw the flag, the line from it to its depth, and the knot there."""
     threshold = found.thresholds.get(index)
     answered = float(found.shares[index])
     share = numbers.percent(answered, 0 if crowded and answered >= 0.0995 else 1)

@@ -1,4 +1,4 @@
-"""The report in sentences: promise, warnings, headlines, facts, and what was measured."""
+"""The report in sentences: promise, warnings, headlines, facts, and measurements."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from offramp.compiler.graphs.weights import WeightSizes
 
 _MOST_NAMED = 12
-"""Classes that a sentence names."""
+"""Largest number of classes that a sentence names."""
 Fact: TypeAlias = tuple[str, str]
-"""A name and what is so."""
+"""A name and its value."""
 
 
 class Headline(NamedTuple):
@@ -32,11 +32,11 @@ class Headline(NamedTuple):
     value: str
     means: str
     kind: str
-    """How it came to be: predicted, measured, certified, counted."""
+    """Origin of the figure: predicted, measured, certified or counted."""
 
 
 def summary(found: PolicyFigures) -> str:
-    """Say in one sentence what the exits are predicted to bring."""
+    """Return a sentence on the savings that exits are predicted to have."""
     if not found.active:
         return "Every input runs through the whole unmodified model: nothing is saved."
     saved = found.predicted_savings
@@ -49,7 +49,7 @@ def summary(found: PolicyFigures) -> str:
 
 
 def promise(found: PolicyFigures) -> tuple[str, str] | None:
-    """Say what was certified, in plain words, and how it was tested; ``None`` where nothing was."""
+    """Return the certified promise, and how it was tested; ``None`` if nothing was certified."""
     made = found.policy.promise
     if made is None or not found.active:
         return None
@@ -79,7 +79,7 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
 
 
 def distinct_samples(data: Calibration, *, promised: bool = True) -> str:
-    """Return a sentence on how many distinct samples a promise rests on; empty if all rows are."""
+    """Return a sentence on the distinct samples of a promise; empty if all rows are distinct."""
     if data.distinct is None:
         return ""
     return (
@@ -92,12 +92,12 @@ def distinct_samples(data: Calibration, *, promised: bool = True) -> str:
 def class_bound(
     answer: Answer, losses: Sequence[ClassLoss], bound: float, confidence_level: float
 ) -> str:
-    """Return a sentence on the classes that have a certified bound of their own.
+    """Return a sentence on the classes that have a separate certified bound.
 
-    ``confidence_level`` is the one that single bounds are tested at.
+    ``confidence_level`` is the one at which single bounds are tested.
     """
     few = uncertified(answer, losses, max_disagreement=bound, confidence_level=confidence_level)
-    text = f"For each class by itself, at most {numbers.plain_percent(bound)} is certified"
+    text = f"For each class separately, at most {numbers.plain_percent(bound)} is certified"
     if not few:
         return f"{text}."
     named = ", ".join(map(str, few[:_MOST_NAMED])) + (", …" if len(few) > _MOST_NAMED else "")
@@ -107,7 +107,7 @@ def class_bound(
 
 
 def own_bounds(found: PolicyFigures) -> str:
-    """Return :func:`class_bound` of the report's policy; empty where no class is bounded."""
+    """Return :func:`class_bound` of the report's policy; empty if no class is bounded."""
     made = found.policy.promise
     if made is None or made.max_class_disagreement is None:
         return ""
@@ -128,17 +128,17 @@ def harms(found: PolicyFigures) -> list[str]:
 def warning(
     found: PolicyFigures, limit: str | None = None, judged: SavingsCheck | None = None
 ) -> tuple[str, str] | None:
-    """Say loudly what is wrong, and what to do; ``None`` if all is well."""
+    """Return a warning and its remedy; ``None`` if there is no problem."""
     if found.manifest.calibration.random_inputs:
         return "Compiled on random inputs: nothing is certified.", (
             "This was a dry run, to see exits and times. Times are real; shares of answers, "
-            "agreement and what is saved say nothing about your data. Compile again on samples: "
+            "agreement and savings do not describe your data. Compile again on samples: "
             "eecompile MODEL --data DATA."
         )
     if judged is not None and (nothing := judged.warning):
         return "The exits in use save nothing on the machine that measured them.", nothing
     if found.active and found.policy.promise is None:
-        remedy = "Compile again, or hold the agreement counted below against your own bound."
+        remedy = "Compile again, or compare the agreement counted below with your own bound."
         why = f"Exits are in use, but nothing is promised about agreement. {remedy}"
         return "This policy was not certified.", why
     if found.active:
@@ -159,7 +159,7 @@ def warning(
 
 
 def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[Headline]:
-    """Pick the few figures that come first."""
+    """Return the few figures that come first."""
     shown = []
     made, in_use = found.policy.promise, bool(found.active)
     if in_use:
@@ -189,7 +189,7 @@ def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[
 def facts(
     found: PolicyFigures, rehearsed: Rehearsed | None, weights: WeightSizes | None = None
 ) -> list[tuple[str, list[Fact]]]:
-    """Give what the figures rest on, in groups."""
+    """Return the facts that the figures are based on, in groups."""
     manifest, data = found.manifest, found.manifest.calibration
     samples = [
         ("Training split", numbers.plural(data.train_samples, "sample")),
@@ -238,7 +238,7 @@ def facts(
 
 
 def kept_once(weights: WeightSizes) -> str:
-    """Say how much room large weights take, with one file for all graphs and without."""
+    """Return the sizes of large weights, with one file for all graphs and without."""
     return (
         f"{numbers.mebibytes(weights.file_bytes)} in {WEIGHTS}, each once; in every graph that has "
         f"them they would be {numbers.mebibytes(weights.graph_bytes)} (counted)"
@@ -246,7 +246,7 @@ def kept_once(weights: WeightSizes) -> str:
 
 
 def shared_weights(manifest: Manifest) -> list[str]:
-    """Say of the model and each variant what it costs to share weights in memory, and saves."""
+    """Return lines on the cost and gain of sharing weights, for the model and each variant."""
     size = manifest.calibration.reference_batch_size
     names = ["the full model", *(variant.name for variant in manifest.variants)]
     return [
@@ -256,27 +256,27 @@ def shared_weights(manifest: Manifest) -> list[str]:
 
 
 def precision(manifest: Manifest) -> str:
-    """Say of which precision a bundle is, what that means, and why it is."""
+    """Return a bundle's precision, its meaning, and the reason for it."""
     means = f": {cascade(manifest)}" if manifest.source_begins else ""
     why = f". Chosen here: {manifest.precision_reason}" if manifest.precision_reason else ""
     return f"{manifest.precision}{means}{why}"
 
 
 def cascade(manifest: Manifest) -> str:
-    """Say what a bundle with a copy of its model does."""
+    """Return how a bundle with a copy of its model works."""
     front = numbers.plural(manifest.source_begins, "segment")
     copy = "a quantised copy"
     if manifest.training is not None:
         copy = f"a copy that was trained together with them ({manifest.training.describe()})"
     where = "" if manifest.cpu is None else f"; certified on a CPU of {manifest.cpu.describe()}"
     return (
-        f"exits follow {front} of {copy}, whose own answer is the last exit; who is sure "
-        f"enough at none runs through the whole unmodified float32 model{where}"
+        f"exits follow {front} of {copy}, whose own answer is the last exit; samples below "
+        f"every threshold run through the whole unmodified float32 model{where}"
     )
 
 
 def _how_sure(found: PolicyFigures) -> list[Fact]:
-    """The spread at the reference batch size, and what is paid where nothing exits."""
+    """Return the spread at the reference batch size, and the added time if nothing exits."""
     rows = []
     if (spread := found.profile.spread) is not None:
         column = found.profile.column(found.reference)
@@ -292,39 +292,39 @@ def _how_sure(found: PolicyFigures) -> list[Fact]:
 
 
 TOLERATED_DIFFERENCE = 0.05
-"""Share of the model's time by which measured savings may differ from predicted ones unsaid."""
+"""Share of the model's time by which measured and predicted savings may differ without a note."""
 
 _ALONE = 3
-"""Times its share of a full batch that a sample alone has to take to be named as a reason; the
-Fashion-MNIST example's takes 1.3 times its share."""
+"""Multiple of its share of a full batch that a sample alone must take to be named as a reason; in
+the Fashion-MNIST example it takes 1.3 times its share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingsCheck:
-    """A measurement beside what was predicted, at the batch size nearest to the reference."""
+    """A measurement and its prediction, at the batch size nearest to the reference."""
 
     measured: Measured
     at: MeasuredSize
     predicted_savings: float
-    """Share of the model's time, at the same batch size."""
+    """Predicted share of the model's time, at the same batch size."""
     profile: Profile
-    """That it was predicted from."""
+    """Profile that it was predicted from."""
 
     @classmethod
     def of(cls, found: PolicyFigures, measured: Measured) -> SavingsCheck:
-        """Set a measurement beside what is predicted at the same batch size."""
+        """Create the comparison of a measurement with the prediction at the same batch size."""
         at = measured.nearest(found.reference)
         predicted = found.savings_at(at.batch_size)
         return cls(measured=measured, at=at, predicted_savings=predicted, profile=found.profile)
 
     @property
     def savings(self) -> float:
-        """Share of the model's time, measured."""
+        """Measured share of the model's time."""
         return 1 - self.at.busy.value
 
     @property
     def difference(self) -> str | None:
-        """The sentence on how far prediction and measurement differ, if they do, and why."""
+        """Sentence on a difference between prediction and measurement; ``None`` if it is small."""
         apart = self.savings - self.predicted_savings
         if abs(apart) <= TOLERATED_DIFFERENCE:
             return None
@@ -336,7 +336,7 @@ class SavingsCheck:
 
     @property
     def warning(self) -> str | None:
-        """The sentence on exits in use that save nothing; ``None`` if they do save time."""
+        """Sentence on exits in use that save nothing; ``None`` if they do save time."""
         if self.savings > 0:
             return None
         return (
@@ -347,7 +347,7 @@ class SavingsCheck:
         )
 
     def describe(self) -> str:
-        """Set what was predicted beside what was measured, in a sentence."""
+        """Return a sentence with predicted and measured savings."""
         return (
             f"Predicted savings {self.predicted_savings:.1%}, measured {self.savings:.1%} "
             f"±{self.at.busy.half_width:.1%} (batch {self.at.batch_size})."
@@ -355,7 +355,7 @@ class SavingsCheck:
 
 
 def measured_ratios(measured: Measured) -> str:
-    """Give all measured ratios in a line."""
+    """Return all measured ratios in a line."""
     sizes = "; ".join(
         f"batch {at.batch_size}: mean {at.mean.value:.2f}, median {at.median.value:.2f}, "
         f"busy {at.busy.value:.2f}, nothing exits {at.nothing_exits.value:.2f}"
@@ -366,12 +366,12 @@ def measured_ratios(measured: Measured) -> str:
 
 
 def ratio(found: Ratio) -> str:
-    """``0.31 ± 0.01``."""
+    """Return text such as ``0.31 ± 0.01``."""
     return f"{found.value:.2f} ± {found.half_width:.2f}"
 
 
 def _reasons(judged: SavingsCheck) -> list[str]:
-    """Give whatever may explain a difference, the surest first; never empty."""
+    """Return possible reasons for a difference, the most likely first; never empty."""
     measured, at, profile = judged.measured, judged.at, judged.profile
     found = []
     fewer = judged.savings < judged.predicted_savings
@@ -386,10 +386,10 @@ def _reasons(judged: SavingsCheck) -> list[str]:
     if measured.disturbed:
         found.append("the machine was disturbed while this was measured")
     if at.busy.half_width > TOLERATED_DIFFERENCE:
-        found.append(f"so short a run is sure to ±{100 * at.busy.half_width:.1f} points only")
+        found.append(f"so short a run is accurate to ±{100 * at.busy.half_width:.1f} points only")
     if at.batch_size not in profile.batch_sizes:
         other = profile.batch_sizes[profile.column(at.batch_size)]
-        found.append(f"batch {at.batch_size} was not profiled, batch {other} stands for it")
+        found.append(f"batch {at.batch_size} was not profiled, batch {other} was used instead")
     if measured.threads != profile.threads:
         found.append(f"{measured.threads} threads were measured, {profile.threads} profiled")
     if not found and fewer and at.batch_size > 1:

@@ -1,1 +1,1 @@
-"""What holds for samples: batch mates, padding, values that are refused, copies."""
+"""Properties of samples: effects of batch mates, padding, refused values, copies."""

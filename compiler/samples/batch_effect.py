@@ -1,10 +1,10 @@
-"""Models that answer some samples otherwise in other batches: counted, and taken off the promise.
+"""Models whose answer to a sample depends on its batch: counted, and taken off the promise.
 
-Dynamically quantised models round every row by the range of all rows of a batch. Exits shrink
-batches, so what such a model answers a sample is a matter of chance. It is compared with itself at
-several batch sizes on samples that nothing is certified on; the bound on that share is taken from
-the promise together with half of the risk, and exits are certified for the rest, in the worst of
-these batch sizes.
+Dynamically quantised models round every row by the range of all rows of a batch. Exits make batches
+smaller, so the answer to a sample depends on chance. The model is compared with itself at several
+batch sizes on samples that nothing is certified on. The bound on that share, and half of the risk,
+are subtracted from the promise. Exits are certified for the rest, in the worst of these batch
+sizes.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from offramp.engine.common.environment import available_cores
 _log = logging.getLogger(__name__)
 
 COMPARED_BATCH_SIZES = (1, 7, BATCH_SIZE)
-"""A row by itself, few of them, and as many as all else is recorded with."""
+"""Batch sizes to compare: one row, a few, and the size that everything else is recorded with."""
 
 
 def measure_batch_effect(
     model: SourceModel, parts: DataSplit, options: CompileOptions, progress: Progress
 ) -> BatchEffect | None:
-    """Count the samples to train and tune with that a model answers otherwise in other batches.
+    """Count the training and tuning samples whose answer changes in batches of another size.
 
-    ``None`` if none of its operators rounds by the batch. VerificationError if what is counted
-    spends the promise; DataError if the model fails on a sample.
+    ``None`` if no operator rounds by the batch. VerificationError if that count uses up the
+    promise; DataError if the model fails on a sample.
     """
     operators = scaled_by_batch(model.proto)
     if not operators:
         return None
-    # of copies one alone is evidence
+    # of copies of one sample only one is evidence
     compared = (parts.distinct_train(), parts.tune)
     samples = sum(map(len, compared))
     source, differs = serialised(model.proto), 0
@@ -69,9 +69,9 @@ def measure_batch_effect(
     )
     if effect.left() <= 0:
         raise VerificationError(
-            f"{effect.describe()}: it spends all of that without any exit. The first of the "
+            f"{effect.describe()}: that is all of it, without any exit. The first of the "
             f"operators is {operators[0].name!r} ({operators[0].kind}). Compile the float32 model "
-            "instead (--precision auto makes int8 copies that round each row by itself), give "
+            "instead (--precision auto makes int8 copies that round each row alone), add "
             "more --data, or allow a larger --max-disagreement"
         )
     _log.warning("%s; %.2f %% are left for exits.", effect.describe(), 100 * effect.left())
@@ -79,7 +79,7 @@ def measure_batch_effect(
 
 
 def left_for_exits(effect: BatchEffect, options: CompileOptions) -> CompileOptions:
-    """Ask for what a model's end leaves of the promise, at half of the risk."""
+    """Return options with what remains of the promise for exits, at half of the risk."""
     promise = replace(
         options.promise,
         max_disagreement=effect.left(),
@@ -89,7 +89,7 @@ def left_for_exits(effect: BatchEffect, options: CompileOptions) -> CompileOptio
 
 
 def _answers(source: bytes, model: SourceModel, part: Dataset, size: int) -> NDArray[Any]:
-    """[samples, …]: what a model answers in batches of a size, as far as it is compared."""
+    """Return a model's answers [samples, …] in batches of a size, reduced to what is compared."""
     outputs, threads = [model.answer.output], available_cores()
     batches = run_over(source, outputs, part, threads=threads, batch_size=size)
     reduce = agreement_of(model.answer).reduce

@@ -1,4 +1,4 @@
-"""Checks of data with the model: values it fails on, answers it hardly gives, their range."""
+"""Checks of data with the model: values it fails on, answers it rarely returns, their range."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from offramp.engine.requests.value_limits import ValueLimits
 
 
 def check_answers_of(model: SourceModel, dataset: Dataset, options: CompileOptions) -> None:
-    """Refuse samples with NaN or infinity that the model gives no answer to."""
+    """Refuse samples with NaN or infinity that the model cannot answer."""
     try:
         check_unusual(
             lambda: serialised(model.proto), dataset, model.answer, threads=options.threads
@@ -43,7 +43,7 @@ def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: Compil
 
 
 _ROUNDING: Final = 0.01
-"""Share of a range that answers may be outside of it."""
+"""Share of the range by which answers may exceed it."""
 
 
 def check_ranges(
@@ -51,8 +51,8 @@ def check_ranges(
 ) -> None:
     """Compare the answers of exits in use with the scale of the model's.
 
-    ``ranges`` [exits + 1, 2] are those of each exit and of the model; ``slack`` is what rounding
-    may add, as a share of the model's range. VerificationError if an exit leaves the scale.
+    ``ranges`` [exits + 1, 2] are the ranges of each exit and of the model; ``slack`` is the share
+    of the model's range that rounding may add. VerificationError if an exit leaves the scale.
     """
     if not active or model.answer.form == "classes":
         return
@@ -67,12 +67,12 @@ def check_ranges(
             f"exits answer on another scale than the model: from {least:.3g} to {most:.3g}, "
             f"expected {bounds[0]:.3g} to {bounds[1]:.3g} (the model's answers are from "
             f"{own[0]:.3g} to {own[1]:.3g}); this is a defect, report it with the model. Until it "
-            "is mended, end the model at its probabilities or logits"
+            "is fixed, end the model at its probabilities or logits"
         )
 
 
 def both_ranges(model: SourceModel, ranges: NDArray[np.float64]) -> tuple[float, ...]:
-    """List the ends of the model's range, then those of its exits', where the model has a tail."""
+    """Return the ends of the model's range and of its exits' range, if the model has a tail."""
     if not model.answer.tail or len(ranges) < 2 or not np.isfinite(ranges).all():
         return ()
     exits, own = ranges[:-1], ranges[-1]
@@ -80,7 +80,7 @@ def both_ranges(model: SourceModel, ranges: NDArray[np.float64]) -> tuple[float,
 
 
 def _bounds_of(model: SourceModel) -> tuple[float, float] | None:
-    """Return the smallest and largest value that answers can have; None where there are none."""
+    """Return the smallest and largest value that answers can have; ``None`` without bounds."""
     if model.tail is not None:
         return model.tail.bounds
     return (0.0, 1.0) if model.answer.form == "probabilities" else None
@@ -97,14 +97,14 @@ _REMEDY: Final = (
 
 
 def warn_of_answers(answer: Answer, records: ExitRecords) -> None:
-    """Warn of a model that gives one class throughout, or is right by chance alone."""
+    """Warn if a model answers all samples with one class, or is right by chance alone."""
     if not has_classes(answer):
         return
     given, labels = records.final_prediction, records.labels
     if (given == given[0]).all():
         _log.warning(
-            "The model gives all %d samples the same answer (%d): exits have nothing to learn "
-            "from, and the certificate says nothing of other answers; %s.",
+            "The model answers all %d samples alike (%d): exits have nothing to learn from, "
+            "and the certificate does not cover other answers; %s.",
             len(given), given[0], _REMEDY,
         )  # fmt: skip
     elif labels is not None and answer.task.kind == "classification":
@@ -112,13 +112,13 @@ def warn_of_answers(answer: Answer, records: ExitRecords) -> None:
         if right - by_chance < _LEAST_KAPPA * (1 - by_chance):
             _log.warning(
                 "By the labels of the data the model is right in %.1f %% of the samples, and a "
-                "guess with the same frequencies would be in %.1f %%; %s.",
+                "guess with the same frequencies would be right in %.1f %%; %s.",
                 100 * right, 100 * by_chance, _REMEDY,
             )  # fmt: skip
 
 
 def _right(given: np.ndarray, labels: np.ndarray, classes: int) -> tuple[float, float]:
-    """Return the share of right answers, and what chance gives at the same frequencies."""
+    """Return the share of right answers, and the share expected by chance at these frequencies."""
     known = (labels >= 0) & (labels < classes)
     shares = [np.bincount(v, minlength=classes) / len(given) for v in (given, labels[known])]
     return float((given == labels).mean()), float(shares[0] @ shares[1])

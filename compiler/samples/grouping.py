@@ -1,4 +1,4 @@
-"""The groups of rows that count as one sample each: found, reported, and found again."""
+"""Groups of rows that count as one sample each: finding, reporting, and finding them again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def grouped(dataset: Dataset, data: Path | DataSource, *, within: float = COPIES_WITHIN) -> Groups:
-    """Group the rows of a data set, and warn where some of them are no samples of their own."""
+    """Group the rows of a data set, and warn if some of them are copies of others."""
     groups = find_groups(dataset, within=within)
     if groups.joins:
         _log.warning(
@@ -29,7 +29,7 @@ def grouped(dataset: Dataset, data: Path | DataSource, *, within: float = COPIES
 
 
 def distinct_samples(groups: Groups, *, key: str | None, within: float) -> DistinctSamples | None:
-    """Return what a manifest says of groups; ``None`` where each row is one and none was asked."""
+    """Return the manifest's entry for groups; ``None`` if all rows are distinct and no key set."""
     if not groups.joins and key is None:
         return None
     return DistinctSamples(
@@ -38,9 +38,10 @@ def distinct_samples(groups: Groups, *, key: str | None, within: float) -> Disti
 
 
 def groups_again(manifest: Manifest, dataset: Dataset) -> Groups:
-    """Group the rows of data for a bundle as those that it was compiled with were grouped.
+    """Group the rows of data for a bundle in the way that its calibration data was grouped.
 
-    Where these were all distinct, so are its own data, and others are grouped by default.
+    If all calibration rows were distinct, the same data is not grouped; other data is grouped with
+    the default.
     """
     calibration = manifest.calibration
     if calibration.distinct is not None:
@@ -51,7 +52,7 @@ def groups_again(manifest: Manifest, dataset: Dataset) -> Groups:
 
 
 def may_be_of(calibration: Calibration, groups: Groups) -> bool:
-    """Whether a bundle may have been compiled with data of these groups, by their numbers."""
+    """Return whether the numbers of groups and rows equal those that a bundle was compiled with."""
     known = calibration.distinct
     if known is not None:
         return (known.rows, known.samples) == (groups.rows, len(groups))

@@ -1,10 +1,10 @@
-"""Whether samples of different length may be padded into one batch: found by running the model.
+"""Find by running the model whether samples of different lengths may share a padded batch.
 
-A mask says which positions count, but not every model keeps to it: one may average over all
-positions, answer by the last one, or compute with what lies beside a position. So samples of many
-lengths are run alone and padded together, through the source model and every exit. What stands
-where the mask is 0 must not matter either: it is tried with the fill and with values of other
-samples. Only where nothing but rounding differs, samples are padded while serving.
+A mask marks the positions that count, but not every model respects it: a model may average over all
+positions, answer by the last one, or compute with neighbours of a position. So samples of many
+lengths are run alone and padded together, through the source model and every exit. Values where the
+mask is 0 must not matter either: the fill and values of other samples are tried there. Samples are
+padded while serving only if nothing but rounding differs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _log = logging.getLogger(__name__)
 Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 _SAMPLES = 16
-"""That are run alone and padded, of as many lengths."""
+"""Number of samples that are run alone and padded, each with a different length if possible."""
 _FAR_SAMPLES = 4
-"""Of those, that are padded far beyond what the data has."""
+"""Number of those samples that are padded far beyond the lengths in the data."""
 _FAR = 4
-"""So many times as long as the data."""
+"""Factor by which samples are padded beyond the length of the data."""
 _COUNTED = 1024
-"""Samples whose lengths are counted at once: the data may be larger than memory."""
+"""Samples whose lengths are counted at a time: the data may be larger than memory."""
 _PROBED = 1100
-"""Size by which position tables of up to 1,024 show their end; longer data is not prolonged."""
+"""Length at which position tables of up to 1,024 fail; longer data is not extended."""
 
 
 def find_paddings(
@@ -55,11 +55,11 @@ def find_paddings(
     mask: str | None = None,
     threads: int = 1,
 ) -> tuple[Padding, ...]:
-    """Find the symbolic sizes in which samples may be padded; the log says why others may not.
+    """Find the symbolic sizes in which samples may be padded; the log has the reason for others.
 
-    ``structure`` are the parts with every exit that was built, whose files ``read`` gives;
-    ``samples`` are some of the data, by input, and ``ranges`` what all of it had; ``mask`` is the
-    input that the user named as such.
+    ``structure`` is the model's parts with every exit that was built; ``read`` returns their files.
+    ``samples`` are some samples by input, ``ranges`` the ranges of all data; ``mask`` is the input
+    that the user named as the mask.
     """
     sizes, masks = symbolic_sizes(model.inputs), find_masks(model.inputs, (), mask)
     by_batch, found = bool(scaled_by_batch(model.proto)), list[Padding]()
@@ -71,9 +71,9 @@ def find_paddings(
     for size in sizes:
         outcome: Padding | str = f"no input [batch, {size}] is its mask (--mask names one)"
         if by_batch:
-            outcome = "the model rounds each by the range of all that is in its batch"
+            outcome = "the model rounds each sample by the range of its whole batch"
         elif any(size in output.shape for output in model.outputs):
-            outcome = "the answer has as many places"
+            outcome = "the answer has that size, too"
         elif size in masks:
             fills = _fills(model.inputs, size, masks[size], ranges)
             tried = Padding(
@@ -97,7 +97,7 @@ def symbolic_sizes(inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
 def length_ranges(
     inputs: Sequence[TensorSpec], paddings: Sequence[Padding], parts: Sequence[Dataset]
 ) -> tuple[LengthRange, ...]:
-    """Tell which lengths samples had: their ones in a mask where they may be padded, else sizes."""
+    """Return the lengths in the data: ones in the mask where samples may be padded, else sizes."""
     masks = {padding.size: padding.mask for padding in paddings}
     found = []
     for size in symbolic_sizes(inputs):
@@ -121,9 +121,9 @@ def _lengths(
 def _fills(
     inputs: Sequence[TensorSpec], size: str, mask: TensorSpec, ranges: InputRanges
 ) -> dict[str, float]:
-    """Choose what is added: 0, or the nearest value that calibration saw of the input.
+    """Choose the fill of each input: 0, or the nearest value that calibration saw.
 
-    Then the input guard takes no padded sample for one unlike all that calibration saw.
+    With these fills the input guard does not reject padded samples as unlike the calibration data.
     """
     seen = {r.name: (r.lowest, r.highest) for r in ranges.inputs if r.name != mask.name}
     fills = {}
@@ -135,7 +135,7 @@ def _fills(
 
 
 class _Graph(NamedTuple):
-    """A graph of source model and exits, and which of its outputs are compared."""
+    """A graph of source model and exits, and the outputs that are compared."""
 
     session: ort.InferenceSession
     read: tuple[str, ...]
@@ -143,7 +143,7 @@ class _Graph(NamedTuple):
 
 
 class _Answers(NamedTuple):
-    """What some samples were answered alone: the samples, shortened, and all outputs."""
+    """Shortened samples, and all outputs for each when run alone."""
 
     samples: list[dict[str, NDArray[Any]]]
     outputs: dict[str, NDArray[Any]]
@@ -155,11 +155,11 @@ class _Trial:
 
     specs: tuple[TensorSpec, ...]
     samples: Arrays
-    """[n, ...]; each has a position that counts."""
+    """Samples [n, ...] by input; each has a position that counts."""
     sizes: tuple[Padding, ...]
     graphs: tuple[_Graph, ...]
     allowed: float
-    """Relative difference that is rounding."""
+    """Largest relative difference that counts as rounding."""
     precision: str
 
     @classmethod
@@ -172,7 +172,7 @@ class _Trial:
     ) -> _Trial:
         counting = [np.any(samples[padding.mask] == 1, axis=1) for padding in sizes]
         rows = np.flatnonzero(np.logical_and.reduce(counting))[:_SAMPLES]
-        # What is rounded to 8 bits may round by what is padded, too: it is held to the float's.
+        # An 8-bit model may also round by the padded values, so it gets the tolerance of float32.
         rounding = rounding_of(model.proto)
         rounding = SINGLE if rounding == STEPS else rounding
         return cls(
@@ -185,7 +185,7 @@ class _Trial:
         )
 
     def outcome(self) -> Padding | str:
-        """Give the new padding, or the reason why there is none."""
+        """Return the new padding, or the reason why there is none."""
         new, longest = self.sizes[-1], self._longest(self.sizes[-1].size)
         alone = self._alone(longest)
         if len(alone.samples) < 2:
@@ -212,13 +212,13 @@ class _Trial:
         return replace(new, longest=longest, limit=limit, difference=worst)
 
     def _longest(self, size: str) -> int:
-        """Give the size that the data has."""
+        """Return the size in the data."""
         spec, axis = next(_axes(self.specs, size))
         length: int = self.samples[spec.name].shape[axis]
         return length
 
     def _alone(self, longest: int) -> _Answers:
-        """Run samples alone, shortened to lengths from 1 on; those that cannot be are left out."""
+        """Run samples alone, shortened to lengths from 1 up; samples that fail are left out."""
         kept, answered = [], []
         count = len(next(iter(self.samples.values())))
         for row in range(count):
@@ -245,9 +245,10 @@ class _Trial:
         targets: Mapping[str, int],
         content: np.random.Generator | None,
     ) -> tuple[str, float]:
-        """Pad samples to one size each, run them together, and tell where most differs from alone.
+        """Pad and run samples together; return the output that differs most, and by how much.
 
-        With ``content`` values of the data are padded, not the fills.
+        Each sample is padded to the ``targets``; with ``content``, by values of the data, not the
+        fills.
         """
         filled = [self._filled(alone.samples[row], targets, content) for row in rows]
         batch = {name: np.concatenate([f[name] for f in filled]) for name in filled[0]}
@@ -302,10 +303,10 @@ class _Trial:
         return True
 
     def _run(self, feeds: Arrays) -> dict[str, NDArray[Any]]:
-        """Give the outputs of source model and exits; RuntimeError if the model fails."""
+        """Return the outputs of source model and exits; RuntimeError if the model fails."""
         found: dict[str, NDArray[Any]] = {}
         options = ort.RunOptions()
-        options.log_severity_level = 4  # failures are what is looked for
+        options.log_severity_level = 4  # failures are expected here
         for graph in self.graphs:
             inputs = {name: feeds[name] for name in graph.read}
             try:
@@ -317,7 +318,7 @@ class _Trial:
 
 
 def pad(specs: Sequence[TensorSpec], sample: Arrays, padding: Padding, size: int) -> Arrays:
-    """Pad samples [n, ...] to a size, which is not below their own."""
+    """Pad samples [n, ...] to a size that is at least their own."""
     padded = dict(sample)
     for spec, axis in _axes(specs, padding.size):
         array = padded[spec.name]
@@ -330,7 +331,7 @@ def pad(specs: Sequence[TensorSpec], sample: Arrays, padding: Padding, size: int
 def _resized(
     specs: Sequence[TensorSpec], sample: Arrays, size: str, places: NDArray[np.intp]
 ) -> dict[str, NDArray[Any]]:
-    """Take some positions of a sample, wherever it has the size."""
+    """Take some positions of a sample from every input that has the size."""
     resized = dict(sample)
     for spec, axis in _axes(specs, size):
         resized[spec.name] = resized[spec.name].take(places, axis)
@@ -338,7 +339,7 @@ def _resized(
 
 
 def _axes(specs: Sequence[TensorSpec], size: str) -> Iterator[tuple[TensorSpec, int]]:
-    """Find the dimensions of inputs that have a symbolic size."""
+    """Yield the dimensions of inputs that have a symbolic size."""
     for spec in specs:
         for axis, found in enumerate(spec.shape):
             if axis and found == size:

@@ -1,4 +1,4 @@
-"""What a bundle's stages answer, as the server runs them, in batches of many sizes."""
+"""Answers of a bundle's stages, as the server runs them, in batches of many sizes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Plan
 
 BATCH_SIZES = (1, 7, 32, 2, 19, 64, 3, 11)
-"""Batches are cut from the data in these sizes, over and over."""
+"""Batch sizes in which the data is cut, in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenAnswers:
-    """What a model answered for a batch of b rows, and at which exits."""
+    """Answers of a model to a batch of b rows, and the exits that gave them."""
 
     answer: NDArray[Any]
     """[b, classes]."""
@@ -34,7 +34,7 @@ class AnsweringStages:
     """The stages of a plan on the CPU."""
 
     def __init__(self, plan: Plan, *, threads: int = 1) -> None:
-        """Load the stages; BackendError if one cannot be."""
+        """Load the stages; BackendError if one cannot be loaded."""
         self._pipeline = Pipeline(OnnxRuntimeBackend(threads=threads), plan)
         self._slot = self._pipeline.backend.open_slot()
         self._exits = [s.answered_by for s in plan.stages]
@@ -53,7 +53,7 @@ class AnsweringStages:
 
 
 def batches_of_many_sizes(samples: int) -> Iterator[slice]:
-    """Cut some samples into batches, the last as large as is left."""
+    """Cut samples into batches of varying sizes; the last has the rows that remain."""
     start, sizes = 0, itertools.cycle(BATCH_SIZES)
     while start < samples:
         stop = min(start + next(sizes), samples)

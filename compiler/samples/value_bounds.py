@@ -1,8 +1,9 @@
-"""Values of inputs beyond which the model fails: found in the graph, and tried.
+"""Input values on which the model fails: derived from the graph, and tried.
 
-A request with such a value would fail the batch that it is in, so the server refuses it before.
-The graph says what operators require of inputs (:mod:`.graphs.index_flow`). Then the operators run
-on a sample with one value beyond each end; an end beyond which nothing fails is dropped.
+A request with such a value would fail its whole batch, so the server refuses it first. The graph
+shows the index ranges that operators require of inputs (:mod:`.graphs.index_flow`). Then the
+operators run on a sample with one value beyond each end; an end beyond which nothing fails is
+dropped.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def find_value_bounds(model: SourceModel, sample: Arrays) -> tuple[ValueBound, .
 
 
 def _clipped(sample: Arrays, drafts: Sequence[ValueBound]) -> Arrays:
-    """Return a sample with the nearest legal values: the data may have others."""
+    """Return a sample with illegal values replaced by the nearest legal ones."""
     clipped = {name: array.copy() for name, array in sample.items()}
     for draft in drafts:
         array = clipped[draft.input]
@@ -54,7 +55,7 @@ def _clipped(sample: Arrays, drafts: Sequence[ValueBound]) -> Arrays:
 
 
 def _drafts(spec: TensorSpec, required: Sequence[Requirement]) -> Iterator[ValueBound]:
-    """Yield what the graph says about an input; places with the same range share a bound."""
+    """Yield the bounds that the graph implies for an input; equal bounds are merged."""
     if not required:
         return
     legal = required[0].range
@@ -84,7 +85,7 @@ def _drafts(spec: TensorSpec, required: Sequence[Requirement]) -> Iterator[Value
 
 
 def _within(dtype: str, lowest: float, highest: float) -> tuple[float | None, float | None]:
-    """Leave out the ends that no value of a type is beyond."""
+    """Replace ends by ``None`` that no value of the type exceeds."""
     kind = np.dtype(dtype)
     if kind.kind == "b":
         least, most = 0.0, 1.0
@@ -101,7 +102,7 @@ def _described(op: Operator) -> str:
 def _tried(
     part: onnx.ModelProto, sample: Arrays, drafts: Sequence[ValueBound]
 ) -> Iterator[ValueBound]:
-    """Yield the bounds beyond which operators fail, without the ends where they do not."""
+    """Yield the bounds beyond which operators fail, without ends that do not matter."""
     try:
         runner = GraphRunner(part)
         runner.run(sample)
@@ -144,7 +145,7 @@ def _fails(runner: GraphRunner, feeds: Arrays) -> bool:
 def _part(
     proto: onnx.ModelProto, graph: Dataflow, operators: Sequence[Operator]
 ) -> onnx.ModelProto:
-    """Take the part of a model out that computes some operators; what they index may be smaller."""
+    """Extract the part of a model that computes some operators; indexed tables may be narrower."""
     outputs = list(dict.fromkeys(op.writes[0] for op in operators))
     nodes = graph.behind(outputs, stop=frozenset())
     read = {name for op in nodes for name in op.reads}
@@ -165,7 +166,7 @@ def _part(
 
 
 def _thin(table: onnx.TensorProto, axis: int) -> onnx.TensorProto:
-    """Return zeros in the place of a table, of its length and no width."""
+    """Return zeros in place of a table, with its length and width 1."""
     dims = [1] * len(table.dims)
     dims[axis] = table.dims[axis]
     dtype = helper.tensor_dtype_to_np_dtype(table.data_type)

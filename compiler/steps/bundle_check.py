@@ -1,7 +1,7 @@
-"""``eecompile verify``: whether a bundle still does what it was made for, on data of one's choice.
+"""``eecompile verify``: check on new data whether a bundle still keeps its promise.
 
-Its hashes are checked where it is opened. Here its stages answer every sample, in batches of many
-sizes, beside the unmodified model in a plain session.
+File hashes are checked when the bundle is opened. Here the bundle's stages answer every sample, in
+batches of many sizes, and the unmodified model answers it in a plain session.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from offramp.engine.stages.loaded import Loaded, fits_together
 from offramp.engine.stages.plan import Mode, make_plan
 
 Verdict: TypeAlias = Literal["kept", "contradicted", "nothing promised"]
-"""What the data say of the promise."""
+"""Result of testing the promise on the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,29 +61,31 @@ class VerifyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleCheck:
-    """What was found; shares are of the samples."""
+    """Result of ``eecompile verify``; shares are fractions of the samples."""
 
     samples: int
     distinct_samples: int
-    """Those that are no copies of others; the verdict rests on these alone."""
+    """Samples without copies of one another; the verdict uses only these."""
     disagreements: int
-    """Samples whose answer is of another class than the unmodified model's."""
+    """Samples whose answer differs from the unmodified model's."""
     max_disagreement: float | None
-    """Bound that was promised; ``None`` where nothing was."""
+    """Promised bound; ``None`` if nothing was promised."""
     by_class: tuple[ClassLoss, ...]
     """Disagreements by class of the unmodified model, the largest share first."""
     by_label: tuple[ClassLoss, ...]
     """The same by label, where the data have labels."""
     shares: Mapping[int, float]
-    """Of the samples that each exit answered; of the model's end by :data:`MODEL_END`."""
+    """Share of the samples that each exit answered; :data:`MODEL_END` is the key of the model's
+    end."""
     end_difference: float
-    """Largest difference of answers from the model's end, relative to the scale of each value. Of
-    a dynamically quantised model that is no error: who is left of a batch is rounded otherwise."""
+    """Largest difference of answers at the model's end, relative to the scale of each value. For a
+    dynamically quantised model that is no error: rows that remain of a batch are rounded
+    differently."""
     accuracy: float | None
-    """Of the bundle's answers, where the data have labels."""
+    """Accuracy of the bundle's answers, if the data has labels."""
     source_accuracy: float | None
     on_calibration_data: bool
-    """Whether exits and thresholds were made of these very data, which then prove little."""
+    """True if exits and thresholds were made with the same data, which then proves little."""
     verdict: Verdict
     at_most: float
     """Disagreement on data like these, with the promise's confidence (95 % without one)."""
@@ -94,8 +96,8 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
 
     Raises:
         BundleError: There is no bundle, or it is damaged.
-        DataError: The data do not fit the model, or it fails on them or answers NaN.
-        VerificationError: Who reaches the model's end gets another answer than the model's.
+        DataError: The data does not fit the model, or the model fails on it or answers NaN.
+        VerificationError: An answer at the model's end differs from the unmodified model's.
     """
     bundle = open_runnable(options.bundle)
     dataset = read_samples(options.data, bundle.manifest)
@@ -135,7 +137,7 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
 
 _System: TypeAlias = ort.InferenceSession | AnsweringStages
 _CHUNK = 64
-"""Batches that a large model answers before it makes room for the stages."""
+"""Batches that a large model answers before it is unloaded and the stages are loaded."""
 
 
 def _source_session(bundle: Bundle, threads: int) -> ort.InferenceSession:
@@ -144,7 +146,7 @@ def _source_session(bundle: Bundle, threads: int) -> ort.InferenceSession:
 
 
 class _Runs:
-    """The bundle's stages as the server runs them, and the model as anybody would."""
+    """The bundle's stages as the server runs them, and the model in a plain session."""
 
     def __init__(self, bundle: Bundle, options: VerifyOptions) -> None:
         manifest = bundle.manifest
@@ -158,7 +160,7 @@ class _Runs:
         self._output = manifest.answer.output
         self._answer = manifest.answer
         self._agreement = agreement_of(manifest.answer)
-        # Who is left of a batch is another batch than the whole one that the model is given.
+        # Rows that remain of a batch form another batch than the whole one that the model answers.
         self._tolerance = max(manifest.verified_tolerance, SINGLE.batches)
         self._varies = manifest.batch_effect is not None
         self._data = data_name(options.data)
@@ -167,9 +169,10 @@ class _Runs:
     def answers(
         self, dataset: Dataset, advance: Callable[[int], None]
     ) -> Iterator[tuple[Codes, NDArray[np.int32], Codes]]:
-        """Give, batch by batch, the codes of answers, where rows left, and the model's own codes.
+        """Yield per batch the codes of answers, the exits that gave them, and the model's codes.
 
-        Where both cannot be loaded at once, the model answers some batches before the stages do.
+        If both systems do not fit in memory together, the model answers some batches before the
+        stages do.
         """
         batches = batches_of_many_sizes(len(dataset))
         while chunk := list(islice(batches, self._chunk)):
@@ -179,7 +182,7 @@ class _Runs:
                 advance(len(whole))
 
     def _whole(self, dataset: Dataset, rows: slice) -> NDArray[Any]:
-        """Give what the model answers a batch."""
+        """Return the model's answers to a batch."""
         source, tensors = self._systems[0], dataset.take(rows)
         assert not isinstance(source, AnsweringStages)
         try:
@@ -211,15 +214,15 @@ class _Runs:
         difference = compare(answer, whole[rows], scales=Scales.of(whole), answer=self._answer)
         if not self._varies and not difference.share <= self._tolerance:
             raise VerificationError(
-                f"the model's end answers sample {start + rows[0]} and its batch mates otherwise "
-                f"than the unmodified model, by {difference.describe()} ({self._tolerance:.0e} "
+                f"the model's end answers sample {start + rows[0]} and its batch mates differently "
+                f"from the unmodified model, by {difference.describe()} ({self._tolerance:.0e} "
                 "allowed); compile the model again on this machine"
             )
         self.end_difference = max(self.end_difference, difference.share)
 
 
 def _made_of(bundle: Bundle) -> set[str]:
-    """Hashes of the data that exits and thresholds were made of."""
+    """Return the hashes of the data that exits and thresholds were made with."""
     made_of = {bundle.manifest.calibration.data_sha256}
     if REHEARSAL in {entry.path for entry in bundle.manifest.files}:
         made_of.add(Rehearsed.parse(bundle.read(REHEARSAL)).data_sha256)
@@ -227,7 +230,7 @@ def _made_of(bundle: Bundle) -> set[str]:
 
 
 def _bounded_classes(bundle: Bundle, losses: Sequence[ClassLoss]) -> tuple[ClassLoss, ...]:
-    """Return those of some classes for which a bound of their own was certified."""
+    """Return the classes for which a separate bound was certified."""
     promise, answer = bundle.policy.promise, bundle.manifest.answer
     if promise is None or promise.max_class_disagreement is None:
         return ()
@@ -244,9 +247,9 @@ def _bounded_classes(bundle: Bundle, losses: Sequence[ClassLoss]) -> tuple[Class
 def _verdict(
     promise: Promise | None, disagreements: int, samples: int, of_classes: Sequence[ClassLoss] = ()
 ) -> Verdict:
-    """Judge by exact binomial tests: whether so many would be likely if the promise held.
+    """Judge by exact binomial tests whether so many disagreements are likely if the promise holds.
 
-    ``of_classes`` are the classes that have a bound of their own, which are tested together.
+    ``of_classes`` are the classes with a separate bound, which are tested together.
     """
     if promise is None:
         return "nothing promised"

@@ -1,4 +1,4 @@
-"""ONNX in, bundle out: the steps of ``eecompile``."""
+"""Steps of ``eecompile``: an ONNX model in, a bundle out."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def compile_model(
 ) -> Bundle:
     """Compile a model into a bundle: read, slice, verify, train exits, choose, certify, write.
 
-    ``scratch``, of the folder that the options name, counts what is taken there.
+    ``scratch`` counts the temporary bytes used in the folder that the options name.
 
     Raises:
         CompileError: The model cannot be sliced, or options exclude each other.
         DataError: The calibration data does not fit the model, or is too little.
-        ScratchError: There is no room for temporary files.
-        BundleExistsError: There is something at ``options.output`` already.
-        BundleWriteError: Nothing can be written there, or the disk has too little space; that is
-            found out before training, as far as it can be.
+        ScratchError: There is no space for temporary files.
+        BundleExistsError: ``options.output`` exists already.
+        BundleWriteError: The output cannot be written, or the disk has too little space; as far as
+            possible this is checked before training.
     """
     check_options(options)
     check_target(options.output, overwrite=options.overwrite)
@@ -99,7 +99,7 @@ def compile_model(
         model, finder = _settle(model, dataset, run, weights)
         with progress.step("Slice and verify", 2) as advance, _naming(options.model):
             sliced = slice_model(model, run.options).stored(weights)
-            del model  # which may have got weights of its own meanwhile
+            del model  # its weights may have been stored in the weight file since it was read
             give_back()
             advance(1)
             run = replace(run, options=check_bridges(sliced, run.options))
@@ -120,7 +120,7 @@ def compile_model(
 
 
 def _read_model(options: CompileOptions, weights: WeightFile, progress: Progress) -> SourceModel:
-    """Read the model, and check that the disk can hold its bundle."""
+    """Read the model, and check that the disk has space for its bundle."""
     with progress.step("Read and simplify the model", 1):
         model = read_model(
             options.model,
@@ -140,7 +140,7 @@ def _read_model(options: CompileOptions, weights: WeightFile, progress: Progress
 def _read_data(
     model: SourceModel, options: CompileOptions, scratch: ScratchSpace, progress: Progress
 ) -> tuple[Dataset, CompileRun]:
-    """Read and split the data, and check that the model takes them."""
+    """Read and split the data, and check that the model accepts it."""
     if isinstance(options.data, RandomSource):
         source = made_for(model, options.data, seed=options.seed)
         promise = replace(options.promise, max_disagreement=DRY_RUN_DISAGREEMENT)
@@ -171,7 +171,7 @@ def _read_data(
 def _settle(
     model: SourceModel, dataset: Dataset, run: CompileRun, weights: WeightFile
 ) -> tuple[SourceModel, VariantFinder | None]:
-    """Complete the model's task by its data, and prepare it for smaller variants, if asked for."""
+    """Complete the model's task from its data, and prepare smaller variants if asked for."""
     options = run.options
     with _naming(options.model):
         model = settle_task(model, run.parts.train, options)
@@ -185,7 +185,7 @@ def _settle(
 
 
 def _verify(sliced: Sliced, run: CompileRun) -> None:
-    """Compare the chained segments with the model, on real data."""
+    """Compare the chained segments with the model on real data."""
     try:
         verify(
             sliced.model,
@@ -200,7 +200,7 @@ def _verify(sliced: Sliced, run: CompileRun) -> None:
 
 
 def _time(sliced: Sliced, run: CompileRun) -> TimedModel:
-    """Take what batches change from the promise, and time the model and its segments."""
+    """Subtract from the promise what batch composition changes, and time the model and segments."""
     effect = measure_batch_effect(sliced.model, run.parts, run.options, run.progress)
     if effect is not None:
         run = replace(run, options=left_for_exits(effect, run.options), batch_effect=effect)
@@ -208,7 +208,7 @@ def _time(sliced: Sliced, run: CompileRun) -> TimedModel:
 
 
 def _train(timed: TimedModel, folder: JointFolder | None) -> FoundExits:
-    """Train exits, or take those of an earlier run that was interrupted in joint training."""
+    """Train exits, or load those of an earlier run that was interrupted in joint training."""
     if folder is None:
         return _find_exits(timed)
     found = folder.exits(timed.sliced)
@@ -219,7 +219,7 @@ def _train(timed: TimedModel, folder: JointFolder | None) -> FoundExits:
 
 
 def _find_exits(timed: TimedModel) -> FoundExits:
-    """Record what heads learn from, and train those of the families that are asked for."""
+    """Record the features that heads learn from, and train heads of the requested families."""
     options = timed.run.options
     if not needs_bridges(timed.sliced.model.answer, options):
         return find_exits(timed)
@@ -236,7 +236,7 @@ def _choose(timed: TimedModel, found: FoundExits, folder: JointFolder | None) ->
 
 
 def _certify(chosen: Blueprint) -> Certified:
-    """Certify what was chosen, or the frozen model without exits if its copy is not covered."""
+    """Certify the choice; if a copy cannot be certified, certify the frozen model without exits."""
     certified = _certify_path(chosen)
     if chosen.frozen is None or certified.policy.active:
         return certified
@@ -249,7 +249,7 @@ def _certify(chosen: Blueprint) -> Certified:
 
 
 def _certify_path(chosen: Blueprint) -> Certified:
-    """Record answers to the certify split, and find how far along one path the promise holds."""
+    """Record answers on the certify split, and find how far along one path the promise holds."""
     run, draft = chosen.timed.run, chosen.draft
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
     certify = record_exits(
@@ -266,7 +266,7 @@ def _certify_path(chosen: Blueprint) -> Certified:
 
 
 def _measure(certified: Certified) -> Certified:
-    """Time the policy next to the unmodified model, and use no exit if they lose time."""
+    """Time the policy next to the unmodified model, and use no exit if the exits cost time."""
     chosen, policy = certified.chosen, certified.policy
     if not policy.active:
         return certified
@@ -289,7 +289,7 @@ def _measure(certified: Certified) -> Certified:
 
 
 def _forecast(certified: Certified) -> Certified:
-    """Forecast the policy as it is shipped, if its exits were chosen by a rehearsal."""
+    """Forecast the final policy, if its exits were chosen by a rehearsal."""
     chosen, path = certified.chosen, certified.chosen.path
     if not isinstance(path, RehearsedPath):
         return certified
@@ -301,7 +301,7 @@ def _forecast(certified: Certified) -> Certified:
 
 
 def _find_limit(certified: Certified, found: FoundExits) -> Certified:
-    """Find what keeps all exits out of use, if anything does."""
+    """Find the reason why no exit is in use, if none is."""
     if certified.policy.active or certified.limit is not None:
         return certified
     chosen = certified.chosen
@@ -318,7 +318,7 @@ def _find_limit(certified: Certified, found: FoundExits) -> Certified:
 
 
 def _warn(certified: Certified) -> None:
-    """Log what users should know of a bundle before it is written."""
+    """Log what users should know about a bundle before it is written."""
     if not certified.policy.active and certified.limit is not None:
         nothing = "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s."
         _log.warning(nothing, certified.limit)
@@ -331,7 +331,7 @@ def _warn(certified: Certified) -> None:
 def _describe(
     certified: Certified, drawn: Sequence[DrawnVariant], variants: Sequence[BuiltVariant]
 ) -> tuple[Manifest, InputRanges]:
-    """Describe the bundle, and the range of the data that it was made of."""
+    """Return the manifest, and the ranges of the data that the bundle was made with."""
     chosen, run = certified.chosen, certified.chosen.timed.run
     sharing = measure_sharing(chosen.sliced, drawn, run)
     _warn(certified)
@@ -345,7 +345,7 @@ def _describe(
 
 
 def _paddings(chosen: Blueprint, ranges: InputRanges) -> tuple[Padding, ...]:
-    """Find where samples may be padded, with every exit that was built; where any size is free."""
+    """Find sizes in which samples may be padded with every exit; none without symbolic sizes."""
     run, draft = chosen.timed.run, chosen.draft
     if not symbolic_sizes(draft.inputs):
         return ()
@@ -373,7 +373,7 @@ def _write(
 
 @contextmanager
 def _naming(model: Path) -> Iterator[None]:
-    """Have errors about the model name its file, as those of reading it do."""
+    """Prefix errors about the model with its file name, as errors of reading it are."""
     try:
         yield
     except (CompileError, UntrainableError) as error:

@@ -1,4 +1,4 @@
-"""Dry runs: compiling on made inputs, to see exits and times; nothing is certified."""
+"""Dry runs: compiling on random inputs, to see exits and times; nothing is certified."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offramp.compiler.graphs.runtime import random_inputs
 from offramp.compiler.graphs.source_model import SourceModel
 
 MOST_EXITS: Final = 3
-"""Exits in use, spread over those that were built."""
+"""Number of exits in use, spread over the exits that were built."""
 
 
 def dry_run_policy(tune: ExitRecords, *, whole: bool) -> ExitPolicy:
@@ -25,8 +25,8 @@ def dry_run_policy(tune: ExitRecords, *, whole: bool) -> ExitPolicy:
 
     Args:
         tune: Confidence of each exit on the tuning split.
-        whole: Whether all exits have to run, as the criterion looks at earlier ones; exits without
-            a threshold of their own then have ``NEVER``.
+        whole: Whether all exits have to run, because the criterion reads earlier ones; exits
+            without a threshold of their own then have ``NEVER``.
     """
     exits, samples = tune.confidence.shape
     chosen = np.unique(np.linspace(0, exits - 1, min(exits, MOST_EXITS)).round().astype(int))
@@ -47,15 +47,15 @@ def dry_run_policy(tune: ExitRecords, *, whole: bool) -> ExitPolicy:
 _log = logging.getLogger(__name__)
 WARNING = (
     "DRY RUN ON RANDOM INPUTS: nothing is certified. Times are real; shares of answers and "
-    "agreement say nothing about your data."
+    "agreement do not describe your data."
 )
 
 DRY_RUN_DISAGREEMENT = 0.5
-"""Bound by which exits are worth building in a dry run: few imitate answers to noise well."""
+"""Bound above which no exit is built in a dry run: few heads imitate answers to noise well."""
 
 
 def made_for(model: SourceModel, source: RandomSource, *, seed: int) -> RandomSource:
-    """Return the source of made inputs for a model, and warn that they certify nothing."""
+    """Return a source of random inputs for a model, and warn that they certify nothing."""
     _log.warning(WARNING)
 
     def draw(size: int, batch: int) -> Mapping[str, NDArray[Any]]:

@@ -1,7 +1,7 @@
-"""``eecompile profile``: measure a bundle's profile anew, on this machine.
+"""``eecompile profile``: measure a bundle's profile again, on this machine.
 
-Graphs, exits in use and thresholds stay, and so does what was certified: it does not depend on
-times. What the policy is predicted to save does.
+Graphs, exits in use, thresholds and the certificate stay the same: they do not depend on times. The
+predicted savings of the policy change.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from offramp.engine.tensorrt.probe import parse_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """A bundle's profile before and after it was measured anew."""
+    """A bundle's profile before and after it was measured again."""
 
     bundle: Bundle
-    """As it was."""
+    """The bundle as it was before."""
     before: Profile
     after: Profile
     written: Path | None
-    """Where the bundle is, or the profile alone; ``None`` after a dry run."""
+    """Path of the bundle or of the profile alone; ``None`` after a dry run."""
 
 
 def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Profiled:
     """Measure a bundle's profile on this machine, and write it.
 
-    BundleError if that fails, BackendError if the GPU cannot be used.
+    BundleError if it cannot be read or written, BackendError if the GPU cannot be used.
     """
     bundle = open_runnable(options.bundle)
     before = bundle.profile()
@@ -73,7 +73,7 @@ def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Prof
 
 
 def measure_on_gpu(bundle: Bundle, options: ProfileOptions) -> Profile:
-    """Time a bundle's model and segments on a GPU, in what workers run there: engines in fp32."""
+    """Time a bundle's model and segments on a GPU as workers run them there: engines in fp32."""
     before = bundle.profile()
     most = max(before.batch_sizes)
     backend = make_backend(
@@ -92,7 +92,7 @@ def measure_on_gpu(bundle: Bundle, options: ProfileOptions) -> Profile:
 def measure(
     bundle: Bundle, threads: int, batch_sizes: tuple[int, ...], progress: Progress = SILENT
 ) -> Profile:
-    """Time a bundle's parts as compiling does, on zeros."""
+    """Time a bundle's parts on zeros, as compiling does."""
     manifest = bundle.manifest
     with graphs_of(bundle) as read:
         quantised = None
@@ -117,7 +117,7 @@ def measure(
 
 
 def _empty(exit_: Exit, graph: bytes, model_inputs: Sequence[str]) -> bytes:
-    """Make a graph that reads the cut tensors that an exit reads and does next to nothing."""
+    """Make a graph that reads the same cut tensors as an exit and does almost nothing."""
     model = onnx.load_from_string(graph)
     names = [name for name in exit_.inputs if name not in model_inputs]
     read = [_described(info) for info in model.graph.input if info.name in names]
@@ -154,7 +154,7 @@ def _write(bundle: Bundle, options: ProfileOptions, target: Path, profile: Profi
 
 
 def predicted_anew(bundle: Bundle, profile: Profile) -> ExitPolicy:
-    """The bundle's policy, with what it is predicted to save by another profile."""
+    """Return the bundle's policy with the savings that another profile predicts."""
     policy = bundle.policy
     if policy.promise is None:
         return policy

@@ -1,7 +1,7 @@
-"""``eecompile rehearse``: adapt a bundle to a load that has changed (PAME 7.6).
+"""``eecompile rehearse``: adapt a bundle to a changed workload (PAME 7.6).
 
-The bundle's own graphs answer the new data; its profile stays, as the hardware did not change. A
-part of the data finds out which exits have to move and what thresholds at least, the other part
+The bundle's own graphs answer the new data. The profile stays, as the hardware did not change. One
+part of the data determines which exits have to move and their least thresholds; the other part
 certifies. Heads are not trained again.
 """
 
@@ -46,7 +46,7 @@ from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.common.environment import cpu_features
 
 DEFAULT_BATCH = 32
-"""Rows of a rehearsed batch, where they were profiled."""
+"""Rows of a rehearsed batch, if that size was profiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,22 +59,22 @@ class Rehearsing:
     after: ExitPolicy
     rehearsed: Rehearsed
     moves: tuple[Move, ...]
-    """Exits that made too many batches late; none if the exits were searched anew."""
+    """Moved exits, which made too many batches late; empty if exits were searched from scratch."""
     written: Path | None
-    """Where the bundle is; ``None`` after a dry run."""
+    """Path of the bundle; ``None`` after a dry run."""
 
 
 def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Rehearsing:
     """Adapt a bundle to new data, and write it.
 
     Raises:
-        BundleError, CompileError: There is no bundle, it has no exits, or cannot be written.
+        BundleError, CompileError: There is no bundle, it has no exits, or it cannot be written.
         DataError: The data does not fit the model, or is too little.
     """
     bundle = open_runnable(options.bundle)
     if bundle.manifest.is_plain:
         raise CompileError(
-            f"{bundle.path} has no exits to rehearse: it is the model as it is; make one with "
+            f"{bundle.path} has no exits to rehearse: it is the unmodified model; make one with "
             f"exits: eecompile {bundle.manifest.source.original_name} --data DATA"
         )
     if bundle.manifest.calibration.random_inputs:
@@ -89,8 +89,8 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         )
     if bundle.manifest.batch_effect is not None:
         raise CompileError(
-            f"{bundle.path} is of a dynamically quantised model, and what such a model answers "
-            "otherwise in other batches was counted on the data that it was compiled with; compile "
+            f"{bundle.path} is of a dynamically quantised model, whose answers to the "
+            "same sample in other batches differ, as counted on the data of compiling; compile "
             "it again on the new data"
         )
     criterion = bundle.manifest.answer.criterion
@@ -156,7 +156,7 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
 
 
 def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings, PolicyChoice]:
-    """Fill in what was not asked for: as the bundle was made."""
+    """Take options that were not set from the bundle."""
     profile, promise = bundle.profile(), bundle.policy.promise
     kept = _kept_settings(bundle, profile)
     promised = kept.max_disagreement if promise is None else promise.max_disagreement
@@ -182,7 +182,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
 def _split(
     dataset: Dataset, groups: Groups, settings: RehearsalSettings, choice: PolicyChoice
 ) -> tuple[Dataset, Dataset]:
-    """Part new data at random: to tune with, and to certify with; DataError if too few.
+    """Split new data at random into tuning and certifying parts; DataError if too small.
 
     Each group of rows counts once.
     """
@@ -195,7 +195,7 @@ def _split(
         distinct = "distinct " if groups.joins else ""
         raise DataError(
             f"{len(groups)} {distinct}samples are too few: the promise alone needs {least}, and a "
-            f"batch of {settings.batch_size} others must be rehearsed; give at least "
+            f"batch of {settings.batch_size} others must be rehearsed; use at least "
             f"{needed} (2,000 serve well), or relax --max-disagreement or --confidence"
         )
     parts = part(dataset, groups, (0, tune), seed=choice.seed)
@@ -205,7 +205,7 @@ def _split(
 def _adapted(
     policy: ExitPolicy, choice: PolicyChoice, tune: ExitRecords, settings: RehearsalSettings
 ) -> RehearsedPath:
-    """Move exits that make batches late, and find how thresholds are raised (7.6)."""
+    """Move exits that make batches late, and find the order of raising thresholds (7.6)."""
     load = draw_load(tune, settings, seed=choice.seed)
     allowed = certifiable_errors(load.samples, choice.max_disagreement, choice.confidence_level)
     found = adapt(load, choice.times, policy.active, settings, allowed_errors=allowed)
@@ -225,9 +225,9 @@ def renewed_manifest(
     certify: ExitRecords,
     distinct: DistinctSamples | None,
 ) -> Manifest:
-    """Say what the new data says of the same exits.
+    """Describe the same exits by their results on the new data.
 
-    ``data_sha256`` stays that of the data that trained the heads; the new data's is in
+    ``data_sha256`` stays the hash of the data that trained the heads; the new data's is in
     ``rehearsal.json``.
     """
     hits = None if certify.labels is None else certify.final_prediction == certify.labels
@@ -248,7 +248,7 @@ def renewed_manifest(
 
 
 def _kept_settings(bundle: Bundle, profile: Profile) -> RehearsalSettings:
-    """Give the settings that the bundle was rehearsed with, or the defaults."""
+    """Return the settings that the bundle was rehearsed with, or the defaults."""
     if REHEARSAL in {entry.path for entry in bundle.manifest.files}:
         return Rehearsed.parse(bundle.read(REHEARSAL)).rehearsal.settings
     profiled = [size for size in profile.batch_sizes if size <= DEFAULT_BATCH]
@@ -256,6 +256,6 @@ def _kept_settings(bundle: Bundle, profile: Profile) -> RehearsalSettings:
 
 
 def _tune_samples(samples: int, certify_at_least: int) -> int:
-    """Samples to tune with, in the proportion that compiling parts them in; the others certify."""
+    """Return the number of samples to tune with, in the proportion that compiling uses."""
     share = CERTIFY_SHARE / (TUNE_SHARE + CERTIFY_SHARE)
     return samples - max(round(samples * share), certify_at_least)

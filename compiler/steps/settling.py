@@ -1,4 +1,4 @@
-"""What of a task only data and mask can say, and what is not done for each."""
+"""Details of a task that are read from data and masks, and options that each task excludes."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 
 _ROUNDING = 1e-6
 _MOST_TRAINED_BYTES = 2**29
-"""Of a model's weights: with bridges, which repeat most of them, one graph holds all, and one graph
-is 2 GiB at most."""
+"""Largest weights of a model that is trained jointly: with bridges, which repeat most of them, one
+graph holds all, and one graph holds at most 2 GiB."""
 _SPREAD_SAMPLES = 1024
-"""That the spread of values is measured on, at most."""
+"""Largest number of samples on which the spread of values is measured."""
 
 
 def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> SourceModel:
-    """Complete a model's task: its scores, the mask of its tokens, how near values have to be.
+    """Complete a model's task: its scores, the mask of its tokens, the tolerance of its values.
 
-    ModelError where something was asked for that the task has not, or the task has to be asked for;
-    DataError if the model fails on a sample, or its values do not vary.
+    ModelError if an option does not fit the task, or the task has to be named; DataError if the
+    model fails on a sample, or its values do not vary.
     """
     model = settle_scores(model, train, asked=options.reading.task != "auto")
     task = model.answer.task
@@ -70,7 +70,7 @@ def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> 
 
 
 def _criterion(task: AnswerTask, taught: TaskKind, options: CompileOptions) -> Criterion:
-    """Take the criterion that is asked for; ModelError where it is not for the model.
+    """Return the criterion that is asked for; ModelError if it does not fit the model.
 
     ``taught`` is the task of the scores that heads imitate.
     """
@@ -85,14 +85,14 @@ def _criterion(task: AnswerTask, taught: TaskKind, options: CompileOptions) -> C
         )
     if name != "probability" and taught != "classification":
         raise ModelError(
-            f"--criterion {name} is for probabilities of one class of several, and the model makes "
-            "its answer of sigmoids; leave it out"
+            f"--criterion {name} is for probabilities of one class of several, and the model "
+            "computes its answer from sigmoids; leave it out"
         )
     return criterion
 
 
 def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
-    """Refuse options that a task does not have."""
+    """Refuse options that a task does not support."""
     kind, precision, heads = task.kind, options.copy.precision, options.building.heads
     if precision != "fp32" and kind != "classification":
         raise ModelError(
@@ -100,18 +100,18 @@ def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
         )
     if kind == "regression" and heads in ("bridges", "both"):
         raise ModelError(
-            f"--heads {heads}: values say nothing of how sure they are, and a bridge ends "
-            "as the model does; leave it out"
+            f"--heads {heads}: values carry no confidence, and a bridge ends as "
+            "the model does; leave it out"
         )
     if task.is_dense and heads in ("pooled", "both"):
         raise ModelError(
-            f"--heads {heads}: answers of {kind} have places, which nothing that pools "
-            "answers for; leave it out"
+            f"--heads {heads}: answers of {kind} have positions, which pooled heads "
+            "do not have; leave it out"
         )
 
 
 def _check_size(model: SourceModel, options: CompileOptions) -> None:
-    """Refuse what puts most weights of a model into one graph, where one cannot hold them."""
+    """Refuse options that put most weights of a model into one graph that cannot hold them."""
     held = weight_bytes(model.proto)
     if held <= MOST_BYTES:
         return
@@ -120,18 +120,18 @@ def _check_size(model: SourceModel, options: CompileOptions) -> None:
     if options.copy.precision != "fp32":
         raise ModelError(
             f"--precision {options.copy.precision}: {whole}; leave it out, or quantise the model "
-            "before"
+            "first"
         )
     if needs_bridges(model.answer, options):
         raise ModelError(
             f"exits of {model.answer.task.kind} with --heads {options.building.heads} repeat "
-            f"layers of the model: {whole}; store it in half precision, or serve it as it is: "
+            f"layers of the model: {whole}; store it in half precision, or serve it unchanged: "
             "eeserve MODEL.onnx"
         )
 
 
 def _check_joint(model: SourceModel, options: CompileOptions) -> None:
-    """Refuse models that are not trained together with their exits."""
+    """Refuse models that cannot be trained together with their exits."""
     task, rounding = model.answer.task, rounding_of(model.proto)
     if rounding is not SINGLE:
         raise ModelError(
@@ -140,7 +140,7 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
         )
     if task.kind == "regression":
         raise ModelError(
-            "--train joint: values say nothing of how sure they are, so a copy's own answers could "
+            "--train joint: values carry no confidence, so a copy's own answers could "
             "not leave; leave it out"
         )
     if model.answer.form == "classes":
@@ -169,7 +169,7 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
 
 
 def _check_class_bound(answer: Answer, options: CompileOptions) -> None:
-    """Refuse a bound on each class where answers have none that are recorded."""
+    """Refuse a bound on each class if answers have no recorded classes."""
     bound = options.promise.max_class_disagreement
     if bound is not None and not has_classes(answer):
         raise ModelError(
@@ -179,12 +179,12 @@ def _check_class_bound(answer: Answer, options: CompileOptions) -> None:
 
 
 def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> None:
-    """Refuse labels that cannot teach: a DataError."""
+    """Raise DataError if labels cannot teach."""
     if options.copy.teach != "labels":
         return
     if dataset.labels is None:
         raise DataError(
-            f"--teach labels: {data_name(options.data)} has no labels; give an array "
+            f"--teach labels: {data_name(options.data)} has no labels; add an array "
             "'labels' of classes"
         )
     wrong = np.flatnonzero((dataset.labels < 0) | (dataset.labels >= answer.classes))
@@ -197,7 +197,7 @@ def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> 
 
 
 def _spread(model: SourceModel, train: Dataset) -> float:
-    """Measure the standard deviation of the model's values, the mean over all of them."""
+    """Return the mean of the standard deviations of the model's values over the samples."""
     some = train.subset(np.arange(min(len(train), _SPREAD_SAMPLES), dtype=np.intp))
     source, outputs = serialised(model.proto), [model.answer.output]
     batches = run_over(source, outputs, some, threads=available_cores())
@@ -205,7 +205,7 @@ def _spread(model: SourceModel, train: Dataset) -> float:
     found = float(answers.std(axis=0).mean())
     if not found > _ROUNDING * np.abs(answers).max():
         raise DataError(
-            f"the model answers {len(some)} samples all alike, so there is nothing to measure "
-            "nearness by; give --agree-within, or other data"
+            f"the model answers all {len(some)} samples alike, so --agree-within cannot be "
+            "derived from the spread; set --agree-within, or use other data"
         )
     return found
