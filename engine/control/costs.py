@@ -77,8 +77,7 @@ class CostModel:
 
     @property
     def front_ms(self) -> float:
-        """Time of all segments before the source model: the quantised model in a cascade, else
-        0."""
+        """Time of all segments before the source model, as in a cascade; else 0."""
         return float(sum(self.segments_ms[: self.source_begins]))
 
     def overhead(self, active: Sequence[int]) -> float:
@@ -147,6 +146,5 @@ class CostModel:
         return float(self.until_ms()[active[-1]])
 
     def _last_alone_ms(self, active: Sequence[int]) -> float:
-        """Return the time of the segments of a cascade that run only for the last of these
-        exits."""
+        """Return the time of a cascade's segments that run only for the last of these exits."""
         return self._before_source_ms(active) - self._before_source_ms(active[:-1])

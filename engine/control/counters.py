@@ -101,8 +101,7 @@ class ControlCounters:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the state to keep across a restart: all counts, and the estimate if there is
-        one."""
+        """Return the state to keep across a restart: all counts, and the estimate if any."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTED}
         if self._version is None:
             return counts

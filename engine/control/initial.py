@@ -5,8 +5,8 @@ and its first result influenced which exits are tested. The argument why this is
 
 Compiling fixes exits A and their path P on the tuning split. The certify split then determines how
 far P holds, to level l*, and the exits that answer there, U(l*), are the bundle's. Thresholds only
-fall along P, so that U(0) ⊂ U(1) ⊂ … grows by one exit or by several at a time: whatever the
-certify split contains, U(l*) is one of at most |A| sets that are not empty, and *these sets* are
+fall along P, so that U(0) ⊂ U(1) ⊂ … grows by one exit or by several at a time: for any
+certify split, U(l*) is one of at most |A| sets that are not empty, and *these sets* are
 fixed by the tuning split. So is the subset of each that fits a budget (:func:`within_budget`), and
 its path (:func:`.agreement.tuning_path`). For each set, fixed sequence testing at δ/K passes a
 policy whose disagreement is above ε with probability at most δ/K
