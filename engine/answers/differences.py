@@ -33,8 +33,8 @@ class Scales:
     An element's scale is that of its column (class, feature or channel): the column's largest
     magnitude, without values far above the others, as a mask causes for some samples. Such values
     have their own scale. Columns of small values have at least the scale of ordinary ones, as
-    rounding comes from sums that they share. Values up to 1 form one group, whose scale is its
-    largest value.
+    rounding comes from sums that they share. Values up to 1 are not separated: if
+    none exceeds 1, the largest value is the scale of all.
     """
 
     ordinary: float

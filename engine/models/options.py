@@ -199,7 +199,7 @@ class EngineOptions:
             self.devices.check(self)
             object.__setattr__(self, "streams", self.devices.count)  # frozen from here on
         if self.max_violations is not None and self.parallel_below is not None:
-            raise ValueError("expected parallel_below or max_violations, which sets it; drop one")
+            raise ValueError("expected parallel_below, or max_violations, which sets it, not both")
         refuse_unless(self, lambda v: 0 < v < 1, "a share: above 0, below 1", "max_violations")
         refuse_unless(self, lambda v: 0 <= v <= 60, "from 0 to 60", "engine_build_minutes")
         if self.precision is not None and self.precision not in PRECISIONS:

@@ -156,7 +156,7 @@ class InFlight:
             self.lose(requests.pop(), DropCause.FAILED)
         requests = [samples for samples in requests if not self._is_late(batch, samples, now_s)]
         for half in halves(requests):
-            # Each half may lose few more workers, as one of them is likely what kills workers.
+            # Each half may lose few more workers, as one half likely causes the losses.
             losses = max(batch.losses - _LOSSES_OF_HALVES, 0) if blamed else batch.losses
             retry = replace(
                 batch,

@@ -69,7 +69,7 @@ class StageTable:
     def observe(
         self, stage: int, before: int, survivors: int, unanswered: tuple[int, int] | None = None
     ) -> None:
-        """Record how many rows went on from a stage, not counting dropped ones.
+        """Record how many rows went on from a stage by its exit, before late rows are dropped.
 
         ``unanswered`` counts rows without an answer before and after it; ``None``: the same rows.
         """

@@ -68,7 +68,7 @@ class SharedByStreams:
     changed: threading.Condition
     """Condition that a stream without work waits for."""
     announce: Callable[[], None]
-    """Notifies of new work: all streams if they differ, as the first to wake may not be able to."""
+    """Wakes a stream for new work; all streams if they differ, as not every one may run it."""
     ended: threading.Condition
     """Condition that a pausing stream waits for: work is announced to streams in service only."""
     lines: LineLimit

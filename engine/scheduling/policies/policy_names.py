@@ -61,7 +61,7 @@ class PolicyName:
         depth, at, variant = place.partition("@")
         if (depth != "final" and not depth.isdecimal()) or (at and not variant.isdecimal()):
             raise ValueError(
-                f"policy {text!r} has no exit; expected one after the colon, for instance "
+                f"policy {text!r} has no exit; expected an exit after it, for instance "
                 "fixed:2, or fixed:final"
             )
         return cls(name, MODEL_END if depth == "final" else int(depth), int(variant or 0))

@@ -36,7 +36,7 @@ INF, NAN = float("inf"), float("nan")
         (EngineOptions, {"max_violations": 0.0}, ("max_violations is 0.0", "share")),
         (EngineOptions, {"max_violations": 1.0}, ("max_violations is 1.0", "share")),
         (EngineOptions, {"max_violations": -0.5}, ("max_violations is -0.5", "share")),
-        (EngineOptions, {"parallel_below": 2, "max_violations": 0.1}, ("drop one",)),
+        (EngineOptions, {"parallel_below": 2, "max_violations": 0.1}, ("not both",)),
         (EngineOptions, {"precision": "fp8"}, ("'fp8'", "fp32, tf32, fp16, int8")),
     ],
 )
