@@ -1,1 +1,1 @@
-"""What an answer is: agreement, differences, confidence, the exit check."""
+"""Answers: agreement, differences, confidence, and the exit check."""

@@ -1,9 +1,9 @@
-"""What an answer is compared by, for each task, and what is recorded of it.
+"""Comparison of answers for each task, and the codes that are recorded.
 
-Everything that decides, tests and promises sees one number of an answer, its *code*: the answers
-of an exit and of the model's end agree where their codes are equal. Where agreement is equality,
-of classes or of label sets, the code says which. Where it is nearness, the end's code is
-:data:`AGREED`, and an exit's is that or :data:`DIFFERED`.
+All decisions, tests and promises use one number per answer, its *code*: the answers of an exit and
+of the model's end agree if their codes are equal. Where agreement means equality (of classes or of
+label sets), the code identifies the answer. Where it means nearness, the end's code is
+:data:`AGREED`, and an exit's is :data:`AGREED` or :data:`DIFFERED`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Codes = NDArray[np.int32]
 AGREED: Final = 1
 DIFFERED: Final = 0
 HALF: Final = 0.5
-"""The probability from which on a label is given."""
+"""Probability from which a label is assigned."""
 
 
 class Agreement(ABC):
     """Compares answers of one task, of b samples each."""
 
     def __init__(self, answer: Answer) -> None:
-        """Take what the manifest says of the answer."""
+        """Take the manifest's description of the answer."""
         self.answer = answer
         self.task: AnswerTask = answer.task
 
     @abstractmethod
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Keep of answers [b, …] what they are compared by, [b, …]."""
+        """Return the part of answers [b, …] that is compared, [b, …]."""
 
     @abstractmethod
     def agree(
@@ -49,9 +49,9 @@ class Agreement(ABC):
         """
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """[b]: whether answers [b, …] decide anything: they hold neither NaN nor infinities.
+        """[b]: whether answers [b, …] decide anything: they contain neither NaN nor infinities.
 
-        Where the largest of several scores decides, −∞ rules its class out, as a mask does; one
+        Where the largest of several scores decides, −∞ excludes its class, as a mask does; one
         class must be left.
         """
         return _all_of(np.isfinite(values))
@@ -59,9 +59,9 @@ class Agreement(ABC):
     def margins(
         self, ours: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """Return by how much the end's own scores prefer its decisions, and the scores that win.
+        """Return how far the end's own scores prefer its decisions, and the winning scores.
 
-        Both are [b, decisions], of whole answers [b, …]; ``None`` where answers are no scores.
+        Both are [b, decisions], of whole answers [b, …]; ``None`` if answers are not scores.
         """
         del ours, ends
         return None
@@ -77,17 +77,17 @@ class Agreement(ABC):
         return np.where(self.agree(ours, ends, mask), AGREED, DIFFERED).astype(np.int32)
 
     def mask_in(self, inputs: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
-        """Find the task's mask among the inputs of a batch."""
+        """Return the task's mask from the inputs of a batch; ``None`` without one."""
         return None if self.task.mask is None else inputs[self.task.mask]
 
 
 class Equality(Agreement):
-    """Answers that agree where they are equal: the code says what was answered."""
+    """Answers that agree if they are equal: the code identifies the answer."""
 
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> NDArray[np.bool_]:
-        """Compare codes."""
+        """[b]: whether the codes are equal."""
         del mask
         same: NDArray[np.bool_] = self.codes(ours) == self.codes(ends)
         return same
@@ -95,7 +95,7 @@ class Equality(Agreement):
     def codes_against(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> Codes:
-        """Give the answers' own codes."""
+        """Return the answers' own codes."""
         del ends, mask
         return self.codes(ours)
 
@@ -104,12 +104,12 @@ class ClassAgreement(Equality):
     """One class of several; the code is its number."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Take the class of the largest value."""
+        """Return the class of the largest value."""
         classes: NDArray[np.intp] = values.argmax(axis=1)
         return classes
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Ask for a class that is finite; none may be +∞ or NaN."""
+        """[b]: whether the largest score is finite; NaN and +∞ are refused."""
         return _all_of(np.isfinite(values.max(axis=1)))
 
     def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -117,7 +117,7 @@ class ClassAgreement(Equality):
         return _lead(ours, ends)
 
     def codes(self, ends: NDArray[Any]) -> Codes:
-        """Take the class itself."""
+        """Return the class itself."""
         return ends.astype(np.int32, copy=False)
 
 
@@ -130,21 +130,21 @@ class LabelAgreement(Equality):
         return given
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Refuse NaN: an infinite logit is a sure yes or no."""
+        """[b]: whether there is no NaN; an infinite logit is a sure yes or no."""
         return _all_of(~np.isnan(values))
 
     def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Double the distance of the scores from the bound, where they are on either side of it."""
+        """Return twice the distance of scores from the bound, where the labels differ."""
         other = self.reduce(ours) != self.reduce(ends)
         return np.where(other, 2 * np.abs(ends - self._bounds(ends)), 0.0), ends
 
     def _bounds(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return the values from which on labels are given, in the type of the answers."""
+        """Return the values from which labels are assigned, in the type of the answers."""
         bound = HALF if self.answer.form == "probabilities" else 0.0
         return np.asarray(self.answer.thresholds or bound, values.dtype)
 
     def codes(self, ends: NDArray[Any]) -> Codes:
-        """Give each set its number."""
+        """Return a number for each set."""
         if ends.shape[1] <= WHOLE_SETS:
             powers = np.left_shift(1, np.arange(ends.shape[1]), dtype=np.int64)
             numbers: Codes = (ends * powers).sum(axis=1).astype(np.int32)
@@ -155,16 +155,16 @@ class LabelAgreement(Equality):
 
 
 class PlaceAgreement(Agreement):
-    """A class for each token or pixel, so many of which have to be equal."""
+    """A class for each token or pixel; a share of them must be equal."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[b, places]: the classes, in as few bytes as they take."""
+        """[b, places]: the classes, in the smallest sufficient type."""
         classes = values if self.answer.form == "classes" else values.argmax(axis=self._axis)
         narrow = np.uint8 if self.answer.classes <= np.iinfo(np.uint8).max else np.int32
         return classes.reshape(len(values), -1).astype(narrow)
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Ask for a class that is finite at every place."""
+        """[b]: whether the largest score is finite at every place."""
         scores = values if self.answer.form == "classes" else values.max(axis=self._axis)
         return _all_of(np.isfinite(scores))
 
@@ -183,7 +183,7 @@ class PlaceAgreement(Agreement):
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> NDArray[np.bool_]:
-        """Count equal places; those that the mask leaves out do not count."""
+        """[b]: whether enough places are equal; places excluded by the mask do not count."""
         same = ours == ends
         if mask is None:
             equal, places = np.count_nonzero(same, axis=1), same.shape[1]
@@ -196,7 +196,7 @@ class PlaceAgreement(Agreement):
 
 
 class PoseAgreement(Agreement):
-    """A key point for each heat map: the place of its largest value."""
+    """A key point for each heat map: the position of its largest value."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """[b, key points, 3]: row, column, and the map's longer side."""
@@ -207,7 +207,7 @@ class PoseAgreement(Agreement):
         return np.stack([rows, columns, side], axis=2).astype(np.int32)
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Ask for a place that is finite in every map."""
+        """[b]: whether the largest value is finite in every map."""
         return _all_of(np.isfinite(values.max(axis=(2, 3))))
 
     def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -217,7 +217,7 @@ class PoseAgreement(Agreement):
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> NDArray[np.bool_]:
-        """Count key points that are near each other (PCK)."""
+        """[b]: whether enough key points are near each other (PCK)."""
         del mask
         apart = np.hypot(*np.moveaxis(ours[..., :2] - ends[..., :2], 2, 0))
         near = apart <= self.task.within * ends[..., 2] + ROUNDING
@@ -228,16 +228,16 @@ class PoseAgreement(Agreement):
 
 
 class ValueAgreement(Agreement):
-    """Values, all of which have to be near."""
+    """Values, all of which must be near."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Keep the values, [b, values]."""
+        """Return the values, [b, values]."""
         return values.astype(np.float32, copy=False).reshape(len(values), -1)
 
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> NDArray[np.bool_]:
-        """Compare by the largest difference; NaN is near nothing."""
+        """[b]: whether the largest difference is within the bound; NaN is near nothing."""
         del mask
         with np.errstate(invalid="ignore"):
             apart = np.abs(ours - ends).max(axis=1)
@@ -271,5 +271,5 @@ _BY_KIND: Final[Mapping[TaskKind, type[Agreement]]] = {
 
 
 def agreement_of(answer: Answer) -> Agreement:
-    """Give what compares answers of a model."""
+    """Return the comparison for a model's answers."""
     return _BY_KIND[answer.task.kind](answer)

@@ -1,6 +1,6 @@
-"""How sure an answer of one class of several is: the criteria that exits' graphs compute, in numpy.
+"""Criteria of confidence for one class of several, as computed by exits' graphs, in numpy.
 
-The graphs (:mod:`offramp.compiler.exits.endings`) are held against these functions.
+The graphs (:mod:`offramp.compiler.exits.endings`) are compared with these functions.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from offramp.bundle.schema.answers import IN_GRAPH, LEARNED_WEIGHTS
 Values = NDArray[np.float32]
 
 LEAST: Final = np.float32(1e-7)
-"""Statistics nearer to 0 or 1 count as this near, so that their log-odds are finite."""
+"""Least distance of statistics from 0 and 1, so that their log-odds are finite."""
 SMALLEST: Final = np.finfo(np.float32).tiny
-"""Probabilities below have this logarithm: what they add to the entropy is nothing."""
+"""Least argument of the logarithm: smaller probabilities add nothing to the entropy."""
 
 
 def statistics_of(answer: NDArray[Any], form: AnswerForm) -> Values:
-    """Give largest probability, margin and 1 − relative entropy: float32 [b, 3], from 0 to 1.
+    """Return largest probability, margin and 1 − relative entropy: float32 [b, 3], from 0 to 1.
 
-    Of answers [b, classes], floating-point numbers. The margin is between the two largest
-    probabilities (of one class, the largest alone); the entropy is divided by the logarithm of the
-    number of classes (BranchyNet's algorithm 1 and DeeBERT 3.2 bound the entropy itself from
+    Answers are [b, classes], floating-point numbers. The margin is between the two largest
+    probabilities (with one class, the largest alone). The entropy is divided by the logarithm of
+    the number of classes (BranchyNet's algorithm 1 and DeeBERT 3.2 bound the entropy itself from
     above). All are 0 where the answer has NaN, or its logits are infinite.
     """
     answer = answer.astype(np.float32, copy=False)
@@ -51,10 +51,10 @@ def statistics_of(answer: NDArray[Any], form: AnswerForm) -> Values:
 
 
 def sure_by(statistics: Values, name: str, weights: Sequence[float] = ()) -> Values:
-    """Give what a criterion of :data:`IN_GRAPH` makes of :func:`statistics_of`, float32 [b].
+    """Return the confidence by a criterion of :data:`IN_GRAPH` from statistics, float32 [b].
 
-    ``weights`` are those of ``learned``: of each statistic's log-odds, and the constant. 0 where
-    all statistics are 0.
+    ``statistics`` are those of :func:`statistics_of`. ``weights`` are those of ``learned``: one for
+    each statistic's log-odds, and the constant. 0 where all statistics are 0.
     """
     columns = {"probability": 0, "margin": 1, "entropy": 2}
     if name in columns:
@@ -68,6 +68,6 @@ def sure_by(statistics: Values, name: str, weights: Sequence[float] = ()) -> Val
 
 
 def log_odds(statistics: Values) -> Values:
-    """Give log(x / (1 − x)) of statistics [b, 3]."""
+    """Return log(x / (1 − x)) of statistics [b, 3]."""
     bounded = np.clip(statistics, LEAST, 1 - LEAST)
     return np.log(bounded) - np.log(1 - bounded)

@@ -1,13 +1,13 @@
 """Criteria that are computed from an exit's answers on the host: patience, and users' own.
 
 A criterion whose decision depends on earlier exits has a state for each sample, arrays [b, …] by
-name: they lie in the batch beside its tensors, so that whatever keeps, buffers and merges rows
-does it to them too (E3 3.4 wraps exits of both styles). Users register theirs, which
-``--criterion-module FILE.py:NAME`` of ``eecompile`` and ``eeserve`` does too::
+name. They are stored in the batch with its tensors, so that all code that keeps, buffers and merges
+rows also does so with the state (E3 3.4 wraps exits of both styles). Users register their own
+criteria, also with ``--criterion-module FILE.py:NAME`` of ``eecompile`` and ``eeserve``::
 
     @register("two-sure")
     def two_sure(answers):
-        ...  # float32 [b, classes], in the form that the model answers in → float32 [b] in [0, 1]
+        ...  # float32 [b, classes], in the form of the model's answers → float32 [b] in [0, 1]
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from offramp.engine.common.errors import EngineError
 _log = logging.getLogger(__name__)
 
 State: TypeAlias = dict[str, NDArray[Any]]
-"""What a criterion keeps of each sample between exits: arrays [b, …]; empty at the first exit."""
+"""State of each sample between exits: arrays [b, …] by name; empty at the first exit."""
 STATE: Final = "offramp/state/"
 """Prefix of the names of state arrays among a batch's tensors."""
 _LOG_EVERY_S = 10.0
 
 
 class CriterionError(EngineError):
-    """A criterion is not known, or its function gave what is no confidence."""
+    """A criterion is unknown, or its function returned invalid confidences."""
 
 
 class HostCriterion(NamedTuple):
-    """A function that says how sure exits are."""
+    """A function that computes the confidence of exits."""
 
     name: str
     function: Callable[..., Any]
-    """Of answers [b, classes]: float32 [b] from 0 to 1. Where it depends on earlier exits, of
-    answers and state: confidence, and the state for the next exit."""
+    """Maps answers [b, classes] to float32 [b] from 0 to 1. If it depends on earlier exits, it maps
+    answers and state to confidence and the state for the next exit."""
     depends_on_earlier: bool
 
     def apply(self, answer: NDArray[Any], state: State) -> tuple[NDArray[np.float32], State]:
-        """Give how sure answers [b, classes] are, and the state after them, or CriterionError.
+        """Return the confidence of answers [b, classes] and the state after them; CriterionError.
 
-        The function sees neither rows that it could change, nor what is no float32.
+        The function receives a read-only float32 copy of the answers.
         """
         given = answer.astype(np.float32)
         given.setflags(write=False)
@@ -70,7 +70,7 @@ class HostCriterion(NamedTuple):
             if confidence.size:
                 found += f" from {confidence.min():g} to {confidence.max():g}"
             raise CriterionError(
-                f"criterion {self.name}: gave confidences {found}, expected [{rows}] from 0 to 1 "
+                f"criterion {self.name}: confidences are {found}, expected [{rows}] from 0 to 1 "
                 "without NaN"
             )
         wrong = [name for name, value in state.items() if value.shape[:1] != (rows,)]
@@ -82,11 +82,11 @@ class HostCriterion(NamedTuple):
         return confidence, state
 
     def serve(self, answer: NDArray[Any], state: State) -> tuple[NDArray[np.float32], State]:
-        """Do as :meth:`apply`; where that fails nobody is sure, and the log says so now and then.
+        """Call :meth:`apply`; on failure no sample is sure, with a rate-limited log line.
 
-        The state is begun anew then.
+        The state is then reset.
         """
-        if self.function is patience:  # it needs no watching, which costs more than itself
+        if self.function is patience:  # needs no checks, which cost more than the function
             return patience(answer, state)
         try:
             return self.apply(answer, state)
@@ -97,11 +97,11 @@ class HostCriterion(NamedTuple):
 
 
 def patience(answers: NDArray[np.float32], state: State) -> tuple[NDArray[np.float32], State]:
-    """Say how many exits in a row gave the same class (PABEE 3.3): n / (n + 1), from 0.
+    """Return the number of exits in a row with the same class, as n / (n + 1) (PABEE 3.3).
 
-    n is PABEE's counter: 0 at the first exit, one more where the class is that of the exit before,
-    and 0 again where it is not. So patience k is the threshold k / (k + 1), and the log-odds of the
-    confidence are log n. An answer with NaN agrees with none.
+    n is PABEE's counter: 0 at the first exit, plus 1 if the class equals that of the exit before,
+    else 0 again. So patience k is the threshold k / (k + 1), and the log-odds of the confidence are
+    log n. An answer with NaN agrees with none.
     """
     classes = answers.argmax(axis=1)
     # The first NaN counts as the largest.
@@ -112,7 +112,7 @@ def patience(answers: NDArray[np.float32], state: State) -> tuple[NDArray[np.flo
 def patience_of_classes(
     classes: NDArray[np.integer[Any]], state: State
 ) -> tuple[NDArray[np.float32], State]:
-    """Do as :func:`patience`, of classes [b], −1 where there is none."""
+    """Compute :func:`patience` from classes [b], −1 where there is none."""
     counter = np.zeros(len(classes), np.int64)
     if state:
         same = (classes == state["class"]) & (classes >= 0)
@@ -125,7 +125,7 @@ _REGISTERED: dict[str, HostCriterion] = {
     PATIENCE: HostCriterion(PATIENCE, patience, depends_on_earlier=True)
 }
 _modules: list[str] = []
-"""What :func:`load_criterion` was given: for processes that need the same."""
+"""Arguments of :func:`load_criterion`, for other processes that need the same."""
 _last_logged: dict[str, float] = {}
 _lock = threading.Lock()
 
@@ -133,9 +133,9 @@ _lock = threading.Lock()
 def register(
     name: str, function: Callable[..., Any] | None = None, *, depends_on_earlier: bool = False
 ) -> Any:
-    """Register a function as a criterion, or decorate one; ValueError for a name that is taken.
+    """Register a function as a criterion, or decorate one; ValueError if the name is taken.
 
-    A function that ``depends_on_earlier`` exits takes answers and state, and gives confidence and
+    A function that ``depends_on_earlier`` exits takes answers and state, and returns confidence and
     state (:data:`State`).
     """
     if function is None:
@@ -148,27 +148,27 @@ def register(
 
 
 def known_criterion(name: str) -> Criterion:
-    """Describe a criterion by its name; CriterionError if there is none."""
+    """Return a criterion by its name; CriterionError if there is none."""
     if name in IN_GRAPH:
         return Criterion(name=name)
     if name not in _REGISTERED:
         names = ", ".join([*IN_GRAPH, *_REGISTERED])
         raise CriterionError(
-            f"no criterion is called {name!r}; there are {names}; one of your own comes by "
+            f"no criterion is called {name!r}; there are {names}; add your own with "
             "--criterion-module FILE.py:NAME"
         )
     return Criterion(name=name, depends_on_earlier=_REGISTERED[name].depends_on_earlier)
 
 
 def host_criterion(criterion: Criterion) -> HostCriterion | None:
-    """Find the function of a criterion; ``None`` where graphs compute it, or CriterionError."""
+    """Return a criterion's function; ``None`` where graphs compute it; CriterionError."""
     if not criterion.on_host:
         return None
     found = _REGISTERED.get(criterion.name)
     if found is None:
         raise CriterionError(
-            f"the bundle's exits are judged by the criterion {criterion.name!r}, which is not "
-            "registered; give its file: --criterion-module FILE.py:NAME"
+            f"the bundle's exits use the criterion {criterion.name!r}, which is not "
+            "registered; pass its file: --criterion-module FILE.py:NAME"
         )
     if found.depends_on_earlier != criterion.depends_on_earlier:
         raise CriterionError(
@@ -180,15 +180,15 @@ def host_criterion(criterion: Criterion) -> HostCriterion | None:
 
 
 def load_criterion(text: str) -> str:
-    """Run ``FILE.py:NAME``, and register its function of this name if the file did not itself.
+    """Run ``FILE.py:NAME``, and register its function of this name if the file did not.
 
-    Gives the criterion's name; CriterionError where file or function cannot be had.
+    Returns the criterion's name; CriterionError if file or function cannot be loaded.
     """
     file, _, name = text.rpartition(":")
     path = Path(file)
     if not file or not name or not path.is_file():
         raise CriterionError(
-            f"--criterion-module {text}: expected FILE.py:NAME, a file that is there"
+            f"--criterion-module {text}: expected FILE.py:NAME, with an existing file"
         )
     spec = importlib.util.spec_from_file_location(f"offramp_criterion_{path.stem}", path)
     if spec is None or spec.loader is None:
@@ -214,17 +214,17 @@ def load_criterion(text: str) -> str:
 
 
 def criterion_modules() -> tuple[str, ...]:
-    """Give what was loaded by :func:`load_criterion`, in order."""
+    """Return the arguments of :func:`load_criterion` so far, in order."""
     return tuple(_modules)
 
 
 def state_in(tensors: Mapping[str, NDArray[Any]]) -> State:
-    """Take the state out of a batch's tensors."""
+    """Return the criterion's state from a batch's tensors."""
     return {n.removeprefix(STATE): array for n, array in tensors.items() if n.startswith(STATE)}
 
 
 def _due(name: str) -> bool:
-    """Whether it is time to tell of a failure again."""
+    """Return whether a failure may be logged again."""
     with _lock:
         now_s = time.monotonic()
         if now_s - _last_logged.get(name, -_LOG_EVERY_S) < _LOG_EVERY_S:

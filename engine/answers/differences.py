@@ -1,9 +1,9 @@
-"""How far values are from those expected, each relative to the size of its own kind.
+"""Differences between values and expected values, relative to the scale of each element's kind.
 
-Every check that compares a model with something made of it, or rows in one batch with rows in
-another, asks here. What rounding may change depends on an element's own size. One entry of −10⁹,
-with which a class is masked, must not excuse what happens to the other classes; infinities and NaN
-are right where the other side has the same ones.
+All checks that compare a model with a derived one, or rows in different batches, use this module.
+The effect of rounding depends on an element's own size. One entry of −10⁹, which masks a class,
+must not hide differences in the other classes; infinities and NaN are right where the other side
+has the same ones.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from offramp.bundle import Answer
 from offramp.engine.answers.agreement import agreement_of
 
 _APART: Final = 5
-"""Powers of two without any value between two groups of magnitudes: the larger one is apart."""
+"""Least gap, in powers of two, between two groups of magnitudes: the larger one counts as apart."""
 _BEYOND: Final = 64.0
-"""Times the size of half of the columns; what is larger is no measure of the others."""
+"""Multiple of the median column's size; larger columns do not set the scale of others."""
 
 _ELEMENTS: Final = {"classification": "class", "multi-label": "label"}
 
@@ -30,28 +30,29 @@ _ELEMENTS: Final = {"classification": "class", "multi-label": "label"}
 class Scales:
     """The magnitudes that differences of a tensor's elements are measured by.
 
-    An element's scale is that of its column (class, feature or channel): its largest magnitude,
-    but for values far above the others, as a mask makes of some samples. Those have a scale each.
-    Columns of small values have at least the scale of ordinary ones, as rounding comes from sums
-    that they share. Values up to 1 are not told apart: all of their scales are the largest one.
+    An element's scale is that of its column (class, feature or channel): the column's largest
+    magnitude, without values far above the others, as a mask causes for some samples. Such values
+    have their own scale. Columns of small values have at least the scale of ordinary ones, as
+    rounding comes from sums that they share. Values up to 1 are not separated: if
+    none exceeds 1, the largest value is the scale of all.
     """
 
     ordinary: float
-    """The scale of ordinary columns; at least that of each one."""
+    """Scale of ordinary columns; at least that of each one."""
     by_column: NDArray[np.float64]
-    """[columns]; of one element where all are alike."""
+    """[columns]: scale of each column; one element if all are equal."""
     apart_above: NDArray[np.float64]
-    """[columns]: magnitudes above are their own scale."""
+    """[columns]: larger magnitudes are their own scale."""
 
     @classmethod
     def fixed(cls, scale: float) -> Scales:
-        """Measure all elements by one number."""
+        """Use one scale for all elements."""
         one = np.array([scale])
         return cls(ordinary=scale, by_column=one, apart_above=np.array([np.inf]))
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> Scales:
-        """Measure by values [n, …], the more samples of a kind the better."""
+        """Determine scales from values [n, …]; more samples give better scales."""
         columns = _columns(values)
         sizes = np.where(np.isfinite(columns), np.abs(columns), 0.0).reshape(len(columns), -1)
         largest = float(sizes.max(initial=0.0))
@@ -82,10 +83,10 @@ class Difference:
     """The largest difference between two tensors."""
 
     share: float
-    """Of the element's scale. Infinite where the shapes differ, or just one side is NaN or
+    """Share of the element's scale. Infinite where the shapes differ, or only one side is NaN or
     infinite."""
     worst: str = ""
-    """A description of the element, empty where nothing differs."""
+    """Description of the element; empty where nothing differs."""
 
     def describe(self) -> str:
         """Return share and element, as in ``the answers differ by …``."""
@@ -102,8 +103,8 @@ def compare(
     """Return the largest difference between ``found`` and ``wanted``, relative to its scale.
 
     ``scales`` are those of ``wanted``, unless more samples are known. With ``answer``, both are
-    answers [b, …] of that model, and must decide alike: another decision counts as a difference of
-    half of what ``wanted`` prefers its own by, relative to the values that win.
+    answers [b, …] of that model, and must decide alike: a different decision counts as a difference
+    of half the margin by which ``wanted`` prefers its own, relative to the winning values.
     """
     if found.shape != wanted.shape:
         return Difference(share=math.inf, worst=f"shape {_sized(found)}, expected {_sized(wanted)}")
@@ -138,7 +139,7 @@ def relative_difference(
 def _decisions(
     found: NDArray[np.float64], wanted: NDArray[np.float64], answer: Answer
 ) -> Difference | None:
-    """Compare what answers decide by; ``None`` if they are no scores."""
+    """Compare the decisions of answers; ``None`` if they are not scores."""
     if (margins := agreement_of(answer).margins(found, wanted)) is None:
         return None
     lead, winning = (np.nan_to_num(array, nan=0.0, neginf=0.0) for array in margins)
@@ -152,16 +153,16 @@ def _decisions(
 
 
 def _tops(sizes: NDArray[np.float64], least: float) -> NDArray[np.float64]:
-    """[columns]: the largest of ``sizes`` [columns, n] that is not apart, ``least`` or more.
+    """[columns]: the largest of ``sizes`` [columns, n] that is not apart, at least ``least``.
 
-    0 where a column has only zeros, which tell nothing of its scale.
+    0 where a column has only zeros, which do not determine its scale.
     """
     _, powers = np.frexp(np.maximum(sizes, least))
     lowest = int(powers.min())
     width = int(powers.max()) - lowest + 1
     places = powers - lowest + np.arange(len(sizes))[:, None] * width
     taken = np.bincount(places[sizes > 0], minlength=len(sizes) * width).reshape(-1, width) > 0
-    # The last power of each group: none is taken among the next ones.
+    # The last power of each group: the next ones are all unused.
     ahead = np.pad(taken, ((0, 0), (0, _APART)))
     empty = [~ahead[:, i : i + width] for i in range(1, _APART)]
     ends = taken & np.logical_and.reduce(empty)
@@ -172,7 +173,7 @@ def _tops(sizes: NDArray[np.float64], least: float) -> NDArray[np.float64]:
 
 
 def _first_group(sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the sizes, which rise, before the first that is far above the others."""
+    """Return the ascending sizes before the first that is far above the others."""
     _, powers = np.frexp(sizes)
     (gaps,) = np.nonzero(np.diff(powers) >= _APART)
     group = sizes[: gaps[0] + 1] if gaps.size else sizes
@@ -186,7 +187,7 @@ def _axis(values: NDArray[Any]) -> int:
 
 
 def _columns(values: NDArray[Any]) -> NDArray[np.float64]:
-    """View values as [columns, …]; those of one dimension are one column."""
+    """Return values as [columns, …]; one-dimensional values are one column."""
     wide = values.astype(np.float64, copy=False)
     if wide.ndim < 2:
         return wide.reshape(1, -1)
@@ -194,7 +195,7 @@ def _columns(values: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _named(place: tuple[Any, ...], answer: Answer | None) -> str:
-    """Name an element, such as ``sample 3, class 1``."""
+    """Return the name of an element, such as ``sample 3, class 1``."""
     row, *others = map(int, place) if place else (0,)
     kind = "value" if answer is None else _ELEMENTS.get(answer.task.kind, "value")
     where = others[0] if len(others) == 1 else others

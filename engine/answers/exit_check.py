@@ -1,8 +1,8 @@
 """The exit check (PAME 5.3, Apparate 3.1).
 
 Dimension reduction: the principal value of a classification is its largest probability; other tasks
-have several (:mod:`.principal_values`). Threshold check: the sample exits when its confidence, made
-of them, reaches the threshold. The backends' kernels are compared with these functions.
+have several (:mod:`.principal_values`). Threshold check: the sample exits when the confidence from
+these values reaches the threshold. The backends' kernels are compared with these functions.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from offramp.certify import leaves
 from offramp.engine.answers.principal_values import principal_values, sure_of
 
 _ZERO = np.float32(0)
-"""``fmax`` with it takes the place of NaN."""
+"""``fmax`` with it replaces NaN."""
 _ONE = np.float32(1)
 
 
 def confidence_of(
     answer: NDArray[Any], form: AnswerForm, task: AnswerTask = CLASSIFICATION
 ) -> NDArray[np.float32]:
-    """Give the largest probability of answers [b, classes], which are floating-point numbers.
+    """Return the largest probability of answers [b, classes], which are floating-point numbers.
 
-    [b], 0 to 1; of other tasks what as many principal values reach as have to agree
-    (:mod:`.principal_values`). Log-probabilities are taken as logits, whose softmax is their
-    exponential. An answer with NaN, or logits of +infinity, have confidence 0, so they never exit
-    early; probabilities above 1 count as 1, so that none reaches ``NEVER``. Scores on a scale of
-    the model's own (``values``) have confidence 1: exits compute theirs before that scale.
+    [b], 0 to 1; for other tasks, the value that as many principal values reach as have to agree
+    (:mod:`.principal_values`). Log-probabilities are treated as logits: their softmax equals their
+    exponential. An answer with NaN, or with logits of +infinity, has confidence 0, so it never
+    exits early; probabilities above 1 count as 1, so that none reaches ``NEVER``. Scores on the
+    model's own scale (``values``) have confidence 1: exits compute theirs before that scale.
     """
-    # Runs between any two stages on arrays of a few dozen numbers, where what counts is the
-    # number of numpy calls: bare ufuncs, no methods, no second pass over the data.
+    # Runs between any two stages on arrays of a few dozen numbers, where the number of numpy calls
+    # matters: bare ufuncs, no methods, no second pass over the data.
     if task.kind != "classification":
         return sure_of(principal_values(answer, form, task), task.share)
     if answer.dtype != np.float32:
@@ -56,5 +56,5 @@ def confidence_of(
 
 
 def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
-    """Which samples exit; compared in float32, as the kernels do."""
+    """[b]: whether samples exit; compared in float32, as in the kernels."""
     return leaves(confidence, np.float32(threshold))

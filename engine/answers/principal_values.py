@@ -1,9 +1,9 @@
-"""The principal values of an answer, and the one of them that says how sure it is (PAME 5.3).
+"""The principal values of an answer, and the one that is its confidence (PAME 5.3).
 
 PAME lets a sample leave when at least n of its principal values reach the confidence threshold t.
-That is to say that the n-th largest of them reaches t: so this one number is the confidence, and
-all that decides and promises needs no second threshold. n is a share of the values, since tokens
-vary in number.
+Equivalently, the n-th largest of them reaches t: so this one number is the confidence, and no
+decision or promise needs a second threshold. n is a share of the values, since the number of tokens
+varies.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from offramp.bundle import AnswerForm, AnswerTask
 
 HIGHEST: Final = 5
-"""Values that are looked at of each heat map (PAME 5.3)."""
+"""Number of values used of each heat map (PAME 5.3)."""
 MOST_PLACES: Final = 1024
-"""Pixels that are looked at, at most: of larger maps those on a coarser grid."""
+"""Largest number of pixels used: of larger maps, those on a coarser grid."""
 
 Values = NDArray[np.float32]
 
@@ -27,10 +27,10 @@ Values = NDArray[np.float32]
 def principal_values(answer: NDArray[Any], form: AnswerForm, task: AnswerTask) -> Values:
     """Reduce answers [b, …] to their principal values [b, n], from 0 to 1; NaN counts as 0.
 
-    Of one class of several: the largest probability. Of labels: that of what was decided, yes or
-    no. Of tokens and pixels: the largest probability of each. Of heat maps: the highest values of
-    each. Numbers of classes, values of a regression, and scores on a scale of the model's own say
-    nothing: one value of 1.
+    One class of several: the largest probability. Labels: the probability of each decision, yes or
+    no. Tokens and pixels: the largest probability of each. Heat maps: the highest values of each.
+    Class numbers, values of a regression, and scores on the model's own scale contain no
+    confidence: one value of 1.
     """
     count = len(answer)
     if form == "values" and task.kind != "pose":
@@ -60,9 +60,9 @@ def principal_values(answer: NDArray[Any], form: AnswerForm, task: AnswerTask) -
 
 
 def sure_of(principal: Values, share: float, mask: NDArray[Any] | None = None) -> Values:
-    """Take the value [b] that at least a share of the principal values [b, n] reach.
+    """Return the value [b] that at least a share of the principal values [b, n] reach.
 
-    With a ``mask`` [b, n] only those count where it is not 0; of none the confidence is 0.
+    With a ``mask`` [b, n], only places where it is not 0 count; with none the confidence is 0.
     """
     count, places = principal.shape
     if mask is None:
@@ -78,11 +78,11 @@ def sure_of(principal: Values, share: float, mask: NDArray[Any] | None = None) -
 
 
 ROUNDING: Final = 1e-6
-"""That a share of a number of values may be above the whole number that it is."""
+"""Tolerance for a share of a number of values that should be a whole number."""
 
 
 def stride_of(height: int, width: int) -> int:
-    """Find the step of the grid of pixels that are looked at."""
+    """Return the step of the grid of pixels that are used."""
     step = 1
     while math.ceil(height / step) * math.ceil(width / step) > MOST_PLACES:
         step += 1
@@ -90,7 +90,7 @@ def stride_of(height: int, width: int) -> int:
 
 
 def _largest(scores: NDArray[Any], form: AnswerForm, *, axis: int) -> Values:
-    """Give the largest probability along an axis; of logits that of their softmax."""
+    """Return the largest probability along an axis; for logits, that of their softmax."""
     scores = _single(scores)
     largest: Values = scores.max(axis=axis)
     if form == "probabilities":

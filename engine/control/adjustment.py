@@ -1,34 +1,37 @@
 """Ramp adjustment (Apparate 3.3): which exits to use next, one decision from recent samples.
 
     measure the utility of every exit in use
-    some lose?   tune thresholds at once; if that does not mend it, stop using the losers,
-                 and try the candidate behind the last winner that could win the most
-    all win?     probe: one more exit just before the best, or the worst one place earlier
+    some lose time?  tune thresholds; if some still lose time, stop using these exits, and
+                     try the candidate after the last winner that could win the most
+    all win time?    probe: add an exit just before the best, or shift the worst one place earlier
 
 The utility of an exit is the sum of the raw latency that samples avoid by leaving there, less the
-sum of the latency that it adds to the samples that pass it without leaving. Raw latency is the
-model's own time after the exit; the exits behind it are not counted as avoided, so that an exit's
-utility does not grow with what others cost.
+sum of the latency that the exit adds to samples that pass it without leaving. Raw latency is the
+model's own time after the exit. It excludes later exits, so that the utility of one exit does not
+grow with the cost of others.
 
-What the paper leaves open, and what is chosen here:
+The paper leaves some points open. Our choices:
 
-* The round of tuning: its thresholds stay if they save no less than those deployed on the same
-  samples, even where some utility is still negative; the exits to stop using are then the losers
-  under them. A new exit is thus judged by what it does once it may answer.
+* The round of tuning: the new thresholds stay if they save at least as much as the deployed ones on
+  the same samples, even where some utility is still negative. The exits to stop using are then the
+  losers under the new thresholds. A new exit is thus judged by its effect once it may answer.
 * A utility of exactly 0 does no harm: it counts as positive.
-* Candidate intervals: an even one starts with the earlier of its two middles, since a search that
-  goes on only goes later; it goes on exit by exit, in all intervals at once.
-* Figure 12's rate where no deactivated exit follows: that of the earlier deactivations alone. This
-  is no bound then, but trying exits that nothing speaks for would never end.
-* A candidate that does not fit the ramp budget is passed over, not the end of the search.
+* Candidate intervals: an interval of even length starts with the earlier of its two middles, since
+  the search only moves later. It moves exit by exit, in all intervals in parallel.
+* Figure 12's rate where no deactivated exit follows: the rate of the earlier deactivations alone.
+  This is not an upper bound, but otherwise the search would also try exits without any evidence for
+  them, and never end.
+* A candidate that does not fit the ramp budget is skipped; the search goes on.
 * Where every sample has left before a candidate, it is not tried: 0 is not positive.
-* Probing: where the place before the best exit is taken, or is the model's start, the next best
-  one's is looked at; likewise the next worst one is shifted. The best is never shifted.
-* A cascade: the source model begins anew after the last exit in use, so that what lies between
-  the last two is that exit's cost (:meth:`.CostModel.added_ms`).
-* No exits in use: nothing is known of any. All samples reach each, which bounds what it could win;
-  the search runs as over one interval, from the middle of the model.
-* Exits in use beyond the budget (it was lowered): those of the least utility go, none is tried.
+* Probing: where the place before the best exit is taken, or is the model's start, the place before
+  the next best exit is considered; likewise the next worst exit is shifted. The best exit is never
+  shifted.
+* A cascade: the source model starts from its beginning after the last exit in use, so that the
+  segments between the last two exits count as the last exit's cost (:meth:`.CostModel.added_ms`).
+* No exits in use: there are no statistics for any exit. All samples reach each exit, which bounds
+  the time that it could win; the search treats all exits as one interval, from its middle.
+* Exits in use beyond the budget (it was lowered): exits with the least utility are dropped, and no
+  exit is tried.
 """
 
 from __future__ import annotations
@@ -58,21 +61,21 @@ ADJUST_EVERY: Final = 128
 AGAIN_AFTER: Final = 65_536
 """Samples after which a set of exits that was proposed may be proposed again."""
 JUDGED_BY: Final = 512
-"""Samples that exits are judged by, drawn from a window of twice as many complete ones."""
+"""Number of samples to judge exits by, drawn from a window of twice as many complete ones."""
 
 
 class ExitProposals:
     """Judges the exits in use by recent samples, and proposes others.
 
-    Every 128 samples the exits in use are judged as Apparate does (3.3, :func:`adjust`). What it
-    would do at once is only proposed here: the controller runs the new exits in shadow mode, tests
-    thresholds for the new set, and uses them when a level that saves more is certified
-    (:meth:`.certified.CertifiedController.consider`). So an adjustment never loosens what is
-    promised.
+    Every 128 samples, the exits in use are judged as in Apparate (3.3, :func:`adjust`). Apparate
+    changes the exits immediately; here the change is only proposed. The controller runs the new
+    exits in shadow mode, tests thresholds for the new set, and uses them once a level that saves
+    more is certified (:meth:`.certified.CertifiedController.consider`). So an adjustment never
+    weakens the promise.
 
-    Chosen here: a set that was proposed is not proposed again for a while, since testing one takes
-    many samples, and low-risk probing would come back to the same exit whenever the test fails.
-    After a drift alarm everything may be proposed again.
+    Our choice: a set that was proposed is not proposed again for a while, since one test takes many
+    samples, and low-risk probing would return to the same exit whenever the test fails. After a
+    drift alarm, every set may be proposed again.
     """
 
     def __init__(
@@ -80,8 +83,8 @@ class ExitProposals:
     ) -> None:
         """Start with an empty window, for all exits of the bundle.
 
-        ``max_overhead`` is the ramp budget: how much later the model's end may come, as a share. A
-        set may be proposed again after ``again_after`` samples.
+        ``max_overhead`` is the ramp budget: the largest allowed delay of the model's end, as a
+        share of its time. A set may be proposed again after ``again_after`` samples.
         """
         if not max_overhead >= 0:
             raise ValueError(f"max_overhead is {max_overhead}, expected at least 0")
@@ -89,16 +92,17 @@ class ExitProposals:
         self._window = Window(exits=costs.exits, capacity=2 * JUDGED_BY)
         self._seen = self._adjusted_at = 0
         self._proposed: dict[tuple[int, ...], int] = {}
-        """Sets of exits, and after how many samples each was."""
+        """Number of samples seen at the last test of each set of exits."""
         self._alarms = 0
 
     def propose(
         self, seen: Observations, policy: ExitPolicy, *, alarms: int
     ) -> tuple[int, ...] | None:
-        """Take in samples; when it is time, judge the exits in use and say what Apparate would do.
+        """Add samples; when an adjustment is due, judge the exits in use.
 
-        Returns the exits to use instead of those of the policy in force; ``None`` for no change.
-        With each drift alarm, of ``alarms`` so far, what was seen and proposed before is forgotten.
+        Returns the exits to use instead of the active policy's; ``None`` for no change. ``alarms``
+        is the number of drift alarms so far: after a new one, all earlier samples and proposals are
+        forgotten.
         """
         self._window.add(seen)
         self._seen += len(seen)
@@ -111,7 +115,7 @@ class ExitProposals:
             self._proposed.clear()
         thresholds = [a.threshold for a in policy.active]
         if all(threshold >= NEVER for threshold in thresholds):
-            return None  # nothing answers: there is nothing to judge by
+            return None  # no exit answers, so there are no samples to judge by
         exits = tuple(a.exit for a in policy.active)
         samples = self._window.seen_by(exits)
         if samples.effective < JUDGED_BY / 4:
@@ -123,15 +127,15 @@ class ExitProposals:
         return found.active if found.active != exits and is_due else None
 
     def accepted(self, exits: tuple[int, ...]) -> None:
-        """Remember that a proposal is tried; one that came at a bad time may be made again."""
+        """Record that a proposal is tested; one that could not be tested may be made again."""
         self._proposed[exits] = self._seen
 
 
 def representative(confidence: Float32Array, weight: FloatArray, count: int) -> Float32Array:
     """Turn weighted samples (at least one) into ``count`` of equal weight: float32[exits, count].
 
-    Systematic resampling (Kitagawa 1996): a sample comes up in proportion to its weight, up to
-    rounding, and nothing is left to chance.
+    Systematic resampling (Kitagawa 1996): each sample occurs in proportion to its weight, up to
+    rounding, and the result is deterministic.
     """
     upto = np.cumsum(weight)
     places = (np.arange(count) + 0.5) * (upto[-1] / count)
@@ -139,11 +143,11 @@ def representative(confidence: Float32Array, weight: FloatArray, count: int) -> 
 
 
 DEFAULT_MAX_OVERHEAD = 0.02
-"""Apparate's ramp budget: exits make the worst case this share slower (5.1)."""
+"""Apparate's ramp budget: the worst case may be slower by this share (5.1)."""
 
 
 class Reason(StrEnum):
-    """Why the exits in use change, or do not."""
+    """Reason for a change of the exits in use, or for none."""
 
     STEADY = "every exit is of use, and no earlier place is free for another"
     RETUNED = "new thresholds make every exit useful"
@@ -161,16 +165,17 @@ class Adjustment:
     active: tuple[int, ...]
     """Indices in depth order; their overhead is within the budget."""
     thresholds: tuple[float, ...]
-    """Of each of them; ``NEVER`` for the one that is tried, until the next tuning."""
+    """Thresholds of the active exits; ``NEVER`` for the one that is tried, until the next
+    tuning."""
     deactivated: tuple[int, ...]
-    """In use before, not any more."""
+    """Exits that were in use before, and are not any more."""
     tried: int | None
-    """Newly in use."""
+    """Exit that is newly in use."""
     reason: Reason
     tuned: bool
-    """A round of tuning was run."""
+    """True if a round of tuning was run."""
     utility_ms: tuple[float, ...]
-    """Of the exits in use before, over the samples given, under the thresholds that decided."""
+    """Utility of each exit in use before, over the samples, under the thresholds that decided."""
 
 
 def adjust(
@@ -184,10 +189,10 @@ def adjust(
 ) -> Adjustment:
     """Decide on the exits in use (Apparate 3.3).
 
-    By float32[active, n] confidences of recent samples, in [0, 1]; every exit in use saw all.
-    ``max_overhead`` is the ramp budget: how much later the model's end may come, as a share, at
-    least 0. ``retune`` tunes thresholds for the exits in use, float64[active], on whatever samples;
-    it is called at most once, and only if an exit loses time.
+    ``confidence`` is float32[active, n] of recent samples, in [0, 1]; every exit in use has seen
+    all n samples. ``max_overhead`` is the ramp budget: the largest allowed delay of the model's
+    end, as a share, at least 0. ``retune`` returns tuned thresholds for the exits in use,
+    float64[active]; it is called at most once, and only if an exit loses time.
     """
     _check(confidence, active, thresholds, costs)
     if not max_overhead >= 0:
@@ -240,7 +245,7 @@ def _within_budget(
 def _best_candidate(
     kept: tuple[int, ...], worth: Utilities, costs: CostModel, max_overhead: float
 ) -> int | None:
-    """Find the exit behind the last one kept that could win the most; ``None`` if none could."""
+    """Return the exit after the last one kept that could win the most; ``None`` if none could."""
     leaving = dict(zip(worth.active, worth.counts.tolist(), strict=False))
     reaching = int(worth.counts.sum()) - sum(leaving[e] for e in kept)
     dropped = [e for e in worth.active if e not in kept]
@@ -259,14 +264,14 @@ def _best_candidate(
 
 
 def _intervals(first: int, dropped: Sequence[int], exits: int) -> list[range]:
-    """Divide the exits from ``first`` on at those dropped; empty ones are left out."""
+    """Divide the exits from ``first`` on at the dropped ones; leave empty intervals out."""
     borders = [first - 1, *(e for e in dropped if e >= first), exits]
     spans = [range(a + 1, b) for a, b in pairwise(borders)]
     return [span for span in spans if span]
 
 
 def _rounds(intervals: list[range]) -> Iterator[list[int]]:
-    """The middle of each interval, then what lies behind it, exit by exit in all at once."""
+    """Yield the middle of each interval, then the next exit of each, in all in parallel."""
     tails = [span[(len(span) - 1) // 2 :] for span in intervals]
     for place in range(max((len(tail) for tail in tails), default=0)):
         yield [tail[place] for tail in tails if place < len(tail)]
@@ -275,10 +280,10 @@ def _rounds(intervals: list[range]) -> Iterator[list[int]]:
 def _most_leaving(
     candidate: int, dropped: Sequence[int], leaving: dict[int, int], reaching: int
 ) -> int:
-    """Samples that could leave at a candidate, by figure 12 of Apparate.
+    """Return how many samples could leave at a candidate, by figure 12 of Apparate.
 
-    Those of the deactivated exit that follows, since later exits let more leave, and those of
-    earlier deactivations, since they would have come this far.
+    The sum of the samples that left at the deactivated exit that follows (later exits let more
+    samples leave) and at earlier deactivated exits (these samples would have come this far).
     """
     if not leaving:
         return reaching
@@ -289,7 +294,7 @@ def _most_leaving(
 def _probe(
     worth: Utilities, costs: CostModel, max_overhead: float
 ) -> tuple[tuple[int, ...], int | None, Reason]:
-    """Add an exit just before the best, or else shift the worst: exits kept, exit tried, why."""
+    """Add an exit just before the best, or else shift the worst: exits kept, exit tried, reason."""
     active = worth.active
     worst_first = [active[i] for i in np.argsort(worth.utility_ms, kind="stable")]
 
@@ -310,7 +315,7 @@ def _probe(
 def _check(
     confidence: Float32Array, active: Sequence[int], thresholds: Sequence[float], costs: CostModel
 ) -> None:
-    """Refuse what would be judged wrongly without a word."""
+    """Refuse inputs that would lead to a wrong decision silently."""
     if list(active) != sorted(set(active)):
         raise ValueError(f"active exits {list(active)} must rise")
     if active and not 0 <= active[0] <= active[-1] < costs.exits:
@@ -323,7 +328,7 @@ def _check(
             f"expected [{len(active)}, samples] with samples to judge by"
         )
     if np.isnan(confidence).any():
-        raise ValueError("confidence holds NaN: give only samples that every exit in use looked at")
+        raise ValueError("confidence holds NaN: pass only samples that every exit in use has seen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -332,20 +337,20 @@ class Utilities:
 
     active: tuple[int, ...]
     counts: IntArray
-    """int64[active + 1]: samples that leave at each, the last at the model's end."""
+    """int64[active + 1]: samples that leave at each exit, the last at the model's end."""
     utility_ms: FloatArray
     """float64[active]: milliseconds won, less those lost, summed over the samples."""
     mean_ms: float
-    """Mean time until the answer, the cost of every exit passed included."""
+    """Mean time until the answer, including the cost of every exit passed."""
 
 
 def measure_utilities(
     confidence: Float32Array, thresholds: Sequence[float], active: Sequence[int], costs: CostModel
 ) -> Utilities:
-    """Send samples through the exits in use, and add up what each of them wins and loses.
+    """Simulate samples passing the exits in use, and sum the time that each exit wins and loses.
 
-    Confidences are float32[active, n] in [0, 1], n above 0, and every exit in use saw every sample;
-    a threshold is ``NEVER`` where the exit runs in shadow mode.
+    ``confidence`` is float32[active, n] in [0, 1], n above 0; every exit in use has seen every
+    sample. A threshold is ``NEVER`` where the exit runs in shadow mode.
     """
     exits, samples = confidence.shape
     counts = count_answers(first_exit(confidence, thresholds), exits)
@@ -362,9 +367,9 @@ def measure_utilities(
 def upper_bound_ms(
     candidate: int, leaving: int, reaching: int, costs: CostModel, before: Sequence[int] = ()
 ) -> float:
-    """Utility of an exit not in use if ``leaving`` of the ``reaching`` samples left there.
+    """Return the utility of an unused exit if ``leaving`` of ``reaching`` samples left there.
 
-    ``before`` are the exits in use, all of which it is behind.
+    ``before`` are the exits in use; all of them are before the candidate.
     """
     exits = (*before, candidate)
     avoided, added = costs.avoided_ms(exits)[-1], costs.added_ms(exits)[-1]

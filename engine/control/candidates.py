@@ -1,7 +1,8 @@
-"""Tests of candidates, other thresholds or other exits, before they may come into force.
+"""Tests of candidates (other thresholds or other exits) before they may become active.
 
-One candidate at a time is tested beside the threshold path in force, on the same samples. Its path
-is fitted elsewhere (a job), and costs a share of α and audits only if it promises to save more.
+One candidate at a time is tested next to the active threshold path, on the same samples. Its path
+is fitted elsewhere (a job). The test uses a share of α and audits, so it runs only if the path
+promises to save more.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from offramp.engine.control.controller import Job
 from offramp.engine.control.costs import CostModel
 
 _AT_THE_END: Final = 4
-"""Times the samples that tuning takes: the wait for a new path where the last level passed."""
+"""Wait for a new path where the last level passed, as a multiple of the samples to tune on."""
 _MOST_DOUBLINGS: Final = 6
-"""Of the wait for the next path to be fitted."""
+"""Largest number of doublings of the wait for the next path."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,19 +41,19 @@ class CandidateTest:
     exits: tuple[int, ...]
     purpose: str
     path: ThresholdPath | None = None
-    """``None`` while samples are collected that it is fitted on."""
+    """``None`` while samples for its fit are collected."""
     samples: int = 0
-    """Seen since the test began."""
+    """Samples seen since the test began."""
 
     def describe(self) -> str:
-        """How far the test is, for people."""
+        """Return the progress of the test, as text for people."""
         if self.path is None:
             return f"{self.purpose}: collecting, {self.samples} samples"
         return f"{self.purpose}: being tested, {self.path.samples} samples"
 
 
 class CandidateTests:
-    """Starts, carries on and ends tests; whether a candidate comes into force is the owner's."""
+    """Starts, advances and ends tests; the owner decides whether a candidate becomes active."""
 
     def __init__(
         self,
@@ -64,8 +65,8 @@ class CandidateTests:
     ) -> None:
         """Start without a candidate.
 
-        ``curves`` are of all K exits, and renewed with every path that is tested; ``new_path``
-        makes a threshold path at the next share of α.
+        ``curves`` are the curves of all K exits; every tested path renews them. ``new_path`` makes
+        a threshold path at the next share of α.
         """
         self.current: CandidateTest | None = None
         self.curves = tuple(curves)
@@ -78,11 +79,11 @@ class CandidateTests:
         """Number of the job that is being computed."""
         self._jobs = 0
         self._unfitted = 0
-        """Samples since a path was last asked for."""
+        """Samples since a path was last requested."""
         self._fruitless = 0
-        """Paths asked for since one last came into force; each doubles the wait for the next."""
+        """Paths requested since one last became active; each doubles the wait for the next."""
         self._drifted = False
-        """No path was fitted yet since the alarm."""
+        """True if no path was fitted yet since the alarm."""
 
     @property
     def exits(self) -> tuple[int, ...]:
@@ -90,7 +91,7 @@ class CandidateTests:
         return self.current.exits if self.current else ()
 
     def observe(self, seen: Observations) -> None:
-        """Count samples, none of them forced, as evidence."""
+        """Add samples, none of them forced, as evidence."""
         self._unfitted += len(seen)
         if self.current is not None:
             self.current.samples += len(seen)
@@ -102,7 +103,7 @@ class CandidateTests:
         self.current = CandidateTest(exits=exits, purpose=purpose)
 
     def seek(self, path: ThresholdPath) -> None:
-        """Ask for a new path after an alarm, where the one in force ends, and now and then."""
+        """Request a new path after an alarm, at the end of the active path, and periodically."""
         if self.current is not None or not path.exits:
             return
         settings = self._settings
@@ -116,10 +117,10 @@ class CandidateTests:
     def advance(
         self, path: ThresholdPath, level: int, audit_probability: float
     ) -> int | str | None:
-        """Carry the test on against the path and level in force.
+        """Advance the test, compared with the active path and level.
 
-        Returns the level of the candidate's path that should come into force; or why the test
-        should end; or ``None`` while it goes on.
+        Returns the level of the candidate's path that should become active, or the reason why the
+        test should end, or ``None`` while it goes on.
         """
         test = self.current
         if test is None:
@@ -139,21 +140,21 @@ class CandidateTests:
         return "nothing better passed" if test.path.effort > self._settings.patience else None
 
     def take_job(self) -> Job | None:
-        """A path to be fitted, once."""
+        """Return the next path to fit, once; ``None`` if there is none."""
         job, self._job = self._job, None
         return job
 
     def expects(self, job: Job) -> bool:
-        """Whether a job is the one that is waited for; it is not any more."""
+        """Return whether a job's result is awaited; from then on it is not any more."""
         if job.number != self._out:
             return False
         self._out = None
         return self.current is not None
 
     def adopt_path(self, fitted: Fitted, *, against: ThresholdPath) -> str | None:
-        """Test a path from now on, if it promises to save more than the one in force.
+        """Test a path from now on, if it promises to save more than the active one.
 
-        Returns why the test should end; ``None`` if it goes on.
+        Returns the reason why the test should end; ``None`` if it goes on.
         """
         test = self.current
         assert test is not None
@@ -165,13 +166,13 @@ class CandidateTests:
         return None
 
     def end(self, *, adopted: bool = False) -> None:
-        """Forget the candidate, and its job."""
+        """Drop the candidate, and its job."""
         self.current = self._job = self._out = None
         if adopted:
             self._fruitless = 0
 
     def drifted(self) -> None:
-        """Forget everything, and fit a path as soon as there are samples again."""
+        """Drop everything, and fit a path as soon as there are enough samples again."""
         self.end()
         self._unfitted = self._fruitless = 0
         self._drifted = True
@@ -196,19 +197,20 @@ class CandidateTests:
 
 
 _JUDGED: Final = 2048
-"""Complete samples, the newest, to judge by."""
+"""Newest complete samples that levels are judged by."""
 _FEWEST: Final = 64
-"""Complete samples below which expectations serve instead."""
+"""Complete samples below which expected values are used instead."""
 _WORTH_A_TEST: Final = 3.0
-"""Least gains that a candidate must promise: its test costs a share of α, and audits."""
+"""Least gain that a candidate must promise, in units of ``min_gain``: its test uses α and audits.
+"""
 _PROMISING: Final = 0.8
 """Estimated risk, as a share of the bound, up to which a level is worth testing."""
 _ENOUGH_AUDITED: Final = 500
-"""Audited samples, or as many as the others are worth, below which recent risk is not judged. With
-fewer the drift alarm is quicker, and would only be put off by a change of policy."""
+"""Audited samples, or samples of the same weight, below which recent risk is not judged. With
+fewer, the drift alarm is faster, and a change of policy would only delay it."""
 _DEVIATIONS: Final = 3.0
-"""Standard errors by which recent risk must be above the bound to be taken for drift. It is looked
-at again and again, and 2 were often reached by chance."""
+"""Standard errors by which recent risk must exceed the bound to count as drift. The check repeats
+often, and 2 were often reached by chance."""
 
 
 class SavingsEstimator:
@@ -219,18 +221,18 @@ class SavingsEstimator:
         self._bound, self._min_gain = settings.max_disagreement, settings.min_gain
 
     def recent(self, exits: Sequence[int]) -> Weighted:
-        """Of the newest samples, those that all these exits saw."""
+        """Return those of the newest samples that all these exits saw."""
         return self._window.seen_by(exits, _JUDGED)
 
     def outlook(self, path: ThresholdPath) -> Outlook:
-        """What levels would have done of late; what is expected of them while little is known."""
+        """Return recent risk and shares of levels, or expected ones while samples are few."""
         recent = self.recent(path.exits)
         if len(recent) < _FEWEST:
             return Outlook(risk=path.risk, shares=path.shares)
         return look_ahead(path.thresholds, recent)
 
     def recent_excess(self, path: ThresholdPath, level: int) -> float | None:
-        """Disagreement of a level of late, where it contradicts all that speaks for the level."""
+        """Return a level's recent disagreement if it contradicts the level's evidence."""
         if level == 0:
             return None
         recent = self.recent(path.exits)
@@ -246,23 +248,23 @@ class SavingsEstimator:
         return np.asarray(shares @ self._costs.latency_ms(exits))
 
     def best_certified(self, path: ThresholdPath, outlook: Outlook) -> int:
-        """The most aggressive level that passed and did not do worse than the bound of late."""
+        """Return the most aggressive level that passed with recent risk within the bound."""
         fine = outlook.risk[: path.certified + 1] <= self._bound
         return int(np.flatnonzero(fine)[-1])
 
     def promising(self, risk: FloatArray) -> int:
-        """The most aggressive level that may pass one day, by float64[levels] estimates."""
+        """Return the most aggressive level that may pass later, by float64[levels] risks."""
         return int(np.flatnonzero(risk <= _PROMISING * self._bound)[-1])
 
     def is_gain(self, mean_ms: float, than_ms: float) -> bool:
-        """Whether the first is enough less than the second for a change."""
+        """Return whether the first time is enough below the second to justify a change."""
         return mean_ms <= than_ms * (1 - self._min_gain)
 
     def promises_more(self, fitted: Fitted, exits: Sequence[int], than: ThresholdPath) -> bool:
-        """Whether a path may end where it saves more than another one, as far as curves tell."""
+        """Return whether a path may save more at its end than another one, by the curves."""
         goal = self.mean_ms(exits, fitted.shares)[self.promising(fitted.risk)]
         if set(than.exits) <= set(exits):
-            # Both by the same curves, which are smooth: errors counted on a window would differ by
+            # Use the same smooth curves for both paths: errors counted on a window would differ by
             # chance.
             curves = [fitted.curves[exits.index(e)] for e in than.exits]
             ours = expect(than.thresholds, curves, self.recent(than.exits))

@@ -1,24 +1,24 @@
-"""The certified controller: thresholds go as far as evidence carries, and back when it breaks.
+"""The certified controller: thresholds go as far as the evidence allows, and back if it breaks.
 
     the bundle's policy is a level of a threshold path
-    every chunk of samples that was served:
-        test:    it counts for or against all levels of the path, and of the candidate under test
+    every chunk of served samples:
+        test:    it is evidence for or against each level of the path and of the tested candidate
         watch:   risk has risen, or inputs have changed:
-                     no exit answers, all run in shadow mode; the levels are tested afresh
-        look:    a more aggressive level passed, and saves more:    it comes into force
-                 the candidate passed, and saves more:              its path comes into force
+                     no exit answers, all run in shadow mode; the levels are tested again
+        look:    a more aggressive level passed, and saves more:    it becomes active
+                 the candidate passed, and saves more:              its path becomes active
                  other thresholds might save more:                  they become the candidate
         propose: other exits might save more:                       they become the candidate
     after a restart:
-        resume:  samples look like those before it:                 what was learned is in force
+        resume:  samples look like those before it:                 the learned level becomes active
 
-What is in force was therefore certified on the calibration data, or on what was served (see the
-theorem in :mod:`offramp.certify.threshold_path`), or answers nothing early. Every statement made
-over the controller's life, certificates and upper bounds, is right with probability 1 − α; they
-share α between them.
+The active policy was therefore certified on the calibration data, or on served samples (see the
+theorem in :mod:`offramp.certify.threshold_path`), or answers nothing early. Every statement over
+the controller's life, certificates and upper bounds, is right with probability 1 − α; the
+statements share α.
 
-Works on release mode's feedback (all samples run to the end) as on audit mode's (few do, weighted
-by how unlikely that was).
+The feedback is that of release mode (all samples run to the end) or of audit mode (few do, weighted
+by the inverse of their probability).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from offramp.engine.control.shift import ShiftGuard
 __all__ = ["CertifiedController", "CertifiedSettings"]
 
 _SETTLED: Final = 2048
-"""Samples that a policy that answers stays in force for, unless the next one takes much less time:
-while levels pass one after the other, versions would follow each other fast."""
+"""Samples that an answering policy stays active for, unless the next one takes much less time:
+while levels pass one after the other, versions would otherwise change fast."""
 _LEAP: Final = 0.95
-"""Share of the mean time that is much less."""
+"""Share of the mean time that counts as much less."""
 
 
 class CertifiedController:
-    """Keeps the constraint with confidence, and saves what can be saved within it."""
+    """Keeps the constraint with the required confidence, and saves as much time as it allows."""
 
     name = "certified"
 
@@ -71,11 +71,11 @@ class CertifiedController:
     ) -> None:
         """Start from a policy, for all K exits of the bundle, in audit mode by default.
 
-        ``policy`` is in force at first if it comes with a promise that covers constraint and
-        confidence; else its exits run in shadow mode until levels are certified. ``records`` are
-        the bundle's: ``confidence`` float[K, n], ``prediction`` [K, n], ``final_prediction`` [n]
-        and ``split`` [n], of which 1 is to tune on. Without a guard only audits tell of drift;
-        without proposals the policy's exits stay in use.
+        ``policy`` is active at first if its promise covers constraint and confidence; else its
+        exits run in shadow mode until levels are certified. ``records`` are the bundle's:
+        ``confidence`` float[K, n], ``prediction`` [K, n], ``final_prediction`` [n] and ``split``
+        [n], where 1 is the tuning split. Without a guard, only audits detect drift; without
+        proposals, the policy's exits stay in use.
         """
         self._settings = settings = settings or CertifiedSettings()
         self._costs = costs
@@ -93,21 +93,21 @@ class CertifiedController:
         self._proposals = proposals
         self._counters = ControlCounters(tolerated=settings.max_disagreement)
         self._unlooked = 0
-        """Samples since the last look at what could be changed."""
+        """Samples since the last check for possible changes."""
         self._resumption = Resumption(self._in_force, self._counters, guard)
         if guard is not None:
             guard.watch(self.policy)
 
     @property
     def policy(self) -> ExitPolicy:
-        """What shall be in force."""
+        """Policy that should be active."""
         return self._in_force.policy
 
     @property
     def audit_probability(self) -> float:
-        """For samples that are started from now on; 1 while evidence is gathered again.
+        """Audit probability of samples started from now on; 1 while evidence is gathered again.
 
-        It is predictable: it depends on what was observed before, and on nothing else.
+        It is predictable: it depends only on earlier observations.
         """
         probability = self._in_force.audit_probability
         if self._settings.raise_audits and not self._settings.release:
@@ -120,7 +120,7 @@ class CertifiedController:
 
     @property
     def needs_evidence(self) -> bool:
-        """Whether audits can still bring something beside noticing drift."""
+        """True if audits are still useful for more than the detection of drift."""
         if self._candidates.current is not None:
             return True
         path, level = self._in_force.path, self._in_force.level
@@ -133,7 +133,7 @@ class CertifiedController:
         return goal > level and self._savings.is_gain(mean_ms[goal], mean_ms[level])
 
     def observe(self, seen: Observations) -> None:
-        """Test every level, watch for changes, now and then look what to change, and propose."""
+        """Test every level, watch for changes, look for better policies, and propose exits."""
         why = None
         self._suspicion.pass_by(len(seen))
         if len(seen):
@@ -142,7 +142,7 @@ class CertifiedController:
             self._guard.pass_by(len(seen))
             needed = self.needs_evidence
             if why is None and self._guard.has_shifted(seen, self.policy, needs_evidence=needed):
-                why = None if self._resumption.forget() else "inputs are not what they were"
+                why = None if self._resumption.forget() else "inputs have changed"
             elif why is None:
                 self._resumption.resume_if_alike()
         if why is not None:
@@ -153,7 +153,7 @@ class CertifiedController:
                 self._proposals.accepted(exits)
 
     def take_job(self) -> Job | None:
-        """A path to be fitted, once."""
+        """Return the next path to fit, once; ``None`` if there is none."""
         return self._candidates.take_job()
 
     def finish(self, job: Job, result: Any) -> None:
@@ -169,13 +169,13 @@ class CertifiedController:
         self._end_test(self._candidates.adopt_path(fitted, against=self._in_force.path))
 
     def consider(self, active: Sequence[int]) -> bool:
-        """Try another set of exits, beside the one in force; says whether it will be tried.
+        """Test another set of exits next to the active one; return whether the test starts.
 
-        Exits that are new run in shadow mode at first, and answer nothing; when enough samples have
-        passed them, a threshold path over the new set is tested, and comes into force if it
-        certifies a level that saves more. Exits that do not answer at the level in force are just
-        left out. Nothing is tried while another candidate is tested, nor before the policy in force
-        answers anything again after an alarm.
+        New exits run in shadow mode at first, and answer nothing. When enough samples have passed
+        them, a threshold path over the new set is tested, and becomes active if it certifies a
+        level that saves more. Exits that do not answer at the active level are dropped without a
+        test. No test starts while another candidate is tested, or while the active policy does not
+        answer again after an alarm.
         """
         target = tuple(sorted({int(e) for e in active}))
         if target and not 0 <= target[0] <= target[-1] < self._costs.exits:
@@ -198,9 +198,9 @@ class CertifiedController:
         return True
 
     def invalidate(self, why: str) -> None:
-        """Answer nothing early from now on, forget, and test the same levels afresh.
+        """Answer nothing early from now on, drop all evidence, and test the same levels again.
 
-        ``why`` samples are not what they were, in a few words, is for the log.
+        ``why`` states in a few words, for the log, how samples have changed.
         """
         self._counters.alarms += 1
         self._drift.reset()
@@ -215,7 +215,7 @@ class CertifiedController:
         self._note_policy(why, kind="alarm", warning=True)
 
     def status(self) -> ControlStatus:
-        """A snapshot; cheap."""
+        """Return a snapshot; cheap."""
         evidence = self._evidence()
         upper = self._in_force.metrics.bound.value
         if evidence is Evidence.CERTIFIED:
@@ -232,11 +232,11 @@ class CertifiedController:
         )
 
     def take_events(self) -> list[ControlEvent]:
-        """What happened since the last call."""
+        """Return the events since the last call."""
         return self._counters.take_events()
 
     def state(self) -> Mapping[str, Any]:
-        """All but the test of a candidate, which begins again."""
+        """Return all state except the test of a candidate, which restarts."""
         if self._resumption.kept is not None:
             return self._resumption.kept
         kept = {
@@ -249,9 +249,10 @@ class CertifiedController:
         return kept if self._guard is None else {**kept, "guard": self._guard.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state, evidence included; a job that is out is not waited for.
+        """Continue from a saved state, including its evidence; a running job is not waited for.
 
-        Where inputs are watched, thresholds beyond the compiled ones wait (:mod:`.in_force`).
+        Where inputs are watched, thresholds beyond the compiled ones are held back at first
+        (:mod:`.in_force`).
         """
         try:
             if self._guard is not None:
@@ -262,7 +263,7 @@ class CertifiedController:
             raise ValueError(f"no state of the {self.name} controller: {error}") from error
 
     def _test(self, seen: Observations) -> str | None:
-        """Count a chunk for or against every level; says why if the policy in force drifted."""
+        """Add a chunk as evidence for or against every level; return why if the policy drifted."""
         now = self._in_force
         self._counters.add(seen, version=now.policy.version)
         if seen.forced.any():
@@ -279,7 +280,7 @@ class CertifiedController:
                 f"from {now.path.samples} samples",
             )
         mine = seen.policy_version == now.policy.version
-        if mine.any():  # what the policy in force served
+        if mine.any():  # samples that the active policy served
             served = seen if mine.all() else seen.take(mine)
             loss = served.loss
             now.metrics.observe(served, loss)
@@ -290,7 +291,7 @@ class CertifiedController:
         return None
 
     def _suspect(self, loss: FloatArray, audit_probability: FloatArray) -> None:
-        """Look how much of what was audited disagreed; say so once it is serious."""
+        """Track how many of the audited samples disagreed; report it once it is serious."""
         suspicion, was_serious = self._suspicion, self._suspicion.serious
         suspicion.observe(loss, audit_probability)
         if not self._audits_all:
@@ -299,13 +300,13 @@ class CertifiedController:
             self._counters.note("suspicion", suspicion.describe(), warning=True)
 
     def _look_if_due(self) -> str | None:
-        """Look what to change; says why if recent samples contradict the policy in force."""
+        """Look for changes; return why if recent samples contradict the active policy."""
         if self._unlooked < self._settings.look_every or self._resumption.kept is not None:
             return None
         samples, self._unlooked = self._unlooked, 0
         risk = self._savings.recent_excess(self._in_force.path, self._in_force.level)
         if risk is not None:
-            return f"{risk:.2%} disagreed of late"
+            return f"{risk:.2%} disagreed recently"
         self._climb()
         self._advance_test()
         self._candidates.seek(self._in_force.path)
@@ -314,7 +315,7 @@ class CertifiedController:
         return None
 
     def _climb(self) -> None:
-        """Go to the most aggressive level that passed, if it is worth a change."""
+        """Switch to the most aggressive level that passed, if it is worth a change."""
         path, now = self._in_force.path, self._in_force.level
         if path.certified <= now:
             return
@@ -330,7 +331,7 @@ class CertifiedController:
             self._note_policy(f"more aggressive thresholds were certified; they save {saved:.1%}")
 
     def _advance_test(self) -> None:
-        """Put a candidate's level in force that passed and saves more, or give the candidate up."""
+        """Activate a candidate's level that passed and saves more, or drop the candidate."""
         test, now = self._candidates.current, self._in_force
         found = self._candidates.advance(now.path, now.level, now.audit_probability)
         if test is None or test.path is None or not isinstance(found, int):
@@ -353,7 +354,7 @@ class CertifiedController:
         self._counters.note(kind, f"policy {self.policy.version}: {why}", warning=warning)
 
     def _evidence(self) -> Evidence:
-        """What stands behind the policy, unless what was seen of late speaks against it."""
+        """Return the evidence for the policy, unless recent samples contradict it."""
         evidence = self._in_force.evidence
         if evidence is Evidence.CONSERVATIVE:
             return evidence
@@ -386,7 +387,7 @@ class CertifiedController:
         suspicion = copy.copy(self._suspicion)
         suspicion.restore(kept_part(state, "suspicion"))
         counted, counts = kept_part(state, "counters"), ControlCounters()
-        counts.restore(counted)  # refuses before anything has changed
+        counts.restore(counted)  # raises before anything has changed
         self._in_force.restore(state, drifted=counts.alarms > 0)
         self._counters.restore(counted)
         self._drift, self._suspicion = drift, suspicion

@@ -10,40 +10,42 @@ from offramp.engine.control.drift import DEFAULT_RATE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertifiedSettings:
-    """The constraint, the confidence level, and how patiently to look for more."""
+    """The constraint, the confidence level, and the patience of the search for savings."""
 
     max_disagreement: float = 0.01
-    """The constraint, ε."""
+    """The constraint, ε: largest allowed share of disagreement."""
     confidence_level: float = 0.95
     """1 − α, over the controller's life."""
     never_beyond_compiled: bool = False
-    """Whether nothing is ever answered early that the policy at the start would not answer."""
+    """True if only answers that the initial policy would answer early may ever be early."""
     release: bool = False
-    """Every sample runs to the end; else audits choose which do."""
+    """True if every sample runs to the end; else audits choose which do."""
     audit_budget: float = 0.05
     """Largest share of all compute that audits may take."""
     least_budgeted: float = 0.01
-    """Audit probability that there is always a budget for, whatever :attr:`audit_budget` says."""
+    """Audit probability that is always affordable, even beyond :attr:`audit_budget`."""
     least_audit: float = 0.003
-    """Audit probability that is never gone below; of those in the budget, most may be kept for what
-    follows disagreements (:mod:`.drift`)."""
+    """Lower bound of the audit probability; most audits of the budget may be kept for the samples
+    that follow disagreements (:mod:`.drift`)."""
     raise_audits: bool = True
-    """Audits become more after a disagreement, and fewer at other times (:mod:`.drift`)."""
+    """True if audits increase after a disagreement, and decrease at other times (:mod:`.drift`)."""
     alarm_rate: float = DEFAULT_RATE
-    """False drift alarms per audited sample, at most."""
+    """Largest number of false drift alarms per audited sample."""
     min_gain: float = 0.01
     """Share of the mean time until the answer that a change of policy must save."""
     look_every: int = 256
-    """Samples from one look at what could be changed to the next."""
+    """Samples between two checks for possible changes."""
     window: int = 4096
     """Complete samples that are kept to tune on."""
     tune_samples: int = 512
-    """Complete samples that it takes to tune; they must be worth half as many unweighted ones."""
+    """Complete samples needed to tune; they must be worth half as many unweighted ones."""
     retune_every: int = 16_384
-    """Samples after which it is tried whether a new path would save more; doubled whenever not."""
+    """Samples after which a new path is fitted, to see if it saves more; doubled each time it does
+    not.
+    """
     patience: int = 10_000
-    """Audited samples without success after which no more are asked for, and other thresholds or
-    exits under test are dropped."""
+    """Audited samples without success after which no more are requested, and tested candidates are
+    dropped."""
 
     def __post_init__(self) -> None:
         shares = ("max_disagreement", "confidence_level", "audit_budget", "alarm_rate", "min_gain")
@@ -65,10 +67,10 @@ class CertifiedSettings:
 
     @property
     def alpha(self) -> float:
-        """With which probability any statement over the controller's life may be wrong."""
+        """Probability that any statement over the controller's life may be wrong."""
         return 1 - self.confidence_level
 
     def covered_by(self, policy: ExitPolicy) -> bool:
-        """Whether what a policy was certified for is what is asked for, or more."""
+        """Return whether a policy's certificate covers these settings."""
         promise = policy.promise
         return promise is not None and promise.covers(self.max_disagreement, self.confidence_level)

@@ -1,8 +1,8 @@
 """The interface of a controller, which watches a model serve and changes its exit policy.
 
-Sans I/O: the driver of a controller feeds it observations, runs the jobs that it asks for
-wherever that disturbs nobody, and puts :attr:`Controller.policy` in force whenever its version
-has changed. The executor, the simulator and the tests drive the same objects.
+Sans I/O: the driver of a controller passes it observations, runs its jobs where they disturb no
+serving, and activates :attr:`Controller.policy` whenever its version has changed. The executor, the
+simulator and the tests drive the same objects.
 
     while serving:
         controller.observe(observations)
@@ -26,37 +26,37 @@ from offramp.engine.control.costs import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A pure computation that takes too long for the thread that observes (a tuning, say).
+    """A pure computation that takes too long for the observing thread, for example a tuning.
 
-    It may run in another process: the function is one of a module, and everything pickles.
+    It may run in another process: the function belongs to a module, and everything pickles.
     """
 
     number: int
-    """Unique for a controller; :meth:`Controller.finish` tells stale ones by it."""
+    """Unique within a controller; :meth:`Controller.finish` detects stale jobs by it."""
     purpose: str
     """For logs: ``tuning after the drift alarm``."""
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
     def run(self) -> Any:
-        """Compute."""
+        """Run the computation and return its result."""
         return self.function(*self.arguments)
 
 
 class Evidence(StrEnum):
-    """What stands behind the policy in force."""
+    """Kind of evidence for the active policy."""
 
     CERTIFIED = "certified"
-    """What was observed while serving: disagreement is within the constraint, with confidence."""
+    """Observations while serving: disagreement is within the constraint, with confidence."""
     CALIBRATED = "calibrated"
-    """The calibration data; what was observed since neither confirms nor contradicts it."""
+    """Calibration data; later observations neither confirm nor contradict it."""
     CONSERVATIVE = "cautious"
-    """Nothing is needed: no exit answers."""
+    """The policy needs no evidence: no exit answers."""
     SUSPICIOUS = "suspicious"
-    """More than the constraint allows disagreed of late, or under the policy on the whole; too few
-    audits yet for an alarm, and too many disagreements to call it certified or calibrated."""
+    """More samples than the constraint allows disagreed recently, or under the policy overall: too
+    few audits for an alarm, and too many disagreements to call it certified or calibrated."""
     NONE = "none"
-    """Nothing: the policy was tuned, and is not covered by any statement."""
+    """The policy was tuned without evidence, and no statement covers it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,18 +71,19 @@ class ControlStatus:
     """1 − α of certificate and upper bound."""
     evidence: Evidence
     disagreement: float | None
-    """Of the policy in force, the mean over its samples, those audited counted by the inverse of
-    their probability; the certified controller says ``None`` until there are so many samples that
-    the rarest audit, had it disagreed alone, is within the constraint."""
+    """Estimate for the active policy: the mean over its samples, with audits weighted by the
+    inverse of their probability. The certified controller reports ``None`` until there are so many
+    samples that a single disagreement of the rarest audit would be within the constraint."""
     disagreement_upper_bound: float
-    """Not above it with ``confidence_level``, at any time, for the policy in force; 1 at first."""
+    """Upper bound for the active policy, valid at any time with ``confidence_level``; 1 at
+    first."""
     audit_probability: float
     observed: int
     """Samples seen since the start."""
     audited: int
-    """Of those answered early, the ones that ran to the end."""
+    """Samples that were answered early and still ran to the end."""
     disagreed: int
-    """Of those audited, the ones answered unlike the source model."""
+    """Audited samples whose early answer differs from the source model's."""
     alarms: int
     """Drift alarms."""
     tunings: int
@@ -90,12 +91,12 @@ class ControlStatus:
     adjustments: int
     """Changes of the set of exits in use."""
     state: str
-    """In a few words, for people: ``steady``, ``recovering: 312 of about 480 samples``."""
+    """A few words for people: ``steady``, ``recovering: 312 of about 480 samples``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlEvent:
-    """Something that an operator wants to read in the log."""
+    """An event for the operator's log."""
 
     kind: str
     """``alarm``, ``suspicion``, ``certified``, ``policy``, ``tuning``, ``exits``."""
@@ -104,60 +105,60 @@ class ControlEvent:
 
 
 class Controller(Protocol):
-    """Decides which policy is in force, and how often answers are audited."""
+    """Decides which policy is active, and how often answers are audited."""
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """Name on the command line."""
 
     @property
     def policy(self) -> ExitPolicy:
-        """What shall be in force: exits in use with thresholds (``NEVER``: shadow mode)."""
+        """Policy that should be active: exits in use with thresholds (``NEVER``: shadow mode)."""
 
     @property
     def audit_probability(self) -> float:
-        """For samples that are started from now on, in (0, 1]; audit mode only."""
+        """Audit probability of samples started from now on, in (0, 1]; audit mode only."""
 
     def observe(self, seen: Observations) -> None:
-        """Take note of samples, in the order in which they were started."""
+        """Add samples, in the order in which they were started."""
 
     def take_job(self) -> Job | None:
-        """What to compute elsewhere, once; at most one is out at a time."""
+        """Return a computation to run elsewhere, once; at most one is running at a time."""
 
     def finish(self, job: Job, result: Any) -> None:
-        """Take the result of a job; ``observe`` may have been called since it was taken.
+        """Take the result of a job; ``observe`` may have been called since :meth:`take_job`.
 
-        ``None`` says that the job failed; whatever was tried may be tried again later.
+        ``None`` means that the job failed; the controller may try the same again later.
         """
 
     def status(self) -> ControlStatus:
-        """A snapshot; cheap."""
+        """Return a snapshot; cheap."""
 
     def take_events(self) -> list[ControlEvent]:
-        """What happened since the last call."""
+        """Return the events since the last call."""
 
     def state(self) -> Mapping[str, Any] | None:
-        """What to keep over a restart: JSON values and numpy arrays; ``None`` for nothing."""
+        """Return the state to keep across a restart: JSON values and numpy arrays; or ``None``."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state; ValueError if it does not fit this controller."""
+        """Continue from a saved state; ValueError if it does not fit this controller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControlTask:
-    """The model that an extension's controller is made for, and the limits it works within."""
+    """The model that an extension's controller is made for, and the limits for it."""
 
     manifest: Manifest
     profile: Profile
-    """As measured on this machine."""
+    """Profile as measured on this machine."""
     policy: ExitPolicy
-    """The bundle's policy, cut down to the limits below where it exceeds them."""
+    """The bundle's policy, reduced to the limits below where it exceeds them."""
     batch_size: int
-    """Most rows of a batch."""
+    """Largest number of rows in a batch."""
     costs: CostModel
-    """At that batch size."""
+    """Cost model at that batch size."""
     max_overhead: float
-    """Ramp budget: how much later the model's end may come for the exits in use, as a share."""
+    """Ramp budget: largest delay of the model's end by the exits in use, as a share."""
     max_disagreement: float
     """The constraint."""
     confidence_level: float
@@ -167,16 +168,16 @@ class ControlTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerKind:
-    """A controller that an extension adds; ``EXTENSION`` of its module ``for_control`` has them.
+    """A controller of an extension, listed by ``EXTENSION`` of the module ``for_control``.
 
-    It tunes thresholds of its own, so it suits no model that must keep to compiled ones.
+    It tunes its own thresholds, so it does not fit a model that must keep the compiled ones.
     """
 
     name: str
-    """As on the command line."""
+    """Name on the command line."""
     description: str
-    """For the help."""
+    """Text for the command line's help."""
     make: Callable[[ControlTask], Controller]
     runs_on: bool = False
-    """Whether every sample runs to the end in audit mode too. Exits save no compute then, so that
-    the ramp budget is that of release mode, and all answers are audited."""
+    """True if every sample runs to the end even in audit mode. Exits then save no compute, so the
+    ramp budget is that of release mode, and all answers are audited."""

@@ -1,4 +1,4 @@
-"""The cost model: by a profile, the time until each exit's answer and the model's end."""
+"""The cost model: time until each exit's answer and until the model's end, from a profile."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from offramp.certify import FloatArray
 class CostModel:
     """The milliseconds that parts of a model take for a batch of one size; only ratios matter.
 
-    Latency counts from the batch's start. In a cascade (``source_begins`` above 0) whoever takes no
-    exit runs the quantised model up to the last exit in use, then the whole source model.
+    Latency counts from the batch's start. In a cascade (``source_begins`` above 0), a sample that
+    takes no exit runs through the quantised model up to the last exit in use, then through the
+    whole source model.
     """
 
     source_ms: float
-    """The unmodified model."""
+    """Time of the unmodified model."""
     segments_ms: tuple[float, ...]
-    """They add up to ``source_ms``; in a cascade those of the quantised model come before it."""
+    """Time of each segment. The sum is ``source_ms``; in a cascade, segments of the quantised model
+    come first, in addition."""
     stages_ms: tuple[float, ...]
-    """Per exit: border, dispatch, exit check."""
+    """Time per exit for border, dispatch and exit check."""
     after_segment: tuple[int, ...]
-    """Per exit."""
+    """Index of the segment before each exit."""
     exits_ms: tuple[float, ...]
-    """Per exit: bridge and head."""
+    """Time per exit for bridge and head."""
     unsure: float = 0.0
-    """Half of the interval of what all exits add, as a share of ``source_ms``."""
+    """Half of the interval of the time that all exits add, as a share of ``source_ms``."""
     source_begins: int = 0
-    """The segment that the source model begins with (:func:`.manifest.last_beginning`)."""
+    """First segment of the source model (:func:`.manifest.last_beginning`)."""
 
     @classmethod
     def at(
@@ -44,7 +46,7 @@ class CostModel:
         *,
         source_begins: int = 0,
     ) -> CostModel:
-        """Take a column of a profile; ``exits_ms`` at the same batch size."""
+        """Make a model from one column of a profile; ``exits_ms`` are at the same batch size."""
         column = profile.column(batch_size)
         return cls(
             source_ms=profile.source_ms[column],
@@ -58,7 +60,7 @@ class CostModel:
 
     @classmethod
     def of(cls, manifest: Manifest, profile: Profile, batch_size: int) -> CostModel:
-        """All exits of a bundle, at one batch size."""
+        """Make a model with all exits of a bundle, at one batch size."""
         column = profile.column(batch_size)
         return cls.at(
             profile,
@@ -70,23 +72,23 @@ class CostModel:
 
     @property
     def exits(self) -> int:
-        """Number of exits, the model's end not counted."""
+        """Number of exits, without the model's end."""
         return len(self.after_segment)
 
     @property
     def front_ms(self) -> float:
-        """All segments before the source model: the quantised model in a cascade, else 0."""
+        """Time of all segments before the source model, as in a cascade; else 0."""
         return float(sum(self.segments_ms[: self.source_begins]))
 
     def overhead(self, active: Sequence[int]) -> float:
-        """How much later the model's end comes than without exits, as a share.
+        """Return the delay of the model's end compared with no exits, as a share.
 
-        In a cascade that counts the quantised model too.
+        In a cascade this includes the quantised model.
         """
         return float(self.latency_ms(active)[-1]) / self.source_ms - 1
 
     def sure_overhead(self, active: Sequence[int]) -> float:
-        """The least that :meth:`overhead` may be, by the spread of what was measured."""
+        """Return the lower bound of :meth:`overhead`, by the spread of the measurement."""
         everything = sum(self.exits_ms) + sum(self.stages_ms)
         before = self._before_source_ms(active) / self.source_ms
         if not everything:
@@ -95,14 +97,14 @@ class CostModel:
         return before + max(share * (1 - self.unsure * self.source_ms / everything), 0.0)
 
     def until_ms(self) -> FloatArray:
-        """[exits]: time of the model itself up to each exit, no exit's own cost counted."""
+        """[exits]: the model's own time up to each exit, without the cost of exits."""
         return np.asarray(np.cumsum(self.segments_ms)[list(self.after_segment)])
 
     def latency_ms(self, active: Sequence[int]) -> FloatArray:
         """[active + 1]: time until each active exit's answer, and until the model's end.
 
-        Apparate 3.3: the model's own time up to it, and the cost of every active exit up to it. In
-        a cascade the source model comes after the last active exit, from its beginning.
+        Apparate 3.3: the model's own time up to the exit, and the cost of every active exit up to
+        it. In a cascade, the source model runs from its beginning after the last active exit.
         """
         until = np.cumsum(self.segments_ms)
         times, exits_so_far = [], 0.0
@@ -113,10 +115,10 @@ class CostModel:
         return np.array([*times, end + exits_so_far])
 
     def avoided_ms(self, active: Sequence[int]) -> FloatArray:
-        """[active]: the time that a sample avoids by leaving at an exit, exits' own not counted.
+        """[active]: time that a sample avoids by leaving at an exit, without the cost of exits.
 
-        It is the model's own time after the exit. In a cascade the last exit is the reason that
-        what lies between it and the exit before it runs, for those that leave too.
+        This is the model's own time after the exit. In a cascade, the segments between the last two
+        exits run because of the last exit, also for samples that leave there.
         """
         until = self.until_ms()[list(active)]
         if not self.source_begins:
@@ -127,9 +129,9 @@ class CostModel:
         return left
 
     def added_ms(self, active: Sequence[int]) -> FloatArray:
-        """[active]: the time that an exit costs a sample that passes it: bridge, head and border.
+        """[active]: time that an exit costs a sample that passes it: bridge, head and border.
 
-        In a cascade the last one costs too what lies between the exit before it and itself.
+        In a cascade, the last exit also costs the segments between the exit before it and itself.
         """
         rows = list(active)
         added = np.add(self.exits_ms, self.stages_ms, dtype=np.float64)[rows]
@@ -138,11 +140,11 @@ class CostModel:
         return added
 
     def _before_source_ms(self, active: Sequence[int]) -> float:
-        """The segments that run for these exits alone, and not for the source model's answer."""
+        """Return the time of segments that run for these exits only, not for the source model."""
         if not self.source_begins or not active:
             return 0.0
         return float(self.until_ms()[active[-1]])
 
     def _last_alone_ms(self, active: Sequence[int]) -> float:
-        """The segments of a cascade that run for the last of these exits only."""
+        """Return the time of a cascade's segments that run only for the last of these exits."""
         return self._before_source_ms(active) - self._before_source_ms(active[:-1])

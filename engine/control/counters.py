@@ -1,4 +1,4 @@
-"""What every controller counts and reports: samples, agreement, alarms, tunings and events."""
+"""Counts and reports of every controller: samples, agreement, alarms, tunings and events."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _COUNTED = ("observed", "audited", "disagreed", "alarms", "tunings", "adjustment
 
 
 class ControlCounters:
-    """Counts since the start, events, and a running estimate for the policy in force.
+    """Counts since the start, events, and a running estimate for the active policy.
 
     The estimate is the mean loss of the samples: an audit that disagreed counts as the inverse of
-    its probability, all else as 0 (Horvitz, Thompson 1952). It has no bias, however the
-    probabilities followed from what was observed before, and nothing is said about its error.
-    Forced answers are outside of it; they are counted as observed, and where they ran on, as
-    audited.
+    its probability, any other sample as 0 (Horvitz, Thompson 1952). It is unbiased, provided that
+    each probability depends on earlier observations only; there is no statement about its error.
+    Forced answers are not part of it. They are counted as observed, and as audited if they ran to
+    the end.
     """
 
     def __init__(self, *, tolerated: float = math.inf) -> None:
-        """Start at 0; no estimate that a single rare audit that disagreed would put above this."""
+        """Start at 0; no estimate while one disagreement of a rare audit would exceed this."""
         self._tolerated = tolerated
         self.observed = self.audited = self.disagreed = 0
-        """Samples seen; of those answered early, the ones that ran to the end; and of these, the
-        ones answered unlike the source model."""
+        """Samples seen; early answers that ran to the end; and of these, the ones that differ from
+        the source model's answer."""
         self.alarms = self.tunings = self.adjustments = 0
-        """Drift alarms, finished threshold tunings, changes of the set of exits in use."""
+        """Drift alarms, finished threshold tunings, and changes of the set of exits in use."""
         self._events: list[ControlEvent] = []
         self._heaviest = 0.0
-        """What the rarest audit so far counts, if it disagreed."""
+        """Loss that the rarest audit so far would have counted if it had disagreed."""
         self._begin(None)
 
     def add(self, seen: Observations, *, version: int) -> None:
@@ -62,16 +62,16 @@ class ControlCounters:
         return self._loss / self._samples
 
     def exceeds(self, bound: float, version: int) -> bool:
-        """Whether the estimate under policy ``version`` is above a bound."""
+        """Return whether the estimate under policy ``version`` is above a bound."""
         estimate = self.estimate(version)
         return estimate is not None and estimate > bound
 
     def note(self, kind: str, text: str, *, warning: bool = False) -> None:
-        """Report something that an operator wants to read."""
+        """Add an event for the operator's log."""
         self._events.append(ControlEvent(kind=kind, text=text, warning=warning))
 
     def take_events(self) -> list[ControlEvent]:
-        """What happened since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -87,7 +87,7 @@ class ControlCounters:
         state: str,
         upper_bound: float = 1.0,
     ) -> ControlStatus:
-        """A snapshot with policy ``version`` in force; the bound is 1 where nothing is tested."""
+        """Return a snapshot with policy ``version`` active; the bound is 1 if nothing is tested."""
         return ControlStatus(
             controller=controller,
             max_disagreement=max_disagreement,
@@ -101,7 +101,7 @@ class ControlCounters:
         )
 
     def state(self) -> dict[str, Any]:
-        """What to keep over a restart: all counts, and the estimate if there is one."""
+        """Return the state to keep across a restart: all counts, and the estimate if any."""
         counts: dict[str, Any] = {name: getattr(self, name) for name in _COUNTED}
         if self._version is None:
             return counts
@@ -114,14 +114,14 @@ class ControlCounters:
         return counts | {"estimate": estimate}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state; ValueError, and nothing has changed, if it does not fit."""
+        """Continue from a saved state; ValueError without any change if it does not fit."""
         counts = {name: kept_count(state, name) for name in _COUNTED}
         estimate = _kept_estimate(state)
         self._begin(None)
         vars(self).update(counts | estimate)
 
     def resume_estimate(self, state: Mapping[str, Any], *, version: int) -> None:
-        """Go on with the estimate alone of a kept state, now that of policy ``version``."""
+        """Continue only the estimate of a saved state, as that of policy ``version``."""
         self._begin(version)
         vars(self).update(_kept_estimate(state) | {"_version": version})
 
@@ -132,7 +132,7 @@ class ControlCounters:
 
 
 def _kept_estimate(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Read an estimate; nothing where there was none."""
+    """Read an estimate; empty where there was none."""
     if "estimate" not in state:
         return {}
     kept = kept_part(state, "estimate")

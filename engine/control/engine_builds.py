@@ -1,8 +1,9 @@
-"""When engines are built beside serving: one build at a time, within a budget of wall time.
+"""Decisions when to build engines while serving: one build at a time, within a time budget.
 
-TensorRT builds on the very GPU that serves, and times its kernels there: batches that run meanwhile
-take longer. So builds have a share of wall time, stages must have been in use for a while before
-one is built, a failure is followed by a pause that doubles, and no stage is tried for ever.
+TensorRT builds on the GPU that serves, and times its kernels there, so batches that run at the same
+time take longer. Therefore builds have a limited share of wall time, stages must have been in use
+for a while before one is built, the pause after a failure doubles, and the tries per stage are
+limited.
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ from dataclasses import dataclass
 from typing import Final
 
 SAVED_UP_S: Final = 3600.0
-"""The budget of so many seconds can be saved up; it is there at the start."""
+"""Seconds for which the budget can be saved up; as much is available at the start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildBudget:
-    """How much building may disturb serving.
+    """Limits on how much building may disturb serving.
 
-    Over any t seconds, builds take at most ``share`` · (t + 3,600 s), and what the last of them
-    took beyond: how long one takes shows only at its end, and is paid off before the next.
+    Over any t seconds, builds take at most ``share`` · (t + 3,600 s), plus the excess of the last
+    build: its duration is known only at its end, and is paid off before the next build.
     """
 
     share: float
-    """Of wall time; above 0, at most 1."""
+    """Share of wall time; above 0, at most 1."""
     settle_s: float = 60.0
-    """How long stages must have been in use: exits come and go."""
+    """Time that stages must have been in use: exits change often."""
     longest_s: float = 1800.0
-    """A build that takes longer is ended, and counts as failed."""
+    """A build that takes longer is stopped, and counts as failed."""
     pause_s: float = 300.0
-    """After a failure; doubled with each further one in a row."""
+    """Pause after a failure; doubled with each further failure in a row."""
     longest_pause_s: float = 4 * 3600.0
     tries: int = 2
-    """How often a stage is asked for at most."""
+    """Largest number of build attempts per stage."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.share <= 1.0:
@@ -42,34 +43,34 @@ class BuildBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRequest:
-    """A build that is to be started."""
+    """A build to start."""
 
     model: str
     units: tuple[str, ...]
-    """Names of the engines, rising."""
+    """Names of the engines, in ascending order."""
 
 
 class BuildDecisions:
-    """Decides when which engines are built; sans I/O, ``now_s`` of one clock never falls."""
+    """Decides when which engines are built; sans I/O. ``now_s`` is of one monotonic clock."""
 
     def __init__(self, budget: BuildBudget, now_s: float) -> None:
         self._budget = budget
         self._wanted: dict[str, dict[str, float]] = {}
-        """By model: the engines it lacks, and since when."""
+        """For each model, the engines it lacks, and the time since when."""
         self._tried: dict[tuple[str, str], int] = {}
         self._running: tuple[BuildRequest, float] | None = None
         self._left_s = budget.share * SAVED_UP_S
-        """What builds may take now; below 0 while one is paid off."""
+        """Build time available now; below 0 while a build is paid off."""
         self._counted_s = self._not_before_s = now_s
         self._failures = 0
 
     def want(self, model: str, units: Collection[str], now_s: float) -> None:
-        """Say which engines a model lacks now, all of them."""
+        """Set the engines that a model lacks now, all of them."""
         before = self._wanted.get(model, {})
         self._wanted[model] = {unit: before.get(unit, now_s) for unit in units}
 
     def start(self, now_s: float) -> BuildRequest | None:
-        """Give the build that is to be started now, if any: the model that waits longest."""
+        """Return the build to start now, if any: that of the model that waits longest."""
         self._earn(now_s)
         if self._running is not None or now_s < self._not_before_s or self._left_s <= 0.0:
             return None
@@ -85,26 +86,26 @@ class BuildDecisions:
         return request
 
     def overdue(self, now_s: float) -> bool:
-        """Whether the build that runs has to be ended."""
+        """Return whether the running build must be stopped."""
         return self._running is not None and now_s - self._running[1] > self._budget.longest_s
 
     def ended(self, now_s: float, *, succeeded: bool) -> None:
-        """Say that the build that ran has ended."""
+        """Record that the running build has ended."""
         assert self._running is not None, "none was started"
         request, started_s = self._running
         self._running = None
         self._left_s -= now_s - started_s
-        self._earn(now_s)  # after what was spent: no more than an hour's can be saved up
+        self._earn(now_s)  # after the deduction: at most one hour's budget can be saved up
         self._failures = 0 if succeeded else self._failures + 1
         if self._failures:
             pause_s = self._budget.pause_s * 2.0 ** min(self._failures - 1, 30)
             self._not_before_s = now_s + min(pause_s, self._budget.longest_pause_s)
-        # What was built is taken into use now: it may be asked for again when that did not help.
+        # Built engines are loaded now. If the model still lacks them, they may be requested again.
         still = self._wanted.get(request.model, {})
         still.update((unit, now_s) for unit in request.units if unit in still)
 
     def _due(self, model: str, now_s: float) -> list[str]:
-        """The engines to build together: all that may be tried, once all have settled."""
+        """Return the engines to build together: all with tries left, once all have settled."""
         budget = self._budget
         units = {u: since for u, since in self._wanted[model].items() if self._may_try(model, u)}
         settled = all(now_s - since >= budget.settle_s for since in units.values())

@@ -1,20 +1,21 @@
 """Admission of samples as evidence: equal samples count once, and one source has a bounded share.
 
-A statement about agreement takes samples for independent draws of one load. Copies of a sample are
-none: an easy image, sent again and again, would stand for the whole load, and thresholds would be
-certified by it for all others. So a sample equal to a recent one is no evidence: it counts for and
-against nothing that a controller learns, and is not audited.
+A statement about agreement assumes that samples are independent draws of one load. Copies of a
+sample are not: an easy image that is sent again and again would represent the whole load, and
+thresholds would be certified by it for all others. So a sample equal to a recent one is no
+evidence: no controller learns from it, and it is not audited.
 
-Samples are told by a fingerprint of their inputs (:func:`fingerprints`). What exits say of a sample
-would be there for nothing, but is no fingerprint: confidences of different easy samples are often
-equal (1 after rounding), and those of equal samples differ in the last bits with the batch.
+Samples are identified by a fingerprint of their inputs (:func:`fingerprints`). The confidences of
+the exits would be available at no cost, but they are no fingerprint: different easy samples often
+have equal confidences (1 after rounding), and the confidences of equal samples differ in the last
+bits with the batch.
 
-The rule is *predictable*: it looks at the sample's inputs, its source and the samples before it,
-before anything is computed. So it says nothing of the outcome, and the theorems of
-:mod:`offramp.certify.betting` hold for the samples that are admitted, as a load of their own.
+The rule is *predictable*: it depends on the sample's inputs, its source and earlier samples, before
+anything is computed. So it is independent of the outcome, and the theorems of
+:mod:`offramp.certify.betting` hold for the admitted samples, as a load of their own.
 
-Nearly equal samples are different ones here. How much of the evidence one source can make of them
-is bounded by ``max_source_share``.
+Nearly equal samples count as different here. ``max_source_share`` bounds the share of the evidence
+that one source can produce with them.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from numpy.typing import NDArray
 from offramp.certify import BoolArray, IntArray
 
 REMEMBERED: Final = 1 << 16
-"""Samples of the evidence that later ones are compared with."""
+"""Admitted samples that later ones are compared with."""
 Origin: TypeAlias = tuple[int, str]
-"""The fingerprint of a sample, and its source: whoever sent it."""
+"""The fingerprint of a sample, and its source: the client that sent it."""
 SHARED: Final = 4096
-"""Samples of the evidence of which one source has a bounded share."""
+"""Admitted samples over which the share of one source is bounded."""
 _BLOCKS: Final = 256
 _BLOCK_BYTES: Final = 256
-"""What is read of long inputs."""
+"""Number of blocks and bytes per block that are read of long inputs."""
 
 
 class EvidenceWindow:
-    """Decides which samples are admitted as evidence, by the last ones that were."""
+    """Decides which samples are admitted as evidence, by comparison with those admitted before."""
 
     def __init__(
         self, *, remembered: int = REMEMBERED, max_source_share: float = 1.0, shared: int = SHARED
     ) -> None:
         """Start with nothing admitted.
 
-        A sample is admitted once while ``remembered`` others are. Of the last ``shared`` samples
-        that were admitted, one source has at most ``max_source_share``, in (0, 1], but always one.
+        An equal sample is admitted again after ``remembered`` others. Of the last ``shared``
+        admitted samples, one source has at most ``max_source_share``, in (0, 1], but always one.
         """
         if remembered < 1 or shared < 1:
             raise ValueError(f"remembered is {remembered}, shared {shared}, expected at least 1")
@@ -62,9 +63,9 @@ class EvidenceWindow:
         self._admitted: dict[int, int] = {}
         """Sample ids, by fingerprint."""
         self._order: deque[int] = deque()
-        """Their fingerprints, the oldest first."""
+        """Fingerprints of the admitted samples, the oldest first."""
         self._limit = max(1, math.floor(max_source_share * shared)) if max_source_share < 1 else 0
-        """Samples that one source may have of those in ``_sources``; 0 bounds nothing."""
+        """Largest number of samples of one source in ``_sources``; 0 means no limit."""
         self._sources: deque[str] = deque()
         self._counts: Counter[str] = Counter()
         self._shared = shared
@@ -72,8 +73,7 @@ class EvidenceWindow:
     def admit(self, sample_ids: IntArray, origins: Sequence[Origin]) -> BoolArray:
         """Decide on n samples in order; bool[n]: whether each is evidence.
 
-        ``sample_ids`` are int64[n]: a sample that is tried again is the same one, and stays what it
-        was.
+        ``sample_ids`` are int64[n]: a retried sample keeps its id, and its decision.
         """
         samples = zip(sample_ids.tolist(), origins, strict=True)
         return np.array([self._admits(*sample) for sample in samples], np.bool_)
@@ -92,7 +92,7 @@ class EvidenceWindow:
         return True
 
     def _count_source(self, source: str) -> bool:
-        """Count one more sample of a source, unless it has its share: returns whether it did."""
+        """Count one more sample of a source; return False if the source has used its share."""
         if self._counts[source] >= self._limit:
             return False
         if len(self._sources) == self._shared:
@@ -108,11 +108,11 @@ class EvidenceWindow:
 def fingerprints(arrays: Iterable[NDArray[np.generic]], count: int) -> list[int]:
     """Return a fingerprint of each of ``count`` samples, by the bytes of its inputs, [count, …].
 
-    CRC-32: of the checksums that Python has, the fastest on rows from 784 bytes (0.3 µs) to 600 KB
-    (90 µs; BLAKE2 takes 440), and it lets other threads run. Of a full window, one in 65,000
-    different samples is taken for a copy by chance. Who makes such samples on purpose only keeps
-    their own out of the evidence. Of an input above 64 KiB as much is read, evenly spread: samples
-    that are equal there hardly differ.
+    CRC-32 is the fastest of Python's checksums on rows from 784 bytes (0.3 µs) to 600 KB (90 µs;
+    BLAKE2 takes 440 µs), and it releases the GIL. With a full window, one in 65,000 different
+    samples is taken for a copy by chance. A client that makes collisions on purpose only excludes
+    its own samples from the evidence. Of an input above 64 KiB, 64 KiB are read, evenly spread:
+    samples that are equal there hardly differ.
     """
     prints = [0] * count
     for array in arrays:
@@ -123,7 +123,7 @@ def fingerprints(arrays: Iterable[NDArray[np.generic]], count: int) -> list[int]
 
 
 def _excerpt(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Blocks that lie evenly spread in long rows; short ones as they are."""
+    """Return blocks that are evenly spread in long rows; short rows as they are."""
     count, size = rows.shape
     if size <= _BLOCKS * _BLOCK_BYTES:
         return rows

@@ -1,6 +1,6 @@
-"""The policy in force: a level of a threshold path, and what may be said of it.
+"""The active policy: a level of a threshold path, and the statements that hold for it.
 
-Its metrics are here too, the audit rate among them, and what is in force after a restart.
+Also its metrics, including the audit rate, and the policy that is active after a restart.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from offramp.engine.control.counters import ControlCounters
 from offramp.engine.control.shift import ALIKE, ShiftGuard
 
 _FOR_PATHS: Final = 0.8
-"""Share of α for certificates; the rest is for upper bounds."""
+"""Share of α for certificates; the remainder is for upper bounds."""
 
 
 class PolicyInForce:
-    """Says what is answered early, and makes statements about it, each with its share of α."""
+    """Determines early answers, and makes statements about them, each with its share of α."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class PolicyInForce:
         costs: CostModel,
         settings: CertifiedSettings,
     ) -> None:
-        """Lay a path that the initial policy is a level of, and start at it if it is covered.
+        """Lay a path with the initial policy as a level, and start there if a promise covers it.
 
-        ``curves`` are of all K exits, and levels are chosen by ``tune``, at least one sample.
+        ``curves`` are of all K exits; ``tune``, at least one sample, is used to choose levels.
         """
         self._initial = initial
         self._costs = costs
         self._settings = settings
         self._paths = 0
-        """Threshold paths so far: α is shared among all that ever come."""
+        """Number of threshold paths so far: α is shared among all paths."""
         self._policies = 0
-        """Different policies that were in force, likewise."""
+        """Number of different policies that were active so far: α is shared among them too."""
         exits = tuple(a.exit for a in initial.active)
         self._given = np.array([a.threshold for a in initial.active])
         bound = settings.max_disagreement
@@ -66,31 +66,31 @@ class PolicyInForce:
         self._compiled = self.limited(exits, fitted)
         self.path, self.level = self._compiled_path()
         self.calibrated = settings.covered_by(initial)
-        """Whether it is the policy that calibration certified, and no alarm rang."""
+        """True if this is the policy that calibration certified, and no alarm fired."""
         self.policy = initial
         self.announced = False
-        """Whether it was said that it is certified."""
+        """True if its certification was reported."""
         self.drifted = False
-        """Whether an alarm rang ever."""
+        """True if an alarm ever fired."""
         self.recovering = False
-        """Whether no exit answered yet since an alarm."""
+        """True if no exit has answered yet since an alarm."""
         self._held: tuple[int, ExitPolicy, PolicyMetrics] | None = None
-        """The level that was learned before a restart and is held back, and what belongs to it."""
+        """Level that was learned before a restart and is held back, with its policy and metrics."""
         self._holds_compiled = False
-        """Whether the compiled thresholds are in force meanwhile."""
+        """True if the compiled thresholds are active in the meantime."""
         if not self.calibrated and exits:
             self.policy = self._policy_at(0, initial.version + 1)
         self.metrics = self._new_metrics()
 
     @property
     def thresholds(self) -> dict[int, float]:
-        """Thresholds of the path's exits."""
+        """Thresholds of the path's exits at the active level."""
         row: list[float] = self.path.thresholds[self.level].tolist()
         return dict(zip(self.path.exits, row, strict=True))
 
     @property
     def evidence(self) -> Evidence:
-        """What stands behind the policy."""
+        """Kind of evidence for the policy."""
         if self._holds_compiled:
             return Evidence.CALIBRATED
         if all(threshold > 1 for threshold in self.thresholds.values()):
@@ -101,13 +101,13 @@ class PolicyInForce:
 
     @property
     def audit_probability(self) -> float:
-        """For samples that are started from now on, while nothing was invalidated."""
+        """Audit probability of samples started from now on, unless all are audited."""
         return 1.0 if self._settings.release else self.metrics.audit.value
 
     def switch(
         self, level: int, *, path: ThresholdPath | None = None, shadow: Sequence[int] = ()
     ) -> None:
-        """Put another level in force, of the same path by default; changes what is answered.
+        """Activate another level, of the same path by default; this changes early answers.
 
         ``shadow`` are exits of a candidate, which run in shadow mode.
         """
@@ -120,15 +120,16 @@ class PolicyInForce:
         self.metrics = self._new_metrics()
 
     def restart(self) -> None:
-        """Answer nothing from now on, and test the same levels afresh."""
+        """Answer nothing early from now on, and test the same levels again."""
         self.drifted = self.recovering = True
         self.switch(0, path=self.new_path(self.path.exits, self.path))
 
     def hold_back(self) -> bool:
-        """Keep to what the compiled policy answers, after a restart: whether less is answered.
+        """Restrict early answers to those of the compiled policy, after a restart.
 
-        Samples are served under the compiled thresholds if nothing speaks against them and all
-        their exits are in use; else under the most aggressive level that answers no more.
+        Returns whether this reduces early answers. Samples are served under the compiled thresholds
+        if no evidence contradicts them and all their exits are in use; else under the most
+        aggressive level that answers no more.
         """
         level = self._last_within(self.path.exits, self.path.thresholds)
         if self.level <= level:
@@ -146,14 +147,14 @@ class PolicyInForce:
         return True
 
     def resume(self) -> None:
-        """Put what is held back in force again."""
+        """Activate again what is held back."""
         assert self._held is not None, "nothing is held back"
         self.level, learned, self.metrics = self._held
         self._held, self._holds_compiled = None, False
         self.policy = replace(learned, version=self.policy.version + 1)
 
     def forget_learned(self) -> bool:
-        """Forget what is held back, if the compiled thresholds are in force: whether they are."""
+        """Forget what is held back, if the compiled thresholds are active; return whether so."""
         if not self._holds_compiled:
             return False
         self._held, self._holds_compiled, self.announced = None, False, False
@@ -164,7 +165,7 @@ class PolicyInForce:
         return True
 
     def limited(self, exits: tuple[int, ...], levels: Fitted) -> Fitted:
-        """Leave levels out that answer what the compiled policy does not, if none may."""
+        """Drop levels that answer more than the compiled policy, if none may."""
         if not self._settings.never_beyond_compiled:
             return levels
         end = self._last_within(exits, levels.thresholds) + 1
@@ -176,13 +177,13 @@ class PolicyInForce:
         )
 
     def use_exits(self, shadow: Sequence[int]) -> None:
-        """Use the path's exits, and others in shadow mode; changes no answer."""
+        """Use the path's exits, and others in shadow mode; this changes no answer."""
         policy = self._policy_at(self.level, self.policy.version + 1, shadow)
         if policy.active != self.policy.active:
             self.policy = policy
 
     def new_path(self, exits: tuple[int, ...], levels: Fitted | ThresholdPath) -> ThresholdPath:
-        """A threshold path without evidence, at the share of α that comes next."""
+        """Return a threshold path without evidence, at the next share of α."""
         self._paths += 1
         return ThresholdPath(
             exits,
@@ -193,7 +194,7 @@ class PolicyInForce:
         )
 
     def state(self) -> dict[str, Any]:
-        """What to keep over a restart."""
+        """Return the state to keep across a restart."""
         return {
             "version": self.policy.version,
             "path": self.path.state(),
@@ -206,14 +207,14 @@ class PolicyInForce:
         }
 
     def restore(self, state: Mapping[str, Any], *, drifted: bool) -> None:
-        """Go on from a kept state, evidence included; if it is refused, nothing has changed."""
+        """Continue from a saved state and its evidence; ValueError without change if refused."""
         path = ThresholdPath.restored(kept_part(state, "path"), exits=self._costs.exits)
         if path.bound != self._settings.max_disagreement:
             asked = self._settings.max_disagreement
             raise ValueError(f"state: levels were tested for {path.bound}, not for {asked}")
         within = self._last_within(path.exits, path.thresholds)
         if self._settings.never_beyond_compiled and within < path.levels - 1:
-            raise ValueError("state: levels answer more than the compiled policy, and none may")
+            raise ValueError("state: levels answer more than the compiled policy, none may do so")
         level = kept_count(state, "level", most=path.levels - 1)
         version = kept_count(state, "version", least=self._initial.version)
         bound = UpperBound(0.5)
@@ -229,15 +230,15 @@ class PolicyInForce:
         self.metrics.bound = bound
 
     def _compiled_path(self) -> tuple[ThresholdPath, int]:
-        """A path without evidence, and the level to start at: the compiled policy if it may be."""
+        """Return a path without evidence, and its first level: the compiled one if covered."""
         path = self.new_path(tuple(a.exit for a in self._initial.active), self._compiled)
         is_compiled = (path.thresholds == self._given).all(axis=1)
         return path, int(is_compiled.argmax()) if self._settings.covered_by(self._initial) else 0
 
     def _last_within(self, exits: Sequence[int], thresholds: FloatArray) -> int:
-        """The last of float64[levels, exits] that answers nothing that the initial policy does not.
+        """Return the last of float64[levels, exits] that answers only what the initial policy does.
 
-        Thresholds fall along a path, so that all levels before it answer nothing more either.
+        Thresholds fall along a path, so earlier levels answer no more either.
         """
         compiled = {a.exit: a.threshold for a in self._initial.active}
         least = np.array([compiled.get(e, NEVER) for e in exits])
@@ -262,7 +263,7 @@ class PolicyInForce:
         )
 
     def _new_metrics(self) -> PolicyMetrics:
-        """Know nothing of a policy that answers otherwise than the one before."""
+        """Start metrics for a policy whose early answers differ from the previous one's."""
         self._policies += 1
         shares = np.zeros(self._costs.exits + 1)
         shares[[*self.path.exits, self._costs.exits]] = self.path.shares[self.level]
@@ -273,23 +274,23 @@ class PolicyInForce:
 
 _STEPS_PER_HALVING: Final = 4
 _UP: Final = 1.2
-"""How far above the next step the aim must be to go there, so that q does not flutter."""
+"""Factor by which the aim must exceed the next step to move there, so that q does not oscillate."""
 _MEMORY: Final = 2048.0
-"""Samples after which the shares answered at each exit have forgotten all but a third."""
+"""Samples after which the weight of earlier samples in the shares has fallen to about a third."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditSettings:
-    """How much auditing is too much, and too little."""
+    """Limits on how many audits are made."""
 
     budget: float = 0.05
-    """Largest share of all compute, audits included, that they may take; in (0, 1)."""
+    """Largest share of all compute (audits included) that audits may take; in (0, 1)."""
     least: float = 0.01
-    """Probability that the rate never goes below, in (0, 1]. It comes before the budget."""
+    """Lower bound of the audit probability, in (0, 1]. It takes precedence over the budget."""
     steady: float = 0.25
-    """Share of the budget once no more evidence is needed: enough to notice drift."""
+    """Share of the budget once no more evidence is needed: enough to detect drift."""
     every: int = 512
-    """Samples from one change to the next, at least."""
+    """Least number of samples between two changes."""
 
     def __post_init__(self) -> None:
         for name in ("budget", "least", "steady"):
@@ -299,10 +300,10 @@ class AuditSettings:
 
 
 def affordable(shares: FloatArray, latency_ms: FloatArray, budget: float) -> float:
-    """Largest audit probability within the budget, a share of all compute, in (0, 1].
+    """Return the largest audit probability within the budget, a share of all compute, in (0, 1].
 
     ``shares``, float64[active + 1], are of samples answered at each exit in use, the last at the
-    end, and ``latency_ms`` is until each, every exit in use paid (:meth:`.CostModel.latency_ms`).
+    end. ``latency_ms`` is the time until each, including all exits (:meth:`.CostModel.latency_ms`).
     """
     without = float(shares @ latency_ms)
     more = float(shares @ (latency_ms[-1] - latency_ms))
@@ -312,13 +313,13 @@ def affordable(shares: FloatArray, latency_ms: FloatArray, budget: float) -> flo
 
 
 class AuditRate:
-    """The audit probability in force; it changes rarely, in steps of a fourth of a halving.
+    """The active audit probability; it changes rarely, in steps of a quarter of a halving.
 
-    The audit rate gives as many answers as evidence needs, within a share of all compute. An audit
-    runs a sample that was answered at exit e on to the end: its cost is the time from there. With C
-    the mean time that stages take for a sample without audits, and E the mean time from the answer
-    to the end (0 for what nothing answers early), audits of a share q take q E of C + q E. Held to
-    a budget b that allows q <= b / (1 − b) · C / E.
+    The audit rate provides as much evidence as is needed, within a share of all compute. An audit
+    runs a sample that was answered at exit e to the end: its cost is the time from e to the end.
+    With C the mean time that stages take for a sample without audits, and E the mean time from the
+    answer to the end (0 for samples that no exit answers), audits of a share q take q E of C + q E.
+    A budget b thus allows q <= b / (1 − b) · C / E.
     """
 
     def __init__(self, settings: AuditSettings, shares: FloatArray, latency_ms: FloatArray) -> None:
@@ -327,19 +328,19 @@ class AuditRate:
         self.set(self.aim(shares, latency_ms, needed=True))
 
     def aim(self, shares: FloatArray, latency_ms: FloatArray, *, needed: bool) -> float:
-        """Give the probability wanted; ``needed`` says whether evidence is still missing."""
+        """Return the desired probability; ``needed`` is whether evidence is still missing."""
         most = affordable(shares, latency_ms, self._settings.budget)
         wanted = most if needed else most * self._settings.steady
         return min(max(wanted, self._settings.least), 1.0)
 
     def set(self, wanted: float) -> None:
-        """Jump to the step at or below what is wanted, never below the least one, in (0, 1]."""
+        """Set the step at or below the desired probability, in (0, 1], but at least ``least``."""
         steps = math.floor(np.log2(wanted) * _STEPS_PER_HALVING + 1e-9)
         self.value: float = max(2.0 ** (steps / _STEPS_PER_HALVING), self._settings.least)
         self._since = 0
 
     def follow(self, wanted: float, samples: int) -> None:
-        """Go where it is wanted, if that is far enough away, and the last change long enough."""
+        """Move to the desired probability if it is far enough, and the last change old enough."""
         self._since += samples
         if self._since < self._settings.every:
             return
@@ -348,7 +349,7 @@ class AuditRate:
 
 
 class PolicyMetrics:
-    """Metrics of one policy; another one that answers otherwise begins with new ones."""
+    """Metrics of one policy; a policy with other early answers starts with new ones."""
 
     def __init__(
         self,
@@ -359,68 +360,68 @@ class PolicyMetrics:
         *,
         alpha: float,
     ) -> None:
-        """Know nothing yet, of a policy with these exits in use, answering or in shadow mode.
+        """Start without observations of a policy with these exits in use, in shadow mode or not.
 
-        ``shares``, float64[K + 1], are of samples expected to be answered at each exit, the last at
-        the end. The upper bound may ever be wrong with probability ``alpha``.
+        ``shares``, float64[K + 1], are the expected shares of samples answered at each exit, the
+        last at the end. The upper bound may ever be wrong with probability ``alpha``.
         """
         self._costs = costs
         self._answered = shares.copy()
-        """float64[K + 1]: samples answered at each, the older ones forgotten."""
+        """float64[K + 1]: samples answered at each exit, with decay."""
         self.bound = UpperBound(alpha)
-        """Of the policy's risk."""
+        """Upper bound of the policy's risk."""
         self.served = 0
-        """Samples seen that were served under it."""
+        """Samples seen that were served under the policy."""
         audits = AuditSettings(budget=settings.audit_budget, least=settings.least_budgeted)
         self.audit = AuditRate(audits, *self._shares(exits))
 
     def observe(self, seen: Observations, loss: FloatArray) -> None:
-        """Take in samples served under the policy, none forced, and their float64[n] losses."""
+        """Add samples served under the policy, none forced, and their float64[n] losses."""
         self.served += len(seen)
         self.bound.add(loss, largest=1 / float(seen.audit_probability.min()))
         self._answered *= math.exp(-len(seen) / _MEMORY)
         self._answered += count_answers(seen.answered_at, self._costs.exits)
 
     def follow(self, exits: Sequence[int], *, needs_evidence: bool, samples: int) -> None:
-        """Move the audit probability, so many samples after the last time, for the exits in use."""
+        """Adjust the audit probability for the exits in use, ``samples`` after the last call."""
         aim = self.audit.aim(*self._shares(exits), needed=needs_evidence)
         self.audit.follow(aim, samples)
 
     def _shares(self, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """Shares answered at the exits in use and the end, and the time until each."""
+        """Return the shares answered at the exits in use and the end, and the time to each."""
         answered = self._answered[[*exits, self._costs.exits]]
         return answered / max(float(answered.sum()), 1e-9), self._costs.latency_ms(exits)
 
 
 class Resumption:
-    """Holds back what was learned before a restart, and decides what becomes of it.
+    """Holds back what was learned before a restart, and decides when to use or drop it.
 
-    What was learned was certified on the samples of its time. Nobody knows what comes after a
-    restart: the load of that time may be gone. So thresholds that answer more than the compiled
-    policy does are held back, and what exits say of served samples is compared with what they said
-    before the restart (:class:`.ShiftGuard`). In the meantime the compiled thresholds are in force;
-    or, where they are out of the question (an alarm rang, or the exits are others), the most
-    aggressive level that was certified and answers nothing that they do not.
+    What was learned was certified on samples before the restart; the load after the restart may
+    differ. So thresholds that answer more than the compiled policy are held back, and the
+    confidences of served samples are compared with those before the restart
+    (:class:`.ShiftGuard`). In the meantime the compiled thresholds are active; or, where these are
+    not possible (an alarm fired, or the exits differ), the most aggressive certified level that
+    answers no more than they do.
 
-        alike:      after so many samples what was learned comes into force again, with its evidence
-        different:  it is forgotten, and the server goes on as without a kept state; where the
-                    compiled thresholds are out of the question, that is an alarm
+        alike:      after enough samples, what was learned becomes active again, with its evidence
+        different:  it is dropped, and the server continues as without a saved state; where the
+                    compiled thresholds are not possible, this is an alarm
 
-    What answers no more than the compiled policy does is in force at once.
+    A learned policy that answers no more than the compiled one becomes active immediately.
     """
 
     def __init__(
         self, in_force: PolicyInForce, counters: ControlCounters, guard: ShiftGuard | None
     ) -> None:
-        """Hold nothing back so far; without a guard nothing ever is."""
+        """Start with nothing held back; without a guard nothing ever is."""
         self._in_force, self._counters, self._guard = in_force, counters, guard
         self.kept: Mapping[str, Any] | None = None
-        """The state that was restored, while it is held back."""
+        """The restored state, while it is held back."""
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Hold back what a state says that was just restored, unless that answers no more.
+        """Hold back the policy of a state that was just restored, if it answers more.
 
-        ValueError if too few samples were kept to compare with.
+        ValueError if the state has too few samples to compare with.
         """
         if self._guard is None:
             return
@@ -434,7 +435,7 @@ class Resumption:
         self._note(f"{text} before the restart")
 
     def resume_if_alike(self) -> None:
-        """Put what was learned in force again once enough samples were like those before."""
+        """Activate what was learned once enough samples look like those before the restart."""
         if self._guard is None or self.kept is None or not self._guard.is_alike:
             return
         self._in_force.resume()
@@ -444,16 +445,16 @@ class Resumption:
         self._note("samples look like those before the restart; what was learned is in force")
 
     def forget(self) -> bool:
-        """Forget what was learned: whether the compiled thresholds, which go on, are in force."""
+        """Forget what was learned; return whether the compiled thresholds remain active."""
         kept, self.kept = self.kept, None
         if self._guard is None or kept is None or not self._in_force.forget_learned():
             return False
         self._guard.start_over(self._in_force.policy)
-        self._note("samples are not like those before the restart; what was learned is forgotten")
+        self._note("samples differ from those before the restart; what was learned is dropped")
         return True
 
     def describe(self) -> str:
-        """How far the comparison is, for people."""
+        """Return the progress of the comparison, as text for people."""
         alike = 0 if self._guard is None else self._guard.alike
         return f"as compiled: {alike:,} of {ALIKE:,} samples like those before the restart"
 

@@ -1,23 +1,24 @@
-"""The policy that a controller starts with: the bundle's, cut down to a budget and constraint.
+"""The policy that a controller starts with: the bundle's, reduced to a budget and constraint.
 
-Where it is certified again (:func:`certified_on`), the certify split is asked a second time, and
-its first answer had a say in which exits it is asked about. What makes that sound:
+Where the policy is certified again (:func:`certified_on`), the certify split is used a second time,
+and its first result influenced which exits are tested. The argument why this is sound:
 
-Compiling fixes exits A and their path P on the tuning split. The certify split then says how far P
-holds, to level l*, and the exits that answer there, U(l*), are the bundle's. Thresholds only fall
-along P, so that U(0) ⊂ U(1) ⊂ … grows by an exit at a time or by several: whatever the certify
-split says, U(l*) is one of at most |A| sets that are not empty, and *these* are fixed by the tuning
-split. So is what is left of each within a budget (:func:`within_budget`), and its path
-(:func:`.agreement.tuning_path`). For each set, fixed sequence testing at δ/K passes a policy whose
-disagreement is above ε with probability at most δ/K (:mod:`offramp.certify.learn_then_test`). The
-K >= |A| exits of a bundle make at most K of these tests, so that with probability 1 − δ none of
-them passes such a policy, and neither does the one that was chosen with the certify split in sight.
+Compiling fixes exits A and their path P on the tuning split. The certify split then determines how
+far P holds, to level l*, and the exits that answer there, U(l*), are the bundle's. Thresholds only
+fall along P, so that U(0) ⊂ U(1) ⊂ … grows by one exit or by several at a time: for any
+certify split, U(l*) is one of at most |A| sets that are not empty, and *these sets* are
+fixed by the tuning split. So is the subset of each that fits a budget (:func:`within_budget`), and
+its path (:func:`.agreement.tuning_path`). For each set, fixed sequence testing at δ/K passes a
+policy whose disagreement is above ε with probability at most δ/K
+(:mod:`offramp.certify.learn_then_test`). The K >= |A| exits of a bundle allow at most K of these
+tests. So with probability 1 − δ no test passes such a policy, including the test that was chosen by
+the certify split.
 
-That holds for all exits of the bundle as for some of them, and however strict constraint and
-confidence are: without the exits of A that made the walk stop at l*, it may go on past it, on a
-path that was chosen by where it stopped. It also holds where ``eecompile rehearse`` raised the
-thresholds of P, which it fixes without the certify split as well. Only what the bundle's own
-promise covers needs no test: there its policy is taken as it is.
+The argument holds for all exits of the bundle and for some of them, and for any constraint and
+confidence: without the exits of A that made the walk stop at l*, it may go past l*, on a path that
+was chosen by where it stopped. The argument also holds where ``eecompile rehearse`` raised the
+thresholds of P, because it fixes them without the certify split as well. Only limits that the
+bundle's own promise covers need no test: there, the bundle's policy is used as it is.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ def within_budget(
     max_overhead: float,
     max_disagreement: float,
 ) -> tuple[int, ...]:
-    """The exits of a policy to keep so that the model's end comes late by so much at most.
+    """Return the exits of a policy to keep, so that the overhead is within a budget.
 
-    ``max_overhead`` is a share of the source model's time. The exit whose absence costs least on
-    the tuning split goes first, by thresholds that keep ``max_disagreement`` there (Apparate's ramp
-    budget, 3.1; which exits go is left open there). Nothing of the certify split is looked at: what
-    is chosen here is certified on it.
+    ``max_overhead`` is the largest delay of the model's end, as a share of the source model's time.
+    The exit whose removal costs least on the tuning split is removed first, with thresholds that
+    keep ``max_disagreement`` there (Apparate's ramp budget, 3.1; the paper leaves open which exits
+    to remove). The certify split is not used: the exits chosen here are certified on it.
     """
     exits = tuple(active.exit for active in policy.active)
     if not exits or costs.overhead(exits) <= max_overhead:
@@ -82,13 +83,13 @@ def certified_on(
     answer: Answer | None = None,
     max_class_disagreement: float | None = None,
 ) -> ExitPolicy:
-    """The most aggressive policy of these exits that the calibration data certifies, version 1.
+    """Return the most aggressive policy of these exits that calibration data certify, version 1.
 
-    As ``eecompile`` found the bundle's policy, of whose exits these are some or all: a path fixed
-    by the tuning split, walked on the certify split (:mod:`offramp.certify`), at a share of 1 − the
-    confidence level that makes up for how these exits were found (see the top of this file). Exits
-    that it does not need run in shadow mode, at ``NEVER``. ``max_class_disagreement`` bounds the
-    classes of the ``answer`` that have enough samples.
+    ``exits`` are some or all exits of the bundle's policy. The method is that of ``eecompile``: a
+    path fixed by the tuning split, walked on the certify split (:mod:`offramp.certify`), at a
+    reduced share of 1 − the confidence level, to account for the choice of these exits (see the top
+    of this file). Exits that the policy does not need run in shadow mode, at ``NEVER``.
+    ``max_class_disagreement`` bounds the classes of the ``answer`` that have enough samples.
     """
     rows = list(exits)
     silent = tuple(ActiveExit(exit=e, threshold=NEVER) for e in exits)
@@ -139,7 +140,7 @@ def certified_on(
 
 
 def tuning_split(records: Mapping[str, NDArray[Any]], exits: int) -> Weighted:
-    """The samples of the calibration data that curves may be fitted on; ValueError if none fit."""
+    """Return the calibration samples that curves may be fitted on; ValueError if there are none."""
     shape = records["confidence"].shape
     if len(shape) != 2 or shape[0] != exits:
         raise ValueError(f"records hold confidences of shape {shape}, expected [{exits}, samples]")
@@ -153,7 +154,7 @@ def tuning_split(records: Mapping[str, NDArray[Any]], exits: int) -> Weighted:
 def _split(
     records: Mapping[str, NDArray[Any]], which: int, exits: Sequence[int] | slice = slice(None)
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Confidence and agreement, [exits, samples], of one split; default: of all exits."""
+    """Confidence and agreement, [exits, samples], of one split; by default of all exits."""
     chosen = records["split"] == which
     agrees = records["prediction"][:, chosen] == records["final_prediction"][chosen]
     return records["confidence"][:, chosen][exits], agrees[exits]

@@ -1,19 +1,19 @@
-"""Changed inputs, noticed without audits: what exits say of samples, compared with before.
+"""Detection of changed inputs without audits: confidences of exits, compared with earlier ones.
 
-Audits tell whether answers got worse, but they are few. How sure an exit is of the samples that
-reach it is known of all of them, and it moves with nearly everything that makes inputs harder,
-easier or other. So the distribution of these confidences is compared with what it was: recent
-samples against those before, by Pearson's chi-square over ten bins of equal share at each exit,
-summed over the exits, at several lengths of "recent" (short ones notice a jump, long ones a small
-step). The later an exit, the more its confidences say, and the fewer samples reach it.
+Audits show whether answers got worse, but audits are few. The confidence of an exit is known for
+all samples that reach it, and it changes with nearly everything that makes inputs harder, easier or
+different. So the distribution of these confidences is compared with the earlier one: recent samples
+against those before, by Pearson's chi-square over ten bins of equal share at each exit, summed over
+the exits, at several lengths of "recent" (short ones detect a jump, long ones a small step). Later
+exits have more informative confidences, and fewer samples reach them.
 
-This is a reason to test afresh, no statement about agreement: a certificate takes for granted that
-samples are like those it was made from, and here they are not. The drift alarm (:mod:`.drift`)
-watches what matters whether this notices anything or not.
+A detected shift is a reason to test again, not a statement about agreement: a certificate assumes
+that samples are like those it was made from, and after a shift they are not. The drift alarm
+(:mod:`.drift`) monitors the disagreement itself, independently of this detector.
 
-Chosen here: samples that follow each other are often alike (frames of a film), so that windows
-differ more than chance would have it. Their usual excess is estimated (the dispersion of
-quasi-likelihood, Wedderburn 1974) and divided by.
+Our choice: consecutive samples are often similar (frames of a film), so that windows differ more
+than by chance. Their usual excess is estimated (the dispersion of quasi-likelihood, Wedderburn
+1974), and the statistic is divided by it.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ from offramp.certify.kept import kept_array, kept_count
 
 BINS: Final = 10
 SCALES: Final = (128, 512, 2048)
-"""Samples that count as recent."""
+"""Numbers of samples that count as recent."""
 LOOK_EVERY: Final = 64
-"""Samples from one comparison to the next."""
+"""Samples between two comparisons."""
 SIGNIFICANCE: Final = 1e-9
-"""Of one comparison: they are many, and the tail of a chi-square over small counts is heavier than
-its formula."""
+"""Significance of one comparison: there are many, and the tail of a chi-square over small counts is
+heavier than its formula."""
 LEAST_REFERENCE: Final = 512
-"""Samples that bins are made of, and that are compared with, at least."""
+"""Least number of samples to make bins from and to compare with."""
 _LEAST_REACHED: Final = 128
-"""Of these, that reach an exit, or it is left out."""
+"""Least number of these that reach an exit; else the exit is left out."""
 _WINDOWS_AVERAGED: Final = 32
 _ABSENT: Final = BINS
-"""Instead of a bin: the sample did not reach the exit."""
+"""Value instead of a bin if the sample did not reach the exit."""
 
 
 class ShiftDetector:
     """Compares the newest confidences of some exits with older ones."""
 
     def __init__(self, *, significance: float = SIGNIFICANCE) -> None:
-        """Know nothing; a single comparison is significant at ``significance``, in (0, 1)."""
+        """Start empty; a single comparison is significant at ``significance``, in (0, 1)."""
         if not 0 < significance < 1:
             raise ValueError(f"significance is {significance}, expected in (0, 1)")
         self._significance = significance
         self.excess: FloatArray = np.ones(len(SCALES))
-        """Chi-square over its expectation, at each scale, in the mean over windows."""
+        """Mean over windows of chi-square divided by its expectation, at each scale."""
         self.reset()
 
     def reset(self, reference: Float32Array | None = None) -> None:
         """Compare with other samples from now on.
 
         The float32[exits, n] confidences of ``reference`` are NaN where a sample did not reach an
-        exit; the next samples make up for what is missing.
+        exit. If there are too few, the next samples complete them.
         """
         self._collected: list[Float32Array] = []
         self._edges: list[FloatArray] | None = None
         self._reference: FloatArray = np.zeros((0, BINS))
-        """float64[exits, bins]: samples that are not recent at any scale."""
+        """float64[exits, bins]: samples that are no longer recent at any scale."""
         self._recent: IntArray = np.empty((0, 0), np.int64)
         """int64[exits, n]: bins of the newest samples, oldest first."""
         self._unlooked = 0
@@ -85,14 +85,14 @@ class ShiftDetector:
 
     @property
     def compares(self) -> bool:
-        """Whether there are enough older samples of any exit to compare with."""
+        """True if there are enough older samples of any exit to compare with."""
         return self._edges is not None and any(edges.size for edges in self._edges)
 
     def add(self, confidence: Float32Array) -> bool:
-        """Take in samples in order; whether they have changed.
+        """Add samples in order; return whether the distribution has changed.
 
-        After a notice it is the caller's to :meth:`reset`. float32[exits, n]; NaN where a sample
-        did not reach an exit.
+        The caller must :meth:`reset` after a change. float32[exits, n]; NaN where a sample did not
+        reach an exit.
         """
         if self._edges is None:
             self._collect(confidence)
@@ -117,7 +117,7 @@ class ShiftDetector:
             self._recent = np.empty((len(reference), 0), np.int64)
 
     def _bins(self, confidence: Float32Array) -> IntArray:
-        """int64[exits, n]."""
+        """Return the bins of confidences, int64[exits, n]."""
         assert self._edges is not None
         bins = [
             np.where(np.isnan(row) | (len(edges) == 0), _ABSENT, np.searchsorted(edges, row))
@@ -126,7 +126,7 @@ class ShiftDetector:
         return np.array(bins, np.int64).reshape(confidence.shape)
 
     def _look(self) -> bool:
-        """Compare at every scale; then what is recent at none becomes part of what is usual."""
+        """Compare at every scale; then add samples that are recent at none to the reference."""
         found = False
         newest = _count(self._recent)
         for place, scale in enumerate(SCALES):
@@ -145,9 +145,10 @@ class ShiftDetector:
         return found
 
     def _learn(self, place: int, scale: int, excess: float) -> None:
-        """Average what windows differ by; each counts for the part of it that is new.
+        """Average the differences between windows; each counts for the part of it that is new.
 
-        Slowly, and none for more than twice the usual, lest a shift hide itself.
+        The average moves slowly, and one window counts at most twice the usual excess, so that a
+        shift cannot hide itself.
         """
         weight = LOOK_EVERY / scale / _WINDOWS_AVERAGED
         excess = min(excess, 2.0 * max(float(self.excess[place]), 1.0))
@@ -155,7 +156,7 @@ class ShiftDetector:
 
 
 def chi_square(recent: FloatArray, before: FloatArray) -> tuple[float, int]:
-    """Pearson's statistic of two float64[exits, bins] of counts, and its degrees of freedom."""
+    """Return Pearson's statistic of two float64[exits, bins] counts, and its degrees of freedom."""
     total = recent + before
     ours, theirs = recent.sum(axis=1), before.sum(axis=1)
     known = (ours > 0) & (theirs > 0)
@@ -171,14 +172,14 @@ def chi_square(recent: FloatArray, before: FloatArray) -> tuple[float, int]:
 
 
 def chi_square_quantile(tail: float, freedom: int) -> float:
-    """What chi-square exceeds with probability ``tail`` (Wilson and Hilferty 1931)."""
+    """Return the chi-square value with upper tail probability ``tail`` (Wilson, Hilferty 1931)."""
     part = 2 / (9 * freedom)
     normal = -NormalDist().inv_cdf(tail)
     return float(freedom * (1 - part + normal * part**0.5) ** 3)
 
 
 def _edges(reached: Float32Array) -> FloatArray:
-    """Inner edges of bins of equal share; none where too few samples reach the exit."""
+    """Return inner edges of bins of equal share; none where too few samples reach the exit."""
     if len(reached) < _LEAST_REACHED:
         return np.empty(0)
     shares = np.arange(1, BINS) / BINS
@@ -186,91 +187,92 @@ def _edges(reached: Float32Array) -> FloatArray:
 
 
 def _count(bins: IntArray) -> FloatArray:
-    """float64[exits, bins] of int64[exits, n]."""
+    """Return the counts float64[exits, bins] of int64[exits, n]."""
     counts = [np.bincount(row, minlength=BINS + 1)[:BINS] for row in bins]
     return np.array(counts, np.float64).reshape(len(bins), BINS)
 
 
 RECOVERY: Final = 8_192
-"""Samples that are all audited after an alarm, at most."""
+"""Largest number of samples that are all audited after an alarm."""
 _COMPARED: Final = 4_096
-"""Samples that are compared with when a policy comes into force."""
+"""Samples to compare with when a policy becomes active."""
 BLIND: Final = 1_024
-"""Samples until exits of which too little was known are compared too."""
+"""Samples until exits with too little data are compared too."""
 ALIKE: Final = 1_024
-"""Samples that have to look like those before a restart until they count as alike."""
+"""Samples that must look like those before a restart until the load counts as alike."""
 KEPT: Final = 2_048
-"""Samples that are kept over a restart to compare with."""
+"""Samples that are kept across a restart to compare with."""
 FIRST_WAIT: Final = 1_024
 """Samples until a second notice may follow the first."""
 _UNSAID: Final = -1.0
-"""In a kept state, the confidence of an exit that a sample did not pass."""
+"""Confidence in a saved state of an exit that a sample did not pass."""
 _MISSING: Final = 0.1
-"""Share of those that would have reached an exit of which it may be unknown what it says."""
+"""Share of the samples reaching an exit whose confidence there may be unknown."""
 QUIET: Final = 32_768
-"""Samples without a notice that halve the wait again."""
+"""Samples without a notice after which the wait is halved."""
 
 
 class ShiftGuard:
-    """Compares what exits say of samples with what they said of those before.
+    """Compares the confidences of exits with those of earlier samples.
 
-    Two things that audits alone are too slow for. A share of 2 % audited shows a disagreement of 4
-    % after some ten thousand samples; what exits say of *all* samples that reach them shows most
-    shifts after some hundred (:class:`ShiftDetector`). Samples are then not like those that the
-    certificate was made from: the controller gives it up, no exit answers, and its levels are
-    tested afresh (:meth:`.certified.CertifiedController.invalidate`). And after that, or after a
-    drift alarm, every sample runs to the end for as long as evidence for more aggressive levels is
-    still missing, within a limit: for these moments audits may take more than their budget.
+    The guard does two things for which audits alone are too slow. With 2 % of the samples audited,
+    a disagreement of 4 % shows after about ten thousand samples; the confidences of *all* samples
+    show most shifts after some hundred (:class:`ShiftDetector`). Samples are then not like those
+    that the certificate was made from: the controller drops the certificate, no exit answers, and
+    its levels are tested again (:meth:`.certified.CertifiedController.invalidate`). After that, or
+    after a drift alarm, every sample runs to the end as long as evidence for more aggressive levels
+    is missing, within a limit: in this phase audits may exceed their budget.
 
-    After a notice, the next one has to wait twice as long as the last time, so that a load which
-    never comes to rest is not tested all the time; quiet halves that again.
+    After each notice, the wait until the next one doubles, so that a load that changes all the time
+    is not tested all the time; a quiet period halves the wait again.
     """
 
     def __init__(self, calibration: Float32Array, *, recovery: int = RECOVERY) -> None:
-        """Compare with the float32[K, n] confidences of calibration at first; :meth:`watch` begins.
+        """Compare with the float32[K, n] confidences of calibration at first.
 
-        After an alarm, at most ``recovery`` samples are all audited.
+        After an alarm, at most ``recovery`` samples are all audited. :meth:`watch` starts the
+        guard.
         """
         self._recovery = recovery
         self._wait = self._since = FIRST_WAIT
-        """Samples from one notice to the next, at least, and since the last one."""
+        """Least number of samples between two notices, and samples since the last notice."""
         self._left = 0
-        """Samples that are still all audited."""
+        """Samples left of those that are all audited."""
         self._detector = ShiftDetector()
         self._watched: tuple[int, ...] = ()
         """Exits whose confidences are compared."""
         self._answering: tuple[tuple[int, float], ...] | None = None
-        """Exits that answered when they were chosen: who reaches an exit depends on these."""
+        """Answering exits when these were chosen; they determine which samples reach an exit."""
         self._calibration = calibration[:, -_COMPARED:]
         self._recent = Window(exits=len(calibration), capacity=_COMPARED)
-        """The last samples, whether they ran to the end or not."""
+        """Last samples, whether they ran to the end or not."""
         self._recent.add_confidence(calibration)
         self.alike = ALIKE
         """Samples since a restart that look like those before it, up to :data:`ALIKE`."""
         self._is_half_blind, self._blind_for = False, 0
-        """Whether some exits are not compared for want of samples; for so many samples more."""
+        """True if some exits lack samples and are not compared; and for how many samples more."""
 
     @property
     def is_alike(self) -> bool:
-        """Whether enough samples look like those before a restart, if there was one."""
+        """True if enough samples look like those before a restart, or there was none."""
         return self.alike >= ALIKE
 
     @property
     def audits_all(self) -> bool:
-        """Whether every sample runs to the end, as evidence is gathered again."""
+        """True while every sample runs to the end, as evidence is gathered again."""
         return self._left > 0
 
     def pass_by(self, samples: int) -> None:
-        """Count samples; to be called with every chunk."""
+        """Count samples; call this with every chunk."""
         before, self._since = self._since, self._since + samples
         if before // QUIET < self._since // QUIET:
             self._wait = max(self._wait // 2, FIRST_WAIT)
 
     def has_shifted(self, seen: Observations, policy: ExitPolicy, *, needs_evidence: bool) -> bool:
-        """Take in samples after which no other alarm rang; whether inputs have changed.
+        """Add samples that caused no other alarm; return whether inputs have changed.
 
-        If so, the evidence has to be given up, and :meth:`recover` be called. ``needs_evidence``
-        says whether audits could still bring more aggressive thresholds, or confirm those in force.
+        If so, the caller must drop the evidence, and call :meth:`recover`. ``needs_evidence`` is
+        whether audits could still support more aggressive thresholds, or confirm the active ones.
         """
         self._left = max(self._left - len(seen), 0) if needs_evidence else 0
         mine = seen.take(seen.policy_version == policy.version)
@@ -288,7 +290,7 @@ class ShiftGuard:
         return False
 
     def recover(self, policy: ExitPolicy) -> None:
-        """After any alarm: have everything audited, and compare with what comes now."""
+        """After any alarm: have every sample audited, and compare with samples from now on."""
         self._left = self._recovery
         self._recent.keep(0)
         self.alike = ALIKE
@@ -302,18 +304,18 @@ class ShiftGuard:
         self.watch(policy)
 
     def compare_with_past(self, policy: ExitPolicy) -> bool:
-        """Compare with the samples before a restart: whether there are enough of them."""
+        """Compare with the samples before a restart; return whether there are enough."""
         self.watch(policy)
         self.alike = 0
         return self._detector.compares
 
     def watch(self, policy: ExitPolicy) -> None:
-        """Compare what is served under a policy from now on.
+        """Compare samples that are served under a policy from now on.
 
-        Which samples reach an exit depends on those before it that answer. So samples are compared
-        with those of the last ones that would have reached it now. Where a threshold has risen,
-        that is not known of all of them; exits of which too little is known are compared again
-        when there are enough new samples.
+        Which samples reach an exit depends on the answering exits before it. So samples are
+        compared with the last ones that would have reached the exit now. Where a threshold has
+        risen, this is unknown for some of them; exits with too many unknown samples are compared
+        again when there are enough new samples.
         """
         self._answering = _answering(policy)
         self._watched = tuple(active.exit for active in policy.active)
@@ -330,7 +332,7 @@ class ShiftGuard:
         self._detector.reset(_only(reached & ~unknown[:, None], confidence))
 
     def state(self) -> dict[str, Any]:
-        """What to keep over a restart: when to notice again, and what inputs look like."""
+        """Return the state to keep across a restart: waits, and recent confidences."""
         recent = self._recent.confidence(range(len(self._calibration)), KEPT)
         return {
             "wait": self._wait,
@@ -340,7 +342,7 @@ class ShiftGuard:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a kept state; ValueError, and nothing has changed, if it does not fit."""
+        """Continue from a saved state; ValueError without any change if it does not fit."""
         wait = kept_count(state, "wait", least=FIRST_WAIT)
         since = kept_count(state, "since")
         shape = (len(self._calibration), None)
@@ -351,7 +353,7 @@ class ShiftGuard:
         self._recent.add_confidence(np.where(recent < 0, np.float32(np.nan), recent))
 
     def _differs(self, seen: Observations) -> bool:
-        """Whether what exits say of the samples that reach them has changed."""
+        """Return whether the confidences of samples that reach the exits have changed."""
         if not self._watched:
             return False
         reached = reaches(seen.answered_at, self._watched)
@@ -359,10 +361,10 @@ class ShiftGuard:
 
 
 def _answering(policy: ExitPolicy) -> tuple[tuple[int, float], ...]:
-    """The exits that answer."""
+    """Return the exits that answer, with their thresholds."""
     return tuple((a.exit, a.threshold) for a in policy.active if a.threshold < NEVER)
 
 
 def _only(reached: BoolArray, confidence: Float32Array) -> Float32Array:
-    """What exits said of those that reach them, NaN elsewhere (audited samples go further)."""
+    """Return confidences where samples reach the exit, else NaN (audited samples go further)."""
     return np.where(reached, confidence, np.float32(np.nan))

@@ -1,4 +1,4 @@
-"""Controllers that certify nothing: what they share, and the one that never changes its policy."""
+"""Controllers that certify nothing: their common base, and one that never changes its policy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from offramp.engine.control.counters import ControlCounters
 
 
 class UncertifiedController:
-    """A controller (:class:`..controller.Controller`) that never changes its policy by itself."""
+    """A base for controllers (:class:`..controller.Controller`); itself, it keeps its policy."""
 
     name: ClassVar[str]
-    """As on the command line."""
+    """Name on the command line."""
 
     def __init__(
         self,
@@ -31,21 +31,21 @@ class UncertifiedController:
         if not 0 < audit_probability <= 1:
             raise ValueError(f"audit_probability must be in (0, 1], got {audit_probability}")
         self.policy = policy
-        """What shall be in force."""
+        """Policy that should be active."""
         self.audit_probability = audit_probability
-        """The one given; 1 is release mode."""
+        """Audit probability of all samples; 1 in release mode."""
         self._limits = max_disagreement, confidence_level
         self._counters = ControlCounters()
 
     def take_job(self) -> Job | None:
-        """Ask for nothing."""
+        """Request no job."""
         return None
 
     def finish(self, job: Job, result: Any) -> None:
-        """Ignore a job of someone else's."""
+        """Ignore the result: this controller requests no jobs."""
 
     def status(self) -> ControlStatus:
-        """A snapshot: counts and estimate; the upper bound stays 1, since nothing is tested."""
+        """Return a snapshot; the upper bound stays 1, since nothing is tested."""
         return self._counters.status(
             self.name,
             self.policy.version,
@@ -57,11 +57,11 @@ class UncertifiedController:
         )
 
     def take_events(self) -> list[ControlEvent]:
-        """What happened since the last call."""
+        """Return the events since the last call."""
         return self._counters.take_events()
 
     def _evidence(self) -> Evidence:
-        """The promise that the policy came with, unless the estimate is above the constraint."""
+        """Return the evidence of the policy's promise, unless the estimate exceeds the limit."""
         promise = self.policy.promise
         if all(active.threshold >= NEVER for active in self.policy.active):
             return Evidence.CONSERVATIVE
@@ -74,7 +74,7 @@ class UncertifiedController:
         raise NotImplementedError
 
     def _kept_policy(self) -> dict[str, Any]:
-        """The policy, as a state holds it."""
+        """Return the policy in the form that a state stores."""
         return {
             "version": self.policy.version,
             "exits": np.array([a.exit for a in self.policy.active], dtype=np.int64),
@@ -84,10 +84,10 @@ class UncertifiedController:
     def _kept(
         self, state: Mapping[str, Any], names: Sequence[str], *, exits: int
     ) -> tuple[ExitPolicy, list[int]]:
-        """Restore the counts of samples; the policy and other numbers that a state holds.
+        """Restore the counts of samples; return the policy and other numbers of a state.
 
         Raises:
-            ValueError: Something is missing, or it has an exit that a bundle of ``exits`` lacks.
+            ValueError: Something is missing, or an exit is not among the bundle's ``exits``.
         """
         try:
             version, used = kept_count(state, "version"), kept_exits(state, "exits", exits)
@@ -104,27 +104,27 @@ class UncertifiedController:
 
 
 def policy_of(version: int, exits: Sequence[int], thresholds: Sequence[float]) -> ExitPolicy:
-    """A policy of exits with their thresholds."""
+    """Return a policy of exits with their thresholds."""
     pairs = zip(exits, thresholds, strict=True)
     active = tuple(ActiveExit(exit=int(e), threshold=float(t)) for e, t in pairs)
     return ExitPolicy(version=version, active=active)
 
 
 class StaticController(UncertifiedController):
-    """Keeps the policy that it is given; counts and estimates, and acts on nothing."""
+    """Keeps the initial policy; counts and estimates, without any action."""
 
     name = "static"
 
     def observe(self, seen: Observations) -> None:
-        """Count."""
+        """Count samples."""
         self._counters.add(seen, version=self.policy.version)
 
     def state(self) -> Mapping[str, Any] | None:
-        """Keep nothing: the policy is the bundle's, and counts begin with the server."""
+        """Keep nothing: the policy is the bundle's, and counts start with the server."""
         return None
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Refuse: this controller never kept a state."""
+        """Refuse any state: this controller keeps none."""
         raise ValueError(f"the static controller keeps no state; got one with {sorted(state)}")
 
     def _describe(self) -> str:

@@ -1,4 +1,4 @@
-"""The controller of a served bundle, by the name on the command line."""
+"""The controller of a served bundle, by its name on the command line."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from offramp.engine.models.whole_promise import end_evidence
 from offramp.engine.stages.plan import Mode
 
 MAX_DISAGREEMENT: Final = 0.01
-"""The constraint where neither bundle nor user names one: a bundle without exits promises none."""
+"""The constraint where neither bundle nor user sets one: a bundle without exits has none."""
 STATIC_AUDIT_PROBABILITY: Final = 0.05
-"""In audit mode, of controllers that have no evidence to aim for: static, and those added."""
+"""Audit probability of controllers without a target for evidence (static, and added ones)."""
 
 
 def make_controller(
     bundle: Bundle, profile: Profile, mode: Mode, options: ModelOptions
 ) -> tuple[Controller, Mapping[str, str]]:
-    """Make the controller that the options name, and the fingerprint of what its state fits.
+    """Make the controller that the options name, and the fingerprint that its state must match.
 
-    It starts from the bundle's records and policy, or where the policy does not suit, from one that
-    was certified the same way. In release mode everything runs to the end, so that exits only cost
-    throughput: there the ramp budget is Apparate's 2 % unless the options say otherwise, and exits
-    beyond it are left out; so it is in audit mode under a controller that lets everything run on.
-    Where exits depend on earlier ones, the policy stays as it is.
+    It starts from the bundle's records and policy; or where the policy does not fit the options,
+    from a policy that was certified the same way. In release mode every sample runs to the end, so
+    exits only cost throughput: there the ramp budget is Apparate's 2 % by default, and exits beyond
+    it are left out. The same holds in audit mode under a controller that lets all samples run on.
+    Where exits depend on earlier ones, the policy stays unchanged.
     """
     records = bundle.records()
     max_disagreement, confidence_level = left_for_exits(bundle, options)
@@ -54,12 +54,12 @@ def make_controller(
     all_run_on = mode is Mode.RELEASE or (kind is not None and kind.runs_on)
     budget = ramp_budget(bundle.policy, costs, options, all_run_on=all_run_on)
     audited = 1.0 if all_run_on else STATIC_AUDIT_PROBABILITY
-    # where exits depend on earlier ones, none can be left out
+    # where exits depend on earlier ones, none can be removed
     most = math.inf if depends else budget
     policy = _within_limits(bundle, costs, records, max_overhead=most, **limits)
     promise = bundle.policy.promise
     of_classes = None if promise is None else promise.max_class_disagreement
-    # what is served is too little to certify each class again
+    # served samples are too few to certify each class again
     pinned = options.never_beyond_compiled or of_classes is not None
     controller: Controller
     if options.controller == "static" or depends:
@@ -68,7 +68,7 @@ def make_controller(
         if of_classes is not None:
             raise OptionsError(
                 f"{bundle.path} promises at most {of_classes:g} for each class, and controller "
-                f"{kind.name} tunes thresholds of its own; choose certified or static"
+                f"{kind.name} tunes its own thresholds; choose certified or static"
             )
         controller = kind.make(
             ControlTask(
@@ -94,7 +94,7 @@ def make_controller(
                 **limits,
             ),
             guard=ShiftGuard(records["confidence"]),
-            # exits that were not compiled in would never answer
+            # exits beyond the compiled ones would never answer
             proposals=None if pinned else ExitProposals(costs, max_overhead=budget),
         )
     fingerprint = {
@@ -103,7 +103,7 @@ def make_controller(
         "controller": options.controller,
         "max_disagreement": repr(max_disagreement),
         "confidence": repr(confidence_level),
-        # as asked for: what of it follows from times differs a little at every start
+        # the requested budget: the part that depends on measured times differs at every start
         "ramp_budget": repr(_least_budget(options, all_run_on=all_run_on)),
         "never_beyond_compiled": repr(pinned),
     }
@@ -119,7 +119,7 @@ def _within_limits(
     max_disagreement: float,
     confidence_level: float,
 ) -> ExitPolicy:
-    """The bundle's policy where it suits the limits, else what is certified of its exits."""
+    """Return the bundle's policy if it fits the limits, else one certified for its exits."""
     policy, promise = bundle.policy, bundle.policy.promise
     kept = within_budget(
         policy, costs, records, max_overhead=max_overhead, max_disagreement=max_disagreement
@@ -139,7 +139,7 @@ def _certified(
     max_disagreement: float,
     confidence_level: float,
 ) -> ExitPolicy:
-    """What is certified of some of a bundle's exits, for each class too if its promise is."""
+    """Certify some of a bundle's exits; per class too if the bundle's promise is."""
     promise = bundle.policy.promise
     return certified_on(
         exits,
@@ -165,11 +165,11 @@ _REMEDIES: dict[type, str] = {
 def policy_of_exits(
     bundle: Bundle, exits: Collection[int], profile: Profile, options: ModelOptions
 ) -> ExitPolicy:
-    """Return a bundle's policy without its exits that are not among ``exits``.
+    """Return a bundle's policy with only the exits that are among ``exits``.
 
-    It is certified anew, since rows that would have left there leave at later ones now. The policy
-    stays as it is where no such exit is in it, where exits depend on earlier ones, and where no
-    early answer is certified.
+    The policy is certified again, since rows that would have left at a removed exit now leave at
+    later ones. It stays unchanged if no exit is removed, if exits depend on earlier ones, and if no
+    early answer can be certified.
     """
     kept = tuple(active.exit for active in bundle.policy.active if active.exit in exits)
     promise = bundle.policy.promise
@@ -184,11 +184,11 @@ def policy_of_exits(
 
 
 def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]:
-    """Tell what exits may answer unlike the model's end, and at which confidence.
+    """Return the disagreement allowed for exits, and the confidence level for it.
 
-    That is all of the constraint, but where engines of another precision run the model, or its
-    answers depend on the batch: what the end may answer otherwise is taken from it, and half of the
-    risk. OptionsError if nothing is left.
+    By default this is the whole constraint. Where engines of another precision run the model, or
+    its answers depend on the batch, the disagreement of the model's end is subtracted, and half of
+    the risk is used for it. OptionsError if nothing is left.
     """
     promise, evidence = bundle.policy.promise, end_evidence(bundle)
     if evidence is None:
@@ -200,7 +200,7 @@ def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]
         raise OptionsError(
             f"{bundle.path}: {_CAUSES[type(evidence)]} may answer {spent:.2%} of samples unlike "
             f"the source model, without any exit, which spends the constraint of {allowed:.2%} at "
-            f"{options.confidence:g} confidence; give a larger --max-disagreement, a smaller "
+            f"{options.confidence:g} confidence; raise --max-disagreement, lower "
             f"--confidence, or {_REMEDIES[type(evidence)]}"
         )
     return allowed - spent, half_risk(options.confidence)
@@ -209,10 +209,10 @@ def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]
 def ramp_budget(
     policy: ExitPolicy, costs: CostModel, options: ModelOptions, *, all_run_on: bool
 ) -> float:
-    """How much later the model's end may come for the exits in use, as a share.
+    """Return the largest delay of the model's end by the exits in use, as a share.
 
-    What the user asks for is a limit on everything. Where nothing is asked, a cascade's quantised
-    model is not counted: it comes late by that for any exit, and saves by far more.
+    A budget from the user limits all overhead. By default, a cascade's quantised model is not
+    counted: it delays the end with any exit, and saves far more.
     """
     least = _least_budget(options, all_run_on=all_run_on)
     if options.ramp_budget is not None:
@@ -224,7 +224,7 @@ def ramp_budget(
 
 
 def _least_budget(options: ModelOptions, *, all_run_on: bool) -> float:
-    """The ramp budget as far as it does not follow from measured times."""
+    """Return the part of the ramp budget that does not depend on measured times."""
     if options.ramp_budget is not None:
         return options.ramp_budget
     return DEFAULT_MAX_OVERHEAD if all_run_on else 0.1

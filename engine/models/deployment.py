@@ -1,6 +1,6 @@
-"""Deployments: an exit policy with everything that executes it, put in force as a whole.
+"""Deployments: an exit policy with everything that executes it, activated as a whole.
 
-A hot swap replaces one deployment by the next; batches that run keep the one they started under.
+A hot swap replaces one deployment by the next; running batches keep the one they started under.
 """
 
 from __future__ import annotations
@@ -45,51 +45,52 @@ from offramp.engine.stages.pipeline import Pipeline, zeros
 from offramp.engine.stages.plan import Mode, Plan, StageSpec, make_plan
 
 STAGE_OVERHEAD_S: Final = 60e-6
-"""What a stage costs the executor beyond its graph, about (``benchmarks.executor``)."""
+"""Approximate time of a stage in the executor, in addition to its graph (``benchmarks.executor``).
+"""
 _KEPT_STAGES: Final = 32
-"""Prepared stages that are kept though no plan has them: exits that were tried come back."""
+"""Prepared stages that are kept without a plan: exits that were tried often return."""
 
 _Unit: TypeAlias = tuple[int, tuple[int, int, int | None], tuple[str, ...]]
-"""What a prepared stage was made of: a variant, a :attr:`StageSpec.unit`, what it carries on."""
+"""Key of a prepared stage: a variant, a :attr:`StageSpec.unit`, and the tensors it carries on."""
 _BEHIND_VARIANTS: Final = -1
-"""Stands for a variant in the key of the full model that audits run behind all of them."""
+"""Variant in the key of the full model that audits run after any variant."""
 _LoadedVariant: TypeAlias = tuple[Bundle, Profile, Mapping[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """An exit policy, and what batches that start under it are run with, to their end."""
+    """An exit policy, with everything that runs the batches started under it, to their end."""
 
     number: int
-    """The plan's number, never used twice for a model (:attr:`.Run.plan`)."""
+    """Number of the plan, unique for a model (:attr:`.Run.plan`)."""
     policy: ExitPolicy
     pipeline: Pipeline
     smaller: tuple[Pipeline, ...] = ()
-    """Those of the model's variants, from number 1 on."""
+    """Pipelines of the model's variants, from number 1 on."""
     points: OperatingPoints
-    """Costs and worth of the stages, for the scheduling policy."""
+    """Latency and agreement of the stages, for the scheduling policy."""
     batch_size: int
-    """Most rows that a batch is formed of."""
+    """Largest number of rows in a new batch."""
     placement: Placement | None = None
-    """Where the stages run, if streams differ."""
+    """Streams of the stages, if streams differ."""
     class_losses: tuple[ClassLoss, ...] = ()
     """Disagreement of the policy by class of the model, counted on the calibration data."""
 
     @property
     def plan(self) -> Plan:
-        """The stages."""
+        """Plan of the stages."""
         return self.pipeline.plan
 
     def of_variant(self, variant: int) -> Pipeline:
-        """Give what runs a variant; 0 is the full model."""
+        """Return the pipeline of a variant; 0 is the full model."""
         return self.smaller[variant - 1] if variant else self.pipeline
 
     def scheduled_by(
         self, policy: PolicyName, streams: int, before: PlacedPlan | None = None
     ) -> PlanPolicy:
-        """Make what chooses for its batches; ValueError if the policy does not fit.
+        """Make the policy for its batches; ValueError if the scheduling policy does not fit.
 
-        ``before`` is the placed plan that it follows.
+        ``before`` is the previous placed plan.
         """
         return policy_for(
             policy,
@@ -102,19 +103,19 @@ class Deployment:
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
-        """All of them, by variant."""
+        """All pipelines, by variant."""
         return self.pipeline, *self.smaller
 
 
 class DeploymentMaker:
     """Makes the deployments of a bundle, one after another.
 
-    ``profile`` says what the model's parts take on the backend, with packed weights. ``splits`` is
-    the plan that the model is split by among devices, if it is. The log says why variants of the
-    bundle do not serve, if they do not: see :mod:`.variants`.
+    ``profile`` has the times of the model's parts on the backend, with packed weights. ``splits``
+    is the plan by which the model is split among devices, if it is. If variants of the bundle do
+    not serve, the log states why: see :mod:`.variants`.
 
-    Stages are prepared by any thread. To make a deployment, and to put it in force, is for whoever
-    has :attr:`swapping`.
+    Any thread may prepare stages. Only the holder of :attr:`swapping` may make a deployment and
+    activate it.
     """
 
     def __init__(
@@ -128,14 +129,14 @@ class DeploymentMaker:
         splits: ModelSplits | None = None,
     ) -> None:
         self.splits = splits
-        """What deployments are placed by; changed by whoever has :attr:`swapping`."""
+        """Splits that deployments are placed by; changed only by the holder of :attr:`swapping`."""
         self.swapping = threading.RLock()
-        """Held from looking at what is in force until another deployment is: those who change
-        thresholds and those who change splits must each build on what the other did."""
+        """Held from reading the active deployment until the next one is active: changes of
+        thresholds and changes of splits must each be based on the other's result."""
         self.bundle = bundle
         self._backend = backend
         self.mode = mode
-        """What becomes of samples that are sure at an exit."""
+        """Mode that decides what happens to samples that are sure at an exit."""
         self._options = options
         self._records = bundle.records()
         served = variants_to_serve(bundle, mode, options, is_split=splits is not None)
@@ -143,19 +144,19 @@ class DeploymentMaker:
         self._profile, self._sharing = sharing.slowed(profile, 0), sharing
         self._stages: OrderedDict[_Unit, Stage] = OrderedDict()
         self._stages_lock = threading.Lock()
-        """Held while they are looked up or changed, not while one is prepared."""
+        """Held while stages are looked up or changed, not while one is prepared."""
         self._pending: set[_Unit] = set()
-        """Those that are being prepared."""
+        """Keys of the stages that are being prepared."""
         self._number = 0
         self._cancelled = threading.Event()
         self._smaller = self._load_variants(served, profile)
-        """The bundle as each variant that serves, its profile here, and its records."""
+        """Bundle of each variant that serves, with its profile here, and its records."""
 
     def _load_variants(self, served: Sequence[Bundle], profile: Profile) -> list[_LoadedVariant]:
-        """Profile variants where they are served; none, with a warning, if a device refuses one.
+        """Profile the variants to serve; none, with a warning, if a device refuses one.
 
-        ``profile`` is the full model's there. On a CPU a variant's own is scaled by it; on a GPU,
-        where time grows otherwise with the batch, the variant's stages are timed.
+        ``profile`` is the full model's on this backend. On a CPU it scales the variants' profiles;
+        on a GPU, where time grows differently with the batch, the variants' stages are timed.
         """
         compiled = self.bundle.profile()
         try:
@@ -180,31 +181,31 @@ class DeploymentMaker:
         ]
 
     def _pipeline_of(self, shown: Bundle) -> Pipeline:
-        """Prepare the stages of a variant, which its own policy plans."""
+        """Prepare the stages of a variant, planned by its own policy."""
         plan = make_plan(shown, shown.policy, mode_of_variants(self.mode))
         return Pipeline(self._backend, plan, prepare=self._stage)
 
     def prepared(self, exits: Sequence[int], splits: ModelSplits | None = None) -> bool:
-        """Whether all stages for these exits in use are there; ``splits`` if not those in force."""
+        """Return whether all stages for these exits are prepared; default: the active splits."""
         plan = self._of_exits(exits, splits)
         return all(_unit_of(spec) in self._stages for spec in plan.stages)
 
     def prepare(self, exits: Sequence[int], splits: ModelSplits | None = None) -> None:
         """Assemble, load and warm up the stages for these exits; takes seconds.
 
-        ``splits`` are those that they are for, if not the ones in force. BackendError if a stage
-        cannot be loaded.
+        ``splits`` are the splits to prepare for; by default the active ones. BackendError if a
+        stage cannot be loaded.
         """
         plan = self._of_exits(exits, splits)
         pipeline = Pipeline(self._backend, plan, prepare=self._stage)
         self._evict(plan)
-        self._warm_up(pipeline)  # variants are there since the start, and stay
+        self._warm_up(pipeline)  # variants are prepared at the start, and stay
 
     def renew(self, exits: Sequence[int]) -> None:
-        """Load and warm up anew the stages of which engines were missing; takes seconds.
+        """Reload and warm up the stages whose engines were missing; takes seconds.
 
-        The next deployment has them; those in force keep what they run. BackendError if one cannot
-        be loaded: all stay as they are.
+        The next deployment uses them; active ones keep their stages. BackendError if a stage cannot
+        be loaded: then none changes.
         """
         renewed: dict[_Unit, Stage] = {}
 
@@ -222,27 +223,27 @@ class DeploymentMaker:
     def _warm_up(self, pipeline: Pipeline) -> None:
         slot = self._backend.open_slot()
         try:
-            # Where slots share nothing, it is enough to see that the stages run at all.
+            # Where slots share nothing, one run is enough to check that the stages run.
             largest = self._options.max_batch_size if self._backend.on_cpu else 1
             for size in range(largest, 0, -1):
                 if self._cancelled.is_set():
                     return
                 started_s = time.monotonic()
                 pipeline.warm_up(slot, zeros(self.bundle.manifest, size))
-                # Batches of requests run beside this: leave them half of the time.
+                # Batches of requests run at the same time: leave them half of the time.
                 time.sleep(time.monotonic() - started_s)
         finally:
             slot.close()
 
     def cancel(self) -> None:
-        """Stop preparing, now and for good; called by any thread."""
+        """Stop preparing, permanently; any thread may call this."""
         self._cancelled.set()
 
     def make(self, policy: ExitPolicy, before: Deployment | None = None) -> Deployment:
         """Make the deployment of a policy; fast once its stages are prepared.
 
-        It takes over what was observed of the same stages of ``before``, the deployment that it
-        follows, or of the machine's speed at least.
+        It takes over observations of equal stages from ``before``, the previous deployment, or at
+        least the observed speed of the machine.
         """
         splits, most = self.splits, self._options.max_batch_size
         plan = self._plan(policy)
@@ -278,15 +279,15 @@ class DeploymentMaker:
     def units(
         self, exits: Sequence[int], splits: ModelSplits
     ) -> frozenset[tuple[int, int, int | None]]:
-        """Give the :attr:`StageSpec.unit` of each stage for these exits, split like this."""
+        """Return the :attr:`StageSpec.unit` of each stage for these exits and splits."""
         return frozenset(spec.unit for spec in self._of_exits(exits, splits).stages)
 
     def wants(self, spec: StageSpec) -> bool:
-        """Whether a stage is prepared, or about to be: others live only where they still run."""
+        """Return whether a stage is prepared, or being prepared; others only finish their runs."""
         return _unit_of(spec) in self._stages or _unit_of(spec) in self._pending
 
     def keep_only(self, plan: Plan) -> None:
-        """Forget the stages that a plan of the full model does not have: devices may need room."""
+        """Drop full-model stages that are not in a plan, as devices may need the memory."""
         kept = {_unit_of(spec) for spec in plan.stages}
         with self._stages_lock:
             for unit in [unit for unit in self._stages if unit[0] == 0 and unit not in kept]:
@@ -298,16 +299,17 @@ class DeploymentMaker:
         return make_plan(self.bundle, policy, self.mode, borders=borders)
 
     def _of_exits(self, exits: Sequence[int], splits: ModelSplits | None = None) -> Plan:
-        """Give the plan of some exits that are run, and answer nothing where answers are observed.
+        """Return the plan with some exits in use that run, and answer nothing if observed.
 
-        Elsewhere exits that answer nothing would not run: there, they answer everything.
+        In modes without observation, exits that answer nothing would not run: there they answer
+        every sample.
         """
         threshold = NEVER if self.mode.observed else 0.0
         active = tuple(ActiveExit(exit=index, threshold=threshold) for index in exits)
         return self._plan(ExitPolicy(version=0, active=active), splits)
 
     def _stage(self, spec: StageSpec) -> Stage:
-        """Prepare a stage, unless it is there: its graph does not depend on thresholds."""
+        """Return a prepared stage, or prepare it: its graph does not depend on thresholds."""
         key = _unit_of(spec)
         with self._stages_lock:
             if key in self._stages:
@@ -325,7 +327,7 @@ class DeploymentMaker:
         return self._backend.prepare(self._sharing.of(spec))
 
     def _evict(self, plan: Plan) -> None:
-        """Forget what was not used for longest; the deployments that run it keep it alive."""
+        """Drop the least recently used stages; deployments that run them keep them alive."""
         with self._stages_lock:
             theirs = [unit for unit in self._stages if unit[0] == 0]
             for unit in theirs[: max(len(theirs) - _KEPT_STAGES - len(plan.stages), 0)]:
@@ -337,7 +339,7 @@ def _unit_of(spec: StageSpec) -> _Unit:
         return 0, spec.unit, spec.carried
     number = spec.bundle.number
     if number and spec.first_segment >= spec.bundle.manifest.source_begins:
-        # The full model behind any variant is the same: a device holds its weights once for all.
+        # The full model is the same after any variant: a device holds its weights once.
         return _BEHIND_VARIANTS, (0, 0, None), spec.carried
     return number, spec.unit, spec.carried
 
@@ -345,8 +347,8 @@ def _unit_of(spec: StageSpec) -> _Unit:
 def with_variants(points: OperatingPoints, smaller: Sequence[OperatingPoints]) -> OperatingPoints:
     """Add the operating points of variants 1, 2 … to those of the full model.
 
-    A variant ends at its own answer at the latest: to run the full model behind it is no operating
-    point, but what audits do. What others dominate is left out.
+    A variant ends at its own answer at the latest: the full model after it runs only for audits,
+    and is no operating point. Dominated points are left out.
     """
     if not smaller:
         return points
@@ -377,10 +379,10 @@ def points_of(
     *,
     overhead_s: float = STAGE_OVERHEAD_S,
 ) -> OperatingPoints:
-    """Predict what a plan's stages cost by a profile, and what stopping at each is worth.
+    """Predict the cost of a plan's stages by a profile, and the agreement of stopping at each.
 
-    The options give the largest batch, and whether exits may be forced; ``overhead_s`` is what each
-    stage costs beyond its graph.
+    The options set the largest batch, and whether exits may be forced; ``overhead_s`` is the time
+    of each stage in addition to its graph.
     """
     spans = [stage.unit for stage in plan.stages]
     answering = [(s.index, s.answered_by, s.threshold) for s in plan.stages if s.answer is not None]

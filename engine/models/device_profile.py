@@ -1,7 +1,7 @@
-"""The profile of a model on the device that serves it, measured where it was not compiled there.
+"""The profile of a model on the serving device, measured if it was not compiled there.
 
 A bundle is profiled where it is compiled, on a CPU. A GPU is not only faster: its time hardly
-grows with the batch until it is full. Scheduling and control need that shape, not only a speed.
+grows with the batch until it is full. Scheduling and control need this shape, not only a speed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 ROUNDS: Final = 9
 WARM_UP_ROUNDS: Final = 2
 QUANTILE: Final = 0.25
-"""Over rounds, as in the compiler's profiles: what else a machine does only ever adds time."""
+"""Quantile over rounds, as in the compiler's profiles: other load only ever adds time."""
 
 
 def measure_profile(
@@ -40,16 +40,15 @@ def measure_profile(
     """Time the source model and its segments on a backend, in seconds of ``clock``.
 
     Measured on zeros, at the batch sizes of the bundle's own profile up to ``max_batch_size``: the
-    source model, and its segments one after another. What chaining them takes beyond the source
-    model is the borders' (and the exits' that engines of segments have fused in, which makes a
-    prediction conservative). Heads are in no graph of their own on a device: their times are
-    predicted, as the share of the source model's that they have in the compiler's profile. So are
-    the segments' if they cannot be run by themselves. BackendError if the source model cannot be
-    run.
+    source model, and its segments one after another. The time of the chain beyond the source model
+    is attributed to the borders (it includes exits fused into engines of segments, which makes
+    predictions conservative). On a device, heads have no graph of their own: their times are
+    predicted, by their share of the source model's time in the compiler's profile. So are the times
+    of segments that cannot be run alone. BackendError if the source model cannot be run.
     """
     sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
     unmodified = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
-    # of a cascade the chain is the source model alone: nothing in it is worth timing
+    # in a cascade the chain is the source model alone: timing it would add nothing
     chain = None if bundle.manifest.source_begins else _chained(bundle, backend)
     measured: list[tuple[int, float, list[float]]] = []
     slot = backend.open_slot()
@@ -93,9 +92,9 @@ def measure_variant(
 ) -> Profile:
     """Time the stages of a variant on its backend, in seconds of ``clock``.
 
-    A variant's policy does not change while it serves, so it is enough that its stages are known:
-    the parts of each are those of ``compiled``, the profile that its bundle has, scaled so that
-    they add up to what the stage takes. Sizes and errors as of :func:`measure_profile`.
+    A variant's policy does not change while it serves, so only its stages are timed. The parts of
+    each stage are taken from ``compiled``, the profile in its bundle, scaled so that their sum is
+    the stage's time. Sizes and errors are as in :func:`measure_profile`.
     """
     stages = pipeline.plan.stages
     bundle = stages[0].bundle
@@ -126,7 +125,7 @@ def measure_variant(
 
 
 _Column: TypeAlias = tuple[float, list[float], list[float], list[float]]
-"""Milliseconds of source model, segments, exits and borders at a batch size."""
+"""Milliseconds of source model, segments, exits and borders at one batch size."""
 
 
 def _column(compiled: Profile, size: int, whole: float, parts: list[float]) -> _Column:
@@ -158,7 +157,7 @@ def _say_why(bundle: Bundle, error: BackendError) -> None:
 def _stages_ms(
     pipeline: Pipeline, slot: Slot, tensors: Mapping[str, NDArray[Any]], clock: Callable[[], float]
 ) -> list[float]:
-    """Time every stage of a batch that nobody leaves."""
+    """Time every stage of a batch that no sample leaves."""
     rounds = []
     for _ in range(WARM_UP_ROUNDS + ROUNDS):
         batch, times = slot.upload(tensors), []

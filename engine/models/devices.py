@@ -1,4 +1,4 @@
-"""What runs the streams of an engine where that is not its own process, as the engine knows it."""
+"""Protocols of the devices that run an engine's streams outside of its process."""
 
 from __future__ import annotations
 
@@ -17,62 +17,62 @@ if TYPE_CHECKING:
 
 
 class ModelSplits(Protocol):
-    """How a model is split among streams that differ, as its deployments need to know it."""
+    """The split of a model among streams that differ, as its deployments use it."""
 
     @property
     def borders(self) -> frozenset[int]:
-        """The segments behind which stages have to end."""
+        """Segments after which stages must end."""
         ...
 
     @property
     def exits(self) -> frozenset[int]:
-        """The exits that earn something where the model is split like this: others are off."""
+        """Exits that save time with this split; others are off."""
         ...
 
     def batch_size(self, most: int) -> int:
-        """Return the rows of a batch; ``most`` at most."""
+        """Return the number of rows in a batch, at most ``most``."""
         ...
 
     def placement(self, stages: Plan, max_batch_size: int, overhead_s: float) -> Placement:
-        """Place the stages of a policy; a ValueError if the splits do not end where stages do.
+        """Place the stages of a policy; ValueError if the splits do not end where stages do.
 
-        ``overhead_s`` is what each stage costs beyond its graph.
+        ``overhead_s`` is the time of each stage in addition to its graph.
         """
         ...
 
 
 class StreamDevices(Protocol):
-    """Devices that each run one stream: worker processes, for instance."""
+    """Devices that each run one stream, for example worker processes."""
 
     @property
     def count(self) -> int:
-        """How many there are, and so how many streams."""
+        """Number of devices, and so of streams."""
         ...
 
     @property
     def local(self) -> int:
-        """How many of them use the cores of this host at a time."""
+        """Number of devices that use the cores of this host at the same time."""
         ...
 
     @property
     def elsewhere(self) -> bool:
-        """Whether some do not have the files of this host."""
+        """True if some devices cannot read the files of this host."""
         ...
 
     def check(self, options: EngineOptions) -> None:
-        """Refuse, by a ValueError, options that do not go with these devices."""
+        """Raise ValueError for options that these devices do not support."""
         ...
 
     def open(
         self, local: Backend, bundles: Sequence[Path], options: EngineOptions, *, max_rows: int
     ) -> StreamBackend:
-        """Open the devices, to run stages of ``bundles`` by backends like ``local``.
+        """Open the devices, to run stages of ``bundles`` with backends like ``local``.
 
-        No batch has more than ``max_rows``. ``local`` is taken over: closed with the devices, and
-        closed if these cannot be opened.
+        No batch has more than ``max_rows`` rows. The devices take over ``local``: it is closed with
+        them, and also if they cannot be opened.
 
         Raises:
-            BackendError: They cannot run, or cannot be reached.
+            BackendError: The devices cannot run, or cannot be reached.
         """
         ...
 
@@ -84,12 +84,12 @@ class StreamDevices(Protocol):
         options: EngineOptions,
         refused: Sequence[StageNotLoadedError] = (),
     ) -> ModelSplits | None:
-        """Split a model among the devices, and say which of them holds what.
+        """Split a model among the devices, and decide which of them holds which part.
 
-        ``None`` has each hold all of it. ``refused`` is what devices could not load of the ways in
-        which it was split before.
+        ``None`` means that each holds the whole model. ``refused`` are stages of earlier splits
+        that devices could not load.
 
         Raises:
-            OptionsError: It cannot be split as it is asked.
+            OptionsError: The model cannot be split as requested.
         """
         ...

@@ -1,4 +1,4 @@
-"""What is asked of learning, and what it takes at least."""
+"""Options of learning, and the samples that it needs at least."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from offramp.certify.binomial import least_to_split
 from offramp.certify.learn_then_test import level_of_each
 
 DEFAULT_DISAGREEMENT: Final = 0.01
-"""The constraint, where none is asked for."""
+"""The constraint by default."""
 _MOST_SAMPLES: Final = 2**31 - 1
 _MOST_GIB: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnOptions:
-    """How models that are served as ONNX files get their exits."""
+    """Options for models that are served as ONNX files and learn their exits."""
 
     samples: int = 10_000
-    """Inputs that are recorded before exits are compiled from them."""
+    """Number of inputs to record before exits are compiled from them."""
     folder: Path | None = None
-    """Where each model has its folder ``NAME.learn``; ``None`` is beside the model's file."""
+    """Parent of each model's folder ``NAME.learn``; ``None`` is the folder of the model's file."""
     max_gib: float = 4.0
-    """Most that the recorded inputs of a model take on the disk."""
+    """Largest size of a model's recorded inputs on disk, in GiB."""
     keep: bool = False
-    """Whether recorded inputs are kept once they are compiled."""
+    """True to keep recorded inputs once they are compiled."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.samples <= _MOST_SAMPLES:
@@ -37,7 +37,7 @@ class LearnOptions:
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes of a recording."""
+        """Largest size of a recording, in bytes."""
         return int(self.max_gib * 2**30)
 
 

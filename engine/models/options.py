@@ -21,16 +21,16 @@ from offramp.engine.tensorrt.probe import parse_devices
 
 RUN_THROUGH = PolicyName("run-through")
 MOST_SHARE = 1 - 1e-9
-"""Largest confidence level or bound; nearer to 1, what is left of it for each of many exits rounds
-to nothing."""
+"""Largest confidence level or bound; nearer to 1, its remainder divided among many exits rounds to
+nothing."""
 _INF = float("inf")
 _MOST_ROWS, MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1
-"""Of a batch, of a process, and of what is only counted: more is a slip of the hand, and would
-exhaust the machine before anything is served."""
+"""Largest rows of a batch, threads of a process, and value of other counts: more is a typing error,
+and would exhaust the machine before anything is served."""
 SHARE_WEIGHTS = ("auto", "always", "never")
-"""What may be asked of weights in memory: that a bundle's models have one copy of them."""
+"""Choices of whether a bundle's models share one copy of their weights in memory."""
 ON_CPU = ("onnxruntime", "openvino")
-"""The backends whose streams are the machine's cores."""
+"""Backends whose streams use the machine's cores."""
 
 
 def added_controllers() -> dict[str, ControllerKind]:
@@ -39,7 +39,7 @@ def added_controllers() -> dict[str, ControllerKind]:
 
 
 def controller_names() -> tuple[str, ...]:
-    """Return the controllers that a model may have in release and audit mode."""
+    """Return the names of the controllers for release and audit mode."""
     return "certified", *added_controllers(), "static"
 
 
@@ -50,62 +50,62 @@ class ModelOptions:
     scheduling: PolicyName = RUN_THROUGH
     """The scheduling policy (:data:`offramp.engine.scheduling.policies.POLICIES`)."""
     max_batch_size: int = 32
-    """Most rows of a batch; larger requests are split."""
+    """Largest number of rows in a batch; larger requests are split."""
     max_queue_delay_ms: float = 0.0
-    """Longest time that a sample waits for batch mates while a stream idles; of the policies
-    that form batches by size (run-through, refill, rebatch, delay)."""
+    """Longest time that a sample waits for a fuller batch while a stream is idle; for policies that
+    form batches by size (run-through, refill, rebatch, delay)."""
     max_queue_samples: int = 4096
-    """Most samples that wait; more are refused."""
+    """Largest number of waiting samples; more are refused."""
     padding: bool = True
-    """Whether samples of different length are padded to share a batch, where the compiler found
-    that no answer changes by more than rounding."""
+    """True to pad samples of different length to share a batch, where the compiler found that no
+    answer changes by more than rounding."""
     slo_ms: float | None = None
-    """Service level objective: the deadline of requests that bring none."""
+    """Service level objective: the deadline of requests without their own."""
     forced_exits: bool = True
-    """Whether a policy may make samples leave at an exit below its threshold. Only those do that
-    choose a depth: slackfit, max-batch and max-accuracy to be in time, fixed and cheapest
-    always. Agreement is then what was measured at calibration for such an exit, and the promise
-    does not hold."""
+    """True if a policy may force samples to leave at an exit below its threshold. Only policies
+    that choose a depth do so: slackfit, max-batch and max-accuracy to be in time, fixed and
+    cheapest always. Agreement of a forced exit is then the value measured at calibration, and the
+    promise does not hold."""
     weight: float = 1.0
-    """Share of the device relative to the other models', while all are busy."""
+    """Share of the device relative to other models, while all are busy."""
     controller: str = "certified"
-    """One of :func:`controller_names`: ``certified`` moves thresholds and exits as far as evidence
-    carries, ``apparate`` as Apparate publishes it, ``static`` only measures."""
+    """One of :func:`controller_names`: ``certified`` moves thresholds and exits as far as the
+    evidence allows, ``apparate`` as Apparate publishes it, ``static`` only measures."""
     max_disagreement: float | None = None
-    """The constraint: largest tolerated share of answers unlike the unmodified model's;
-    ``None`` is what the bundle was compiled for."""
+    """The constraint: largest tolerated share of answers that differ from the unmodified model's;
+    ``None`` is the one that the bundle was compiled for."""
     confidence: float = 0.95
-    """With which certificate and upper bound hold."""
+    """Confidence level of certificate and upper bound."""
     audit_budget: float = 0.05
     """Largest share of all compute that audits may take (audit mode)."""
     ramp_budget: float | None = None
-    """How much later the model's end may come for the exits in use, as a share (Apparate's ramp
-    budget); ``None`` is 0.02 in release mode, where exits save no compute, and under controllers
-    that let every sample run on, else what the exits compiled in cost, at least 0.1."""
+    """Largest delay of the model's end by the exits in use, as a share (Apparate's ramp budget).
+    ``None`` is 0.02 in release mode, where exits save no compute, and under controllers that let
+    every sample run on; else the cost of the compiled exits, at least 0.1."""
 
     trust_inputs: bool = False
-    """Whether exits answer, and the controller learns from, samples whose inputs are far outside of
-    what calibration saw."""
+    """True if exits answer samples whose inputs are far outside the calibration range, and the
+    controller learns from them."""
 
     max_source_share: float = 1.0
-    """Largest share that one source, a client's host, has of the last 4,096 samples of the
-    evidence; 1 bounds nothing."""
+    """Largest share of one source (a client's host) in the last 4,096 samples of the evidence; 1
+    sets no limit."""
 
     never_beyond_compiled: bool = False
-    """Whether the policy that the controller starts with is the most aggressive one ever: no exit
-    gets a lower threshold, and no other exit answers."""
+    """True if the controller's initial policy is the most aggressive one allowed: no exit gets a
+    lower threshold, and no other exit answers."""
 
     learn: bool = True
-    """Whether exits are learned for the model, where the engine learns and it is an ONNX file."""
+    """True if the model learns exits, where the engine learns and the model is an ONNX file."""
 
     answer: str | None = None
     """Output to serve of an ONNX file that has several; bundles have one already."""
 
     task: str | None = None
-    """Kind of the answer of an ONNX file, one of :data:`.TASK_KINDS`; ``None`` is by its shape."""
+    """Kind of the answer of an ONNX file, one of :data:`.TASK_KINDS`; ``None``: by its shape."""
 
     share_weights: str = "auto"
-    """One of :data:`SHARE_WEIGHTS`: whether the model and its variants run on one copy of their
+    """One of :data:`SHARE_WEIGHTS`: whether the model and its variants share one copy of their
     weights (:mod:`offramp.engine.models.weight_sharing`)."""
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class ModelOptions:
             raise ValueError(f"there is no controller {self.controller!r}; known: {known}")
         if self.never_beyond_compiled and self.controller in added_controllers():
             raise ValueError(
-                "never_beyond_compiled keeps to thresholds that were compiled, and controller "
+                "never_beyond_compiled requires the compiled thresholds, and controller "
                 f"{self.controller} tunes its own; choose certified or static"
             )
         if self.share_weights not in SHARE_WEIGHTS:
@@ -141,8 +141,8 @@ class ModelOptions:
             )
         if self.task is not None and self.task not in TASK_KINDS:
             raise ValueError(
-                f"task is {self.task!r:.60}, expected one of {', '.join(TASK_KINDS)}; leave it out "
-                "where the answer's shape tells"
+                f"task is {self.task!r:.60}, expected one of {', '.join(TASK_KINDS)}; remove it "
+                "where the answer's shape determines it"
             )
 
 
@@ -154,41 +154,40 @@ class EngineOptions:
     backend: str = "auto"
     """One of :data:`offramp.engine.backends.BACKENDS`."""
     device: str = "cuda:0"
-    """The GPU, for backends that use one; to several (``cuda:0,cuda:1``) streams are dealt out in
-    turn."""
+    """GPU for backends that use one; among several (``cuda:0,cuda:1``), streams alternate."""
     precision: Precision | None = None
-    """The precision of TensorRT's engines; ``None`` is the least of those that were built."""
+    """Precision of TensorRT's engines; ``None`` is the lowest that was built."""
     graphs: bool = True
-    """Whether such backends capture stages into CUDA graphs."""
+    """True if such backends capture stages into CUDA graphs."""
     engine_build_minutes: float = 0.0
-    """Minutes of an hour, in the long run, in which engines are built beside serving for stages
-    that control brought into use; 0 builds none, and such stages run as chains of segments."""
+    """Minutes per hour, in the long run, in which engines are built while serving, for stages that
+    control started to use; 0 builds none, and such stages run as chains of segments."""
     streams: int = 1
-    """Batches that run at the same time, of whatever models; 1 is one for each GPU of
+    """Number of batches that run at the same time, of any models; 1 means one for each GPU of
     ``device``."""
     devices: StreamDevices | None = None
-    """What runs the streams, one each; ``None`` runs them in this process."""
+    """Devices that run the streams, one each; ``None`` runs them in this process."""
     threads: int | None = None
-    """Intra-op threads of each stream; ``None`` shares the cores among the streams. Workers on
-    other hosts say themselves how many they use."""
+    """Intra-op threads of each stream; ``None`` divides the cores among the streams. Workers on
+    other hosts set their own number."""
     parallel_below: int | None = None
-    """PAME's τ_b: a new batch starts beside running ones once each has fewer samples than this;
-    ``None`` starts one on any idle stream, unless ``max_violations`` says more."""
+    """PAME's τ_b: a new batch starts next to running ones once each has fewer samples than this;
+    ``None`` starts one on any idle stream, unless ``max_violations`` limits it."""
     max_violations: float | None = None
-    """PAME's τ_l: τ_b follows from this share of late samples."""
+    """PAME's τ_l: tolerated share of samples that are late, which sets τ_b."""
     keep_state: bool = True
-    """Whether what a controller learned, and the batch profile, are kept beside the bundle, over
+    """True to keep the state of controllers, and the batch profile, next to the bundle across
     restarts."""
     uncertified_exits: bool = False
-    """Whether exits answer of a bundle that was compiled on random inputs, which certify nothing;
+    """True if exits answer even if the bundle was compiled on random inputs, which certify nothing;
     else its unmodified model is served."""
     learning: LearnOptions | None = None
-    """How models that are ONNX files get exits while they are served; ``None`` learns nothing."""
+    """Options for ONNX files that learn exits while they are served; ``None`` disables learning."""
     defaults: ModelOptions = field(default_factory=ModelOptions)
     extensions: Mapping[str, Any] = field(default_factory=dict)
-    """By the name of an extension, its own options of engines."""
+    """Options of extensions, by the extension's name."""
     models: Mapping[str, ModelOptions] = field(default_factory=dict)
-    """By name, of models that differ from ``defaults``, whole."""
+    """Complete options by name, of models that differ from ``defaults``."""
 
     def __post_init__(self) -> None:
         counts = ("streams", "threads", "parallel_below")
@@ -200,7 +199,7 @@ class EngineOptions:
             self.devices.check(self)
             object.__setattr__(self, "streams", self.devices.count)  # frozen from here on
         if self.max_violations is not None and self.parallel_below is not None:
-            raise ValueError("give parallel_below, or max_violations that it follows, not both")
+            raise ValueError("expected parallel_below, or max_violations, which sets it, not both")
         refuse_unless(self, lambda v: 0 < v < 1, "a share: above 0, below 1", "max_violations")
         refuse_unless(self, lambda v: 0 <= v <= 60, "from 0 to 60", "engine_build_minutes")
         if self.precision is not None and self.precision not in PRECISIONS:
@@ -212,7 +211,7 @@ class EngineOptions:
             self.check_cores()
 
     def _spread_streams(self) -> None:
-        """Have a stream for each GPU at least; refuse, by a ValueError, devices that are none."""
+        """Use at least one stream per GPU; ValueError for devices that are not valid."""
         try:
             count = len(parse_devices(self.device))
         except BackendError as error:
@@ -221,55 +220,55 @@ class EngineOptions:
             return
         if self.devices is not None:
             raise ValueError(
-                f"device is {self.device!r:.100}, and workers have GPUs of their own: name them in "
+                f"device is {self.device!r:.100}, but workers have their own GPUs: name them in "
                 "the cluster file ([[workers]] device), and leave device out"
             )
         if self.backend in ON_CPU:
             raise ValueError(
-                f"device is {self.device!r:.100}, and backend {self.backend} runs on the CPU; "
+                f"device is {self.device!r:.100}, but backend {self.backend} runs on the CPU; "
                 "leave device out, or choose backend tensorrt or cuda"
             )
         if self.streams == 1:
             object.__setattr__(self, "streams", count)  # frozen from here on
         elif self.streams < count:
             raise ValueError(
-                f"streams is {self.streams}, and device names {count} GPUs, expected a stream for "
-                f"each at least; leave streams out, or give {count} or more"
+                f"streams is {self.streams}, and device names {count} GPUs, expected at least one "
+                f"stream for each; leave streams out, or set {count} or more"
             )
 
     def check_cores(self) -> None:
-        """Refuse, by an OptionsError, more threads than cores where the CPU executes."""
+        """Raise OptionsError for more threads than cores where stages run on the CPU."""
         cores, streams = available_cores(), self._streams_here
         if streams * self.threads_per_stream() > cores:
             raise OptionsError(
                 f"{streams} streams × {self.threads_per_stream()} threads are more than the "
-                f"{cores} cores here: they would only wait for each other; give fewer"
+                f"{cores} cores here: they would only wait for each other; set fewer"
             )
 
     def of(self, model: str) -> ModelOptions:
-        """Give the options of a model."""
+        """Return the options of a model."""
         return self.models.get(model, self.defaults)
 
     @property
     def build_budget(self) -> BuildBudget | None:
-        """Of building engines beside serving; ``None`` builds none."""
+        """Budget for building engines while serving; ``None`` builds none."""
         share = self.engine_build_minutes / 60
         return BuildBudget(share=share) if share else None
 
     def threads_per_stream(self) -> int:
-        """Give the threads asked for, or an equal share of the cores (at least one)."""
+        """Return the requested threads, or an equal share of the cores (at least one)."""
         return self.threads or max(1, available_cores() // max(1, self._streams_here))
 
     @property
     def _streams_here(self) -> int:
-        """Those that run on this host's cores."""
+        """Number of streams that run on this host's cores."""
         return self.streams if self.devices is None else self.devices.local
 
 
 def refuse_unless(
     options: object, allowed: Callable[[float], bool], expected: str, *names: str
 ) -> None:
-    """Refuse, by a ValueError, fields of options whose value is not allowed; ``None`` always is."""
+    """Raise ValueError for fields of options with a forbidden value; ``None`` is allowed."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not allowed(value):

@@ -1,7 +1,7 @@
-"""How a bundle whose exits may not answer is served: in mode off, or one sample at a time.
+"""Serving of a bundle whose exits may not answer: in mode off, or one sample at a time.
 
-Such are the bundles of ONNX files as they are, those of models for which no exit pays, and those of
-dry runs, whose exits were made on random inputs.
+These are bundles of ONNX files as they are, of models without a profitable exit, and of dry runs,
+whose exits were made on random inputs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _log = logging.getLogger(__name__)
 
 
 def served_mode(manifest: Manifest, mode: Mode, *, uncertified: bool = False) -> Mode:
-    """Return the mode that a model is served in: off, where it has no exits that may answer.
+    """Return the mode that a model is served in: off, if it has no exits that may answer.
 
-    Exits of a dry run may if they are allowed to although nothing is certified (``uncertified``).
+    Exits of a dry run may answer if this is allowed although nothing is certified
+    (``uncertified``).
     """
     if not (manifest.exits or manifest.variants):
         return Mode.OFF
@@ -27,7 +28,7 @@ def served_mode(manifest: Manifest, mode: Mode, *, uncertified: bool = False) ->
 
 
 def options_for(name: str, manifest: Manifest, options: EngineOptions) -> EngineOptions:
-    """Return the engine's options with the mode and the batch size that fit a model; log notes."""
+    """Return the engine's options with a mode and batch size that fit the model; log notes."""
     level = logging.WARNING if manifest.calibration.random_inputs else logging.INFO
     uncertified = options.uncertified_exits
     for note in notes_on(name, manifest, options):
@@ -57,7 +58,7 @@ def notes_on(name: str, manifest: Manifest, options: EngineOptions) -> tuple[str
         file = manifest.source.original_name
         way_on = f"exits come with --learn, or from eecompile {file} --data DATA"
         if options.learning is not None and options.of(name).learn:
-            way_on = "exits are learned from what is asked"
+            way_on = "exits are learned from requests"
     notes = [f"the unmodified model is served, in mode off: {way_on}"]
     if manifest.no_batching:
         notes.append(f"every sample runs in a batch of its own: {manifest.no_batching}")

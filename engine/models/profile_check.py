@@ -1,10 +1,10 @@
-"""The check whether a bundle's profile holds on this CPU, made when the bundle is loaded.
+"""The check whether a bundle's profile holds on this CPU, when the bundle is loaded.
 
-A bundle is profiled where it is compiled. Another CPU is not only faster or slower: what borders
-and heads cost beside the model differs, and so whether exits pay. So source model and stages run
-in turns for a second or two (a few times at least, which takes longer where the model does), at a
-few batch sizes with nobody leaving, and the profile is scaled part by part to what was seen. What
-was measured is kept by CPU, beside the bundle (it is no part of it).
+A bundle is profiled where it is compiled. Another CPU is not only faster or slower: the relative
+cost of borders and heads differs, and so does whether exits pay. So the source model and the stages
+run in turns for a second or two (at least a few times, which takes longer for slow models), at a
+few batch sizes without exits, and the profile is scaled part by part to the measured times. The
+measurement is stored by CPU, next to the bundle (it is not part of it).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from offramp.engine.stages.plan import Mode, Plan, make_plan
 _log = logging.getLogger(__name__)
 
 SUFFIX = ".measured.json"
-"""Suffix of the file beside a bundle that keeps what was measured."""
+"""Suffix of the file next to a bundle that stores the measurements."""
 LIMIT_S = 1.5
-"""Time that the rounds of a model may take; its sessions are loaded besides."""
+"""Time limit for the rounds of a model, without loading its sessions."""
 _EFFORT = Effort(least=4, most=40, seconds=0.5 * LIMIT_S, half_width=0.01)
 _RUNS = 2.5 * (_EFFORT.least + 3)
-"""Runs of the source model that the least effort takes at a batch size, warming up included; a
-round runs it, and the stages, which take somewhat longer."""
+"""Runs of the source model that the least effort takes at a batch size, including warm-up; a round
+runs it, and the stages, which take somewhat longer."""
 _LEAST_SHARE = 1e-6
-"""Of the model's time that a stage is taken to have, so that its share can be scaled."""
+"""Assumed least share of the model's time that a stage has, so that the share can be scaled."""
 _KEPT = 16
-"""Machines that are remembered."""
+"""Number of machines that are remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +65,10 @@ class SeenTimes:
 def profile_here(
     bundle: Bundle, backend: Backend, compiled: Profile, *, max_batch_size: int, keep: bool
 ) -> Profile:
-    """Give the profile of a bundle on this CPU, measured if it is not known yet.
+    """Return the profile of a bundle on this CPU, measured if it is not known yet.
 
     The source model and the stages of the bundle's policy are run, at batch sizes that will be
-    served. ``keep`` says whether to read and write the file beside the bundle. BackendError if a
+    served. ``keep`` is whether to read and write the file next to the bundle. BackendError if a
     stage cannot be run.
     """
     path = (place := bundle.path.resolve()).with_name(place.name + SUFFIX)
@@ -79,13 +79,13 @@ def profile_here(
     seen, disturbed = measure(bundle, backend, plan, compiled, max_batch_size)
     begins = bundle.manifest.source_begins
     profile = replace(scaled(compiled, plan, seen, source_begins=begins), disturbed=disturbed)
-    if keep and not disturbed:  # what a busy machine showed must not be believed for good
+    if keep and not disturbed:  # a measurement on a busy machine must not be stored
         write_kept(path, here, profile)
     return profile
 
 
 def fingerprint(bundle: Bundle, backend: Backend, max_batch_size: int) -> dict[str, str]:
-    """Name what a measurement holds for."""
+    """Return the facts that a measurement depends on."""
     return {
         **identity_of(bundle),
         "cpu": cpu_model(),
@@ -108,8 +108,8 @@ def measure(
 ) -> tuple[list[SeenTimes], tuple[str, ...]]:
     """Run the source model and the stages of a plan in turns, at a few batch sizes.
 
-    Gives what was seen, and in what ways the machine was disturbed meanwhile. ``cpu_clock`` is the
-    backend's, if it has one: where workers run the stages, theirs counts.
+    Returns the measured times, and the ways in which the machine was disturbed. ``cpu_clock`` is
+    the backend's, if it has one: where workers run the stages, theirs counts.
     """
     if cpu_clock is None:
         cpu_clock = getattr(backend, "cpu_clock", time.process_time)
@@ -150,7 +150,7 @@ def measure(
 def sizes_within(
     compiled: Profile, max_batch_size: int, slowdown: float, limit_s: float
 ) -> list[int]:
-    """Batch sizes that there is time for: 1, and of a middle and the largest one those that fit."""
+    """Return the batch sizes within the time limit: 1, and a middle and the largest if they fit."""
     sizes = sorted({1, min(8, max_batch_size), max_batch_size})
 
     def takes_s(size: int) -> float:
@@ -169,7 +169,7 @@ def _timers(
     inputs: Mapping[str, NDArray[Any]],
     clock: Callable[[], float],
 ) -> list[Timer]:
-    """The source model, then the stages, each on the tensors that it gets if nobody leaves."""
+    """Return timers of the source model and the stages, each with its inputs if no row leaves."""
     batch: TensorBatch = slot.upload(inputs)
     timers: list[Timer] = [partial(_step_ms, loaded, (0, 0), slot, batch, clock)]
     staged = loaded[1]
@@ -188,7 +188,7 @@ def _step_ms(
     batch: TensorBatch,
     clock: Callable[[], float],
 ) -> float:
-    """Time a stage of one of both."""
+    """Time one stage of the source model's pipeline or of the staged one."""
     place, index = at
     pipeline = loaded[place]
     started_s = clock()
@@ -199,15 +199,15 @@ def _step_ms(
 def scaled(
     compiled: Profile, plan: Plan, seen: Sequence[SeenTimes], *, source_begins: int = 0
 ) -> Profile:
-    """Scale a profile, part by part, to what was seen of a plan's stages.
+    """Scale a profile, part by part, to the measured times of a plan's stages.
 
-    ``source_begins`` is the segment that the source model begins with.
+    ``source_begins`` is the first segment of the source model.
 
-    At each size seen: the source model by its own time, segments by how their stage's share of it
-    differs. Between the sizes seen, factors are interpolated over the logarithm of the size; beyond
-    them the nearest one's hold. Heads and borders: by what all stages take beyond the model at all
-    sizes together, since that is a small difference of large times. In a cascade the source model
-    is a stage, and what the quantised model takes is known from its stages only.
+    At each measured size, the source model is scaled by its own time, and segments by the change of
+    their stage's share. Between measured sizes, factors are interpolated over the logarithm of the
+    size; beyond them, the nearest factors apply. Heads and borders are scaled by the excess of all
+    stages over the model, over all sizes together, since it is a small difference of large times.
+    In a cascade the source model is a stage, and the quantised model is known from its stages only.
     """
     sizes = np.log2(compiled.batch_sizes)
     known = np.log2([s.batch_size for s in seen])
@@ -217,7 +217,7 @@ def scaled(
     added = max(beyond, 0.0) / expected if expected else 1.0
     source_ms = np.array(compiled.source_ms) * source
     segments = np.array(compiled.segments_ms)
-    # what lies behind the last exit of a cascade is in no stage: as the rest of its model
+    # segments after the last exit of a cascade are in no stage: scale them like the front's others
     segments[:source_begins] *= np.interp(sizes, known, [f.unseen for f in factors])
     for index, stage in enumerate(plan.stages):
         rows = slice(stage.first_segment, stage.last_segment + 1)
@@ -236,7 +236,7 @@ def scaled(
 
 
 def _table(rows: Sequence[Sequence[float]], columns: int) -> FloatArray:
-    """Give a table as an array [rows, columns], of a bundle without exits too, which has no row."""
+    """Return a table as an array [rows, columns], also for a bundle without exits (no rows)."""
     return np.array(rows, np.float64).reshape(-1, columns)
 
 
@@ -246,15 +246,15 @@ def _rows(table: FloatArray) -> tuple[tuple[float, ...], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Factors:
-    """The ratios of what was seen to what the profile says, at one batch size."""
+    """The ratios of measured times to profiled ones, at one batch size."""
 
     source: float
     stages: tuple[float, ...]
-    """Of the segments of each stage, as shares of the source model's time."""
+    """Ratio for the segments of each stage, as shares of the source model's time."""
     expected: float
-    """What heads and borders take by the profile, as a share of the source model's time."""
+    """Profiled time of heads and borders, as a share of the source model's time."""
     beyond: float
-    """What all stages took beyond the model; noise can make it negative, but not in a cascade."""
+    """Excess of all stages over the model; noise can make it negative, but not in a cascade."""
     unseen: float = 1.0
     """The ratio for segments of the quantised model that are in no stage."""
 
@@ -289,7 +289,7 @@ def _factors(compiled: Profile, plan: Plan, seen: SeenTimes, *, is_cascade: bool
 
 
 def say_what_exits_bring(name: str, bundle: Bundle, here: Profile, compiled: Profile) -> None:
-    """Log what the policy is predicted to save on this CPU, loudly if that is nothing."""
+    """Log the predicted savings of the policy on this CPU; as a warning if there are none."""
     if not bundle.policy.active:
         return
     reference = bundle.manifest.calibration.reference_batch_size
@@ -311,7 +311,7 @@ def say_what_exits_bring(name: str, bundle: Bundle, here: Profile, compiled: Pro
 
 
 def predicted_savings(bundle: Bundle, profile: Profile, batch_size: int) -> float:
-    """Share of the source model's time that the policy saves: certify split, profiled times."""
+    """Return the share of the source model's time that the policy saves, on the certify split."""
     records = bundle.records()
     rows = [a.exit for a in bundle.policy.active]
     if not rows:
@@ -338,7 +338,7 @@ def read_kept(
 
 
 def write_kept(path: Path, here: dict[str, str], profile: Profile) -> None:
-    """Keep a measurement, in place of the file and whole; where that fails, it is made again."""
+    """Store a measurement, replacing the whole file; on failure it is measured again later."""
     kept = dict(list(_kept(path).items())[-_KEPT + 1 :])
     kept[_key(here)] = {"machine": here, "profile": to_plain(profile)}
     try:
@@ -348,7 +348,7 @@ def write_kept(path: Path, here: dict[str, str], profile: Profile) -> None:
 
 
 def _kept(path: Path) -> dict[str, Any]:
-    """Return what the file holds by machine; nothing where it is missing or damaged."""
+    """Return the file's contents by machine; empty if it is missing or damaged."""
     try:
         plain = parse_json(read_limited(path, MAX_JSON_BYTES), path.name)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Served models as they are loaded from bundles: facts, first deployment, scheduler, control."""
+"""Served models, loaded from bundles: facts, first deployment, scheduler, control."""
 
 from __future__ import annotations
 
@@ -49,74 +49,74 @@ from offramp.engine.stages.precision import warn_of_other_kernels, warn_of_satur
 _log = logging.getLogger(__name__)
 
 MERGING: Final = PolicyName("refill")
-"""The policy where a model is split, if the one asked for cannot serve that."""
+"""Policy for a split model, if the requested one cannot serve it."""
 _TIMED_RUNS = 5
-"""Timed runs, the fastest of which tells this machine's speed against the profile's."""
+"""Number of timed runs; the fastest is the machine's speed relative to the profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelControl:
-    """The control of a model: what observes it while it serves, and changes its policy."""
+    """The control of a model: its observation while it serves, and changes of its policy."""
 
     controller: Controller
     recorder: Recorder
     deployments: DeploymentMaker
     fingerprint: Mapping[str, str]
-    """What a kept state of the controller must have been made for."""
+    """Facts that a saved state of the controller must match."""
     state_file: StateFile | None = None
-    """Where the controller's state is kept over restarts; ``None`` keeps none."""
+    """File for the controller's state across restarts; ``None`` keeps none."""
     evidence: EndEvidence | None = None
-    """Of the engines that are served, where they are of another precision."""
+    """Evidence on the served engines, where they are of another precision."""
 
     def status(self) -> ControlStatus:
-        """Tell what the controller knows, said of the float32 model."""
+        """Return the controller's status, relative to the float32 model."""
         return whole_status(self.controller.status(), self.evidence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model as it was loaded from its bundle, ready to be served.
+    """A model as loaded from its bundle, ready to be served.
 
-    Immutable but for its scheduler, which the executor owns, and what controls it.
+    Immutable except for its scheduler, which the executor owns, and its control.
     """
 
     inputs: tuple[TensorSpec, ...]
     """All inputs of the model's file, in its order."""
     unread: frozenset[str] = frozenset()
-    """Names of the inputs that nothing reads: checked where they are sent, then dropped."""
+    """Names of inputs that the graph does not read: checked if they are sent, then dropped."""
     outputs: tuple[TensorSpec, ...]
     answer: Answer
     mode: Mode
     options: ModelOptions
     deployment: Deployment
-    """The one to start with."""
+    """First deployment."""
     variants: tuple[Variant, ...] = ()
-    """The variants that may serve besides the full model, from number 1 on."""
+    """Variants that may serve in addition to the full model, from number 1 on."""
     scheduler: ModelScheduler
-    """Made for that deployment."""
+    """Scheduler made for the first deployment."""
     good_inputs: Mapping[str, NDArray[Any]]
     """A sample that is known to run."""
     control: ModelControl | None = None
-    """``None`` in modes that observe nothing."""
+    """Control; ``None`` in modes without observation."""
     guard: InputGuard | None = None
-    """``None`` trusts all inputs."""
+    """Input guard; ``None`` trusts all inputs."""
     evidence: EndEvidence | None = None
-    """Of the engines that are served, where they are of another precision."""
+    """Evidence on the served engines, where they are of another precision."""
     lengths: LengthRules = field(default_factory=LengthRules)
-    """Which samples of different length share a batch, and which are of new lengths."""
+    """Rules for samples of different length: which share a batch, and which lengths are new."""
     limits: ValueLimits = field(default_factory=ValueLimits)
-    """The values of inputs that the model takes."""
+    """Values of inputs that the model accepts."""
     bundle: str = ""
     """SHA-256 of the bundle's manifest."""
     exits: int = 0
-    """Of the bundle; 0 where none runs (mode off)."""
+    """Number of the bundle's exits; 0 where none runs (mode off)."""
     kept_beside: Path | None = None
-    """The bundle, where extensions keep beside it over restarts what exits did; ``None`` keeps
-    none."""
+    """Path of the bundle, where extensions keep exit statistics next to it across restarts;
+    ``None`` keeps none."""
     split_by: DeploymentMaker | None = None
-    """What makes deployments of other plans, where the model is split among devices."""
+    """Maker of deployments for other plans, where the model is split among devices."""
     notes: tuple[str, ...] = ()
-    """See :attr:`.ModelInfo.notes`."""
+    """Notes as in :attr:`.ModelInfo.notes`."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -130,9 +130,9 @@ class ServedModel:
         *,
         splits: ModelSplits | None = None,
     ) -> Self:
-        """Prepare the stages, warm up every batch size, and see how fast they are here.
+        """Prepare the stages, warm up every batch size, and measure their speed here.
 
-        ``parallel`` is the device's limit on batches side by side, ``splits`` the plan of a cluster
+        ``parallel`` is the device's limit on parallel batches; ``splits`` is the plan of a cluster
         whose devices the streams are. BackendError if a stage cannot be loaded, OptionsError if the
         scheduling policy does not fit the model.
         """
@@ -208,12 +208,12 @@ class ServedModel:
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:
-        """Run a sample that is known to be good through all stages."""
+        """Run a known good sample through all stages."""
         for pipeline in deployment.pipelines:
             pipeline.warm_up(slot, self.good_inputs)
 
     def warm_up(self, slot: Slot, deployment: Deployment) -> None:
-        """Run every size that matters twice, the largest first (a CUDA graph is made then)."""
+        """Run every relevant size twice, the largest first (this captures its CUDA graph)."""
         backend = deployment.pipeline.backend
         for size in reversed(backend.sizes(self.options.max_batch_size)):
             rows = {name: array.repeat(size, axis=0) for name, array in self.good_inputs.items()}
@@ -223,12 +223,12 @@ class ServedModel:
 
 
 def merging_options(name: str, options: ModelOptions) -> ModelOptions:
-    """Give the options of a split model with a policy that merges at splits; OptionsError."""
+    """Return options with a policy that merges at splits; OptionsError if that is impossible."""
     chosen = options.scheduling
     if chosen.name in ("fixed", "cheapest"):
         raise OptionsError(
             f"{name}: policy {chosen} says which exit answers, and never merges batches, which a "
-            f"split model needs; leave it out ({MERGING}), or serve without a cluster"
+            f"split model needs; remove it ({MERGING} is used then), or serve without a cluster"
         )
     level = logging.INFO if chosen == ModelOptions().scheduling else logging.WARNING
     _log.log(level, "%s: policy %s, as %s never merges", name, MERGING, chosen)
@@ -236,7 +236,7 @@ def merging_options(name: str, options: ModelOptions) -> ModelOptions:
 
 
 def _guard(name: str, bundle: Bundle) -> InputGuard | None:
-    """Make the guard of a bundle, if it says what calibration saw."""
+    """Make the input guard of a bundle, if it has the ranges of the calibration inputs."""
     ranges = bundle.input_ranges()
     if ranges is None:
         _log.info("%s: the bundle has no input ranges: all inputs are trusted", name)
@@ -258,7 +258,7 @@ def _length_rules(name: str, bundle: Bundle, options: ModelOptions) -> LengthRul
 
 
 def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions) -> Profile:
-    """Give the profile of the model where it is served, as far as that can be measured."""
+    """Return the profile of the model on the serving backend, measured where possible."""
     compiled, largest = bundle.profile(), options.of(name).max_batch_size
     try:
         if not backend.on_cpu:
@@ -270,14 +270,14 @@ def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions
             say_what_exits_bring(name, bundle, here, compiled)
             return here
     except BackendError as error:
-        _log.warning("%s: scheduled by the profile of where it was compiled: %s", name, error)
+        _log.warning("%s: scheduled by the profile of the compiling machine: %s", name, error)
     return compiled
 
 
 def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int) -> list[Slot]:
-    """Open the slot of every stream and warm it up for all models, where slots share nothing.
+    """Open every stream's slot and warm it up for all models, where slots share nothing.
 
-    BackendError if one cannot be opened, for instance for want of memory; none is left open then.
+    BackendError if one cannot be opened, for example for lack of memory; then none stays open.
     """
     slots: list[Slot] = []
     if backend.on_cpu:
@@ -298,7 +298,7 @@ def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int
 
 
 def _arithmetic(bundle: Bundle, backend: Backend) -> dict[str, str]:
-    """The arithmetic that gives the answers: what was observed of them holds for no other."""
+    """Return the arithmetic of the answers: observations hold for no other arithmetic."""
     certified = {"certified": bundle.evidence.records.sha256} if bundle.evidence else {}
     return {"backend": backend.name, "engines": bundle.arithmetic, **certified}
 
@@ -315,7 +315,7 @@ def scheduler_of(
 ) -> ModelScheduler:
     """Make the scheduler of a model; ValueError if the policy does not fit the operating points.
 
-    ``batch_size`` is the most rows that a batch is formed of, if fewer than the options say.
+    ``batch_size`` is the largest batch, if smaller than the option.
     """
     return make_scheduler(
         options.scheduling,
@@ -331,9 +331,9 @@ def scheduler_of(
 
 
 def _calibrate(scheduler: ModelScheduler, deployment: Deployment, bundle: Bundle) -> None:
-    """Warm up, and tell predictions how fast the stages are here; BackendError.
+    """Warm up, and calibrate predictions to the speed of the stages here; BackendError.
 
-    Where streams differ, each kind has times of its own, and its first stream that is there tells.
+    Where streams differ, each kind has its own times, measured on its first available stream.
     """
     most, backend = scheduler.latencies.max_batch_size, deployment.pipeline.backend
     if scheduler.placed is None:
@@ -356,9 +356,9 @@ def _speed(
     slot: Slot,
     sizes: Collection[int],
 ) -> float:
-    """Warm up (the first run at a size allocates); observed over predicted time on the way.
+    """Warm up (the first run at a size allocates), and return observed over predicted time.
 
-    Where slots share nothing, only what is timed is run: :func:`warm_slots` warms those that serve.
+    Where slots share nothing, only timed sizes are run: :func:`warm_slots` warms the serving ones.
     """
     pipeline = deployment.pipeline
     try:

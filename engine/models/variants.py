@@ -1,8 +1,8 @@
-"""The variants of a bundle (SuperServe's subnets): which of them serve, and why the others do not.
+"""The variants of a bundle (SuperServe's subnets): which of them serve, and why others do not.
 
-A variant takes a batch from its first stage to its own answer, so it needs a policy that chooses
-among operating points, and streams that hold the whole of it. A server on which variants do not
-serve logs the reason and the remedy at its start.
+A variant runs a batch from its first stage to its own answer, so it needs a policy that chooses
+among operating points, and streams that hold the whole variant. If variants do not serve, the
+server logs the reason and the remedy at its start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHOOSING = "slackfit, max-batch, max-accuracy, cheapest or fixed:EXIT@VARIANT"
 def variants_to_serve(
     bundle: Bundle, mode: Mode, options: ModelOptions, *, is_split: bool
 ) -> tuple[Bundle, ...]:
-    """Return the bundle as each of its variants that may serve, with number 1 first.
+    """Return the bundle as each of its variants that may serve, starting with number 1.
 
     ``is_split`` is whether a plan splits the model among workers. Logs why none serves.
     """
@@ -34,7 +34,7 @@ def variants_to_serve(
         return ()
     reason = why_no_variants(mode, options, is_split=is_split)
     if reason:
-        # The first two were asked for by name; whoever asked for slackfit expects variants.
+        # The user chose mode off, splits or another policy; a user of slackfit expects variants.
         expected = mode is Mode.OFF or not (is_split or chooses_points(options.scheduling))
         log_not_served(bundle, reason, level=logging.INFO if expected else logging.WARNING)
         return ()
@@ -42,29 +42,29 @@ def variants_to_serve(
 
 
 def variants_may_serve(mode: Mode, options: ModelOptions) -> bool:
-    """Whether a mode and a policy serve anything but the full model, where it is not split."""
+    """Return whether a mode and a policy may serve variants, of a model that is not split."""
     return not why_no_variants(mode, options, is_split=False)
 
 
 def why_no_variants(mode: Mode, options: ModelOptions, *, is_split: bool) -> str:
     """Return why variants may not serve, with the remedy; empty if they may."""
     if mode is Mode.OFF:
-        return "mode off serves the unmodified model; give --mode audit, release or leave"
+        return "mode off serves the unmodified model; use --mode audit, release or leave"
     if is_split:
-        # E3 merges batches at each split to keep them of one size (3.2), under policies that start
-        # every batch with the full model; and a worker holds the segments of its split alone.
+        # E3 merges batches at each split to keep their size (3.2), under policies that start every
+        # batch with the full model; and a worker holds only the segments of its split.
         return (
             f"a plan splits the model among workers, and policy {options.scheduling}, which merges "
-            "batches where splits meet, never chooses a variant; give --workers N in place of "
-            f"--cluster, so that each worker holds all of the model, and --policy {_CHOOSING}"
+            "batches where splits meet, never chooses a variant; use --workers N instead of "
+            f"--cluster, so that each worker holds the whole model, and --policy {_CHOOSING}"
         )
     if not options.forced_exits:
         return (
             "their answers are mostly outside of the promise, and forced exits are forbidden; "
-            "leave --forbid-forced-exits out"
+            "remove --forbid-forced-exits"
         )
     if not chooses_points(options.scheduling):
-        return f"policy {options.scheduling} serves the full model; give --policy {_CHOOSING}"
+        return f"policy {options.scheduling} serves the full model; use --policy {_CHOOSING}"
     return ""
 
 
@@ -75,7 +75,7 @@ def log_not_served(bundle: Bundle, reason: str, *, level: int = logging.WARNING)
 
 
 def log_dominated(bundle: Bundle, chosen: Collection[int]) -> None:
-    """Log which variants have no operating point among those of the ``chosen`` numbers."""
+    """Log the variants without an operating point among those of the ``chosen`` numbers."""
     dominated = [v.name for v in bundle.manifest.variants if v.index not in chosen]
     if dominated:
         _log.info(
@@ -87,17 +87,17 @@ def log_dominated(bundle: Bundle, chosen: Collection[int]) -> None:
 
 
 def mode_of_variants(mode: Mode) -> Mode:
-    """Return the mode that batches of variants run in, where the full model runs in ``mode``.
+    """Return the mode of batches of variants, where the full model runs in ``mode``.
 
     In release mode they leave, as in audit mode: a variant is chosen when there is no time for the
-    full model, as an exit is forced, and to run the full model behind it would take that time. What
-    it answers is no evidence of the exits that are observed, and audits compare a share of it.
+    full model, as an exit is forced, and running the full model after it would take that time. Its
+    answers are no evidence about the observed exits, and audits compare a share of them.
     """
     return Mode.AUDIT if mode is Mode.RELEASE else mode
 
 
 def as_fast_as(here: Profile, compiled: Profile, of_variant: Profile) -> Profile:
-    """Return a variant's profile as it would be here, by what the full model takes here."""
+    """Return a variant's predicted profile on this machine, by the full model's time here."""
     factors = np.array(here.source_ms) / np.interp(
         here.batch_sizes, compiled.batch_sizes, compiled.source_ms
     )

@@ -1,9 +1,9 @@
-"""Which models of a bundle run on one copy of their weights in memory, and which on their own.
+"""Choice which models of a bundle share one copy of their weights in memory.
 
-The choice is between memory and time, so it is whoever serves the bundle that makes it
-(``--share-weights``). Left alone it costs no time that was not measured to be small: the full model
-keeps packed weights, as it gives the answers that variants fall short of, and a variant shares
-where that was measured to take at most :data:`MOST_MORE_TIME` longer when the bundle was compiled.
+Sharing saves memory and costs time, so the operator decides (``--share-weights``). By default, it
+costs only time that was measured to be small: the full model keeps packed weights, as it produces
+the answers that variants are measured by, and a variant shares if that took at most
+:data:`MOST_MORE_TIME` longer when the bundle was compiled.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from offramp.engine.stages.plan import StageSpec
 _log = logging.getLogger(__name__)
 
 MOST_MORE_TIME: Final = 0.1
-"""What sharing may cost of a variant's time where nobody asked for it."""
+"""Largest additional share of a variant's time that sharing may cost by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSharing:
-    """How the models of a bundle have their weights in memory while they serve."""
+    """The form of the weights of each of a bundle's models in memory."""
 
     forms: tuple[WeightForm, ...]
-    """By variant; 0 is the full model."""
+    """Form by variant; 0 is the full model."""
     audits: WeightForm
-    """Of the full model behind a variant, which runs a few samples for comparison."""
+    """Form of the full model after a variant, which runs a few samples for comparison."""
     time_ratios: Mapping[int, float]
-    """Measured: of those that share, time over that with packed weights, by variant."""
+    """Measured time with shared weights over time with packed weights, by sharing variant."""
 
     def of(self, spec: StageSpec) -> StageSpec:
-        """Give a stage that has its weights as this says."""
+        """Return a stage with the form of weights that applies to it."""
         bundle = spec.bundle
         if bundle is None:
             return spec
@@ -48,7 +48,7 @@ class WeightSharing:
         return replace(spec, weight_form=form)
 
     def slowed(self, profile: Profile, variant: int) -> Profile:
-        """Give a variant's profile, measured with packed weights, as it is with these."""
+        """Return a variant's profile, measured with packed weights, for its form of weights."""
         ratio = self.time_ratios.get(variant, 1.0)
         if ratio == 1:
             return profile
@@ -60,12 +60,12 @@ class WeightSharing:
         )
 
     def describe(self, manifest: Manifest) -> str:
-        """Say in a line who shares, and what that costs and saves as far as it was found out."""
+        """Return a line about the models that share, and the measured costs and savings."""
         names = ["the full model", *(variant.name for variant in manifest.variants)]
         costs = {cost.variant: cost for cost in manifest.weight_sharing}
         shared = [n for n, form in enumerate(self.forms) if form is WeightForm.SHARED]
         if not shared:
-            return "each model has weights of its own in memory"
+            return "each model has its own weights in memory"
         told = []
         for number in shared:
             cost = costs.get(number)
@@ -77,9 +77,9 @@ class WeightSharing:
 def share_weights(
     manifest: Manifest, asked: str, backend: Backend, *, served: int
 ) -> WeightSharing:
-    """Decide for the full model and the first ``served`` variants, and log what is in force.
+    """Decide for the full model and the first ``served`` variants, and log the decision.
 
-    ``asked`` is one of :data:`.models.options.SHARE_WEIGHTS`; it takes a backend that maps
+    ``asked`` is one of :data:`.models.options.SHARE_WEIGHTS`. Sharing requires a backend that maps
     weights, and a bundle that has them in a file.
     """
     costs = {cost.variant: cost for cost in manifest.weight_sharing}
@@ -107,9 +107,9 @@ def share_weights(
 
 
 def _lacking(manifest: Manifest, backend: Backend) -> str:
-    """Say why no weights can be shared; empty if they can."""
+    """Return why no weights can be shared; empty if they can."""
     if backend.name != CPU:
-        return f"backend {backend.name} maps no weights; serve with --backend onnxruntime"
+        return f"backend {backend.name} cannot map weights; serve with --backend onnxruntime"
     if WEIGHTS not in {entry.path for entry in manifest.files}:
         return f"the bundle has no {WEIGHTS}: all of its weights are small"
     return ""

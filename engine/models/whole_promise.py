@@ -1,11 +1,11 @@
-"""What is said of a model whose engines are of another precision than the float32 source model.
+"""Status and promise of a model whose engines differ in precision from the float32 source model.
 
-Its exits are certified, and watched while serving, against the model's end in that precision; what
-the end may answer unlike the float32 model was bounded once, when the engines were built
-(:class:`~offramp.bundle.engines.PrecisionEvidence`). So it is where a dynamically quantised model
-answers some samples otherwise in other batches (:class:`~.schema.batch_effect.BatchEffect`):
-exits are compared with the end of the same batch. Users are told of both together: the sums hold
-with what both levels of confidence leave.
+Its exits are certified, and monitored while serving, against the model's end in that precision. The
+disagreement of the end with the float32 model was bounded once, when the engines were built
+(:class:`~offramp.bundle.engines.PrecisionEvidence`). The same applies where a dynamically quantised
+model answers some samples differently in other batches
+(:class:`~.schema.batch_effect.BatchEffect`): exits are compared with the end of the same batch.
+Users see the sum of both; it holds with the confidence that remains of both levels.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from offramp.certify.binomial import both_hold
 from offramp.engine.control.controller import ControlStatus
 
 EndEvidence: TypeAlias = PrecisionEvidence | BatchEffect
-"""What was counted of the model's end alone."""
+"""Counts of the disagreement of the model's end alone."""
 
 
 def end_evidence(bundle: Bundle) -> EndEvidence | None:
-    """Give what is taken from a bundle's promise for the model's end, if anything is."""
+    """Return the evidence on the model's end that reduces a bundle's promise, if any."""
     return bundle.evidence or bundle.manifest.batch_effect
 
 
 def whole_status(status: ControlStatus, evidence: EndEvidence | None) -> ControlStatus:
-    """Give a status about the float32 model; the estimate is of two shares that may overlap."""
+    """Return a status for the float32 model; the estimate adds two shares that may overlap."""
     if evidence is None:
         return status
     level = both_hold(status.confidence_level)
@@ -45,7 +45,7 @@ def whole_status(status: ControlStatus, evidence: EndEvidence | None) -> Control
 
 
 def whole_policy(policy: ExitPolicy, evidence: EndEvidence | None) -> ExitPolicy:
-    """Give a policy whose promise is about the float32 model."""
+    """Return a policy whose promise is for the float32 model."""
     promise = policy.promise
     if evidence is None or promise is None:
         return policy

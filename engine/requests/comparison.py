@@ -1,7 +1,7 @@
-"""Answers of exits that wait for the model's end, which they are compared with.
+"""Answers of exits that wait for the comparison with the model's end.
 
-Where a class is compared with a class, each has its code at once. Where answers agree when they are
-near, nothing is known before the end has its say: until then what they are compared by is kept.
+Where answers are compared as classes, each answer has its code immediately. Where answers agree if
+they are near each other, agreement is known only at the end: until then the values are kept.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SampleIds = NDArray[np.int64]
 
 
 class TakesCodes(Protocol):
-    """Takes the codes of answers: a :class:`.Recorder`, or what audits a variant."""
+    """A receiver of answer codes: a :class:`.Recorder`, or the audits of a variant."""
 
     def passed(
         self,
@@ -29,22 +29,22 @@ class TakesCodes(Protocol):
         confidence: NDArray[np.float32],
         prediction: NDArray[np.int32],
     ) -> None:
-        """Take what an exit said of samples, ``UNKNOWN`` where it cannot be told yet."""
+        """Record an exit's answers, ``UNKNOWN`` where the code is not known yet."""
 
     def compared(
         self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
     ) -> None:
-        """Take what an exit said of samples, once it can be told."""
+        """Record an exit's answers once their codes are known."""
 
     def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
-        """Take what the model's end said of samples."""
+        """Record the answers of the model's end."""
 
 
 class AnswerLog(Protocol):
-    """Tells a recorder what samples were answered with."""
+    """Passes the answers to samples on to a recorder."""
 
     def begin(self, sample_ids: SampleIds, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Take what is needed of the inputs [n, …] of samples [n] that start."""
+        """Keep what the comparison needs of the inputs [n, …] of starting samples [n]."""
 
     def say(
         self,
@@ -56,22 +56,22 @@ class AnswerLog(Protocol):
         """Take answers [n, …] of an exit, or ``MODEL_END``, with their confidence [n]."""
 
     def forget(self, sample_ids: SampleIds) -> None:
-        """Forget samples of which no more will be known."""
+        """Drop samples that get no more answers."""
 
 
 def answer_log(answer: Answer, recorder: TakesCodes) -> AnswerLog:
-    """Make what compares a model's answers while serving."""
+    """Make the object that compares a model's answers while serving."""
     return _ComparedAtEnd(answer, recorder) if answer.task.is_relative else _Codes(answer, recorder)
 
 
 class _Codes:
-    """Answers whose code says whether they agree."""
+    """Answers whose code determines agreement."""
 
     def __init__(self, answer: Answer, recorder: TakesCodes) -> None:
         self._agreement, self._recorder = agreement_of(answer), recorder
 
     def begin(self, sample_ids: SampleIds, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Need nothing."""
+        """Do nothing: no inputs are needed."""
 
     def say(
         self,
@@ -87,11 +87,11 @@ class _Codes:
             self._recorder.passed(sample_ids, exit_index, confidence, codes)
 
     def forget(self, sample_ids: SampleIds) -> None:
-        """Hold nothing."""
+        """Do nothing: nothing is kept."""
 
 
 class _Waiting(NamedTuple):
-    """A sample that is under way: its mask, and by exit what it was answered with."""
+    """A sample in progress: its mask, and its answers by exit."""
 
     mask: NDArray[Any] | None
     said: dict[int, NDArray[Any]]
@@ -100,7 +100,7 @@ class _Waiting(NamedTuple):
 class _ComparedAtEnd:
     """Answers that are kept until they can be compared.
 
-    Each sample is with one stream's thread at a time, and has an entry of its own.
+    Each sample belongs to one stream's thread at a time, and has its own entry.
     """
 
     def __init__(self, answer: Answer, recorder: TakesCodes) -> None:

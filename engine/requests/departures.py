@@ -1,4 +1,4 @@
-"""Where the rows of a model left, as they are counted while it serves."""
+"""Counts of the exits at which rows of a model left, while it serves."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departures:
-    """Rows that were answered while some exits were in use, by where they left.
+    """Rows that were answered while some exits were in use, by the exit where they left.
 
-    A row counts once, when it is answered: not where it was tried again, nor what it does after
-    its answer (audits, release mode), nor if it never has one.
+    A row counts once, when it is answered. Retries, stages after the answer (audits, release mode)
+    and rows without an answer do not count.
     """
 
     exits: tuple[int, ...]
-    """In use, in depth order; those in shadow mode too, where nothing leaves."""
+    """Exits in use, in depth order, including those in shadow mode, where no row leaves."""
     left: tuple[int, ...]
-    """[exits + 1]: rows that left at each, sure enough; the last is the model's end."""
+    """[exits + 1]: rows that left at each exit, sure enough; the last is the model's end."""
     forced: tuple[int, ...]
-    """[exits + 1]: rows that had to leave there though they were not sure enough."""
+    """[exits + 1]: rows that were forced to leave there without being sure enough."""
 
     def __sub__(self, before: Departures) -> Departures:
-        """Give what was counted since ``before``, of the same exits."""
+        """Return the counts since ``before``, of the same exits."""
         return Departures(
             exits=self.exits,
             left=tuple(a - b for a, b in zip(self.left, before.left, strict=True)),
@@ -35,9 +35,9 @@ class Departures:
         return tuple(accumulate(reversed(here)))[::-1][:-1]
 
     def went_on(self) -> tuple[int, ...]:
-        """[exits]: those that did not leave there of themselves.
+        """[exits]: rows that each exit decided not to release.
 
-        What was forced to leave counts as going on, and says nothing of deeper exits.
+        Rows that were forced to leave count as going on, and do not count for deeper exits.
         """
         pairs = zip(self.decided(), self.left[:-1], strict=True)
         return tuple(decided - left for decided, left in pairs)

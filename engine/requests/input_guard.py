@@ -1,12 +1,12 @@
-"""The input guard: who sends what calibration never saw the like of changes nothing for others.
+"""The input guard: inputs unlike the calibration data are excluded from the evidence.
 
-Thresholds were certified, and are tested while serving, on the answers to samples. Anybody who may
-send requests could feed the controller noise, have it find that samples have changed, and so turn
-exits off for all. A sample with an element that is no finite number, where the calibration data
-had none such, or far outside of what they had, is therefore no evidence, and no exit is sure of it:
-it runs to the model's end, where its answer is the unmodified model's (unless a scheduling policy
-ends its batch before, which is marked as forced). Noise within the range still counts, as it may be
-what the model is for; it is told by the drift alarm, and may cost exits.
+Thresholds were certified, and are tested while serving, on the answers to samples. Any client could
+send noise, make the controller find that samples have changed, and so switch exits off for all
+clients. Therefore a sample is no evidence if an element is not a finite number (where the
+calibration data had none such), or is far outside their range. No exit answers it: it runs to the
+model's end, where its answer is the unmodified model's (unless a scheduling policy ends its batch
+earlier, which is marked as forced). Noise within the range still counts, as it may be the intended
+load; the drift alarm detects it, and it may switch exits off.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from offramp.bundle import InputRanges
 
 MARGIN: Final = 0.5
-"""Of what calibration saw, from least to greatest: so far beyond either end is still in range."""
+"""Margin beyond either end of the calibration range, as a share of the range."""
 
 
 class InputGuard:
-    """Tells samples that are like those of calibration, element by element, from others.
+    """Separates samples within the calibration range, element by element, from others.
 
-    Where their lengths are counted by a mask, one that is shorter or longer than all of those is
-    not like them either, by however little.
+    Where a mask counts their lengths, a sample that is shorter or longer than all calibration
+    samples is out of range too, without a margin.
     """
 
     def __init__(self, ranges: InputRanges) -> None:
@@ -37,7 +37,7 @@ class InputGuard:
         for seen in ranges.inputs:
             margin = MARGIN * (seen.highest - seen.lowest)
             self._bounds[seen.name] = (seen.lowest - margin, seen.highest + margin)
-        # Lengths that were all the same tell nothing of what they may be, as constant inputs do.
+        # Equal lengths (like constant inputs) do not show which lengths are allowed.
         self._lengths = [r for r in ranges.lengths if r.mask and r.shortest < r.longest]
 
     def in_range(self, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
@@ -57,7 +57,7 @@ class InputGuard:
 
 
 def _is_one_of(values: NDArray[Any], known: Sequence[float]) -> NDArray[np.bool_]:
-    """Find elements that equal one of some values, NaN included."""
+    """Return which elements equal one of some values, NaN included."""
     each = [np.isnan(values) if math.isnan(one) else values == one for one in known]
     found: NDArray[np.bool_] = np.logical_or.reduce(each)
     return found

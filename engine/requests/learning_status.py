@@ -1,4 +1,4 @@
-"""What is known of learning at a moment: for statistics, metrics and the status page."""
+"""The state of learning at one time, for statistics, metrics and the status page."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ class LearningStatus:
     """A snapshot of a model's learning."""
 
     phase: str
-    """A value of :class:`.lifecycle.Phase`."""
+    """Phase: a value of :class:`.lifecycle.Phase`."""
     text: str
-    """The state in words: ``recorded 3,412 of 12,000``."""
+    """State in words: ``recorded 3,412 of 12,000``."""
     recorded: int
-    """Samples that are kept now."""
+    """Number of samples that are kept now."""
     wanted: int
-    """Samples with which the model is compiled."""
+    """Number of samples from which the model will be compiled."""
     dropped: int = 0
-    """Samples that were drawn and not recorded: the disk was too slow, or full."""
+    """Drawn samples that were not recorded: the disk was too slow, or full."""
     copies: int = 0
-    """Samples that were drawn and are recorded already."""
+    """Drawn samples that are already recorded."""
     unanswered: int = 0
-    """Samples that were drawn and that the model answers with NaN or infinity."""
+    """Drawn samples that the model answers with NaN or infinity."""
     size_bytes: int = 0
-    """Bytes of the recording."""
+    """Size of the recording, in bytes."""
     attempts: int = 0
-    """Compilations that were begun since the server started."""
+    """Compilations started since the server started."""
     failures: int = 0
     """Compilations that failed in a row."""
     step: int = 0
-    """Step of the compilation that runs, from 1; 0 where none does."""
+    """Step of the running compilation, from 1; 0 without one."""
     steps: int = 0
-    """Steps of a compilation; 0 where that is not known."""
+    """Number of steps of a compilation; 0 if unknown."""
     reason: str = ""
-    """Why learning waits, stopped, or found nothing that pays."""
+    """Reason why learning waits, stopped, or found no profitable exit."""

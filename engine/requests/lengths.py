@@ -1,11 +1,11 @@
-"""Samples of different length: which may share a batch, what is added to them, and which are new.
+"""Samples of different length: batch keys, padding, and the detection of new lengths.
 
 Where the compiler found that padding changes no answer by more than rounding, samples of nearly
-the same length share a bucket, and those of a batch are padded to the longest of them. A bucket
-spans :data:`STEP` lengths: a sample that joins a batch is padded by fewer positions, and spares one
-more run of the model, which reads all weights again (of a MiniLM on two cores that took as long as
-some 20 positions; ``benchmarks/lengths.py``). Under policies that merge what is left of several
-batches, a batch is padded to the end of its bucket, so that all of a bucket fit together.
+equal length share a bucket, and a batch is padded to its longest sample. A bucket spans
+:data:`STEP` lengths: a sample that joins a batch is padded by fewer positions, and saves another
+run of the model, which reads all weights again (for a MiniLM on two cores, a run took as long as
+about 20 positions; ``benchmarks/lengths.py``). Under policies that merge the remainders of several
+batches, a batch is padded to the end of its bucket, so that all batches of a bucket have one shape.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from offramp.bundle import LengthRange, Padding, TensorSpec
 _log = logging.getLogger(__name__)
 
 STEP: Final = 8
-"""Lengths that share a bucket: 1 to 8, 9 to 16, and so on."""
+"""Number of lengths in a bucket: 1 to 8, 9 to 16, and so on."""
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 BatchKey: TypeAlias = tuple[tuple[int, ...], ...]
-"""Shapes of a sample by input, in the order of their names: as padded, where it may be."""
+"""Shapes of a sample by input, in the order of input names; padded where that is allowed."""
 
 
 class Added(NamedTuple):
-    """What was padded in a batch."""
+    """Amount of padding in a batch."""
 
     samples: int
-    """Samples that are longer now."""
+    """Number of samples that were padded."""
     positions: int
-    """Positions that were added to them, all together."""
+    """Number of positions added to them, in total."""
 
 
 class LengthRules:
-    """The symbolic sizes of a model: its paddings, and the lengths that calibration saw.
+    """The symbolic sizes of a model: its paddings, and the lengths in the calibration data.
 
-    ``whole_buckets`` pads to the end of a bucket; ``pads`` is whether anything is padded at all.
+    ``whole_buckets`` pads to the end of a bucket; ``pads`` is whether anything is padded.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LengthRules:
         self._told = False
 
     def wrong(self, inputs: Arrays) -> str | None:
-        """Say which size is beyond what the model takes; ``None`` if none is."""
+        """Return which size is beyond the model's limit; ``None`` if none is."""
         for mask, (size, limit) in self._limits.items():
             length = inputs[mask].shape[1]
             if limit is not None and length > limit:
@@ -73,10 +73,10 @@ class LengthRules:
         return None
 
     def batch_key(self, inputs: Arrays) -> BatchKey:
-        """Give what requests must have in common to share a batch.
+        """Return the key that requests must have in common to share a batch.
 
-        A request with a sample of which nothing counts is not padded, as every position of it
-        does, and neither is one that is longer than what may be padded.
+        A request is not padded if the mask of one of its samples is all zero, as then every
+        position counts, or if it is longer than the compiler allows for padding.
         """
         shapes = {name: array.shape[1:] for name, array in inputs.items()}
         for padding in self._paddings:
@@ -90,7 +90,7 @@ class LengthRules:
         return tuple(shapes[name] for name in sorted(shapes))
 
     def unseen(self, inputs: Arrays) -> int:
-        """Count the samples of a length that calibration never had; the log tells the first."""
+        """Count the samples of a length that calibration never had; log the first one."""
         if not self._seen:
             return 0
         new = np.zeros(len(next(iter(inputs.values()))), np.bool_)
@@ -100,8 +100,8 @@ class LengthRules:
             if not self._told and outside.any():
                 self._told = True
                 _log.warning(
-                    "A sample has %d of `%s`, calibration had %d to %d: of such lengths the bundle "
-                    "promises nothing. They are counted (offramp_unseen_length_samples_total).",
+                    "A sample has %d of `%s`, calibration had %d to %d: the bundle promises "
+                    "nothing there. They are counted (offramp_unseen_length_samples_total).",
                     lengths[outside][0],
                     seen.size,
                     seen.shortest,
@@ -111,7 +111,7 @@ class LengthRules:
         return int(np.count_nonzero(new))
 
     def join(self, parts: Sequence[Arrays], key: BatchKey) -> dict[str, NDArray[Any]]:
-        """Make one batch of the inputs of requests of equal batch key, padded where they differ."""
+        """Join the inputs of requests of equal batch key into one batch, padded where needed."""
         if len(parts) == 1 and not self._whole_buckets:
             return dict(parts[0])
         if not self._paddings:
@@ -127,11 +127,11 @@ class LengthRules:
 
     @property
     def pads(self) -> bool:
-        """Whether anything is ever padded."""
+        """True if anything is ever padded."""
         return bool(self._paddings)
 
     def added(self, parts: Sequence[Arrays], rows: Sequence[int], key: BatchKey) -> Added:
-        """Count what :meth:`join` adds to so many rows of each part."""
+        """Count the padding of :meth:`join` for ``rows`` rows of each part."""
         shapes = self._shapes(parts, key)
         samples = positions = 0
         for part, count in zip(parts, rows, strict=True):
@@ -141,7 +141,7 @@ class LengthRules:
         return Added(samples, positions)
 
     def _shapes(self, parts: Sequence[Arrays], key: BatchKey) -> dict[str, tuple[int, ...]]:
-        """Tell the shape of a sample in a batch, by input."""
+        """Return the shape of a sample in a batch, by input."""
         names = sorted(parts[0])
         if self._whole_buckets:
             return dict(zip(names, key, strict=True))
@@ -160,7 +160,7 @@ class LengthRules:
 
 
 def _axes(inputs: Sequence[TensorSpec], size: str) -> tuple[tuple[str, int], ...]:
-    """Find the dimensions of inputs that have a symbolic size."""
+    """Return the dimensions of inputs that have a symbolic size."""
     return tuple(
         (spec.name, axis)
         for spec in inputs
@@ -170,7 +170,7 @@ def _axes(inputs: Sequence[TensorSpec], size: str) -> tuple[tuple[str, int], ...
 
 
 def _filled(arrays: Sequence[NDArray[Any]], shape: tuple[int, ...], fill: float) -> NDArray[Any]:
-    """Put arrays one behind the other, each at the beginning of its rows."""
+    """Concatenate arrays along rows, and fill the end of shorter ones."""
     rows = sum(map(len, arrays))
     filled = np.full((rows, *shape), fill, arrays[0].dtype)
     start = 0

@@ -1,9 +1,9 @@
-"""The record of what exits and model said of served samples, kept until a controller reads it.
+"""The record of the answers of exits and model to served samples, until a controller reads it.
 
-Written by the streams' threads as samples pass, without a lock: every sample has a place of its
-own, by its sample id, in buffers that are made once. Read by one other thread, in the order in
-which samples were started, up to the first that is still under way: were they read as they finish,
-those that leave would be counted before those that are audited.
+The streams' threads write it as samples pass, without a lock: every sample has its own place, by
+its sample id, in preallocated buffers. One other thread reads it, in the order in which samples
+were started, up to the first that is still in progress. If samples were read as they finish, those
+that leave would be counted before those that are audited.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from offramp.certify import MODEL_END, UNKNOWN, Observations
 from offramp.engine.control.evidence_window import EvidenceWindow, Origin
 
 CAPACITY: Final = 1 << 14
-"""Samples remembered; a power of two."""
+"""Number of samples in the ring; a power of two."""
 _MOST_AT_ONCE: Final = 1 << 12
-"""Samples read by one call."""
+"""Largest number of samples in one read."""
 _NOBODY: Final = -1
 _RUNNING, _FINISHED, _LOST, _LEFT_OUT, _SET_ASIDE, _DISCOUNTED = map(np.uint8, range(6))
 
@@ -29,7 +29,7 @@ SampleIds = NDArray[np.int64]
 
 
 class AnswerRing:
-    """Codes of answers by sample id, in buffers that are made once for ``capacity`` samples.
+    """Codes of answers by sample id, in preallocated buffers for ``capacity`` samples.
 
     ``exits`` is the number of exits, ``capacity`` a power of two.
     """
@@ -44,19 +44,19 @@ class AnswerRing:
     def compared(
         self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
     ) -> None:
-        """Record what samples that passed an exit were answered with, now that it is known."""
+        """Record the codes of an exit's answers, now that they are known."""
         slots, mine = self._own(sample_ids)
         self._prediction[exit_index, slots] = prediction[mine]
 
     def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
-        """Record what the model's end said of samples."""
+        """Record the answers of the model's end."""
         slots, mine = self._own(sample_ids)
         self._final[slots] = prediction[mine]
 
     def _own(self, sample_ids: SampleIds) -> tuple[SampleIds, NDArray[np.bool_]]:
-        """The slots of samples that still have theirs, and which samples that are.
+        """Return the slots of samples that still own theirs, and which samples those are.
 
-        One that took so long that the ring came round must not write into another's.
+        A very slow sample, whose slot was reused, must not write into another sample's slot.
         """
         slots = sample_ids & self._mask
         mine: NDArray[np.bool_] = self._sample_id[slots] == sample_ids
@@ -64,11 +64,12 @@ class AnswerRing:
 
 
 class Recorder(AnswerRing):
-    """A ring of samples by sample id, and the coins that say which are audited: all, to start with.
+    """A ring of samples by sample id, with random decisions on which are audited; at first all.
 
-    ``exits`` is K, all exits of the bundle, in use or not; ``seed`` the coins', ``None`` takes one
-    from the system; ``capacity`` a power of two. ``window`` decides which samples are evidence; the
-    others are not audited, unless ``release``: all samples run to the end.
+    ``exits`` is K, all exits of the bundle, in use or not; ``seed`` is for the random decisions,
+    ``None`` takes one from the system; ``capacity`` is a power of two. ``window`` decides which
+    samples are evidence; others are not audited, unless ``release``: then all samples run to the
+    end.
     """
 
     def __init__(
@@ -84,21 +85,21 @@ class Recorder(AnswerRing):
             raise ValueError(f"capacity is {capacity}, expected a power of two")
         super().__init__(exits, capacity)
         self.audit_probability = 1.0
-        """Of samples that are started from now on."""
+        """Audit probability of samples that are started from now on."""
         self.lost = 0
-        """Samples of which nothing is known: their batch failed, they were late, withdrawn, or
-        nobody read in time."""
+        """Samples without a result: their batch failed, they were late, withdrawn, or not read in
+        time."""
         self.left_out = 0
-        """Samples that are no evidence, as their inputs are out of range."""
+        """Samples that are no evidence because their inputs are out of range."""
         self.discounted = 0
-        """Samples that are no evidence, as equal ones were, or too many of the same source."""
+        """Samples that are no evidence because of equal ones, or too many of the same source."""
         self._window = window or EvidenceWindow()
         self._admitting = threading.Lock()
-        """Held while the window decides: several streams ask it."""
+        """Held while the window decides, as several streams use it."""
         self._release = release
         self._random = np.random.default_rng(seed)
         self._read = 0
-        """The first sample id that was not read."""
+        """First sample id that was not read."""
         self._state = np.full(capacity, _RUNNING, np.uint8)
         self._confidence = np.full((exits, capacity), np.nan, np.float32)
         self._audit_probability = np.ones(capacity)
@@ -110,14 +111,14 @@ class Recorder(AnswerRing):
         self._is_admitted = np.ones(capacity, np.bool_)
 
     def start(self, sample_ids: SampleIds, version: int, *, forced: bool = False) -> None:
-        """Record samples [n] that start under a policy's version, and toss their coins.
+        """Record samples [n] that start under a policy version, and decide which are audited.
 
-        ``forced`` says whether they will have to leave before the model's end.
+        ``forced`` is whether they will have to leave before the model's end.
         """
-        # A sample that is tried again so late that another one has its place is left out.
+        # A sample that is retried so late that its slot was reused is left out.
         sample_ids = sample_ids[self._sample_id[sample_ids & self._mask] <= sample_ids]
         slots = sample_ids & self._mask
-        # Before the sample id: a reader must not take the last owner's state for this one's.
+        # Reset before the sample id is set: a reader must not see the previous sample's state.
         self._state[slots] = _RUNNING
         self._confidence[:, slots] = np.nan
         self._prediction[:, slots] = UNKNOWN
@@ -134,14 +135,14 @@ class Recorder(AnswerRing):
         self._sample_id[slots] = sample_ids
 
     def runs_on(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
-        """[n]: whether the sample's coin says that it runs on after an early answer."""
+        """[n]: whether the sample was chosen to run on after an early answer."""
         chosen: NDArray[np.bool_] = self._runs_on[sample_ids & self._mask]
         return chosen
 
     def set_aside(self, sample_ids: SampleIds, audit_probability: float) -> None:
         """Record samples that a variant answers: they are no evidence about the policy's exits.
 
-        Their coins are tossed anew.
+        Their audits are decided again.
         """
         slots, _ = self._own(sample_ids)
         self._aside[slots] = True
@@ -152,7 +153,7 @@ class Recorder(AnswerRing):
         self._in_range[self._own(sample_ids)[0]] = False
 
     def admit(self, sample_ids: SampleIds, origins: Sequence[Origin]) -> None:
-        """Have the window decide which samples [n] that were started are evidence."""
+        """Decide, with the window, which started samples [n] are evidence."""
         with self._admitting:
             admitted = self._window.admit(sample_ids, origins)
         slots, mine = self._own(sample_ids)
@@ -172,7 +173,7 @@ class Recorder(AnswerRing):
         confidence: NDArray[np.float32],
         prediction: NDArray[np.int32],
     ) -> None:
-        """Record what an exit said of samples, whether it answered them or not."""
+        """Record an exit's answers, whether they were used or not."""
         slots, mine = self._own(sample_ids)
         self._confidence[exit_index, slots] = confidence[mine]
         self._prediction[exit_index, slots] = prediction[mine]
@@ -184,20 +185,20 @@ class Recorder(AnswerRing):
         self._forced[slots] |= forced[mine]
 
     def finish(self, sample_ids: SampleIds) -> None:
-        """Record that no more will be known of samples."""
+        """Record that samples are complete."""
         slots, _ = self._own(sample_ids)
         state = np.where(self._is_admitted[slots], _FINISHED, _DISCOUNTED)
         state = np.where(self._in_range[slots], state, _LEFT_OUT)
         self._state[slots] = np.where(self._aside[slots], _SET_ASIDE, state)
 
     def lose(self, sample_ids: SampleIds) -> None:
-        """Record that samples left otherwise than they were meant to: they are no evidence."""
+        """Record that samples left unexpectedly: they are no evidence."""
         self._state[self._own(sample_ids)[0]] = _LOST
 
     def take(self) -> Observations | None:
-        """Take what is known of the next samples, in the order in which they were started.
+        """Return the results of the next samples, in the order in which they were started.
 
-        ``None`` if the next one is still under way. One reader.
+        ``None`` if the next one is still in progress. Only one thread may read.
         """
         self._skip_overwritten()
         expected = np.arange(self._read, self._read + min(_MOST_AT_ONCE, self._mask + 1))
@@ -218,7 +219,7 @@ class Recorder(AnswerRing):
             forced=self._forced[known],
         )
         torn = (self._state[slots] == _RUNNING) | (self._sample_id[slots] != expected[:count])
-        if torn.any():  # overwritten while it was read; the next call goes on behind it
+        if torn.any():  # overwritten during the read; the next call skips it
             return None
         self._read += count
         self.left_out += int(np.count_nonzero(self._state[slots] == _LEFT_OUT))
@@ -227,11 +228,11 @@ class Recorder(AnswerRing):
         return seen if len(known) else None
 
     def _skip_overwritten(self) -> None:
-        """Go on behind what was overwritten before it was read."""
+        """Skip samples that were overwritten before they were read."""
         newest = int(self._sample_id.max())
         oldest = newest - self._mask
         if self._read < oldest:
-            # Half of the ring ahead, so that the reader is not overrun again at once.
+            # Skip half of the ring, so that the reader is not overrun again immediately.
             skipped = oldest + (self._mask + 1) // 2 - self._read
             self.lost += skipped
             self._read += skipped

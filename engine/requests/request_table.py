@@ -1,8 +1,8 @@
-"""The open requests of a model, the answers gathered for them, and the queue of completed ones.
+"""The open requests of a model, their answers so far, and the queue of completed requests.
 
-A request is opened when the scheduler accepts it, gathers the answers to its samples stage by
-stage, and is completed when every sample was answered or dropped; then the completion queue takes
-it to the event loop. The caller holds the executor's lock, but for the delivery.
+A request is opened when the scheduler accepts it, collects the answers to its samples stage by
+stage, and is completed when every sample was answered or dropped; then the completion queue passes
+it to the event loop. The caller holds the executor's lock, except for the delivery.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _MOST, _LEAST_BOUND_S = 2.0, 1e-3
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestAnswers:
-    """The answers to the samples of a request, filled in as stages give them."""
+    """The answers to the samples of a request, filled in stage by stage."""
 
     count: int
     values: NDArray[Any] | None = None
-    """[count, classes] as soon as the first sample has its answer."""
+    """[count, classes]: answers, once the first sample has one."""
     confidences: NDArray[np.float32] = field(init=False)
     filled: NDArray[np.bool_] = field(init=False)
-    """[count]: whether the sample's answer is there."""
+    """[count]: whether the sample has its answer."""
 
     def __post_init__(self) -> None:
         self.confidences = np.zeros(self.count, np.float32)
@@ -51,7 +51,7 @@ class RequestAnswers:
     def fill(
         self, rows: slice | Rows, values: NDArray[Any], confidence: NDArray[np.float32]
     ) -> None:
-        """Note the answers to some samples."""
+        """Store the answers to some samples."""
         if self.values is None:
             self.values = np.empty((self.count, *values.shape[1:]), values.dtype)
         self.values[rows] = values
@@ -61,10 +61,10 @@ class RequestAnswers:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
-    """A request on its way through the engine: inputs, answers so far, and who waits for them.
+    """A request in the engine: inputs, answers so far, and futures for its caller.
 
-    Owned by the executor (under its lock) from submission until it is completed, then by the
-    event loop; ``followup`` and ``final`` stay the executor's until the former is resolved.
+    The executor owns it (under its lock) from submission until it is completed, then the event
+    loop does; ``followup`` and ``final`` stay the executor's until the former is resolved.
     """
 
     number: int
@@ -76,36 +76,36 @@ class Request:
     deadline_s: float
     priority: int
     source: str = ""
-    """The sender, for bounds on its share of the evidence."""
+    """Sender, for the limit on its share of the evidence."""
     timeline: RequestTimeline | None = None
-    """Where to note what stages ran; ``None`` for most requests."""
+    """Record of the stages that ran; ``None`` for most requests."""
     future: asyncio.Future[Request]
     """Resolved with the request itself when it is completed."""
     followup: asyncio.Future[Request] | None = None
-    """Of a caller who also wants the final answers of samples that run on after an early one:
-    resolved when all of those have ended, one way or another."""
+    """For a caller who also needs the final answers of samples that run on after an early one:
+    resolved when all of these have ended, with or without an answer."""
     remaining: int = field(init=False)
-    """Samples that neither have an answer nor were dropped."""
+    """Number of samples that neither have an answer nor were dropped."""
     following: int = 0
-    """Answered samples that run on."""
+    """Number of answered samples that run on."""
     first: RequestAnswers = field(init=False)
-    """What each sample was answered at first."""
+    """First answer to each sample."""
     final: RequestAnswers | None = None
-    """What the model's end said of samples that ran on; ``None`` if none did."""
+    """Answers of the model's end to samples that ran on; ``None`` if none did."""
     exits: NDArray[np.int32] = field(init=False)
-    """[count]: the exit that answered the sample; ``MODEL_END`` is the model's own answer."""
+    """[count]: exit that answered the sample; ``MODEL_END`` is the model's own answer."""
     forced: NDArray[np.bool_] = field(init=False)
-    """[count]: whether the sample had to leave where it did, below the exit's threshold."""
+    """[count]: whether the sample was forced to leave, below the exit's threshold."""
     variants: NDArray[np.int16] = field(init=False)
-    """[count]: the variant that answered the sample; 0 is the full model."""
+    """[count]: variant that answered the sample; 0 is the full model."""
     policy_version: int = 0
-    """Of the policy that the answers were given under; the latest, should they differ."""
+    """Version of the policy of the answers; the latest, if they differ."""
     error: EngineError | None = None
-    """Why there will be no answer."""
+    """Reason why there will be no answer."""
     withdrawn: bool = False
-    """Whether its caller left."""
+    """True if its caller left."""
     unseen: int = 0
-    """Samples of a length that calibration never had."""
+    """Number of samples of a length that calibration never had."""
 
     def __post_init__(self) -> None:
         self.remaining = self.count
@@ -115,17 +115,17 @@ class Request:
         self.variants = np.zeros(self.count, np.int16)
 
     def origins(self, rows: slice | Rows) -> list[Origin]:
-        """Return what tells whether each of some rows, at least one, may be evidence."""
+        """Return the fingerprint and source of each of some rows, at least one."""
         arrays = [self.inputs[name][rows] for name in sorted(self.inputs)]
         return [(print_, self.source) for print_ in fingerprints(arrays, len(arrays[0]))]
 
 
 class CompletionQueue:
-    """Carries completed requests from the streams' threads to the event loop.
+    """Passes completed requests from the streams' threads to the event loop.
 
-    The loop is woken once, however many requests are completed meanwhile. Filled and woken under
-    the executor's lock, which the loop does not wait for: a thread of a stream that met it there
-    would have to let it run on.
+    The loop is woken once for any number of requests. The queue is filled and the loop woken under
+    the executor's lock. The loop never waits for that lock: otherwise a stream's thread would have
+    to let the loop run.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -140,9 +140,9 @@ class CompletionQueue:
 
     @property
     def delay_s(self) -> float:
-        """How long an answer takes into the event loop: the running mean, and two deviations.
+        """Delay of an answer into the event loop: the running mean plus two deviations.
 
-        What has to be answered by a time has to be completed so much earlier.
+        An answer must be completed earlier than its deadline by this time.
         """
         return self._delay_s + 2.0 * self._spread_s
 
@@ -151,29 +151,29 @@ class CompletionQueue:
         self._loop = loop
 
     def add(self, future: asyncio.Future[Request] | None, request: Request) -> None:
-        """Put a request in, to resolve ``future`` with it; the lock is held."""
+        """Add a request, to resolve ``future`` with it; the caller holds the lock."""
         if future is not None:
             self._completed.append((future, request))
 
     def wake(self) -> None:
-        """Have the event loop deliver what is in; the lock is held."""
+        """Wake the event loop to deliver the requests; the caller holds the lock."""
         if self._completed and not self._waking and self._loop is not None:
             self._waking = True
             self._woken_s = self._clock()
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop was closed: nobody waits any more
+            except RuntimeError:  # the loop was closed: no caller waits any more
                 _log.debug("the event loop is closed")
 
     def _deliver(self) -> None:
         """Resolve futures; runs in the event loop."""
-        # A stall of the loop is no reason to refuse what comes after it: one observation counts
-        # for at most a few times the usual.
+        # A stall of the loop is no reason to refuse later requests: one observation counts for
+        # at most a few times the usual delay.
         most_s = _MOST * self.delay_s + _LEAST_BOUND_S
         delay_s = min(self._clock() - self._woken_s, most_s)
         self._spread_s += _MEMORY * (abs(delay_s - self._delay_s) - self._spread_s)
         self._delay_s += _MEMORY * (delay_s - self._delay_s)
-        self._waking = False  # before the look at what is in: what comes later wakes it anew
+        self._waking = False  # before the queue is read: later requests wake the loop again
         while self._completed:
             future, request = self._completed.popleft()
             if not future.done():  # its caller may have left
@@ -181,9 +181,9 @@ class CompletionQueue:
 
 
 class RequestTable:
-    """The open requests of a model by number, and the account of their samples.
+    """The open requests of a model by number, and the counts of their samples.
 
-    Every accepted sample is accounted for exactly once, as answered or as failed by some cause.
+    Every accepted sample is counted exactly once, as answered or as failed with a cause.
     """
 
     def __init__(
@@ -199,16 +199,16 @@ class RequestTable:
         self._clock = clock
         self._open: dict[int, Request] = {}
         self.traced: set[int] = set()
-        """Numbers of requests whose times are noted, and of some that have ended."""
+        """Numbers of requests with a timeline, and of some that have ended."""
         self._followed: dict[int, Request] = {}
-        """Answered ones whose callers wait for what runs on."""
+        """Answered requests whose callers wait for samples that run on."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
     def awaited(self) -> int:
-        """Requests that somebody waits for: open, or with a second answer to come."""
+        """Number of requests with a waiting caller: open, or with a second answer to come."""
         return len(self._open) + len(self._followed)
 
     def accept(self, request: Request) -> None:
@@ -221,7 +221,7 @@ class RequestTable:
         self.counters.unseen_lengths += request.unseen
 
     def get(self, number: int) -> Request | None:
-        """Find an open request by its number."""
+        """Return an open request by its number."""
         return self._open.get(number)
 
     def answer(
@@ -237,11 +237,11 @@ class RequestTable:
         following: int = 0,
         variant: int = 0,
     ) -> None:
-        """Note the answers that a stage gave to n samples of a request, if it is still open.
+        """Store a stage's answers to n samples of a request, if it is still open.
 
-        ``rows`` [n] are within the request, ``values`` [n, classes]; ``exit_index`` of ``variant``
-        answered, or ``MODEL_END``; ``forced`` [n] are below its threshold, to be in time;
-        ``following`` of them run on.
+        ``rows`` [n] are within the request, ``values`` [n, classes]. ``exit_index`` (of
+        ``variant``) answered, or ``MODEL_END``. ``forced`` [n] are below its threshold, to be in
+        time; ``following`` of them run on.
         """
         request, count = self._open.get(number), len(confidence)
         if request is None:
@@ -275,25 +275,25 @@ class RequestTable:
         values: NDArray[Any],
         confidence: NDArray[np.float32],
     ) -> None:
-        """Note what the model's end said of answered samples of a request, if somebody asks."""
+        """Store the end's answers to answered samples of a request, if its caller needs them."""
         request = self._followed.get(number) or self._open.get(number)
         if request is not None and request.final is not None:
             request.final.fill(rows, values, confidence)
             self.lose(number, len(confidence))
 
     def lose(self, number: int, count: int) -> None:
-        """Note that so many answered samples of a request will not get to the model's end."""
+        """Record that ``count`` answered samples of a request will not reach the model's end."""
         request = self._followed.get(number) or self._open.get(number)
         if request is not None and request.final is not None:
             request.following -= count
             self._follow_up(request)
 
     def forget(self, number: int) -> None:
-        """Note that nobody waits for the final answers of a request any more."""
+        """Record that no caller waits for the final answers of a request any more."""
         self._followed.pop(number, None)
 
     def drop(self, dropped: Iterable[Dropped], failure: EngineError | None = None) -> None:
-        """Account for samples that leave without an answer; ``failure`` says why some failed."""
+        """Count samples that leave without an answer; ``failure`` is the reason of failed ones."""
         for item in dropped:
             request = self._open.get(item.request)
             if request is None:
@@ -308,7 +308,7 @@ class RequestTable:
                 self._fail(request, self._too_late(request, item.cause))
 
     def fail_all(self, error: EngineError, cause: str) -> list[int]:
-        """Fail and close every open request; gives their numbers."""
+        """Fail and close every open request; return their numbers."""
         requests, self._open = self._open, {}
         for request in requests.values():
             self.counters.failed[cause] += request.remaining
@@ -319,17 +319,17 @@ class RequestTable:
         return list(requests)
 
     def deliver(self) -> None:
-        """Have the event loop resolve the futures of completed requests."""
+        """Wake the event loop to resolve the futures of completed requests."""
         self._completions.wake()
 
     def _fail(self, request: Request, error: EngineError) -> None:
-        """Tell a request's caller why there will be no answer; the first reason counts."""
+        """Complete a request with an error; only the first error counts."""
         if request.error is None:
             request.error = copy_of(error)
             self._complete(request)
 
     def _complete(self, request: Request) -> None:
-        """Hand a request back to its caller, unless the caller left."""
+        """Pass a request to its caller, unless the caller left."""
         if request.withdrawn:
             return
         if request.error is None:
@@ -337,7 +337,7 @@ class RequestTable:
         self._completions.add(request.future, request)
 
     def _follow_up(self, request: Request) -> None:
-        """Hand over the final answers once all are there."""
+        """Pass on the final answers once all are complete."""
         if request.following == 0 and self._followed.pop(request.number, None) is not None:
             self._completions.add(request.followup, request)
 
@@ -346,7 +346,7 @@ class RequestTable:
         if given_ms <= 0:
             late = f"{abs(given_ms):.1f} ms before the request came"
             return DeadlineExceededError(f"{self._name}: the deadline had passed {late}")
-        given = f"{given_ms:.1f} ms that there were"
+        given = f"{given_ms:.1f} ms until its deadline"
         if cause is DropCause.INFEASIBLE:
             return DeadlineExceededError(
                 f"{self._name}: given up early, as no answer can be expected within the {given}"
@@ -355,7 +355,7 @@ class RequestTable:
 
 
 def _lost_by(request: Request) -> DropCause:
-    """Why an answer is of no use: its request as a whole was given up before."""
+    """Return why an answer is useless: its whole request was dropped before."""
     if request.withdrawn:
         return DropCause.CANCELLED
     late = isinstance(request.error, DeadlineExceededError)
@@ -363,5 +363,5 @@ def _lost_by(request: Request) -> DropCause:
 
 
 def copy_of(error: EngineError) -> EngineError:
-    """An error of the same kind: each caller raises one of its own, with its own traceback."""
+    """Return an equal error: each caller raises its own, with its own traceback."""
     return type(error)(*error.args)

@@ -1,7 +1,7 @@
 """The counters of a served model, and their immutable snapshots.
 
-The executor counts per batch and stage, never per sample in Python; a snapshot is what status
-page and metrics read.
+The executor counts per batch and stage, never per sample in Python; status page and metrics read
+snapshots.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from offramp.engine.requests.learning_status import LearningStatus
 from offramp.engine.stages.plan import exit_label
 
 HISTOGRAM_BOUNDS_S = tuple(round(0.00025 * 2 ** (step / 2), 6) for step in range(31))
-"""Upper bounds of the time histograms' buckets: 0.25 ms to 8.2 s, two an octave; the last
-bucket is open."""
+"""Upper bounds of the time histograms' buckets: 0.25 ms to 8.2 s, two per octave; the last bucket
+is open."""
 
 FAILURE_CAUSES = ("cancelled", "expired", "hopeless", "rejected", "backend_error", "stopped")
-"""Why a sample may get no answer."""
+"""Reasons why a sample may get no answer."""
 
 BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper bounds of the batch size histograms' buckets."""
@@ -35,9 +35,9 @@ class Histogram:
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
-    """One more than ``bounds``: the last is above them all."""
+    """Counts by bucket, one more than ``bounds``: the last is above all of them."""
     total: float
-    """Sum of what was observed."""
+    """Sum of the observations."""
 
     @property
     def count(self) -> int:
@@ -50,7 +50,7 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, q: float) -> float:
-        """Quantile by linear interpolation inside its bucket; 0 if there were none."""
+        """Return a quantile by linear interpolation inside its bucket; 0 without observations."""
         wanted, seen = q * self.count, 0
         for index, count in enumerate(self.counts):
             if count and seen + count >= wanted:
@@ -63,18 +63,18 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStatistics:
-    """The counts of one exit that is in use, or once was, or of the model's end."""
+    """The counts of one exit that is or was in use, or of the model's end."""
 
     label: str
-    """``exit 3`` or ``final``."""
+    """Name: ``exit 3`` or ``final``."""
     threshold: float
-    """Least confidence to leave with; ``NEVER`` where nothing leaves (any more)."""
+    """Least confidence to leave with; ``NEVER`` where no sample leaves (any more)."""
     answered: int
-    """Samples that left here with an answer."""
+    """Number of samples that left here with an answer."""
     forced: int
-    """Those of them that had to leave here, below the threshold."""
+    """Number of these that were forced to leave here, below the threshold."""
     batch_size: Histogram
-    """Rows executed, per run of the stage."""
+    """Rows per run of the stage."""
     run_s: Histogram
     """Seconds per run of the stage."""
 
@@ -85,20 +85,20 @@ class VariantStatistics:
 
     name: str
     answered: int
-    """Samples that it answered."""
+    """Number of samples that it answered."""
     forced: int
-    """Those of them that no certificate covers."""
+    """Number of these that no certificate covers."""
     audited: int
-    """Those of them that the full model answered too, for comparison."""
+    """Number of these that the full model answered too, for comparison."""
     disagreed: int
-    """Those of the audited that it answered otherwise."""
+    """Number of the audited samples whose answers differ."""
     agreement: float
-    """Share that the whole subnet answered like the full model at calibration."""
+    """Share of samples that the whole subnet answered like the full model at calibration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountersSnapshot:
-    """A snapshot of everything counted since the model was loaded.
+    """A snapshot of all counts since the model was loaded.
 
     ``samples`` is ``answered + queued + in_flight`` and the samples in ``failed`` that were
     accepted (all causes but ``rejected``).
@@ -107,34 +107,35 @@ class CountersSnapshot:
     stages: tuple[StageStatistics, ...]
     requests: int
     samples: int
-    """Requests and samples that were accepted."""
+    """Number of accepted requests and samples."""
     answered: int
     failed: dict[str, int]
-    """Samples without an answer, by those of :data:`FAILURE_CAUSES` that there were."""
+    """Samples without an answer, by cause (:data:`FAILURE_CAUSES`), where there are any."""
     retried: int
-    """Samples of failed batches that were tried again."""
+    """Samples of failed batches that were retried."""
     queued: int
     """Samples waiting now."""
     in_flight: int
-    """Samples in running batches, at splits, or waiting to be tried again."""
+    """Samples in running batches, at splits, or waiting for a retry."""
     resumed: int = 0
-    """Samples of batches that went on elsewhere as their worker was lost, once for each time."""
+    """Samples of batches that were resumed elsewhere after losing their worker, counted each
+    time."""
     auditing: int = 0
     """Samples that have their answer and run on, for feedback."""
     lost_feedback: int = 0
-    """Samples whose feedback was lost: their batch failed, or nobody read it in time."""
+    """Samples whose feedback was lost: their batch failed, or it was not read in time."""
     out_of_range: int = 0
-    """Samples that no exit answered as their inputs are unlike those of calibration."""
+    """Samples that no exit answered because their inputs are unlike those of calibration."""
     discounted: int = 0
-    """Samples that control does not learn from: equal ones came before, or too many of a source."""
+    """Samples that control ignores: equal ones came before, or too many of one source."""
     unseen_lengths: int = 0
     """Accepted samples of a length that calibration never had."""
     padded: int = 0
-    """Samples that were padded to share a batch, each time that they were."""
+    """Samples that were padded to share a batch, counted each time."""
     padded_positions: int = 0
     """Positions that were added to them."""
     variants: tuple[VariantStatistics, ...] = ()
-    """The variants that may serve besides the full model."""
+    """Variants that may serve in addition to the full model."""
     departures: tuple[Departures, ...] = ()
     """Answers of the full model by the exits in use; each set of exits once."""
     queue_s: Histogram
@@ -143,51 +144,51 @@ class CountersSnapshot:
     """Seconds from submission to the response, per request."""
 
     def exit_shares(self) -> dict[str, float]:
-        """Share of the answered samples by the place that answered them."""
+        """Return the share of the answered samples by exit."""
         total = max(self.answered, 1)
         return {stage.label: stage.answered / total for stage in self.stages}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatistics(CountersSnapshot):
-    """The counts of the version of a model that is served, and what they were counted under."""
+    """The counts of the served version of a model, and its configuration."""
 
     version: int = 1
-    """1, and one more each time that the model was replaced."""
+    """Version: 1, plus 1 for each replacement of the model."""
     earlier: CountersSnapshot | None = None
-    """The counts of all versions before, also of those that still finish requests; ``None`` for the
+    """Counts of all earlier versions, including those that still finish requests; ``None`` for the
     first version."""
     mode: str
     backend: str
     policy_version: int
     scheduling: str
     streams: int
-    """Of the device, shared by all models."""
+    """Streams of the device, shared by all models."""
     streams_in_service: int
     workers: int = 0
     workers_in_service: int = 0
-    """Worker processes that run the stages, and those that are there; 0 where this one does."""
+    """Worker processes that run the stages, and the available ones; 0 if this process runs them."""
     worker_restarts: int = 0
-    """Workers that were started in place of one that was lost."""
+    """Number of workers that were started to replace a lost one."""
     restarts: int
-    """Times that a stream of the device was started anew after failures."""
+    """Number of times that a stream of the device was restarted after failures."""
     parallel_below: int | None
-    """PAME's τ_b as it is now; ``None`` where it does not limit."""
+    """Current value of PAME's τ_b; ``None`` where it does not limit."""
     uptime_s: float
     control: ControlStatus | None = None
-    """What the controller knows; ``None`` where nothing is observed (leave mode, off)."""
+    """Status of the controller; ``None`` in modes without observation (leave, off)."""
     extensions: Mapping[str, object] = field(default_factory=dict)
-    """What extensions know of the model, by the names of their :class:`.BackgroundTask`."""
+    """Statistics of extensions, by the names of their :class:`.BackgroundTask`."""
     learning: LearningStatus | None = None
-    """How far learning exits is; ``None`` where none are learned."""
+    """Progress of learning exits; ``None`` without learning."""
 
 
 Place: TypeAlias = tuple[int, int]
-"""A variant, and an exit of it, or ``MODEL_END``."""
+"""A variant, and one of its exits, or ``MODEL_END``."""
 
 
 def _depth(place: Place) -> tuple[int, bool, int]:
-    """Sort key: the full model's end is the least, behind all its exits and all variants."""
+    """Return a sort key: the full model's end is the least, after all its exits and variants."""
     variant, exit_index = place
     return variant, exit_index != MODEL_END, -exit_index
 
@@ -206,24 +207,24 @@ class HistogramCounter:
         self._total += value * count
 
     def snapshot(self) -> Histogram:
-        """Give the counts so far."""
+        """Return the counts so far."""
         return Histogram(bounds=self._bounds, counts=tuple(self._counts), total=self._total)
 
 
 class StageCounters:
-    """Counts what one exit, or the end, of a variant does, whatever plan it is a stage of."""
+    """Counts the events of one exit, or the end, of a variant, over all plans."""
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.threshold = NEVER
-        """Of the policy in force; ``NEVER`` where no stage ends here any more."""
+        """Threshold of the active policy; ``NEVER`` where no stage ends here any more."""
         self.answered = 0
         self.forced = 0
         self.batch_size = HistogramCounter(BATCH_BOUNDS)
         self.run_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
     def snapshot(self) -> StageStatistics:
-        """Give the counts so far."""
+        """Return the counts so far."""
         return StageStatistics(
             label=self.label,
             threshold=self.threshold,
@@ -235,7 +236,7 @@ class StageCounters:
 
 
 class DepartureCounters:
-    """Counts where rows of the full model leave while some exits are in use."""
+    """Counts at which exits rows of the full model leave while some exits are in use."""
 
     def __init__(self, exits: Sequence[int]) -> None:
         self.exits = tuple(exits)
@@ -250,21 +251,21 @@ class DepartureCounters:
         self._forced[place] += forced
 
     def snapshot(self) -> Departures:
-        """Give the counts so far."""
+        """Return the counts so far."""
         return Departures(exits=self.exits, left=tuple(self._left), forced=tuple(self._forced))
 
 
 class Counters:
-    """Everything that is counted for a model; written under the executor's lock.
+    """All counts of a model; written under the executor's lock.
 
-    ``variants`` are the names of those besides the full model.
+    ``variants`` are the names of the variants below the full model.
     """
 
     def __init__(self, variants: Sequence[str] = ()) -> None:
         self._variants = tuple(variants)
         self.stages: dict[Place, StageCounters] = {}
-        """By variant, and the exit that the stage ends with: ``MODEL_END`` for the model's own
-        answer. What a variant has there is the full model, which audits run."""
+        """Counters by variant, and the exit that the stage ends with: ``MODEL_END`` for the model's
+        own answer. For a variant, the end is the full model, which audits run."""
         self._departures: dict[tuple[int, ...], DepartureCounters] = {}
         self.requests = 0
         self.samples = 0
@@ -277,14 +278,14 @@ class Counters:
         self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
     def put_in_force(self, thresholds: Mapping[Place, float]) -> None:
-        """Count for plans' stages, given their thresholds by place; what was counted is kept."""
+        """Set the active thresholds by place; counts are kept."""
         for place in thresholds.keys() - self.stages.keys():
             self.stages[place] = StageCounters(self._label(*place))
         for place, counters in self.stages.items():
             counters.threshold = thresholds.get(place, NEVER)
 
     def departures_of(self, exits: Sequence[int]) -> DepartureCounters:
-        """Give what counts for the full model while these exits are in use."""
+        """Return the counters of the full model for these exits in use."""
         exits = tuple(exits)
         return self._departures.setdefault(exits, DepartureCounters(exits))
 
@@ -293,7 +294,7 @@ class Counters:
         return f"{self._variants[variant - 1]}: {label}" if variant else label
 
     def of_variant(self, variant: int) -> tuple[int, int]:
-        """Give how many samples a variant answered, and how many of them were forced."""
+        """Return how many samples a variant answered, and how many of them were forced."""
         mine = [counters for (number, _), counters in self.stages.items() if number == variant]
         return sum(c.answered for c in mine), sum(c.forced for c in mine)
 
@@ -308,7 +309,7 @@ class Counters:
         discounted: int = 0,
         variants: Sequence[VariantStatistics] = (),
     ) -> CountersSnapshot:
-        """Give the counts so far, and what scheduler and recorder hold at the same instant."""
+        """Return the counts so far, with those of scheduler and recorder at the same time."""
         in_depth_order = sorted(self.stages, key=_depth, reverse=True)
         stages = tuple(self.stages[place].snapshot() for place in in_depth_order)
         return CountersSnapshot(

@@ -1,4 +1,4 @@
-"""The times of one request in the engine, for those that are traced."""
+"""The times of one request in the engine, for traced requests."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import NamedTuple
 
 
 class StageTime(NamedTuple):
-    """A run of a stage on a batch that had samples of the request."""
+    """A run of a stage on a batch with samples of the request."""
 
     label: str
-    """The exit at its end, ``exit 3`` or ``final``; ``split`` where there is none."""
+    """Exit at its end, ``exit 3`` or ``final``; ``split`` without one."""
     began_s: float
-    """Monotonic."""
+    """Start time, in seconds of the monotonic clock."""
     ended_s: float
     batch: int
-    """Samples in the batch."""
+    """Number of samples in the batch."""
     samples: int
-    """Samples of the request in it."""
+    """Number of samples of the request in it."""
     answered: int
-    """Those of them that were answered here."""
+    """Number of these that were answered here."""
 
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """The runs of stages that a request had so far; filled by the streams, in order."""
+    """The runs of stages for a request so far; the streams add them, in order."""
 
     stages: list[StageTime] = field(default_factory=list)
     audited: bool = False
-    """Whether a sample ran on after its answer, to be compared with the model's own."""
+    """True if a sample ran on after its answer, to be compared with the model's own."""

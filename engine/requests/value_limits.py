@@ -1,4 +1,4 @@
-"""Check of the values of requests against what the model takes, before they join a batch."""
+"""Check of a request's values against the limits of the model, before it joins a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offramp.bundle.schema.inputs import plain
 
 
 class ValueLimits:
-    """The legal values of a model's inputs, as the compiler found them."""
+    """The legal values of a model's inputs, as found by the compiler."""
 
     def __init__(self, bounds: Sequence[ValueBound] = ()) -> None:
         self._bounds = tuple(
@@ -21,22 +21,22 @@ class ValueLimits:
         )
 
     def wrong(self, inputs: Mapping[str, NDArray[Any]]) -> str | None:
-        """Say which value is beyond what the model takes; ``None`` if none is.
+        """Return which value is outside the model's limits; ``None`` if none is.
 
-        Inputs are [n, …], checked to be of the model's shapes and types.
+        Inputs are [n, …], with shapes and types already checked.
         """
         for bound, lowest, highest in self._bounds:
             values = inputs[bound.input]
             if bound.places:
                 values = values.take(bound.places, bound.axis)
-            # A NaN, which selects nothing, is neither at least nor at most anything.
+            # A NaN, which selects nothing, fails both comparisons.
             if values.size and not (values.min() >= lowest and values.max() <= highest):
                 return _told(bound, values, lowest, highest)
         return None
 
 
 def _or(value: float | None, otherwise: float) -> float:
-    """Return an end as Python has it fastest to compare with integers."""
+    """Return a bound in the type that compares fastest with integers in Python."""
     if value is None:
         return otherwise
     return int(value) if float(value).is_integer() else value

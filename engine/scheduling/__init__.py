@@ -1,6 +1,6 @@
 """Sans-I/O scheduling: which stage runs on which samples, when.
 
-The server's executor, the simulator and the tests drive the very same objects.
+The server's executor, the simulator and the tests drive the same objects.
 """
 
 from offramp.engine.scheduling.decisions import (

@@ -1,19 +1,20 @@
-"""Admission: what would only be given up later is refused before it is queued.
+"""Admission control: requests that would only be dropped later are refused before they are queued.
 
-Under overload a policy gives up what it cannot serve in time, and so keeps goodput up as far as the
-device is concerned. But by then each such request has cost its arrays, a place in the
-queue and an error on its way back, on the very cores that front end and streams live on: at twice
-what can be served, most of the work was for nobody. To refuse early costs next to nothing.
+Under overload a policy drops what it cannot serve in time, which keeps the device's goodput high.
+But by then each such request has cost its arrays, a place in the queue and an error response, on
+the CPU cores that front end and streams need: at twice the capacity, most of that work was wasted.
+An early refusal costs almost nothing.
 
 The share to refuse is that of adaptive throttling (Beyer et al., Site Reliability Engineering,
-2016, chapter 21): where of lately ``arrived`` samples so many were ``kept``, answered, the
-probability is max(0, 1 − K · kept / arrived). So K times what can be served is let in, whatever
-limits it: the device, the front end or a neighbour. K > 1 keeps the pressure up that policies go by
-when they choose faster settings, and that finds out when more can be served. As long as the policy
-gives nobody up, nobody is refused.
+2016, chapter 21): where ``kept`` of the ``arrived`` recent samples were answered, the probability
+is max(0, 1 − K · kept / arrived). So K times the capacity is admitted, whether the device, the
+front end or another process limits it. K > 1 keeps enough load for policies to choose faster
+settings, and detects when more can be served. As long as the policy drops no sample, no request is
+refused.
 
-Nor is a request refused that has no reason to fear the queue: one that can wait for longer than
-those before it take at the rate of late. Before it are those of its priority and of higher ones.
+A request that the queue does not endanger is not refused either: its slack exceeds the time that
+the samples before it take at the recent rate. Before it are samples of its priority and of higher
+ones.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ import random
 from typing import Final
 
 MEMORY_S: Final = 0.25
-"""How long "lately" is: counts fade by 1/e in that time."""
+"""Length of the recent period: counts decay by 1/e in that time."""
 HEADROOM: Final = 1.1
-"""K: samples let in for each that is kept."""
+"""K: samples admitted for each answered one."""
 PATIENCE: Final = 2.0
-"""Times the queue's time that a request can wait for which does not fear it."""
+"""Slack of a request that the queue does not endanger, as a multiple of the queue's time."""
 _LEAST: Final = 1e-3
-"""Of a sample: fewer lost ones are none."""
+"""Decayed number of lost samples that counts as none."""
 
 
 class AdmissionControl:
-    """What became of the samples of late, and whether to let in more; seeded, so it repeats."""
+    """Counts recent samples, and decides whether to admit more; seeded, so it is repeatable."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)  # noqa: S311 - a share, no secret
         self._looked_s = 0.0
         self._kept = 0.0
         self._lost = 0.0
-        """Samples that were given up or refused."""
+        """Samples that were dropped or refused, with decay."""
 
     @property
     def overloaded(self) -> bool:
-        """Whether any were lost of late."""
+        """True if any samples were lost recently."""
         return self._lost > 0.0
 
     def keep(self, samples: int, now_s: float) -> None:
@@ -53,12 +54,12 @@ class AdmissionControl:
         self._kept += samples
 
     def lose(self, samples: int, now_s: float) -> None:
-        """Count samples that were given up for want of time."""
+        """Count samples that were dropped for lack of time."""
         self._fade(now_s)
         self._lost += samples
 
     def refuses(self, samples: int, slack_s: float, ahead: int, now_s: float) -> bool:
-        """Whether to refuse samples that have ``slack_s`` left, behind ``ahead`` others."""
+        """Return whether to refuse samples with ``slack_s`` left, with ``ahead`` others before."""
         if not (self._lost and ahead) or slack_s == math.inf:
             return False
         self._fade(now_s)

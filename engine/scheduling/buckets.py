@@ -1,4 +1,4 @@
-"""Waiting samples, sorted, in buckets: those of one bucket can share a batch."""
+"""Waiting samples, sorted, in buckets: samples of one bucket can share a batch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from offramp.engine.scheduling.decisions import Key, Submission
 
 
 class Queueable(Protocol):
-    """An item that may be used up while it is queued."""
+    """An item that may be consumed while it is queued."""
 
     left: int
-    """The amount that is left of it; at 0 it is used up, and skipped."""
+    """Amount that is left; at 0 the item is consumed, and skipped."""
 
 
 _T = TypeVar("_T", bound=Queueable)
 
 
 class SortedQueue(Generic[_T]):
-    """A priority queue, O(1) for what arrives in order and O(log n) for what does not.
+    """A priority queue: O(1) for items that arrive in order, O(log n) for others.
 
-    Requests of equal patience arrive in the order of their deadlines, so nearly all go to the end
-    of a deque; only the others pay for a heap. Items that are used up are removed when they
-    surface, or all at once when they are the majority: memory stays proportional to what is left.
+    Requests with equal time limits arrive in the order of their deadlines, so nearly all are
+    appended to a deque; only the others are pushed on a heap. Consumed items are removed when they
+    reach the front, or all together when they are the majority: memory stays proportional to the
+    items left.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class SortedQueue(Generic[_T]):
         self._left = 0
 
     def push(self, key: Key, item: _T) -> None:
-        """Add an item of which something is left."""
+        """Add an item that is not consumed."""
         in_order = self._in_order
         if not in_order or key > in_order[-1][0]:
             in_order.append((key, item))
@@ -46,11 +47,11 @@ class SortedQueue(Generic[_T]):
             self._compact()
 
     def used_up(self, count: int = 1) -> None:
-        """Take note that nothing is left of some items."""
+        """Record that items were consumed."""
         self._left -= count
 
     def head(self) -> tuple[Key, _T] | None:
-        """The first item of which something is left, and its key; ``None`` if there is none."""
+        """Return the key and item of the first item left; ``None`` if there is none."""
         in_order, heap = self._in_order, self._heap
         while in_order and not in_order[0][1].left:
             in_order.popleft()
@@ -67,7 +68,7 @@ class SortedQueue(Generic[_T]):
 
 
 class Taken(NamedTuple):
-    """Neighbouring samples of a submission that were taken from a bucket."""
+    """Adjacent samples of a submission that were taken from a bucket."""
 
     submission: Submission
     first: int
@@ -78,14 +79,14 @@ class Bucket:
     """The samples of one batch key that wait for stage 0, most urgent first."""
 
     def __init__(self, batch_key: Hashable, *, aged: bool) -> None:
-        """Start empty; ``aged`` if :meth:`oldest_s` will be asked for."""
+        """Start empty; ``aged`` if :meth:`oldest_s` will be used."""
         self.batch_key = batch_key
         self.size = 0
-        """Samples that wait."""
+        """Number of waiting samples."""
         self.latest_s = 0.0
-        """The last time that one of them is due, or later."""
+        """Upper bound of the times at which they are due."""
         self.lowest_priority = 0
-        """The lowest priority among them, or lower."""
+        """Lower bound of their priorities."""
         self._by_urgency: SortedQueue[Submission] = SortedQueue()
         self._by_age: SortedQueue[Submission] | None = SortedQueue() if aged else None
         # Marks of BucketIndex:
@@ -95,7 +96,7 @@ class Bucket:
         self.stamp = -1
 
     def push(self, submission: Submission) -> None:
-        """Add a submission, which has its key."""
+        """Add a submission, whose key is already set."""
         key, priority = submission.key, submission.priority
         self._by_urgency.push(key, submission)
         if self._by_age is not None:
@@ -108,13 +109,13 @@ class Bucket:
         self.size += submission.left
 
     def forget(self, submission: Submission) -> None:
-        """Count what is left of a submission no longer."""
+        """Remove the remaining samples of a submission from the count."""
         self.size -= submission.left
         submission.left = 0
         self._used_up(1)
 
     def take(self, limit: int, requests: int) -> list[Taken]:
-        """Take up to ``limit`` samples of up to so many requests, most urgent first."""
+        """Take up to ``limit`` samples of up to ``requests`` requests, most urgent first."""
         taken, exhausted = list[Taken](), 0
         while self.size and limit > 0 and len(taken) < requests:
             submission = self.most_urgent()
@@ -134,26 +135,26 @@ class Bucket:
             self._by_age.used_up(submissions)
 
     def most_urgent(self) -> Submission:
-        """The submission to serve first; the bucket must not be empty."""
+        """Return the submission to serve first; the bucket must not be empty."""
         head = self._by_urgency.head()
         assert head is not None, "an empty bucket has no most urgent submission"
         return head[1]
 
     def oldest_s(self) -> float:
-        """When the sample that waits longest was submitted; the bucket must not be empty."""
-        assert self._by_age is not None, "this bucket does not know ages"
+        """Return the submission time of the oldest waiting sample; it must not be empty."""
+        assert self._by_age is not None, "this bucket does not track ages"
         head = self._by_age.head()
         assert head is not None, "an empty bucket has no oldest submission"
         return head[1].submitted_s
 
 
 class BucketIndex:
-    """The index that finds the bucket to form a batch of next, in O(log buckets).
+    """Index that finds the bucket for the next batch, in O(log buckets).
 
     A bucket is ready once it holds a ``full`` batch, or once its oldest sample has waited for
-    ``max_delay_s``; of the ready ones the bucket with the most urgent sample is served. A heap
-    keeps a lower bound of each ready bucket's key; a bound that turns out too low when it surfaces
-    is put right then.
+    ``max_delay_s``; among the ready ones, the bucket with the most urgent sample is served. A heap
+    keeps a lower bound of each ready bucket's key; a bound that is too low is corrected when it
+    reaches the top.
     """
 
     def __init__(self, *, full: int, max_delay_s: float) -> None:
@@ -166,7 +167,7 @@ class BucketIndex:
         self._stamps = itertools.count()
 
     def flush(self) -> None:
-        """Let whatever waits be ready, from now on."""
+        """Treat all waiting samples as ready, from now on."""
         self._max_delay_s = 0.0
         timers, self._timers = self._timers, []
         for _, _, bucket in timers:
@@ -174,7 +175,7 @@ class BucketIndex:
             self._make_ready(bucket)
 
     def pushed(self, bucket: Bucket, key: Key) -> None:
-        """Note that a submission with this key came into the bucket."""
+        """Record that a submission with this key was added to the bucket."""
         if bucket.ready:
             if key < bucket.bound:
                 self._bound(bucket, key)
@@ -184,7 +185,7 @@ class BucketIndex:
             self._time(bucket)
 
     def taken(self, bucket: Bucket) -> None:
-        """Note that a batch was formed of the bucket: what is left of it becomes ready anew."""
+        """Record that a batch was taken from the bucket; the rest may become ready again."""
         if self._max_delay_s <= 0.0 or not bucket.ready:
             return
         bucket.ready = False
@@ -194,7 +195,7 @@ class BucketIndex:
             self._time(bucket)
 
     def next(self, now_s: float) -> Bucket | float:
-        """The bucket to serve, or when the next one becomes ready (infinity: none waits)."""
+        """Return the bucket to serve, or when the next one is ready (infinity if none waits)."""
         timers = self._timers
         while timers and timers[0][0] <= now_s:
             _, _, bucket = heapq.heappop(timers)
@@ -240,7 +241,7 @@ class BucketIndex:
             self._ready_limit = 2 * len(self._ready) + 64
 
     def _time(self, bucket: Bucket) -> None:
-        """Set the bucket's one timer; where it has one, that goes off early and is set again."""
+        """Set the bucket's only timer; an existing one expires early and is then set again."""
         if not bucket.timed:
             bucket.timed = True
             due_s = bucket.oldest_s() + self._max_delay_s

@@ -19,11 +19,11 @@ class BufferedBatch:
     number: int
     samples: RowSet
     positions: Rows
-    """[n]: their rows in the batch as it was buffered."""
+    """[n]: their rows in the batch at the time it was buffered."""
     patience_s: float
-    """Until when those that have no deadline are given."""
+    """Assumed due time of samples without a deadline."""
     due_s: NDArray[np.float64] = field(init=False)
-    """[n]: the deadline, or a patience where there is none; infinity once answered."""
+    """[n]: the deadline, or ``patience_s`` without one; infinity once answered."""
     first_due_s: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class BufferedBatch:
         return len(self.positions)
 
     def split(self, leaving: NDArray[np.bool_]) -> tuple[BufferedBatch, BufferedBatch]:
-        """Separate those that leave from those that stay."""
+        """Separate the leaving samples from the staying ones."""
         return self._part(np.flatnonzero(leaving)), self._part(np.flatnonzero(~leaving))
 
     def _part(self, rows: Rows) -> BufferedBatch:
@@ -47,16 +47,16 @@ class BufferedBatch:
 class BufferedBucket:
     """The samples of one batch key and variant that wait before one stage.
 
-    At most a few batches' worth.
+    At most a few batches.
     """
 
     batch_key: Hashable
     variant: int = 0
-    """Only equal variants may share a batch: others are other weights."""
+    """Variant of the samples; others have other weights, and cannot share a batch."""
     batches: list[BufferedBatch] = field(default_factory=list)
     size: int = 0
     due_s: float = float("inf")
-    """When its most urgent sample is due, or earlier."""
+    """Lower bound of the times at which its samples are due."""
 
     def add(self, buffered: BufferedBatch) -> None:
         """Append a batch."""
@@ -65,14 +65,14 @@ class BufferedBucket:
         self.due_s = min(self.due_s, buffered.first_due_s)
 
     def replace(self, batches: list[BufferedBatch]) -> None:
-        """Hold these instead."""
+        """Hold these batches instead."""
         self.batches, self.size, self.due_s = [], 0, float("inf")
         for buffered in batches:
             if len(buffered):
                 self.add(buffered)
 
     def most_urgent(self, limit: int) -> list[NDArray[np.bool_]]:
-        """Mark the samples of each batch that are among the ``limit`` to serve first."""
+        """[batches]: masks of the samples that are among the ``limit`` most urgent ones."""
         due_s = np.concatenate([buffered.due_s for buffered in self.batches])
         priorities = np.concatenate([buffered.samples.priorities for buffered in self.batches])
         chosen = np.zeros(self.size, np.bool_)
@@ -86,11 +86,11 @@ class BufferedQueue:
 
     buckets: dict[tuple[Hashable, int], BufferedBucket] = field(default_factory=dict)
     size: int = 0
-    """Samples that wait."""
+    """Number of waiting samples."""
     deadline_s: float = float("inf")
-    """The first deadline among them, or earlier."""
+    """Lower bound of their deadlines."""
     discarded: list[int] = field(default_factory=list)
-    """Buffered batches of which nothing waits any more; a scheduler has one list for all its
+    """Numbers of buffered batches without waiting samples; a scheduler has one list for all its
     queues, and empties it."""
 
     def buffer(
@@ -106,15 +106,15 @@ class BufferedQueue:
         self.deadline_s = min(self.deadline_s, float(samples.deadlines_s.min()))
 
     def fullest(self) -> BufferedBucket:
-        """The bucket that holds most; there must be one."""
+        """Return the bucket with the most samples; there must be one."""
         return max(self.buckets.values(), key=lambda bucket: bucket.size)
 
     def most_urgent(self) -> BufferedBucket:
-        """The bucket whose first sample is due first; there must be one."""
+        """Return the bucket whose first sample is due first; there must be one."""
         return min(self.buckets.values(), key=lambda bucket: bucket.due_s)
 
     def take(self, bucket: BufferedBucket, limit: int) -> tuple[RowSet, tuple[Piece, ...]]:
-        """Take up to ``limit`` samples of a bucket, most urgent first, batch after batch."""
+        """Take up to ``limit`` samples of a bucket, most urgent first, batch by batch."""
         if bucket.size <= limit:
             taken, staying = bucket.batches, []
         else:
@@ -132,11 +132,11 @@ class BufferedQueue:
         return samples, tuple(Piece(buffered.number, buffered.positions) for buffered in taken)
 
     def remove(self, request: int) -> list[RowSet]:
-        """Remove and give the samples of a request that wait for their answer."""
+        """Remove and return the unanswered samples of a request."""
         return self._drop(lambda s: (s.requests == request) & ~s.answered)
 
     def expire(self, now_s: float) -> list[RowSet]:
-        """Remove and give what can no longer be answered in time."""
+        """Remove and return samples whose deadline has passed."""
         if now_s < self.deadline_s:
             return []
         dropped = self._drop(lambda samples: samples.deadlines_s <= now_s)

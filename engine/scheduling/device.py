@@ -1,10 +1,10 @@
-"""Several models share the streams of one device: which of them may use it next.
+"""Several models share the streams of one device: the choice of the next model.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the seconds that streams are busy: the
-model that has had least of the device, for its weight, is served first. A model that was away
-comes back where the others are now: what it did not use is not saved up, so that a burst of one
-model never locks the others out. Batches are not preempted; under earliest deadline first across
-models, the one with the tightest deadlines would take all.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the busy seconds of streams: the model
+that has used least of the device, relative to its weight, is served first. A model that was idle
+continues at the level of the others: unused time is not saved up, so a burst of one model never
+locks the others out. Batches are not preempted. Earliest deadline first across models was rejected:
+the model with the tightest deadlines would take the whole device.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class _Share:
     scheduler: ModelScheduler
     weight: float
     used_s: float = 0.0
-    """Seconds of streams that it has used, by its weight; comparable among the busy."""
+    """Stream seconds that it has used, divided by its weight; comparable among busy models."""
     busy: bool = False
-    """Whether it has samples anywhere."""
+    """True if it has samples anywhere."""
 
 
 class DeviceScheduler:
     """The scheduler of a device, which all its models share; the caller serialises the calls.
 
-    Each model's is made for as many streams as the device has. ``weights`` are their relative
-    shares while all are busy; 1 where none is given.
+    Each model's scheduler has as many streams as the device. ``weights`` are the relative shares
+    while all models are busy; 1 by default.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class DeviceScheduler:
         for name, model in models.items():
             self.add(name, model, weight=(weights or {}).get(name, 1.0))
         self._running: dict[int, _Share] = {}
-        """The share of the model whose batch is on a stream."""
+        """Share of the model whose batch is on each stream."""
         self._started_s: dict[int, float] = {}
 
     def add(self, name: str, model: ModelScheduler, *, weight: float = 1.0) -> None:
-        """Let another model share the device from now on; its name is used by no other."""
+        """Add a model that shares the device from now on; its name must be unused."""
         if not weight > 0.0:
             raise ValueError(f"the weight of {name} is {weight}, expected above 0")
         self._shares[name] = _Share(name, model, weight)
@@ -71,7 +71,7 @@ class DeviceScheduler:
             model.flush()
 
     def remove(self, name: str) -> None:
-        """Forget a model of which no batch is on a stream; what waits for it is lost."""
+        """Remove a model without a batch on any stream; its waiting samples are lost."""
         assert not self.runs(name), f"a batch of {name} is on a stream"
         del self._shares[name]
 
@@ -80,12 +80,12 @@ class DeviceScheduler:
         return any(share.name == name for share in self._running.values())
 
     def model(self, name: str) -> ModelScheduler:
-        """The scheduler of a model."""
+        """Return the scheduler of a model."""
         return self._shares[name].scheduler
 
     @property
     def waiting(self) -> bool:
-        """Whether a stream without a batch might have something to do, now or soon."""
+        """True if a stream without a batch may find work, now or soon."""
         return any(share.scheduler.waiting for share in self._shares.values())
 
     def submit(self, model: str, submission: Submission, now_s: float) -> StepOutcome:
@@ -95,22 +95,22 @@ class DeviceScheduler:
         if not share.busy:
             share.busy = True
             others = [s.used_s for s in self._shares.values() if s.busy and s is not share]
-            # While nobody is here the device's time stands where the one served most left it.
+            # While no model is busy, the virtual time is that of the most served model.
             everybody = max(s.used_s for s in self._shares.values())
             share.used_s = max(share.used_s, min(others, default=everybody))
         return outcome
 
     def next(self, stream: int, now_s: float) -> Decision:
-        """Decide what the idle ``stream`` shall do, and for which model."""
+        """Decide what the idle ``stream`` runs, and for which model."""
         mine = self._running.get(stream)
         if mine is not None:
             decision = mine.scheduler.next(stream, now_s)
-            assert isinstance(decision, Run), "a stream with a batch goes on with it"
+            assert isinstance(decision, Run), "a stream with a batch continues it"
             self._started_s[stream] = now_s
             return decision._replace(model=mine.name, outcomes=_named(decision, mine))
         until_s, outcomes = float("inf"), list[StepOutcome]()
         busy = [s for s in self._shares.values() if s.busy and not s.scheduler.suspends(stream)]
-        for share in sorted(busy, key=lambda share: share.used_s):  # who is owed most goes first
+        for share in sorted(busy, key=lambda share: share.used_s):  # least served first
             decision = share.scheduler.next(stream, now_s)
             outcomes += _named(decision, share)
             if isinstance(decision, Run):
@@ -129,7 +129,7 @@ class DeviceScheduler:
         now_s: float,
         runs_on: NDArray[np.bool_] | None = None,
     ) -> StepOutcome:
-        """Take note that the run of ``stream`` ended; see :meth:`ModelScheduler.update`."""
+        """Record that the run of ``stream`` ended; see :meth:`ModelScheduler.update`."""
         self._charge(stream, now_s)
         outcome = self._running[stream].scheduler.update(stream, exited, now_s, runs_on)
         if not len(outcome.survivors) or outcome.buffered is not None:
@@ -137,21 +137,21 @@ class DeviceScheduler:
         return outcome
 
     def failed(self, stream: int, now_s: float, *, blamed: bool = True) -> StepOutcome:
-        """Take note that the batch of ``stream`` failed; see :meth:`ModelScheduler.failed`."""
+        """Record that the batch of ``stream`` failed; see :meth:`ModelScheduler.failed`."""
         if stream not in self._running:
             return NOTHING
         self._charge(stream, now_s)
         return self._running.pop(stream).scheduler.failed(stream, now_s, blamed=blamed)
 
     def interrupted(self, stream: int, now_s: float) -> StepOutcome:
-        """Take note that a stream's worker was lost; see :meth:`ModelScheduler.interrupted`."""
+        """Record that a stream's worker was lost; see :meth:`ModelScheduler.interrupted`."""
         if stream not in self._running:
             return NOTHING
         self._charge(stream, now_s)
         return self._running.pop(stream).scheduler.interrupted(stream, now_s)
 
     def suspend(self, stream: int, model: str | None = None) -> None:
-        """Say that a stream is out of service, for a model or for all; it has no batch of these."""
+        """Take a stream out of service, for one or all models; it must have no batch of these."""
         if model is None:
             self._suspended.add(stream)
         for share in self._shares.values():
@@ -159,7 +159,7 @@ class DeviceScheduler:
                 share.scheduler.suspend(stream)
 
     def resume(self, stream: int, model: str | None = None) -> None:
-        """Say that a stream is in service again, for a model or for all."""
+        """Put a stream into service again, for one model or for all."""
         if model is None:
             self._suspended.discard(stream)
         for share in self._shares.values():
@@ -167,7 +167,7 @@ class DeviceScheduler:
                 share.scheduler.resume(stream)
 
     def flush(self, model: str | None = None) -> None:
-        """Wait for batch mates of a model, or of any, no longer, from now on."""
+        """Stop waiting for fuller batches of a model, or of all models, from now on."""
         self._flushes = self._flushes or model is None
         for share in self._shares.values():
             if model in (None, share.name):
@@ -179,7 +179,7 @@ class DeviceScheduler:
 
 
 def _named(decision: Decision, share: _Share) -> tuple[StepOutcome, ...]:
-    """Return what left while a model decided, under the model's name."""
+    """Return the samples that left while a model decided, with the model's name."""
     if not decision.outcomes:
         return ()
     return tuple(outcome._replace(model=share.name) for outcome in decision.outcomes)

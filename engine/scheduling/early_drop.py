@@ -1,4 +1,4 @@
-"""Early drop: the most urgent sample is given up so that those behind it are served in time."""
+"""Early drop: the most urgent sample is dropped so that the following ones are in time."""
 
 from __future__ import annotations
 
@@ -10,48 +10,49 @@ from offramp.engine.scheduling.buckets import Bucket
 from offramp.engine.scheduling.queue import SampleQueue
 
 _HORIZON = 4.0
-"""Times the slowest setting, beyond which nobody's patience counts."""
+"""Horizon of slack, as a multiple of the slowest setting's time."""
 _SHORTEST_S = 1e-6
 _ENOUGH = 0.9
-"""Share of the best rate that is good enough: nobody is given up for the last tenth."""
+"""Share of the best rate that is good enough: no sample is dropped for the last tenth."""
 
 
 class EarlyDrop:
-    """The rule that drops a sample whose small slack costs the others theirs (Nexus 6.3).
+    """The rule that drops a sample whose small slack makes others late (Nexus 6.3).
 
-    Slack bounds the batch, and small batches waste the device. A queue that was late once is all
-    heads with little slack, each served in a batch of one, and so stays late: with batches that
-    pay, earliest deadline first collapses at loads that it could well carry. So the first sample
-    is given up if the settings that its slack allows cannot keep up with the queue, and those
-    that the slack of the last one allows could, or would at least be faster by more than a tenth.
-    Keeping up means to serve all that waits before the last deadline among it, or within a few
-    times the slowest setting if that is sooner: a request that can wait for an hour does not make
-    the others patient. Where batches bring nothing (latency linear in their size) nobody is given
-    up by this rule, and nobody ever is for others of lower priority.
+    Slack bounds the batch size, and small batches waste the device. After one delay, every sample
+    at the front of the queue has little slack and is served in a batch of one, so the queue stays
+    late: where large batches are efficient, earliest deadline first collapses at loads that the
+    device can carry. So the first sample is dropped if the settings within its slack cannot keep up
+    with the queue, and settings within the slack of the last sample could, or would at least be
+    faster by more than a tenth. To keep up means to serve all waiting samples before their last
+    deadline, or within a few times the slowest setting if that is sooner: a request that can wait
+    for an hour does not relax the deadlines of others. Where batches save nothing (latency linear
+    in their size), this rule drops nothing, and it never drops a sample for others of lower
+    priority.
     """
 
     def __init__(self, settings: Sequence[tuple[float, float]], streams: int) -> None:
-        """Take what a policy may choose: each one's seconds, and rows a second of a stream."""
+        """Take the settings of a policy: seconds of each, and rows per second on one stream."""
         ranked = sorted(settings)
         self.horizon_s = _HORIZON * ranked[-1][0] if ranked else 0.0
-        """Seconds beyond which nobody's patience counts, as if predictions were right."""
+        """Seconds beyond which slack is not considered, as if predictions were exact."""
         self._seconds = [seconds for seconds, _ in ranked]
         self._rates = [0.0, *accumulate((rate * streams for _, rate in ranked), max)]
-        """Best rows a second of the settings that take at most so long; the first of none."""
+        """Best rows per second of the settings that take at most as long; the first of none."""
 
     def wanted_rate(
         self, queue: SampleQueue, bucket: Bucket, now_s: float, latency_margin: float
     ) -> float:
-        """Rows a second that serve all that waits in time, as if ``latency_margin`` were 1.
+        """Return rows per second that serve all waiting samples in time, at a margin of 1.
 
-        ``bucket`` is served next; ``latency_margin`` is what predictions are multiplied by.
+        ``bucket`` is served next; ``latency_margin`` is the factor on predictions.
         """
         return queue.size / self._longest_slack_s(bucket, now_s, latency_margin)
 
     def gives_up(
         self, queue: SampleQueue, bucket: Bucket, now_s: float, latency_margin: float
     ) -> bool:
-        """Whether the most urgent sample of a bucket had better be dropped; arguments as above."""
+        """Return whether to drop the most urgent sample of a bucket; arguments as above."""
         head = bucket.most_urgent()
         slack_s = (head.deadline_s - now_s) / latency_margin
         longest_slack_s = self._longest_slack_s(bucket, now_s, latency_margin)
@@ -64,5 +65,5 @@ class EarlyDrop:
         return max(min((bucket.latest_s - now_s) / latency_margin, self.horizon_s), _SHORTEST_S)
 
     def best_rate(self, slack_s: float) -> float:
-        """Most rows a second of all streams that a slack allows, as if predictions were right."""
+        """Return the most rows per second of all streams within a slack, at a margin of 1."""
         return self._rates[bisect_right(self._seconds, slack_s)]

@@ -31,40 +31,40 @@ from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 _LATE: Final = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 _NO_ROWS: Rows = np.empty(0, np.intp)
 _LOSSES_OF_HALVES: Final = 2
-"""Workers that may be lost to each half of a batch that was given up for it."""
+"""Workers that each half of a batch may lose after the batch failed by losing workers."""
 _MOST_UNBLAMED: Final = 3
 """Times that the tensors of a batch may be lost before that counts as its failure."""
 
 
 class InFlight:
-    """The account of all started samples, and of whatever leaves without an answer."""
+    """Tracks all started samples, and all samples that leave without an answer."""
 
     def __init__(self, streams: int = 1) -> None:
         self.streams = frozenset(range(streams))
         self.batches: dict[int, ScheduledBatch] = {}
-        """The running batches, by stream."""
+        """Running batches, by stream."""
         self.retries: list[ScheduledBatch] = []
-        """Batches that failed, or halves of them, to be tried again from stage 0."""
+        """Failed batches, or halves of them, to retry from stage 0."""
         self.interrupted: list[ScheduledBatch] = []
-        """Batches whose worker was lost, to be resumed at their stage; each waits as one piece."""
+        """Batches whose worker was lost, to resume at their stage; each waits as one piece."""
         self.plans: list[ServedPlan] = []
-        """Oldest first; new batches start under the last."""
+        """Plans, oldest first; new batches start under the last."""
         self.failures = FailureHistory()
         self.buffered = 0
-        """Samples that wait at splits."""
+        """Number of samples that wait at splits."""
         self.suspended: set[int] = set()
         """Streams that are out of service."""
         self._cancelled: dict[int, DropCause] = {}
-        """Withdrawn requests of which samples run."""
+        """Withdrawn requests with running samples."""
         self.late = 0
-        """Samples that were given up for want of time; for the owner to set back."""
+        """Number of samples dropped for lack of time; the owner resets it."""
         self._dropped: list[Dropped] = []
         self._lost: list[RowSet] = []
         self._discarded: list[int] = []
 
     @property
     def waiting(self) -> bool:
-        """Whether anything waits that was started."""
+        """True if any started samples wait."""
         return bool(self.buffered or self.retries or self.interrupted)
 
     def add_plan(
@@ -75,13 +75,15 @@ class InFlight:
         queue: SampleQueue,
         placed: PlacedPlan | None = None,
     ) -> ServedPlan:
-        """Make a plan the one that new batches start under; the queue is its from here on."""
+        """Start new batches under a plan from now on; it takes over the queue."""
         before = self.plans[-1].placed if self.plans else None
         if placed is not None:
             placed.follow(before, len(self.streams))
         if self.plans:
             if (placed is None) != (before is None):
-                raise ValueError(f"plan {number}: place its stages, if and only if others' were")
+                raise ValueError(
+                    f"plan {number}: place its stages if and only if those of earlier plans were"
+                )
             old, empty = self.plans[-1], SampleQueue(0, full=1)
             old.waiting = Waiting(empty, old.waiting.buffered, self.suspended)
             if old.placed is not None:
@@ -97,7 +99,7 @@ class InFlight:
         return plan
 
     def forget_old_plans(self) -> None:
-        """Forget plans of which no sample is left."""
+        """Remove old plans without samples."""
         waiting = (*self.retries, *self.interrupted)
         used = {batch.plan.number for batch in (*self.batches.values(), *waiting)}
         used.add(self.plans[-1].number)
@@ -105,11 +107,11 @@ class InFlight:
         self.plans = [plan for plan in self.plans if plan.number in used]
 
     def others(self, stream: int) -> frozenset[int]:
-        """Give the other streams in service."""
+        """Return the other streams in service."""
         return self.streams - self.suspended - {stream}
 
     def samples(self) -> Iterator[RowSet]:
-        """Give all samples that were started and have not left."""
+        """Yield all samples that were started and have not left."""
         yield from (batch.samples for batch in self.batches.values())
         yield from (retry.samples for retry in self.retries)
         yield from (batch.samples for batch in self.interrupted)
@@ -119,7 +121,7 @@ class InFlight:
                     yield from (waiting.samples for waiting in bucket.batches)
 
     def form(self, plan: ServedPlan, choice: Start | Merge) -> ScheduledBatch:
-        """Form the batch that a policy chose: of new samples, or of what waits at a split."""
+        """Form the batch that a policy chose: of new samples, or of buffered ones at a split."""
         together = self.failures.together
         if isinstance(choice, Start):
             return plan.form(choice, together)
@@ -131,11 +133,11 @@ class InFlight:
         return ScheduledBatch(plan, choice.stage, samples, key, last, variant, pieces)
 
     def fail(self, stream: int, now_s: float, *, blamed: bool = True) -> int:
-        """Have the batch of a stream tried again, in halves; gives how many of its samples are.
+        """Queue the batch of a stream for retries, in halves; return how many samples that are.
 
-        Whatever failed in the company of others is most often well, so each half runs at once. A
-        request that failed alone waits for all others, and fails for good the next time. Where
-        neither batch nor stream is ``blamed``, that is no failure, :data:`_MOST_UNBLAMED` times.
+        After a failure in a shared batch, most requests are well, so each half may run immediately.
+        A request that failed alone waits for all others, and fails for good the next time. If
+        neither batch nor stream is ``blamed``, this is not a failure, :data:`_MOST_UNBLAMED` times.
         """
         batch = self.batches[stream]
         if not blamed:
@@ -144,7 +146,7 @@ class InFlight:
         answered, alone = batch.samples.answered, batch.samples.alone
         staying = ~answered
         staying[self.lose_late(batch, staying, now_s)] = False
-        if answered.any():  # feedback is not worth another try
+        if answered.any():  # no retry for feedback
             self.lose(batch.samples.take(np.flatnonzero(answered)))
         requests = [*batch.samples.take(np.flatnonzero(staying)).by_request()]
         if batch.suspect_until_s is not None and requests and blamed:
@@ -154,7 +156,7 @@ class InFlight:
             self.lose(requests.pop(), DropCause.FAILED)
         requests = [samples for samples in requests if not self._is_late(batch, samples, now_s)]
         for half in halves(requests):
-            # Of the workers that may be lost to it, a half of what ends workers has few left.
+            # Each half may lose few more workers, as one half likely causes the losses.
             losses = max(batch.losses - _LOSSES_OF_HALVES, 0) if blamed else batch.losses
             retry = replace(
                 batch,
@@ -173,18 +175,18 @@ class InFlight:
         return sum(len(samples.requests) for samples in requests)
 
     def _suspect_until_s(self, batch: ScheduledBatch, now_s: float) -> float:
-        """Until when a request that failed alone waits; not for samples of its own."""
+        """Return until when a request that failed alone waits: not while its own samples queue."""
         own = self.plans[-1].waiting.queue.holds(int(batch.samples.requests[0]))
         return now_s if own else now_s + PATIENCE_S
 
     def _may_try_again(self, batch: ScheduledBatch) -> bool:
-        """Whether there is another try for a batch of one request."""
+        """Return whether a batch of one request may be retried."""
         others = (*self.retries, *self.interrupted, *self.batches.values())
         waiting = any(other.suspect_until_s is not None for other in others)
         return batch.failed_on is None and self.failures.allows_try(waiting=waiting)
 
     def _is_late(self, batch: ScheduledBatch, samples: RowSet, now_s: float) -> bool:
-        """Drop a request that has no time left to be tried again."""
+        """Drop a request without enough time for a retry; return whether it was dropped."""
         latencies, rows = batch.plan.latencies, len(samples.requests)
         needed_s = latencies.span_s(0, batch.deepest, rows, batch.variant)
         late = bool(samples.deadlines_s[0] <= now_s + needed_s)
@@ -193,15 +195,15 @@ class InFlight:
         return late
 
     def buffer(self, batch: ScheduledBatch, now_s: float) -> None:
-        """Let the survivors of a batch wait at the split that it has come to."""
+        """Buffer the survivors of a batch at the split that it has reached."""
         buffer = batch.plan.waiting.buffered[batch.stage]
         buffer.buffer(batch.samples, batch.batch_key, batch.number, now_s, batch.variant)
         self.buffered += len(batch.samples.requests)
 
     def interrupt(self, batch: ScheduledBatch, number: int, now_s: float) -> int:
-        """Let a batch wait to be resumed; gives how many of its samples are still wanted.
+        """Queue a batch for its resumption; return how many of its samples are still needed.
 
-        ``number`` is what the tensors of its stage are kept under, if any are.
+        ``number`` is the number under which the tensors of its stage are kept, if any are.
         """
         staying = np.ones(len(batch.samples.requests), np.bool_)
         staying[self.lose_late(batch, staying, now_s)] = False
@@ -210,22 +212,22 @@ class InFlight:
         self.interrupted.append(batch)
         if not staying.all():
             self._shorten(batch, staying)
-            if not staying.any():  # nothing was kept that could be discarded
+            if not staying.any():  # no tensors are kept that could be discarded
                 self._discarded.remove(number)
         return int(np.count_nonzero(staying))
 
     def take_interrupted(self, may_run: Callable[[ScheduledBatch], bool]) -> ScheduledBatch | None:
-        """Take the batch that was interrupted first of those that may run, if there is one."""
+        """Take the batch that was interrupted first among those that may run, if any."""
         batch = next(filter(may_run, self.interrupted), None)
         if batch is None:
             return None
         self.interrupted.remove(batch)
         self._discarded.append(batch.pieces[0].number)
-        batch.number = 0  # it may be buffered again: not under a number that was discarded
+        batch.number = 0  # if buffered again, it needs a number that was not discarded
         return batch
 
     def finish(self, stream: int) -> None:
-        """Forget the batch of a stream."""
+        """Remove the batch of a stream."""
         self.batches.pop(stream, None)
         if self._cancelled:
             running = {r for b in self.batches.values() for r in b.samples.requests.tolist()}
@@ -238,7 +240,7 @@ class InFlight:
         runs_on: NDArray[np.bool_] | None,
         now_s: float,
     ) -> StepOutcome:
-        """Decide which rows of a batch are released, dropped and go on; report the dropped."""
+        """Decide which rows of a batch are released, dropped or go on; report the dropped ones."""
         if batch.samples.answered.any() or (runs_on is not None and runs_on.any()):
             staying = np.zeros(len(exited), np.bool_) if runs_on is None else runs_on
             return self._release(batch, exited, staying, now_s)
@@ -247,7 +249,7 @@ class InFlight:
     def _shrink(
         self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float
     ) -> StepOutcome:
-        """Decide about each row where whoever is released leaves."""
+        """Decide about each row where all released rows leave."""
         before = len(exited)
         leaving = before
         if batch.stage < batch.deepest:
@@ -275,13 +277,13 @@ class InFlight:
         runs_on: NDArray[np.bool_],
         now_s: float,
     ) -> StepOutcome:
-        """Decide about each row where some run on after their answer."""
+        """Decide about each row where some rows run on after their answer."""
         samples = batch.samples
         if batch.stage == batch.deepest:
             released, ended = (~samples.answered).nonzero()[0], samples.answered.nonzero()[0]
             last = batch.plan.latencies.last(batch.variant)
             if batch.variant and batch.stage < last and len(audited := runs_on.nonzero()[0]):
-                # A subnet ends at its own answer; behind it is the full model, for audits alone.
+                # A subnet ends at its own answer; the full model runs after it, for audits only.
                 batch.deepest = last
                 batch.samples = samples.answering(released)
                 ended = (samples.answered & ~runs_on).nonzero()[0]
@@ -301,7 +303,7 @@ class InFlight:
         return StepOutcome(released, dropped, staying.nonzero()[0])
 
     def cancel(self, request: int, cause: DropCause) -> None:
-        """Withdraw a request: what waits leaves now, what runs when its stage is done."""
+        """Withdraw a request: waiting samples leave now, running ones after their stage."""
         self._drop_buffered(lambda buffer: buffer.remove(request), cause)
         self._drop_retries(lambda samples: samples.requests == request, cause)
         self._drop_interrupted(lambda samples: samples.requests == request, cause)
@@ -309,13 +311,13 @@ class InFlight:
             self._cancelled.setdefault(request, cause)
 
     def expire(self, now_s: float) -> None:
-        """Drop what waits and can no longer be answered in time."""
+        """Drop waiting samples whose deadline has passed."""
         self._drop_buffered(lambda buffer: buffer.expire(now_s), DropCause.EXPIRED)
         self._drop_retries(lambda samples: samples.deadlines_s <= now_s, DropCause.EXPIRED)
         self._drop_interrupted(lambda samples: samples.deadlines_s <= now_s, DropCause.EXPIRED)
 
     def lose_late(self, batch: ScheduledBatch, staying: NDArray[np.bool_], now_s: float) -> Rows:
-        """Report and give the staying rows that were withdrawn or whose deadline has passed."""
+        """Report and return the staying rows that were withdrawn or are past their deadline."""
         if not self._cancelled and batch.earliest_s > now_s:
             return _NO_ROWS
         samples = batch.samples
@@ -331,7 +333,7 @@ class InFlight:
         return rows
 
     def lose(self, samples: RowSet, cause: DropCause = DropCause.FAILED) -> None:
-        """Report samples that leave without what they were started for."""
+        """Report started samples that leave before their end."""
         self.drop(samples.dropped(cause))
         self._lost.append(samples)
 
@@ -343,9 +345,9 @@ class InFlight:
                 self.late += item.count
 
     def report(self, outcome: StepOutcome = NOTHING) -> StepOutcome:
-        """Complete an outcome with what left since the last report.
+        """Add everything that left since the last report to an outcome.
 
-        Old plans are looked after here, as every call of the scheduler ends here.
+        Old plans are removed here, as every call of the scheduler ends here.
         """
         if self._dropped or self._lost or self._discarded:
             outcome = outcome._replace(
@@ -384,7 +386,7 @@ class InFlight:
                 self._shorten(batch, ~leaving)
 
     def _shorten(self, batch: ScheduledBatch, staying: NDArray[np.bool_]) -> None:
-        """Let only some rows of an interrupted batch wait on."""
+        """Keep only some rows of an interrupted batch waiting."""
         rows, ((number, positions),) = np.flatnonzero(staying), batch.pieces
         if len(rows):
             batch.samples = batch.samples.take(rows)
@@ -399,6 +401,6 @@ class InFlight:
 
 
 def halves(requests: Sequence[RowSet]) -> list[RowSet]:
-    """Join the samples of some requests into two batches, of as many requests each, or into one."""
+    """Join the samples of requests into two batches with equally many requests, or into one."""
     middle = (len(requests) + 1) // 2
     return [concatenate(part) for part in (requests[:middle], requests[middle:]) if part]

@@ -1,4 +1,4 @@
-"""Predictions of how long stages take: from a profile, corrected by what is observed."""
+"""Predictions of stage latencies: from a profile, corrected by observations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from offramp.engine.scheduling.stage_table import Shrinking, StageTable
 _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
 _DEVIATIONS = 2.0
-"""Mean absolute deviations that a prediction with a margin is above the mean."""
+"""Mean absolute deviations that are added to the mean for a prediction with a margin."""
 _PATIENCE = 256
-"""Samples given up in a row, with nothing run, until predictions are no longer trusted."""
+"""Samples dropped in a row, without any run, until predictions are no longer trusted."""
 _FASTEST, _SLOWEST = 1 / 16, 16.0
-"""Bounds of the correction: beyond them an observation says that something else went on."""
+"""Bounds of the correction: an observation beyond them has another cause."""
 
 
 def stage_seconds(
@@ -30,12 +30,12 @@ def stage_seconds(
 ) -> tuple[tuple[float, ...], ...]:
     """Predict the stages of a plan, in order, at every batch size up to ``max_batch_size``.
 
-    Each is its first and last segment, and the exit that it ends with (or ``None``, or
-    ``MODEL_END``). Between the sizes of the profile is interpolated, beyond the largest the cost of
-    its last step goes on. ``overhead_s`` is what whoever runs a stage spends on it besides,
-    whatever the size. Gives [stages][max_batch_size + 1] seconds by batch size; index 0 is 0. A
-    stage of the source model as a whole costs what the source model does; each stage with an exit
-    costs its head and one border more.
+    Each stage is given by its first and last segment, and the exit that it ends with (or ``None``,
+    or ``MODEL_END``). Between the sizes of the profile, times are interpolated; beyond the largest,
+    they are extrapolated with the last slope. ``overhead_s`` is the additional time per stage of
+    the executor, for any batch size. Returns [stages][max_batch_size + 1] seconds by batch size;
+    index 0 is 0. One stage with all segments of the source model costs the source model's time;
+    each stage with an exit costs its head and one border more.
     """
     table = []
     for first, last, exit_ in stages:
@@ -62,14 +62,15 @@ def _at_sizes(profiled: Sequence[int], seconds: FloatArray, largest: int) -> lis
 class Latencies:
     """The predicted seconds of a model's stages; the caller serialises the calls.
 
-    One factor, ``speed``, corrects all predictions: the running mean of observed times over that of
-    predicted ones. A profile comes from the machine that compiled, and what a batch costs besides
-    its graph (forming it, copies, Python) is in no profile. Such a cost may double a short stage
-    and is little to a long one; so a stage counts by the time that was predicted for it.
+    One factor, ``speed``, corrects all predictions: the running mean of observed times divided by
+    that of predicted ones. A profile comes from the machine that compiled, and no profile contains
+    the cost of a batch outside its graph (forming it, copies, Python). Such a cost may double the
+    time of a short stage and hardly changes that of a long one, so stages are weighted by their
+    predicted time.
 
     ``stages``, ``going_on`` and ``unanswered`` are those of the full model's :class:`StageTable`;
-    ``smaller`` are the tables of its variants 1, 2 …, for batches as large (SuperServe 4.1:
-    l_φ(B)). The correction is the machine's, so what one variant teaches holds for all.
+    ``smaller`` are the tables of its variants 1, 2 …, for the same batch sizes (SuperServe 4.1:
+    l_φ(B)). The correction belongs to the machine, so observations of one variant apply to all.
     """
 
     def __init__(
@@ -81,33 +82,33 @@ class Latencies:
         smaller: Sequence[StageTable] = (),
     ) -> None:
         self.variants = (StageTable(stages, going_on, unanswered), *smaller)
-        """The table of each variant; the first is the full model's."""
+        """Table of each variant; the first is the full model's."""
         self.stages = self.variants[0].stages
-        """Of the full model."""
+        """Number of stages of the full model."""
         self.max_batch_size = self.variants[0].max_batch_size
         largest = [table.max_batch_size for table in self.variants]
         if len(set(largest)) > 1:
             raise ValueError(
-                f"the variants' tables reach up to batches of {largest}; give all the same sizes"
+                f"the variants' tables reach up to batches of {largest}; make all the same sizes"
             )
         self.speed = 1.0
-        """Observed over predicted; above 1 is slower."""
+        """Observed over predicted time; above 1 is slower."""
         self.spread = 0.0
-        """Mean absolute deviation of a stage's observed time from what is usual for it, over the
-        predicted one."""
+        """Mean absolute deviation of a stage's observed time from its usual one, divided by the
+        predicted time."""
         self._predicted_s = 0.0
-        """Mean predicted time of a stage; 0 before any was observed."""
+        """Mean predicted time of a stage; 0 before the first observation."""
         self._stage_speeds = [[0.0] * table.stages for table in self.variants]
-        """Means of each stage of each variant; 0 before it was observed."""
+        """Mean speed of each stage of each variant; 0 before its first observation."""
         self._given_up = 0
-        """Samples given up since a stage was last observed."""
+        """Samples dropped since a stage was last observed."""
         self._usual_speed = 1.0
         self.merging_s = 0.0
-        """Seconds that merging buffered batches costs beyond running the result; a running mean."""
+        """Seconds that merging buffered batches takes in addition to the run; a running mean."""
 
     @property
     def shrinking(self) -> Shrinking:
-        """The costs of batches of the full model that shrink on their way as they did lately."""
+        """Costs of full-model batches that shrink at the recently observed rates."""
         return self.variants[0].shrinking
 
     @property
@@ -116,56 +117,56 @@ class Latencies:
         return tuple(tuple(row) for row in self.variants[0].seconds)
 
     def predicts_as(self, other: Latencies) -> bool:
-        """Whether both were made of the same profiled seconds, of all variants."""
+        """Return whether both are made from the same profiled seconds of all variants."""
         return [t.seconds for t in self.variants] == [t.seconds for t in other.variants]
 
     def last(self, variant: int) -> int:
-        """The last stage of a variant."""
+        """Return the last stage of a variant."""
         return self.variants[variant].stages - 1
 
     @property
     def latency_margin(self) -> float:
         """The factor on predictions where being late is worse than being early.
 
-        As TCP sets its retransmission timeout (RFC 6298): the mean, and some deviations more. A
-        batch that takes just as long as there is slack, in the mean, is late every other time.
+        As in TCP's retransmission timeout (RFC 6298): the mean plus some deviations. A batch whose
+        mean time equals the slack would be late every other time.
         """
         return self.speed + _DEVIATIONS * self.spread
 
     def calibrate(self, speed: float) -> None:
-        """Say what observed over predicted is on this machine, before anything was served."""
+        """Set observed over predicted time on this machine, before the first request."""
         self.speed = self._usual_speed = min(max(speed, _FASTEST), _SLOWEST)
 
     def stage_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
-        """Seconds of one stage."""
+        """Return the seconds of one stage."""
         return self.variants[variant].seconds[stage][batch_size] * self.speed
 
     def wasted_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
-        """Seconds that the empty places of a batch cost: beyond its share of a full one's."""
+        """Return the seconds that a batch costs beyond its share of a full batch's time."""
         full = self.max_batch_size
         seconds = self.variants[variant].seconds[stage]
         share_s: float = seconds[full] * batch_size / full
         return max(seconds[batch_size] - share_s, 0.0) * self.speed
 
     def span_s(self, first: int, last: int, batch_size: int, variant: int = 0) -> float:
-        """Seconds from the start of stage ``first`` to the end of stage ``last``."""
+        """Return the seconds from the start of stage ``first`` to the end of stage ``last``."""
         until = self.variants[variant].until
         before = until[first - 1][batch_size] if first else 0.0
         return (until[last][batch_size] - before) * self.speed
 
     def until_s(self, last: int, variant: int = 0) -> Sequence[float]:
-        """[max_batch_size + 1]: seconds until the end of a stage as profiled, uncorrected."""
+        """[max_batch_size + 1]: profiled seconds until the end of a stage, uncorrected."""
         return self.variants[variant].until[last]
 
     def largest_batch(self, last: int, slack_s: float, variant: int = 0) -> int:
-        """Most rows that have run stage ``last`` within ``slack_s``; 0 if not even one is."""
+        """Return the most rows that finish stage ``last`` within ``slack_s``; 0 if none do."""
         until_s = self.variants[variant].until[last]
         return max(bisect_right(until_s, slack_s / self.latency_margin) - 1, 0)
 
     def largest_shrinking_batch(self, slack_s: float) -> int:
-        """Most rows whose answers, the full model's, come in the mean within ``slack_s``.
+        """Return the most rows whose mean time until the full model's answer is within the slack.
 
-        A single row is tried as long as it could leave somewhere in time; 0 if it could not.
+        At least 1 as long as a single row could leave at some exit in time; 0 if it could not.
         """
         slack_s /= self.latency_margin
         if slack_s < self.shrinking.earliest_s:
@@ -180,11 +181,11 @@ class Latencies:
         variant: int = 0,
         unanswered: tuple[int, int] | None = None,
     ) -> None:
-        """Take note of how many rows went on from a stage: see :meth:`StageTable.observe`."""
+        """Record how many rows went on from a stage: see :meth:`StageTable.observe`."""
         self.variants[variant].observe(stage, before, survivors, unanswered)
 
     def observe(self, stage: int, batch_size: int, elapsed_s: float, variant: int = 0) -> None:
-        """Take note of how long a stage took."""
+        """Record the time of a stage."""
         self._given_up = 0
         predicted_s = self.variants[variant].seconds[stage][batch_size]
         if predicted_s > 0.0:
@@ -201,16 +202,16 @@ class Latencies:
     def observe_merged(
         self, stage: int, batch_size: int, elapsed_s: float, variant: int = 0
     ) -> None:
-        """Take note of how long a stage took whose batch had to be merged first."""
+        """Record the time of a stage whose batch had to be merged first."""
         extra_s = max(elapsed_s - self.stage_s(stage, batch_size, variant), 0.0)
         self.merging_s += _MEMORY * (extra_s - self.merging_s)
 
     def invalidate(self) -> None:
-        """Say that a sample was given up because of a prediction.
+        """Record that a sample was dropped because of a prediction.
 
-        Whoever gives up everything observes nothing; were the last observations wrong (the
-        machine was busy with something else), it would give up for ever. So once many were given
-        up and no stage was observed, predictions move back towards the usual speed.
+        If every sample is dropped, no stage is observed. Wrong predictions (from a time when the
+        machine was busy with something else) would then persist. So after many drops without an
+        observation, predictions move back towards the usual speed.
         """
         self._given_up += 1
         if self._given_up <= _PATIENCE:

@@ -1,22 +1,21 @@
-"""Parallel batch scheduling: when a new batch may start beside running ones (PAME 4.2, 7.8)."""
+"""Parallel batch scheduling: whether a new batch may start next to running ones (PAME 4.2, 7.8)."""
 
 from __future__ import annotations
 
 
 class ParallelLimit:
-    """PAME's limit τ_b: a batch may start beside running ones that each have fewer rows.
+    """PAME's limit τ_b: a batch may start if each running batch has fewer rows than this.
 
-    A small batch leaves the device half empty, a large one does not: a batch beside it makes both
-    late. The threshold is ``fixed`` by the user, or follows from the share of late samples that is
-    tolerated (``max_violations``, PAME's violation ratio τ_l): after every ``WINDOW`` samples with
-    a deadline it falls by one where more than τ_l of them were late, and rises by one where less
+    A small batch leaves the device half idle, a large one does not: a second batch would make both
+    late. The threshold is ``fixed`` by the user, or follows from the tolerated share of samples
+    that are late (``max_violations``, PAME's violation ratio τ_l): after every ``WINDOW`` samples
+    with a deadline it falls by one if more than τ_l of them were late, and rises by one if less
     than half of τ_l were (PAME 7.8 sweeps it by hand: throughput and latency both grow with it). It
-    never goes above the largest batch of any model, where it starts and does not limit, and never
-    below 1, where batches run one after another. With neither, a batch may start on any idle
-    stream.
+    starts above the largest batch of any model, where it limits nothing, and is at least 1, where
+    batches run one after another. With neither option, a batch may start on any idle stream.
 
-    One limit is shared by all models. With several ``devices`` the streams are dealt out to them in
-    turn, and a batch only has to mind those on its own device.
+    All models share one limit. With several ``devices``, the streams are assigned to them in turn,
+    and only batches on the same device count.
     """
 
     WINDOW = 256
@@ -31,7 +30,7 @@ class ParallelLimit:
         devices: int = 1,
     ) -> None:
         if fixed is not None and max_violations is not None:
-            raise ValueError("give τ_b itself or the violation ratio that it follows, not both")
+            raise ValueError("expected τ_b or the violation ratio that sets it, got both; drop one")
         if fixed is not None and fixed < 1:
             raise ValueError(f"τ_b is {fixed}, expected at least 1")
         if max_violations is not None and not 0.0 < max_violations < 1.0:
@@ -39,7 +38,7 @@ class ParallelLimit:
         self._most = max_batch_size + 1
         self._max_violations = max_violations
         self.value = self._most if fixed is None else fixed
-        """τ_b now."""
+        """Current value of τ_b."""
         self._devices = devices
         self._running: dict[int, int] = {}
         self._seen = 0
@@ -47,23 +46,23 @@ class ParallelLimit:
 
     @property
     def adapts(self) -> bool:
-        """Whether it wants to know of late samples."""
+        """True if it needs :meth:`observe` for late samples."""
         return self._max_violations is not None
 
     @property
     def limits(self) -> bool:
-        """Whether a batch may ever have to wait for it."""
+        """True if a batch may have to wait for it."""
         return self.value < self._most
 
     def running(self, stream: int, rows: int) -> None:
-        """Say how many rows the batch of a stream has now; 0 is none."""
+        """Set the number of rows of a stream's batch; 0 is no batch."""
         if rows:
             self._running[stream] = rows
         else:
             self._running.pop(stream, None)
 
     def allows(self, stream: int) -> bool:
-        """Whether a batch may start on a stream."""
+        """Return whether a batch may start on a stream."""
         if self.value >= self._most:
             return True
         return all(
@@ -73,9 +72,9 @@ class ParallelLimit:
         )
 
     def may_fail_alike(self, stream: int, other: int) -> bool:
-        """Whether what failed on a stream may fail on another for the same reason.
+        """Return whether a failure on a stream may occur on another for the same reason.
 
-        That is the stream itself; of several devices, all streams on the same one.
+        True for the stream itself; with several devices, for all streams on the same one.
         """
         return stream == other or (self._devices > 1 and self._share_device(stream, other))
 
@@ -83,10 +82,10 @@ class ParallelLimit:
         return stream % self._devices == other % self._devices
 
     def observe(self, samples: int, late: int) -> None:
-        """Count samples with a deadline that were answered, and those of them that were late.
+        """Count samples with a deadline that were answered, and how many of them were late.
 
-        What never ran is not counted: it says that there is too much to do, not that batches
-        side by side are slow.
+        Samples that never ran are not counted: they indicate overload, not that parallel batches
+        are slow.
         """
         if self._max_violations is None:
             return

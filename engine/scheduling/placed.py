@@ -1,4 +1,4 @@
-"""A plan of stages as streams are asked with it that differ in what they prefer, hold and take."""
+"""A placed plan for streams that differ in the stages that they prefer, hold and may take."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
 
 
 class KindPolicy(NamedTuple):
-    """What streams of one kind of device are asked with.
+    """Policy and latencies for streams of one kind of device.
 
-    Each kind has its own, so that slack is looked at with the times of whoever asks, and what is
-    observed of a slow kind teaches nothing about a fast one.
+    Each kind has its own, so that slack is computed with the times of the deciding stream, and
+    observations of a slow kind do not change the predictions for a fast one.
     """
 
     policy: Policy
     latencies: Latencies
-    """What the policy predicts by: :meth:`Placement.expected_s`."""
+    """Predictions that the policy uses: :meth:`Placement.expected_s`."""
 
 
 class TimedRun(NamedTuple):
-    """A run that ended, as latencies are told of it."""
+    """A run that ended, as arguments for :meth:`.Latencies.observe`."""
 
     stage: int
     batch_size: int
@@ -37,10 +37,10 @@ class TimedRun(NamedTuple):
 
 
 class PlacedPlan:
-    """A placement with what serves it: policies by kind, and what waits as a stream may see it.
+    """A placement with policies by kind, and views of waiting samples for each stream.
 
-    A policy is asked with a :class:`Waiting` of some stages only, the others' queues being empty:
-    so it need not know of placements.
+    A policy receives a :class:`Waiting` of some stages only; the queues of other stages are empty.
+    So policies need not know about placements.
     """
 
     def __init__(
@@ -49,28 +49,28 @@ class PlacedPlan:
         kinds: Mapping[str, KindPolicy],
         going_on_to: Sequence[frozenset[int]],
     ) -> None:
-        """Serve a placement by the policies of its kinds, whose tables are equally large.
+        """Serve a placement with the policies of its kinds; their tables must have equal sizes.
 
-        ``going_on_to`` is :meth:`Placement.going_on_to`.
+        ``going_on_to`` is the result of :meth:`Placement.going_on_to`.
         """
         sizes = {kind: k.latencies.max_batch_size for kind, k in kinds.items()}
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"tables reach up to batches of {sizes}; give all the same sizes")
+            raise ValueError(f"tables reach up to batches of {sizes}; make all the same sizes")
         self.placement = placement
         self.latencies = {kind: k.latencies for kind, k in kinds.items()}
-        """By kind."""
+        """Latencies by kind."""
         self._going_on_to = going_on_to
         self._kinds = [kinds[stream.kind] for stream in placement.streams]
         self._starting = {stream.kind for stream in placement.streams if 0 in stream.prefers}
         self.stragglers = StragglerMonitor([stream.kind for stream in placement.streams])
-        """The watch over its streams; plans that follow each other share one."""
+        """Monitor of its streams; consecutive plans share one."""
         self._waiting = Waiting(SampleQueue(0, full=1), ())
         self._views: dict[frozenset[int], Waiting] = {}
         self._empty = BufferedQueue()
         self._no_queue = SampleQueue(0, full=1)
 
     def follow(self, before: PlacedPlan | None, streams: int) -> None:
-        """Take over what is known of the streams; ValueError if they are others."""
+        """Take over the state of the streams; ValueError if they differ."""
         kinds = [stream.kind for stream in self.placement.streams]
         if len(kinds) != streams:
             raise ValueError(f"{len(kinds)} streams are placed, expected {streams}; place each")
@@ -81,39 +81,39 @@ class PlacedPlan:
             self.stragglers = before.stragglers
 
     def of(self, stream: int) -> KindPolicy:
-        """Give what a stream is asked with."""
+        """Return the policy and latencies of a stream."""
         return self._kinds[stream]
 
     def open_to_all(self) -> None:
-        """Let every stream take any stage, which is loaded then: its holders may never be back."""
+        """Allow every stream to load and take any stage: the usual holders may never return."""
         every = frozenset(range(self.placement.stages))
         streams = tuple(replace(stream, holds=every) for stream in self.placement.streams)
         self.placement = replace(self.placement, streams=streams)
 
     def holders(self) -> list[list[int]]:
-        """[stages]: the streams that have the weights of each."""
+        """[stages]: streams that have the weights of each stage."""
         streams = range(len(self.placement.streams))
         stages = range(self.placement.stages)
         return [[n for n in streams if self.holds(n, stage)] for stage in stages]
 
     def first(self) -> KindPolicy:
-        """Give what the first stream is asked with that starts new batches."""
+        """Return the policy and latencies of the first stream that starts new batches."""
         return next(k for n, k in enumerate(self._kinds) if self.prefers(n, 0))
 
     def prefers(self, stream: int, stage: int) -> bool:
-        """Whether a stage is of a stream's own split."""
+        """Return whether a stage belongs to a stream's own split."""
         return stage in self.placement.streams[stream].prefers
 
     def holds(self, stream: int, stage: int) -> bool:
-        """Whether a stream has the weights of a stage."""
+        """Return whether a stream has the weights of a stage."""
         return stage in self.placement.streams[stream].holds
 
     def goes_on_to(self, stream: int, stage: int) -> bool:
-        """Whether a batch may go on to a stage where it is: see :meth:`Placement.going_on_to`."""
+        """Return whether a batch may go on to a stage there: see :meth:`Placement.going_on_to`."""
         return stage in self._going_on_to[stream]
 
     def show(self, waiting: Waiting) -> None:
-        """Say what waits under this plan from now on."""
+        """Set the waiting samples of this plan from now on."""
         self._waiting = waiting
         self._views.clear()
 
@@ -125,28 +125,28 @@ class PlacedPlan:
         variant: int,
         unanswered: tuple[int, int] | None = None,
     ) -> None:
-        """Take note of how many rows went on from a stage: the same on devices of any kind."""
+        """Record how many rows went on from a stage, for devices of all kinds."""
         for latencies in self.latencies.values():
             latencies.observe_shrinking(stage, before, survivors, variant, unanswered)
 
     def observe(self, stream: int, run: TimedRun, now_s: float, *, merged: bool) -> None:
-        """Take note of how long a run of a stream took.
+        """Record the time of a run on a stream.
 
-        Not of what was stolen: it may have been moved first, and to predict it is for others.
+        Stolen runs are ignored: they may include moving the rows, and other kinds predict them.
         """
         mine, latencies = self.placement.streams[stream], self._kinds[stream].latencies
         if mine.prefers and run.stage not in mine.prefers:
             return
         if merged:
             latencies.observe_merged(*run)
-        if not merged or mine.kind not in self._starting:  # it has no others to learn from
+        if not merged or mine.kind not in self._starting:  # it observes merged runs only
             latencies.observe(*run)
         predicted_s = latencies.variants[run.variant].seconds[run.stage][run.batch_size]
         if predicted_s:
             self.stragglers.observe(stream, run.elapsed_s / predicted_s, now_s)
 
     def may_shed(self, stream: int, others: Collection[int]) -> bool:
-        """Whether what is too late for a stream is so for all: no kind that starts it is faster.
+        """Return whether samples too late for a stream are so for all: no starting kind is faster.
 
         ``others`` are all other streams in service.
         """
@@ -155,10 +155,10 @@ class PlacedPlan:
         return self.prefers(stream, 0) and all(self._whole_s(n) >= mine_s for n in starting)
 
     def wake_s(self, stream: int, now_s: float) -> float:
-        """When a stream that was given nothing has to ask again, at the latest.
+        """Return the latest time at which a stream without work must ask again.
 
-        For what waits and is left to others may expire, and a probe may become due; one that is
-        due already waits for work, not for a time.
+        Samples that wait for other streams may expire, and a probe may become due. A probe that is
+        already due waits for work, not for a time.
         """
         buffered_s = (queue.deadline_s for queue in self._waiting.buffered if queue.size)
         queued_s = self._waiting.queue.next_expiry_s()
@@ -168,14 +168,15 @@ class PlacedPlan:
     def views(
         self, stream: int, others: Collection[int], busy: Collection[int], now_s: float
     ) -> Iterator[Waiting]:
-        """Give what a stream looks at first, and what it may steal then.
+        """Yield the waiting samples that a stream considers first, and then those it may steal.
 
-        A batch of its own that may grow lets a full one go first that may be stolen: or splits with
-        too many devices would spend them on half-empty batches, while others fall behind.
+        If the stream's own batch may still grow, a full batch that it may steal goes first:
+        otherwise splits with too many devices would run half-empty batches while others are late.
 
-        ``others`` are all other streams in service. What one prefers that is not ``busy`` is not
-        stolen. A straggler may take what no idle stream of usual standing prefers; once excluded,
-        what no other stream in service can run, and its own stages when a probe is due.
+        ``others`` are all other streams in service. A stage that an idle stream prefers is not
+        stolen. A straggler may take stages that no idle stream of usual standing prefers; an
+        excluded one may take stages that no other stream in service can run, and its own stages
+        when a probe is due.
         """
         mine, monitor = self.placement.streams[stream], self.stragglers
         standing = monitor.standing(stream)
@@ -195,12 +196,12 @@ class PlacedPlan:
             yield self._view(stages)
 
     def _whole_s(self, stream: int) -> float:
-        """Seconds of one row to the model's end, as streams of a kind expect it now."""
+        """Return the currently expected seconds of one row to the model's end on a stream."""
         latencies = self._kinds[stream].latencies
         return latencies.span_s(0, latencies.stages - 1, 1)
 
     def _view(self, stages: frozenset[int]) -> Waiting:
-        """Give what waits for some stages; the queues of the others are empty."""
+        """Return the waiting samples of some stages; the queues of other stages are empty."""
         view = self._views.get(stages)
         if view is None:
             waiting = self._waiting

@@ -1,9 +1,9 @@
-"""Placements: which stages each stream prefers, which it holds, how fast it is, how far apart.
+"""Placements: stages that each stream prefers and holds, its speed, and links between streams.
 
-E3 gives each split of a model devices of its own (3.2, 3.3); whole numbers of devices and forecasts
-that were wrong then leave some of them idle. Here a plan is a preference: a stream serves its own
-split first, and where that has nothing to do it takes what waits for other stages whose weights it
-holds (work stealing), unless a stream that prefers them is idle too.
+E3 assigns each split of a model its own devices (3.2, 3.3); integer numbers of devices and wrong
+forecasts leave some of them idle. Here a plan is a preference: a stream serves its own split first,
+and without work there takes waiting samples of other stages whose weights it holds (work stealing),
+unless a stream that prefers them is idle too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from offramp.bundle.schema.serde import check_numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLink:
-    """The connection between replicas of neighbouring splits, T_x of the paper's 3.2.1.
+    """The link between replicas of adjacent splits, T_x of the paper's 3.2.1.
 
-    In plans, all rows that cross a border share one link, however many replicas there are.
+    In plans, all rows that cross a border share one link, for any number of replicas.
     """
 
     bytes_per_s: float = math.inf
@@ -32,7 +32,7 @@ class DeviceLink:
             raise ValueError(f"bytes_per_s {self.bytes_per_s}: expected more than 0")
 
     def seconds(self, size_bytes: float) -> float:
-        """Seconds until all of so many bytes have arrived."""
+        """Return the seconds until ``size_bytes`` have arrived."""
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
@@ -41,19 +41,20 @@ NO_DELAY: Final = DeviceLink()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """Devices that are alike, and how long stages take on one of them."""
+    """A kind of equal devices, and how long stages take on one of them."""
 
     name: str
     speed: float = 1.0
-    """Seconds relative to the table of the model: 2 takes twice as long."""
+    """Seconds relative to the model's table: 2 takes twice as long."""
     seconds: tuple[tuple[float, ...], ...] = ()
-    """[stages][max_batch_size + 1]: a table of its own, before ``speed``; empty is the model's."""
+    """[stages][max_batch_size + 1]: the kind's own table, before ``speed``; empty is the
+    model's."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "speed", above=0)
 
     def own_s(self, table: Sequence[Sequence[float]]) -> list[list[float]]:
-        """[stages][max_batch_size + 1]: what stages take here, where the model's table is given."""
+        """[stages][max_batch_size + 1]: seconds of stages on this kind, by the model's table."""
         own = self.seconds or table
         if (len(own), len(own[0])) != (len(table), len(table[0])):
             raise ValueError(
@@ -69,30 +70,30 @@ class StreamPlacement:
 
     kind: str
     prefers: frozenset[int]
-    """The stages of its own split; empty for a spare device."""
+    """Stages of its own split; empty for a spare device."""
     holds: frozenset[int]
-    """Stages whose weights it has, those that it prefers among them."""
+    """Stages whose weights it has, including those that it prefers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where the stages of one plan of a model run."""
+    """The streams on which the stages of one plan of a model run."""
 
     stages: int
     streams: tuple[StreamPlacement, ...]
     kinds: tuple[DeviceKind, ...]
     row_bytes: tuple[float, ...] = ()
-    """[stages]: of a row that is moved before each stage; empty is none."""
+    """[stages]: bytes of a row that is moved to each stage; empty means none."""
     link: DeviceLink = NO_DELAY
-    """Between any two streams whose kinds have none of their own."""
+    """Link between any two streams whose kinds have no link of their own."""
     links: tuple[tuple[str, str, DeviceLink], ...] = ()
-    """From a kind to a kind, one way."""
+    """Links from a kind to a kind, one way."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "stages", least=1)
         names = [kind.name for kind in self.kinds]
         if len(set(names)) < len(names):
-            raise ValueError(f"kinds {names}: one name is there twice")
+            raise ValueError(f"kinds {names}: expected each name once; rename one of them")
         every = frozenset(range(self.stages))
         for number, stream in enumerate(self.streams):
             if stream.kind not in names:
@@ -110,32 +111,32 @@ class Placement:
 
     @classmethod
     def shared(cls, streams: int, stages: int) -> Self:
-        """Let every stream serve everything, all as fast: one device and its streams."""
+        """Return a placement where each stream serves all stages, equally fast: one device."""
         every = frozenset(range(stages))
         stream = StreamPlacement(kind="device", prefers=every, holds=every)
         return cls(stages=stages, streams=(stream,) * streams, kinds=(DeviceKind(name="device"),))
 
     @property
     def is_shared(self) -> bool:
-        """Whether all streams are alike and serve everything, by the model's own table."""
+        """True if all streams are equal and serve all stages, with the model's own table."""
         alike = all(kind.speed == 1.0 and not kind.seconds for kind in self.kinds)
         return alike and len(self.kinds) == 1 and not self.is_split
 
     @property
     def is_split(self) -> bool:
-        """Whether a stream prefers some stages and not others."""
+        """True if a stream prefers some stages and not others."""
         return any(len(stream.prefers) < self.stages for stream in self.streams)
 
     def preferred(self, streams: Iterable[int]) -> frozenset[int]:
-        """Give the stages that any of some streams prefers."""
+        """Return the stages that any of these streams prefers."""
         return frozenset().union(*(self.streams[stream].prefers for stream in streams))
 
     def kind_of(self, stream: int) -> DeviceKind:
-        """Give the kind of a stream."""
+        """Return the kind of a stream."""
         return self._kind(self.streams[stream].kind)
 
     def moving_s(self, source: str, target: str, stage: int, rows: int) -> float:
-        """Seconds that rows on their way to a stage take from a device to another, by kinds."""
+        """Return the seconds to move rows for a stage from one kind of device to another."""
         size_bytes = rows * self.row_bytes[stage] if self.row_bytes else 0.0
         for a, b, link in self.links:
             if (a, b) == (source, target):
@@ -143,10 +144,10 @@ class Placement:
         return self.link.seconds(size_bytes)
 
     def expected_s(self, kind: str, table: Sequence[Sequence[float]]) -> list[list[float]]:
-        """[stages][max_batch_size + 1]: what stages take for the rows of a kind's streams.
+        """[stages][max_batch_size + 1]: expected seconds of stages for rows of a kind's streams.
 
-        What these prefer runs there; other stages run on the slowest kind that prefers them, and
-        where a split begins, moving the rows there is added.
+        Stages that these streams prefer run there; other stages run on the slowest kind that
+        prefers them, and include moving the rows where a split begins.
         """
         own = {k.name: k.own_s(table) for k in self.kinds}
         mine = self.preferred([n for n, s in enumerate(self.streams) if s.kind == kind])
@@ -162,10 +163,10 @@ class Placement:
         return expected
 
     def going_on_to(self, table: Sequence[Sequence[float]]) -> list[frozenset[int]]:
-        """[streams]: the stages that a batch goes on to where it is, once the one before is done.
+        """[streams]: stages that a batch goes on to on the same stream, after the stage before.
 
-        Of those that a stream holds, all inside of splits; and where another split begins, if it is
-        no slower there than some that prefer it: its rows would be moved in vain.
+        Of the stages that a stream holds: all inside a split, and the first of another split if the
+        stream is not slower than some stream that prefers it, as moving the rows would be useless.
         """
         own = {kind.name: kind.own_s(table) for kind in self.kinds}
         slowest_s = [
@@ -188,7 +189,7 @@ class Placement:
         return [by_stream[stream] for stream in self.streams]
 
     def _crossing_s(self, stage: int, sizes: int) -> list[float]:
-        """[sizes]: the longest that moving rows to a stage takes, where a split begins with it."""
+        """[sizes]: longest time to move rows to a stage, if a split begins with the stage."""
         inside = any({stage - 1, stage} <= stream.prefers for stream in self.streams)
         if not stage or inside:
             return [0.0] * sizes
@@ -197,7 +198,7 @@ class Placement:
         return [0.0, *longest]
 
     def _preferring(self, stage: int) -> list[str]:
-        """Give the kinds of the streams that prefer a stage."""
+        """Return the kinds of the streams that prefer a stage."""
         return list(dict.fromkeys(s.kind for s in self.streams if stage in s.prefers))
 
     def _kind(self, name: str) -> DeviceKind:

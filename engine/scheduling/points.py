@@ -1,4 +1,4 @@
-"""Operating points: the cost and the worth of answering everything by a variant and an exit."""
+"""Operating points: latency and agreement of answering every sample by a variant and an exit."""
 
 from __future__ import annotations
 
@@ -17,40 +17,42 @@ from offramp.engine.scheduling.latency import Latencies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoint:
-    """A variant of the model, and a stage of it beyond which nothing runs.
+    """A variant of the model, and its deepest stage.
 
-    What is still there is forced to leave at its exit. Variants are SuperServe's subnets (4.1);
-    depth is the control dimension that a multi-exit model has besides.
+    Samples that reach the stage are forced to leave at its exit. Variants are SuperServe's subnets
+    (4.1); depth is the additional control dimension of a multi-exit model.
     """
 
     deepest: int
-    """The stage; the last is the variant as it is."""
+    """Deepest stage that runs; the last one for the unrestricted variant."""
     exit: int
     """Index into ``Manifest.exits``; ``MODEL_END`` for the last."""
     agreement: float
     """Share of the answers that equal the unmodified model's, measured at calibration."""
     variant: int = 0
-    """0 is the full model, which the promise is about; what others answer is outside it, but where
-    their exits are certified for it."""
+    """Variant; 0 is the full model, to which the promise applies. Answers of others are outside it,
+    unless their exits are certified for it."""
 
     @property
     def worth(self) -> float:
-        """The agreement; nothing is worth more than the full model to its end."""
+        """Agreement; infinite for the full model to its end."""
         return math.inf if self.variant == 0 and self.exit == MODEL_END else self.agreement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatingPoints:
-    """The operating points that a model has and allows, with the time that each takes."""
+    """The operating points that a model has and allows, with their latencies."""
 
     points: tuple[OperatingPoint, ...]
-    """In Pareto order (:func:`pareto_front`); the last is the model as it is."""
+    """Points in Pareto order (:func:`pareto_front`); the last is the unrestricted model."""
     latencies: Latencies
 
     def __post_init__(self) -> None:
         places = [(point.variant, point.deepest) for point in self.points]
         if not places or len(set(places)) < len(places):
-            raise ValueError(f"operating points (variant, stage) {places} must differ, and be some")
+            raise ValueError(
+                f"operating points (variant, stage) are {places}, expected some, all different"
+            )
         front = pareto_front(self.points, self.latencies)
         if self.points != front:
             expected = [(point.variant, point.deepest) for point in front]
@@ -63,11 +65,11 @@ class OperatingPoints:
 def pareto_front(
     points: Iterable[OperatingPoint], latencies: Latencies
 ) -> tuple[OperatingPoint, ...]:
-    """Give the points that no other one dominates, the fastest first (SuperServe 4.1, fig. 6a).
+    """Return the points that no other point dominates, fastest first (SuperServe 4.1, fig. 6a).
 
-    One dominates another if it takes no longer, as profiled for the largest batch, and agrees at
-    least as often; of equals the lower variant and stage stands. Two points of the full model never
-    do: the deeper one forces fewer answers, so more of them are within the promise.
+    A point dominates another if it takes no longer, as profiled for the largest batch, and agrees
+    at least as often; of equal points the lower variant and stage is kept. Points of the full model
+    never dominate each other: the deeper one forces fewer answers, so the promise covers more.
     """
 
     def seconds(point: OperatingPoint) -> float:
@@ -88,11 +90,11 @@ def operating_points(
 ) -> tuple[OperatingPoint, ...]:
     """Measure the agreement of "force the exit at depth d" of the full model, on its records.
 
-    Samples that are sure enough at an earlier exit have left there, as when serving. ``exits`` are
+    Samples that are sure enough at an earlier exit have left there, as in serving. ``exits`` are
     (stage, exit, threshold) of each stage that has an exit, and of the last, whose exit is
     ``MODEL_END``. Of a bundle's records (``confidence``, ``prediction`` [exits, samples],
     ``final_prediction`` and ``split`` [samples]) the certify split is used, which trained nothing.
-    If exits may not be ``forced``, only the last point is given.
+    If exits may not be ``forced``, only the last point is returned.
     """
     chosen = records["split"] == CERTIFY
     final = records["final_prediction"][chosen]
@@ -119,9 +121,9 @@ def operating_points(
 def going_on(
     exits: Sequence[tuple[int, int, float]], records: Mapping[str, NDArray[Any]], stages: int
 ) -> list[float]:
-    """[stages]: share of the rows of each stage that went on to the next one, at calibration.
+    """[stages]: share of each stage's rows that went on to the next one, at calibration.
 
-    Exits and records as of :func:`operating_points`; from stages without an exit all go on.
+    Exits and records are as in :func:`operating_points`; from a stage without an exit all go on.
     """
     chosen = records["split"] == CERTIFY
     staying = np.ones(int(chosen.sum()), np.bool_)

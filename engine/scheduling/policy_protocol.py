@@ -1,7 +1,7 @@
-"""The protocol of scheduling policies: when a batch starts, of what, how deep, and who runs on.
+"""The protocol of scheduling policies: when a batch starts, from which samples, and how deep.
 
-The mechanism (:mod:`offramp.engine.scheduling.scheduler`) owns queues and batches and keeps the
-promises; a policy only looks at what waits and chooses, and may be asked at any time.
+The mechanism (:mod:`offramp.engine.scheduling.scheduler`) owns queues and batches and ensures their
+guarantees; a policy only reads the waiting samples and chooses, and may be called at any time.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ class Start(NamedTuple):
 
     bucket: Bucket
     limit: int
-    """Most samples of the batch."""
+    """Largest number of samples in the batch."""
     deepest: int | None = None
-    """Stage where all must leave; ``None`` is the last."""
+    """Stage where all samples must leave; ``None`` is the last."""
     variant: int = 0
-    """Which all its samples run, to their end; 0 is the full model."""
+    """Variant that all its samples run, to their end; 0 is the full model."""
 
     @property
     def may_grow(self) -> bool:
-        """Whether it may be fuller a little later."""
+        """True if the batch may be fuller a little later."""
         return self.bucket.size < self.limit
 
 
 class Merge(NamedTuple):
-    """The choice to merge buffered survivors into a batch and run the stage that they wait for.
+    """The choice to merge buffered survivors into a batch and run their next stage.
 
-    A bucket holds one variant's only.
+    A bucket holds samples of one variant only.
     """
 
     stage: int
     bucket: BufferedBucket
     limit: int
-    """Most samples of the batch."""
+    """Largest number of samples in the batch."""
     urgent: bool = False
-    """Whether it has no time left to wait for a fuller batch."""
+    """True if it has no time left to wait for a fuller batch."""
 
     @property
     def may_grow(self) -> bool:
-        """Whether it may be fuller a little later, and in time."""
+        """True if the batch may be fuller a little later, and still in time."""
         return self.bucket.size < self.limit and not self.urgent
 
 
 class LoadShedding(NamedTuple):
-    """The choice to drop the most urgent request of a bucket: it is infeasible to serve in time."""
+    """The choice to drop the most urgent request of a bucket, which cannot be served in time."""
 
     bucket: Bucket
 
@@ -63,21 +63,21 @@ Choice: TypeAlias = Start | Merge | LoadShedding | Wait | Idle
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """All samples that wait; a policy looks at them and does not touch them."""
+    """All waiting samples; policies read them, and never change them."""
 
     queue: SampleQueue
-    """For stage 0."""
+    """Samples that wait for stage 0."""
     buffered: Sequence[BufferedQueue]
     """[stages]: survivors that wait for each stage; the first is always empty."""
     suspended: Collection[int] = frozenset()
-    """The streams that are out of service now."""
+    """Streams that are out of service now."""
 
     def without_queue(self) -> Waiting:
-        """Give what waits at splits alone."""
+        """Return only the samples that wait at splits."""
         return Waiting(SampleQueue(0, full=1), self.buffered, self.suspended)
 
     def ready(self, now_s: float) -> Bucket | Wait | Idle:
-        """Find the bucket that the next batch is formed of, or how long to wait for one."""
+        """Return the bucket for the next batch, or how long to wait for one."""
         bucket = self.queue.ready(now_s)
         if isinstance(bucket, Bucket):
             return bucket
@@ -85,25 +85,25 @@ class Waiting:
 
 
 class Policy(Protocol):
-    """The rule by which streams are given batches; deterministic, and the caller serialises.
+    """The rule that assigns batches to streams; deterministic, and the caller serialises calls.
 
-    A class of :mod:`offramp.engine.scheduling.policies` that is made of operating points, the
+    A class of :mod:`offramp.engine.scheduling.policies`, constructed from operating points, the
     largest batch size and the number of streams, in this order.
     """
 
     name: str
-    """By which it is chosen on the command line."""
+    """Name on the command line."""
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """Choose what a stream without a batch shall do. O(log n).
+        """Choose the next action of a stream without a batch. O(log n).
 
-        After :class:`LoadShedding` it is asked again at once.
+        After :class:`LoadShedding` it is called again immediately.
         """
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:
-        """Whether the survivors of a batch go on at once on their stream, or wait at the split.
+        """Return whether survivors continue immediately on their stream, or wait at the split.
 
-        ``stage``, not the last, was just executed on ``before`` rows; at least one survives.
+        ``stage``, not the last, was just executed on ``before`` rows; at least one row survives.
         """
 
 
@@ -111,5 +111,5 @@ class NeverBuffers:
     """The base of policies whose batches never wait at a split (PAME 4.2)."""
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
-        """Go on at once, always."""
+        """Continue immediately, always."""
         return True

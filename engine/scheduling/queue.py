@@ -18,52 +18,52 @@ from offramp.engine.scheduling.decisions import (
 )
 
 PATIENCE_S = 1.0
-"""A request without a deadline is ordered as if it had this long: it is never refused for being
-late, and neither do those with deadlines overtake it for ever."""
+"""Assumed time limit of requests without a deadline, for their order only: they are never refused
+as late, and requests with deadlines cannot overtake them for ever."""
 _NEVER = float("inf")
 _RANKS = 8
-"""Priorities beyond it, either way, count as it where samples are counted by priority: they are the
-clients' choice, so there may be any number."""
+"""Largest absolute priority in counts by priority; larger ones count as this. Clients choose
+priorities, so their number is unbounded."""
 _KEPT_BUCKETS = 64
-"""Empty buckets are kept for their next sample, up to so many; batch keys are the clients' choice,
-so there may be any number."""
+"""Largest number of empty buckets that are kept for later samples. Clients choose batch keys, so
+their number is unbounded."""
 
 
 class SampleQueue:
-    """The samples that wait for stage 0, in buckets by batch key; O(log n) a request.
+    """The samples that wait for stage 0, in buckets by batch key; O(log n) per request.
 
-    At most ``capacity`` wait, for batch mates no longer than ``max_delay_s``; a bucket of a
-    ``full`` batch does not wait.
+    At most ``capacity`` samples wait, and at most ``max_delay_s`` for a fuller batch; a bucket with
+    a ``full`` batch does not wait.
     """
 
     def __init__(self, capacity: int, *, full: int, max_delay_s: float = 0.0) -> None:
         self._capacity = capacity
         self.size = 0
-        """Samples that wait."""
+        """Number of waiting samples."""
         self._buckets: dict[Hashable, Bucket] = {}
         self._index = BucketIndex(full=full, max_delay_s=max_delay_s)
         self._by_request: dict[int, Submission] = {}
         self._aged = max_delay_s > 0.0
         self._by_deadline: SortedQueue[Submission] = SortedQueue()
         self.first_deadline_s = _NEVER
-        """The first deadline of all that wait, or earlier: nothing expires before."""
+        """Lower bound of all deadlines: nothing expires before."""
         self._by_rank = [0] * (2 * _RANKS + 1)
-        """Samples that wait, by priority."""
+        """Number of waiting samples by priority."""
         self._sequence = 0
         self.arrived = 0
-        """Samples that were ever queued."""
+        """Number of samples that were ever queued."""
         self._started = 0
 
     def holds(self, request: int) -> bool:
-        """Whether samples of a request wait."""
+        """Return whether samples of a request wait."""
         return request in self._by_request
 
     def ahead(self, priority: int) -> int:
-        """Samples that wait with this priority or a higher one."""
+        """Return the number of waiting samples with this priority or a higher one."""
         return sum(self._by_rank[_rank(priority) :])
 
     def push(self, submission: Submission, now_s: float) -> None:
-        """Queue all samples of a submission, or none; SchedulerFullError if there is no room."""
+        """Queue all samples of a submission, or none; SchedulerFullError if they do not fit."""
         count, deadline_s = submission.samples, submission.deadline_s
         if self.size + count > self._capacity:
             raise SchedulerFullError(
@@ -88,7 +88,7 @@ class SampleQueue:
         self._index.pushed(bucket, key)
 
     def remove(self, request: int, cause: DropCause) -> Dropped | None:
-        """Remove what is left of a request; ``None`` if nothing of it waits."""
+        """Remove the remaining samples of a request; ``None`` if none wait."""
         submission = self._by_request.pop(request, None)
         if submission is None:
             return None
@@ -104,7 +104,7 @@ class SampleQueue:
         return dropped
 
     def expire(self, now_s: float) -> Sequence[Dropped]:
-        """Remove what can no longer be answered in time."""
+        """Remove samples whose deadline has passed."""
         if now_s < self.first_deadline_s:
             return ()
         expired = []
@@ -118,16 +118,16 @@ class SampleQueue:
         return expired
 
     def next_expiry_s(self) -> float:
-        """When the next deadline passes; infinity if there is none."""
+        """Return the time of the next deadline; infinity if there is none."""
         head = self._by_deadline.head()
         return _NEVER if head is None else float(head[0][0])
 
     def ready(self, now_s: float) -> Bucket | float:
-        """The bucket that the next batch is formed of, or when there is one (maybe infinity)."""
+        """Return the bucket for the next batch, or the time of one (infinity: none)."""
         return self._index.next(now_s) if self.size else _NEVER
 
     def take(self, bucket: Bucket, limit: int, requests: int = 2**31) -> RowSet:
-        """Take up to ``limit`` samples of a bucket, of up to so many requests, by urgency."""
+        """Take up to ``limit`` samples of a bucket, of up to ``requests`` requests, by urgency."""
         taken, timed = bucket.take(limit, requests), 0
         for submission, _, size in taken:
             self.size -= size
@@ -142,7 +142,7 @@ class SampleQueue:
         return _rowset(taken, np.arange(first, self._started))
 
     def flush(self) -> None:
-        """Wait for batch mates no longer, from now on."""
+        """Stop waiting for fuller batches, from now on."""
         self._index.flush()
 
     def _open_bucket(self, batch_key: Hashable) -> Bucket:
@@ -162,7 +162,7 @@ def _rowset(taken: list[Taken], sample_ids: NDArray[np.int64]) -> RowSet:
     firsts = [first for _, first, _ in taken]
     sizes = [size for _, _, size in taken]
     ranks = [submission.priority for submission, _, _ in taken]
-    # Nearly always every request is one sample of the default priority; two arrays less then.
+    # Nearly always every request is one sample of the default priority; two arrays fewer then.
     priorities = np.array(ranks, np.int64) if any(ranks) else uniform(len(taken), value=0)
     if max(sizes) == 1:
         rows = np.array(firsts, np.int64) if any(firsts) else uniform(len(taken), value=0)

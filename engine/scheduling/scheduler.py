@@ -1,25 +1,26 @@
 """The mechanism: one model's queue, batches and retries, under any policy and plan.
 
-Sans I/O and deterministic; the caller serialises the calls. What it promises whatever the policy
-chooses: every sample is released exactly once, or dropped with a cause; no sample runs a stage
-twice, but after a failure or an interruption; batches keep within the limit; within a priority the
-earliest deadline goes first; memory is bounded by what waits and runs.
+Sans I/O and deterministic; the caller serialises the calls. Its guarantees, for all choices of the
+policy: every sample is released exactly once, or dropped with a cause; no sample runs a stage
+twice, except after a failure or an interruption; batches keep within the limit; within a priority
+the earliest deadline is served first; memory is proportional to waiting and running samples.
 
-A batch whose worker is lost is interrupted: it is resumed at the stage that it was in, before all
-else and on whichever stream asks first, as nothing that it did before is lost. At least once
-executed, exactly once answered.
+A batch whose worker is lost is interrupted: it is resumed at its current stage, before all other
+batches, on the first stream that asks, because the results of its earlier stages are kept. It is
+executed at least once, and answered exactly once.
 
-A released sample leaves the batch, unless it is to run on for feedback (release and audit mode):
-then it goes to the deepest stage with the others, without a deadline, and is the first that a
-failure drops. A batch in which all are answered makes way at the end of a stage for samples that
-wait, and goes on when nothing else can run; so do as many rows as a batch may have. Apparate runs
-such batches to their end first (3.1), and what waits behind them waits for feedback.
+A released sample leaves the batch, unless it is to run on for feedback (release and audit mode).
+Then it continues to the deepest stage with the others, without a deadline, and is the first to be
+dropped after a failure. A batch with only answered samples yields at the end of a stage to waiting
+samples, and continues when nothing else can run; at most as many rows as one batch may have wait
+like this. Apparate runs such batches to their end first (3.1), so waiting samples wait for
+feedback.
 
-A hot swap puts another plan in force for batches that start from then on; nothing waits for it and
-no batch is torn by it. What runs, is buffered at a split or is tried again keeps the stages and
-thresholds that it was started with, and goes before anything new; what waits for stage 0 starts
-under the new plan. So a sample is always answered under one policy, which is what evidence about
-that policy takes for granted.
+A hot swap activates another plan for batches that start from then on; nothing waits for the swap,
+and no batch is split by it. Samples that run, are buffered at a split or are retried keep the
+stages and thresholds that they were started with, and are served before new ones; samples that wait
+for stage 0 start under the new plan. So a sample is always answered under one policy, which the
+evidence about that policy assumes.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 
 MOST_LOSSES: Final = 5
-"""Workers that a batch may lose: then it is taken for what ends them, and has failed."""
+"""Workers that a batch may lose: then it counts as the cause, and has failed."""
 
 
 class ModelScheduler:
     """The scheduler of one model: it decides what the streams of its device run, numbered from 0.
 
-    ``parallel`` is the device's limit on batches side by side; ``plan`` the number of the first
-    plan (:attr:`Run.plan`). Where streams differ (:mod:`.placement`), ``placed`` chooses for each.
+    ``parallel`` is the device's limit on parallel batches; ``plan`` is the number of the first plan
+    (:attr:`Run.plan`). Where streams differ (:mod:`.placement`), ``placed`` chooses for each.
     """
 
     def __init__(
@@ -81,81 +82,82 @@ class ModelScheduler:
         self._in_flight = InFlight(streams)
         self._current = self._in_flight.add_plan(plan, policy, latencies, queue, placed)
         self.placed = placed
-        """The current plan as it is placed, where streams differ."""
+        """The current plan's placement, where streams differ."""
         self._parallel = parallel or ParallelLimit(latencies.max_batch_size)
         self.retried = 0
-        """Samples of failed batches that were tried again."""
+        """Number of samples of failed batches that were retried."""
         self.resumed = 0
-        """Samples of interrupted batches, once for each time."""
+        """Number of samples of interrupted batches, counted each time."""
         self._numbers = itertools.count(1)
 
     def hot_swap(
         self, plan: int, policy: Policy, latencies: Latencies, placed: PlacedPlan | None = None
     ) -> None:
-        """Start batches under another plan from now on, whose number was never used before.
+        """Start batches under another plan from now on; its number must never have been used.
 
-        ValueError if its stages are placed and those before were not, or on other streams.
+        ValueError if it is placed and earlier plans were not (or not placed and they were), or if
+        it is placed on other streams.
         """
         self._current = self._in_flight.add_plan(plan, policy, latencies, self._queue, placed)
         self.placed = placed
 
     @property
     def plan(self) -> int:
-        """The plan that batches start under from now on."""
+        """Number of the plan that batches start under from now on."""
         return self._current.number
 
     @property
     def plans(self) -> frozenset[int]:
-        """The plans that something still runs or waits under, the current one included."""
+        """Numbers of the plans with running or waiting samples, including the current one."""
         return frozenset(plan.number for plan in self._in_flight.plans)
 
     @property
     def latencies(self) -> Latencies:
-        """The predictions for the current plan's stages, with what was learned of them."""
+        """Predictions for the current plan's stages, corrected by observations."""
         return self._current.latencies
 
     @property
     def queued(self) -> int:
-        """The number of samples that wait for stage 0."""
+        """Number of samples that wait for stage 0."""
         return self._queue.size
 
     @property
     def waiting(self) -> bool:
-        """Whether a stream without a batch might have something to do, now or soon."""
+        """True if a stream without a batch may find work, now or soon."""
         return bool(self._queue.size or self._in_flight.waiting)
 
     @property
     def busy(self) -> bool:
-        """Whether it has samples anywhere."""
+        """True if it has samples anywhere."""
         return self.waiting or bool(self._in_flight.batches)
 
     @property
     def in_flight(self) -> int:
-        """The number of unanswered samples that were started, wherever they are."""
+        """Number of unanswered samples that were started."""
         return sum(samples.unanswered for samples in self._in_flight.samples())
 
     @property
     def auditing(self) -> int:
-        """The number of answered samples that run on."""
+        """Number of answered samples that run on."""
         return sum(len(s.answered) - s.unanswered for s in self._in_flight.samples())
 
     @property
     def overloaded(self) -> bool:
-        """Whether samples were given up of late for want of time."""
+        """True if samples were recently dropped for lack of time."""
         return self._admission.overloaded
 
     def admit(self, samples: int, slack_s: float, priority: int, now_s: float) -> None:
-        """Refuse, by SchedulerFullError, what had better not be queued: see :mod:`.admission`."""
+        """Raise SchedulerFullError if a request should not be queued: see :mod:`.admission`."""
         if not self.overloaded:
             return
         ahead = self._queue.ahead(priority)
         if self._admission.refuses(samples, slack_s, ahead, now_s):
             raise SchedulerFullError(
-                f"{ahead} samples wait before it, and of late too many were late"
+                f"{ahead} samples wait before it, and recently too many were late"
             )
 
     def submit(self, submission: Submission, now_s: float) -> StepOutcome:
-        """Queue a request's samples; SchedulerFullError, and none queued, if not all have room."""
+        """Queue a request's samples; SchedulerFullError, and none queued, if not all fit."""
         self._expire(now_s)
         try:
             self._queue.push(submission, now_s)
@@ -165,7 +167,7 @@ class ModelScheduler:
         return self._in_flight.report()
 
     def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> StepOutcome:
-        """Withdraw a request: what waits leaves now, what runs when its stage is done.
+        """Withdraw a request: waiting samples leave now, running ones after their stage.
 
         O(samples in flight): a request does not know where its samples are.
         """
@@ -176,7 +178,7 @@ class ModelScheduler:
         return self._in_flight.report()
 
     def next(self, stream: int, now_s: float) -> Decision:
-        """Decide what the idle ``stream`` shall do."""
+        """Decide what the idle ``stream`` runs."""
         decision = self._decide(stream, now_s)
         outcome = self._in_flight.report()
         if outcome is NOTHING:
@@ -207,10 +209,10 @@ class ModelScheduler:
         now_s: float,
         runs_on: NDArray[np.bool_] | None = None,
     ) -> StepOutcome:
-        """Take note that the run of ``stream`` ended, and decide what follows for its rows.
+        """Record that the run of ``stream`` ended, and decide the next step of each row.
 
-        ``exited`` [n] are rows that were sure enough, ``runs_on`` [n] rows that run on after they
-        were released; ``None`` is no row.
+        ``exited`` [n] are rows that were sure enough; ``runs_on`` [n] are rows that run on after
+        they were released, ``None`` for no row.
         """
         batch = self._in_flight.batches[stream]
         samples, before = batch.samples, len(exited)
@@ -239,7 +241,7 @@ class ModelScheduler:
             self._parallel.running(stream, len(survivors))
             return self._in_flight.report(outcome)
         number = batch.number
-        if makes_way or batch.by_itself:  # by itself, so that nothing fails with it
+        if makes_way or batch.by_itself:  # interrupt, so that no other batch is merged with it
             self._in_flight.interrupt(batch, number, now_s)
         else:
             self._in_flight.buffer(batch, now_s)
@@ -247,13 +249,13 @@ class ModelScheduler:
         return self._in_flight.report(outcome._replace(buffered=number))
 
     def failed(self, stream: int, now_s: float, *, blamed: bool = True) -> StepOutcome:
-        """Take note that the batch of ``stream`` failed, if it has one.
+        """Record that the batch of ``stream`` failed, if it has one.
 
-        Its requests are tried again from the start, half of them at a time, so that one that fails
-        is found and fails alone; and on another stream where one is in service. A request that
-        failed alone is tried once more when nothing else waits. What failed twice like that, or has
-        no time left, is dropped as ``FAILED``. Without ``blamed`` only its tensors were lost: its
-        requests are tried again on any stream, and may fail as often as before.
+        Its requests are retried from the start, half of them at a time, so that a failing request
+        is isolated and fails alone; on another stream where one is in service. A request that
+        failed alone is retried once when nothing else waits. A request that fails alone twice, or
+        has no time left, is dropped as ``FAILED``. Without ``blamed``, only its tensors were lost:
+        its requests are retried on any stream, and the failure does not count.
         """
         self._fail(stream, now_s, blamed=blamed)
         return self._in_flight.report()
@@ -264,9 +266,9 @@ class ModelScheduler:
             self._finish(stream)
 
     def interrupted(self, stream: int, now_s: float) -> StepOutcome:
-        """Take note that the worker of ``stream`` was lost amid its run, if it has one.
+        """Record that the worker of ``stream`` was lost during its run, if it has one.
 
-        The outcome's ``buffered`` is ``None`` if nothing is resumed: nobody waits for it any more,
+        The outcome's ``buffered`` is ``None`` if nothing is resumed: no sample needs it any more,
         or it was interrupted :data:`MOST_LOSSES` times, and has failed.
         """
         if (batch := self._in_flight.batches.get(stream)) is None:
@@ -283,23 +285,23 @@ class ModelScheduler:
         return self._in_flight.report(outcome)
 
     def suspend(self, stream: int) -> None:
-        """Say that a stream, which has no batch, is out of service."""
+        """Take a stream, which has no batch, out of service."""
         self._in_flight.suspended.add(stream)
 
     def suspends(self, stream: int) -> bool:
-        """Whether a stream is out of service."""
+        """Return whether a stream is out of service."""
         return stream in self._in_flight.suspended
 
     def resume(self, stream: int) -> None:
-        """Say that a stream is in service again."""
+        """Put a stream into service again."""
         self._in_flight.suspended.discard(stream)
 
     def flush(self) -> None:
-        """Wait for batch mates no longer, from now on: the server is draining."""
+        """Stop waiting for fuller batches, from now on: the server is draining."""
         self._queue.flush()
 
     def _start(self, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
-        """Find a batch for a stream that has none: what is left of the oldest plan goes first."""
+        """Find a batch for a stream without one; batches of the oldest plan go first."""
         if not self._parallel.allows(stream):
             return wait_until(self._queue.next_expiry_s())
         if resumed := self._resume(stream, yielding=False):
@@ -325,7 +327,7 @@ class ModelScheduler:
         return wait_until(until_s)
 
     def _resume(self, stream: int, *, yielding: bool) -> ScheduledBatch | None:
-        """Take a batch that was interrupted: one that yields to samples that wait, or another."""
+        """Take an interrupted batch: one that yields to waiting samples, or one that does not."""
         if not self._in_flight.interrupted:
             return None
         return self._in_flight.take_interrupted(
@@ -335,14 +337,14 @@ class ModelScheduler:
         )
 
     def _yields(self, batch: ScheduledBatch) -> bool:
-        """Whether nobody waits for a batch, nor for the end of its plan."""
+        """Return whether neither a request nor a plan change waits for a batch."""
         return batch.only_feedback and batch.plan is self._current
 
     def _makes_way(self, batch: ScheduledBatch) -> bool:
-        """Whether a batch waits from here on, as there are samples that wait for an answer.
+        """Return whether a batch pauses here, as other samples wait for an answer.
 
-        So may as many rows as a batch may have: they hold memory, and in overload there would be
-        ever more.
+        At most as many rows as a batch may have are paused: they hold memory, and under overload
+        their number would grow without limit.
         """
         if not self._queue.size or batch.plan.placed is not None or not self._yields(batch):
             return False
@@ -350,7 +352,7 @@ class ModelScheduler:
         return bool(waiting + len(batch.samples.requests) <= self.latencies.max_batch_size)
 
     def _may_take(self, batch: ScheduledBatch, stream: int) -> bool:
-        """Whether a stream can run a batch; not on the device where it failed, if another can."""
+        """Return whether a stream may run a batch; not where it failed, if another stream can."""
         placed, able = batch.plan.placed, self._in_flight.others(stream)
         if placed is not None:
             if not placed.holds(stream, batch.stage):
@@ -364,7 +366,7 @@ class ModelScheduler:
     def _next_retry(
         self, plan: ServedPlan | None, stream: int, now_s: float
     ) -> ScheduledBatch | None:
-        """Take the first batch of a plan, or of any, that this stream may try again by now."""
+        """Take the first retry of a plan, or of any, that this stream may run by now."""
         for retry in self._in_flight.retries:
             waits = retry.suspect_until_s is not None and retry.suspect_until_s > now_s
             if plan in (None, retry.plan) and not waits and self._may_take(retry, stream):
@@ -373,7 +375,7 @@ class ModelScheduler:
         return None
 
     def _choose(self, plan: ServedPlan, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
-        """Choose of all that waits; of a placed plan of the stream's own stages, or steal."""
+        """Choose among waiting samples; in a placed plan, of the stream's stages, or steal."""
         if (placed := plan.placed) is None:
             choice = self._ask(plan.policy, plan.waiting, now_s)
             if not isinstance(choice, Start | Merge):
@@ -387,7 +389,7 @@ class ModelScheduler:
             if isinstance(choice, Start | Merge):
                 if not choice.may_grow:
                     return self._in_flight.form(plan, choice)
-                fallback = fallback or choice  # full ones of other splits go before it
+                fallback = fallback or choice  # full batches of other splits go first
             elif isinstance(choice, Wait):
                 until_s = min(until_s, choice.until_s)
         return self._in_flight.form(plan, fallback) if fallback else wait_until(until_s)
@@ -399,7 +401,7 @@ class ModelScheduler:
         now_s: float,
         sheds: Callable[[], bool] = lambda: True,
     ) -> Start | Merge | Wait | Idle:
-        """Ask a policy until it chooses anything but to shed load."""
+        """Call a policy until it chooses anything except load shedding."""
         while True:
             choice = policy.choose(waiting, now_s)
             if not isinstance(choice, LoadShedding):
@@ -409,7 +411,7 @@ class ModelScheduler:
                 dropped = self._queue.remove(late, DropCause.INFEASIBLE)
                 assert dropped is not None
                 self._in_flight.drop([dropped])
-            else:  # a faster stream may yet be in time
+            else:  # a faster stream may still be in time
                 waiting = waiting.without_queue()
 
     def _finish(self, stream: int) -> None:
@@ -417,7 +419,7 @@ class ModelScheduler:
         self._parallel.running(stream, 0)
 
     def _expire(self, now_s: float) -> None:
-        """Drop what waits and is too late; nearly always nothing can be."""
+        """Drop waiting samples that are too late; nearly always there are none."""
         if now_s >= self._queue.first_deadline_s:
             self._in_flight.drop(self._queue.expire(now_s))
         if self._in_flight.waiting:
@@ -425,7 +427,7 @@ class ModelScheduler:
         self._admit_less(now_s)
 
     def _admit_less(self, now_s: float) -> None:
-        """Tell admission of those that were given up since it was last told."""
+        """Report dropped samples since the last call to admission."""
         if self._in_flight.late:
             self._admission.lose(self._in_flight.late, now_s)
             self._in_flight.late = 0

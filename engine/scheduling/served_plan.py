@@ -1,4 +1,4 @@
-"""A plan as batches run under it, and the batches: what both know for as long as they are there."""
+"""A plan that batches run under, and the batches themselves: their common state."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from offramp.engine.scheduling.policy_protocol import Policy, Start, Waiting
 
 @dataclass(slots=True, eq=False)
 class ServedPlan:
-    """A plan of the model's stages, with what chooses and predicts for batches started under it."""
+    """A plan of the model's stages, with the policy and predictions for its batches."""
 
     number: int
     """The plan's number: :attr:`Run.plan`."""
     policy: Policy
     latencies: Latencies
-    """The predictions for its stages; told what is observed."""
+    """Predictions for its stages, corrected by observations."""
     waiting: Waiting
-    """The samples that its policy may choose from: once it is old, those at its splits only."""
+    """Samples that its policy may choose from: for an old plan, only those at its splits."""
     placed: PlacedPlan | None = None
-    """Where streams differ: what each of them is asked with, instead of policy and latencies."""
+    """Policies and latencies per stream, where streams differ; used instead of the ones above."""
 
     def form(self, start: Start, requests: int) -> ScheduledBatch:
-        """Form the new batch that its policy chose, of up to so many requests."""
+        """Form the new batch that its policy chose, of up to ``requests`` requests."""
         limit = min(start.limit, self.latencies.max_batch_size)
         samples = self.waiting.queue.take(start.bucket, limit, requests)
         variant, deepest = start.variant, start.deepest
@@ -35,11 +35,11 @@ class ServedPlan:
         return ScheduledBatch(self, 0, samples, start.bucket.batch_key, deepest, variant)
 
     def runs_on(self, stream: int, batch: ScheduledBatch, before: int, survivors: int) -> bool:
-        """Whether the survivors of a batch go on at once to the stage that it has come to.
+        """Return whether the survivors of a batch continue immediately to their next stage.
 
-        Of a placed plan they never do where others should go on with them. Elsewhere they do until
-        their empty places have cost as much as to merge them would: as whoever rents skis, and
-        does not know for how long, buys once the rent comes to their price.
+        In a placed plan they never do where other streams should run it. Elsewhere they do until
+        their empty places have cost as much as a merge would: the ski-rental rule, for an unknown
+        duration.
         """
         stage, retry = batch.stage - 1, batch.by_itself
         if self.placed is None:
@@ -56,7 +56,7 @@ class ServedPlan:
         return True
 
     def observe(self, stream: int, batch: ScheduledBatch, size: int, now_s: float) -> None:
-        """Take note of how long the stage of a batch took."""
+        """Record the time of a batch's stage."""
         run = TimedRun(batch.stage, size, now_s - batch.started_s, batch.variant)
         if self.placed is not None:
             self.placed.observe(stream, run, now_s, merged=bool(batch.pieces))
@@ -73,52 +73,52 @@ class ServedPlan:
         variant: int,
         unanswered: tuple[int, int] | None = None,
     ) -> None:
-        """Take note of how many rows went on from a stage: see :meth:`.StageTable.observe`."""
+        """Record how many rows went on from a stage: see :meth:`.StageTable.observe`."""
         which = self.latencies if self.placed is None else self.placed
         which.observe_shrinking(stage, before, survivors, variant, unanswered)
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledBatch:
-    """A batch on a stream, or to be tried again; its samples leave bit by bit."""
+    """A batch on a stream, or one to retry; its samples leave gradually."""
 
     plan: ServedPlan
-    """The plan that its samples were started under, and end under."""
+    """Plan that its samples were started under, and end under."""
     stage: int
     samples: RowSet
     batch_key: Hashable
     deepest: int
-    """The stage where all that are still here must leave."""
+    """Stage where all remaining samples must leave."""
     variant: int
-    """What its samples run, from their start to their end, a second try included."""
+    """Variant that its samples run, from start to end, including retries."""
     pieces: tuple[Piece, ...] = ()
-    """The buffered batches that it was just merged of."""
+    """Buffered batches that it was just merged from."""
     by_itself: bool = False
-    """Whether it is tried again, and meets no other batch at splits."""
+    """True for a retry, which is never merged with other batches at splits."""
     failed_on: int | None = None
-    """The stream that its samples failed on before, if they did."""
+    """Stream that its samples failed on before, if any."""
     suspect_until_s: float | None = None
-    """Of a request that failed alone: until when its second try waits for all others."""
+    """For a request that failed alone: time until which its second try waits for all others."""
     losses: int = 0
-    """How often the worker that ran it was lost."""
+    """Number of workers lost while they ran it."""
     number: int = 0
-    """Given when a stream takes it."""
+    """Number that it receives when a stream takes it."""
     wasted_s: float = 0.0
-    """What its empty places have cost since it was formed."""
+    """Cost of its empty places since it was formed."""
     executing: bool = False
     started_s: float = 0.0
     earliest_s: float = field(init=False)
-    """First deadline among its samples, or earlier."""
+    """Lower bound of its samples' deadlines."""
 
     def __post_init__(self) -> None:
         self.earliest_s = min(self.samples.deadlines_s.tolist())
 
     @property
     def only_feedback(self) -> bool:
-        """Whether all its samples have their answer, and run on for feedback alone."""
+        """True if all its samples have their answer, and run on for feedback only."""
         return bool(self.samples.answered.all())
 
     def as_run(self) -> Run:
-        """Tell the stream that took it what to run."""
+        """Return the run for the stream that took it."""
         number, plan = self.number, self.plan.number
         return Run(number, self.stage, self.samples, self.deepest, self.pieces, plan, self.variant)

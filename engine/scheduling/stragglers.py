@@ -1,7 +1,7 @@
-"""Stragglers: replicas that are slower than others of their kind get less work, then none (E3 3.3).
+"""Stragglers: replicas slower than others of their kind get less work, then none (E3 3.3).
 
 The paper excludes "stragglers" from the next assignment, by "simple monitoring" of execution times;
-it gives neither threshold nor window, nor says how a replica comes back. All numbers are ours.
+it states no threshold, no window, and no way for a replica to return. All numbers here are ours.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from enum import IntEnum
 from typing import Final
 
 FACTOR: Final = 2.0
-"""Times the median of its kind from which a replica is a straggler."""
+"""Run time from which a replica is a straggler, as a multiple of the median of its kind."""
 WINDOW: Final = 16
-"""Runs that are looked at, and after which the standing of a replica may change."""
+"""Number of runs that are evaluated, and after which the standing of a replica may change."""
 PAUSE_S: Final = 1.0
-"""Until an excluded replica is given a probe batch; twice as long after each that was slow."""
+"""Pause before the probe batch of an excluded replica; doubled after each slow one."""
 LONGEST_PAUSE_S: Final = 64.0
 
 
 class Standing(IntEnum):
-    """How much work a replica gets."""
+    """Amount of work that a replica gets."""
 
     USUAL = 0
     REDUCED = 1
-    """Only what no idle replica of usual standing prefers."""
+    """Only stages that no idle replica of usual standing prefers."""
     EXCLUDED = 2
-    """Only what no other replica can run, and a probe batch now and then."""
+    """Only stages that no other replica can run, and an occasional probe batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,30 +39,30 @@ class _Replica:
     ratios: deque[float]
     """Observed over predicted seconds of its last runs."""
     since_change: int = 0
-    """Runs since its standing changed."""
+    """Number of runs since its standing changed."""
     standing: Standing = Standing.USUAL
     pause_s: float = PAUSE_S
     probe_s: float = 0.0
-    """When an excluded one may run a batch again."""
+    """Time at which an excluded replica may run a batch again."""
 
     def change(self, standing: Standing) -> None:
         self.standing, self.since_change = standing, 0
 
 
 class StragglerMonitor:
-    """Watches how long the runs of replicas take beside others of their kind; sans I/O.
+    """Compares the run times of replicas with others of their kind; sans I/O.
 
     A replica's time is the median over its last ``window`` runs of observed over predicted seconds,
-    so that different stages and sizes compare; it is slow if that is more than ``factor`` times the
-    lower median of its kind. A slow one goes down by one standing after every window; an excluded
-    one is probed after a pause: a batch that is not slow brings it back to reduced standing, and a
-    window of such runs to the usual one.
+    so that different stages and sizes are comparable. A replica is slow if its time is more than
+    ``factor`` times the lower median of its kind. A slow replica is reduced by one standing after
+    every window. An excluded one is probed after a pause: a batch that is not slow restores the
+    reduced standing, and a window of such runs restores the usual one.
     """
 
     def __init__(
         self, kinds: Sequence[str], *, factor: float = FACTOR, window: int = WINDOW
     ) -> None:
-        """Watch streams, numbered from 0, of these ``kinds``."""
+        """Monitor streams, numbered from 0, of these ``kinds``."""
         if not factor > 1.0:
             raise ValueError(f"factor {factor:g}: expected more than 1, the median of the kind")
         if window < 1:
@@ -71,16 +71,16 @@ class StragglerMonitor:
         self._replicas = [_Replica(kind, deque(maxlen=window)) for kind in kinds]
 
     def standing(self, stream: int) -> Standing:
-        """How much work a stream gets."""
+        """Return how much work a stream gets."""
         return self._replicas[stream].standing
 
     def probe_s(self, stream: int) -> float:
-        """When an excluded stream may run a batch again; infinity for one that is not excluded."""
+        """Return when an excluded stream may run a batch; infinity if it is not excluded."""
         replica = self._replicas[stream]
         return replica.probe_s if replica.standing is Standing.EXCLUDED else math.inf
 
     def observe(self, stream: int, ratio: float, now_s: float) -> None:
-        """Take note of a run's seconds, observed over predicted."""
+        """Record a run's seconds, observed over predicted."""
         replica = self._replicas[stream]
         if replica.standing is Standing.EXCLUDED:
             self._judge_probe(replica, ratio, now_s)
@@ -110,7 +110,7 @@ class StragglerMonitor:
             replica.ratios.append(ratio)
 
     def _slow(self, replica: _Replica, ratio: float) -> bool:
-        """Whether a ratio is slow beside the others of its kind."""
+        """Return whether a ratio is slow compared with the others of its kind."""
         others = [
             statistics.median(other.ratios)
             for other in self._replicas

@@ -1,10 +1,11 @@
-"""Serving: which models an engine serves under which names, and on which of its streams.
+"""Serving: the models that an engine serves, by name, and the streams that run them.
 
 ::
 
-    versions      what answers under a name: loading beside serving, switching, removing
-    model_checks  which models a stream runs: known-good batches, warming up
-    availability  for which models requests are taken
-    observers     who is shown what is sent to a model
-    totals        counts over the versions of a model
+    versions       versions of a model by name: loading while serving, switching, removing
+    executor       calls from the event loop; stream_thread: the thread of each stream
+    stream_checks  models that each stream runs: known-good batches, warm-up
+    availability   models that accept requests
+    observers      observers of the requests to a model
+    totals         counts over all versions of a model
 """

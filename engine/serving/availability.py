@@ -1,4 +1,4 @@
-"""Availability: for which models requests are taken, given the streams that are in service."""
+"""Availability: the models that accept requests, given the streams in service."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Availability:
         self._models = models
         self._clock = clock
         self.stopped = False
-        """Whether requests are refused for good."""
+        """True once requests are refused permanently."""
         self.refusal: EngineError | None = None
-        """Why no request is taken, for now; or for good, once ``stopped``."""
+        """Reason why no request is accepted, temporarily; permanently once ``stopped``."""
         self.refusals: dict[str, EngineError] = {}
-        """Why no request for a model is taken, for now."""
+        """Reasons why a model accepts no request at the moment, by model."""
         self._out_since_s = math.inf
         """Time since which no model is served; infinity while one is."""
 
     def serves(self, key: str) -> bool:
-        """Return whether requests are taken, and streams are there to run every stage."""
+        """Return whether requests are accepted, and streams in service can run every stage."""
         served = (
             any(self.health.serves(stream, key) for stream in streams)
             for streams in self._needed(key)
@@ -45,9 +45,9 @@ class Availability:
         return self.refusal is None and key not in self.refusals and all(served)
 
     def is_warm(self, key: str) -> bool:
-        """Return whether streams run a model that was added, each that is in service tried once.
+        """Return whether streams run an added model, once each stream in service has tried it.
 
-        True as well while no stream is in service: streams warm up all models when they start.
+        Also True while no stream is in service: streams warm up all models when they start.
         """
         there = [s for s in range(self.health.streams) if self.health.serves(s)]
         ready = any(self.health.serves(s, key) for s in there) or not there
@@ -55,16 +55,16 @@ class Availability:
 
     @property
     def live(self) -> bool:
-        """Whether a model is served, or may be again: false once none was for too long."""
+        """True if a model is served, or was until recently; false after too long without one."""
         return self._clock() - self._out_since_s < NOT_LIVE_AFTER_S
 
     def end(self) -> None:
-        """Count all models as out of service for good."""
+        """Set all models out of service, permanently."""
         self.stopped = True
         self._out_since_s = -math.inf
 
     def note(self) -> None:
-        """Note since when no model is served."""
+        """Record since when no model is served."""
         if self.stopped:
             return
         if not self._models or any(map(self.serves, self._models)):
@@ -73,7 +73,7 @@ class Availability:
             self._out_since_s = self._clock()
 
     def take_requests(self) -> None:
-        """Stop refusing requests wherever there are streams to run them."""
+        """Accept requests again for models with streams to run them."""
         if not self.stopped and not any(map(self.is_given_up, self._models)):
             self.refusal = None
         for key in [k for k in self.refusals if not self.is_given_up(k, k)]:
@@ -81,17 +81,17 @@ class Availability:
         self.note()
 
     def is_given_up(self, needed_by: str, key: str = "") -> bool:
-        """Return whether nobody should wait for the streams of a stage, or for a model on them."""
+        """Return whether the streams of a stage, or a model on them, are not worth waiting for."""
         return any(self.health.given_up(s, key) for s in self._needed(needed_by))
 
     def forget(self, key: str) -> None:
-        """Forget a model that was removed."""
+        """Remove a model from the records."""
         self.refusals.pop(key, None)
         self.health.forget(key)
         self.take_requests()
 
     def _needed(self, key: str) -> Iterator[Sequence[int]]:
-        """Yield groups of streams, of each of which one must be there to serve every stage."""
+        """Yield groups of streams; each group needs one in service to run every stage."""
         placed = self._models[key].scheduler.placed
         if placed is None:
             yield range(self.health.streams)

@@ -1,11 +1,10 @@
-"""The loop that drives the controllers of an engine, beside the streams.
+"""The loop that drives the controllers of an engine, in parallel with the streams.
 
-One thread reads what was observed, a few dozen times a second and for all models, and puts new
-policies in force. What takes long goes elsewhere: tunings to a process of their own
-(:mod:`.common.job_runner`), stages for exits that were not in use to a thread that assembles and
-warms them up, engines that such stages lack to ``eecompile build`` (:mod:`.engine_upgrades`). No
-stream ever waits for any of them: until a deployment is ready, batches start under the one in
-force.
+One thread reads observations, a few dozen times per second and for all models, and activates new
+policies. Slow work runs elsewhere: tunings in their own process (:mod:`.common.job_runner`), stages
+for newly used exits in a thread that assembles and warms them up, missing engines of such stages in
+``eecompile build`` (:mod:`.engine_upgrades`). No stream ever waits for any of them: until a
+deployment is ready, batches start under the active one.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from offramp.engine.serving.swapping import put_in_force
 _log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 0.05
-"""Between two looks: an alarm is at most this late, and a look costs little beside it."""
+"""Period between two looks: it bounds the delay of an alarm, and a look costs much less time."""
 _SAVE_EVERY: Final = 200
-"""Looks between two savings of a controller's state: ten seconds."""
+"""Number of looks between two saves of a controller's state: ten seconds."""
 _PREPARED_S: Final = 10.0
-"""How long :meth:`ControlLoop.remove` waits for stages that are prepared."""
+"""Longest time that :meth:`ControlLoop.remove` waits for stages in preparation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,38 +45,38 @@ class _State:
     """The state of one model in the loop."""
 
     key: str
-    """Of the executor."""
+    """Key of the model in the executor."""
     name: str
-    """For messages."""
+    """Name for messages."""
     options: ModelOptions
     control: ModelControl
     keeps_file: bool = True
-    """Whether the state file is this model's, if it has one."""
+    """True if the state file, if any, belongs to this model."""
     retired: bool = False
-    """Whether another model answers the requests to its name from now on."""
+    """True if another model answers requests to its name from now on."""
     job: tuple[Job, Future[Any]] | None = None
     building: tuple[tuple[int, ...], ModelSplits | None, Future[None]] | None = None
-    """Exits whose stages are prepared, for these splits."""
+    """Exits whose stages are being prepared, and the splits they are for."""
     refused: set[tuple[int, ...]] = field(default_factory=set)
-    """Sets of exits that could not be put in use."""
+    """Sets of exits that could not be activated."""
     renewing: tuple[frozenset[str], Future[None]] | None = None
-    """Stages that are prepared again since engines that they lacked were built: these."""
+    """Engines that were built since, and for which stages are being prepared again."""
     not_renewed: set[str] = field(default_factory=set)
     """Engines that were built, and could not be loaded."""
     status: ControlStatus
-    """As of the last look: asking for it need not wait for one."""
+    """Status at the last look, available without waiting."""
     looks: int = 0
     saved_version: int
-    """Of the policy in the state kept: what an alarm took back must not come back."""
+    """Version of the policy in the saved state: a policy that an alarm revoked must not return."""
     failures: FailureLog
 
 
 class ControlLoop(PeriodicLoop):
-    """Shows controllers what was observed and puts their policies in force, until stopped.
+    """Passes observations to controllers and activates their policies, until stopped.
 
-    Models without control are left alone. They are known by the executor's key; that of the first
-    ones is their name. ``jobs`` runs tunings, ``upgrades`` has engines built; both are closed with
-    the loop.
+    Models without control are ignored. Models are identified by the executor's key; the key of the
+    first ones is their name. ``jobs`` runs tunings, ``upgrades`` builds engines; both are closed
+    with the loop.
     """
 
     def __init__(
@@ -100,19 +99,19 @@ class ControlLoop(PeriodicLoop):
             for name, model in models.items()
             if model.control is not None
         }
-        """By key; changed by whoever has :attr:`_turn`."""
+        """States by key; only the holder of :attr:`_turn` may change them."""
         self._turn = threading.Lock()
         """Held while the loop looks at all models, and while one is added or removed."""
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="assembling")
 
     def start(self) -> None:
-        """Restore what was kept of the controllers, and start the thread."""
+        """Restore the saved states of the controllers, and start the thread."""
         for state in self._states.values():
             self._restore(state)
         self.begin()
 
     def stop(self) -> None:
-        """Stop the loop, and keep what the controllers know; blocks for seconds at most."""
+        """Stop the loop, and save the controllers' states; blocks for seconds at most."""
         self.end()
         self._upgrades.close()
         for state in self._states.values():
@@ -122,10 +121,10 @@ class ControlLoop(PeriodicLoop):
         self._builder.shutdown(wait=True, cancel_futures=True)
 
     def add(self, key: str, name: str, model: ServedModel) -> None:
-        """Control one more model, which the executor has; blocks for moments.
+        """Control one more model, which the executor already has; blocks briefly.
 
-        It goes on from what was kept of it. Where the model that it replaces keeps its state in the
-        same file, that state is saved now, and the file is the new model's from here on.
+        It continues from its saved state. If the model that it replaces uses the same state file,
+        that state is saved first, and the file belongs to the new model from then on.
         """
         if model.control is None:
             return
@@ -140,15 +139,15 @@ class ControlLoop(PeriodicLoop):
             self._states[key] = state
 
     def retire(self, key: str) -> None:
-        """Build no more engines for a model whose name is another's now; returns at once."""
+        """Build no more engines for a model that lost its name to another; returns immediately."""
         if (state := self._states.get(key)) is not None:
             state.retired = True
 
     def remove(self, key: str, *, save: bool = True) -> None:
-        """Stop to control a model, and keep what was learned; blocks for seconds at most.
+        """Stop controlling a model, and save what was learned; blocks for seconds at most.
 
-        It must have nothing in flight, and the executor must still have it. Without ``save``, a
-        model that used the same file before has it again.
+        It must have nothing in flight, and the executor must still have it. Without ``save``, the
+        model that used the same file before gets it back.
         """
         with self._turn:
             if (state := self._states.pop(key, None)) is None:
@@ -163,7 +162,7 @@ class ControlLoop(PeriodicLoop):
             wait([state.building[2]], _PREPARED_S)
 
     def _sharing(self, state: _State) -> list[_State]:
-        """Return the states of other models that are kept in the same file."""
+        """Return the states of other models that use the same file."""
         file = state.control.state_file
         found = ((other, other.control.state_file) for other in self._states.values())
         return [
@@ -171,12 +170,12 @@ class ControlLoop(PeriodicLoop):
         ]
 
     def _end(self, state: _State) -> None:
-        """Release the file, and end what was begun for a model."""
+        """Release the file, and end the work in progress for a model."""
         _release(state)
         state.control.deployments.cancel()
 
     def status(self, model: str) -> ControlStatus:
-        """Give what a controller knows, as of the last look."""
+        """Return a controller's status at the last look."""
         return self._states[model].status
 
     def pause_s(self) -> float:
@@ -214,7 +213,7 @@ class ControlLoop(PeriodicLoop):
             _log.log(level, "%s: %s", state.name, event.text)
 
     def _compute(self, state: _State) -> None:
-        """Start the job that the controller wants, or give it what came of the last one."""
+        """Start the job that the controller requests, or pass it the result of the last one."""
         controller, name = state.control.controller, state.name
         if state.job is not None and state.job[1].done():
             (job, future), state.job = state.job, None
@@ -231,11 +230,11 @@ class ControlLoop(PeriodicLoop):
                 controller.finish(wanted, None)
 
     def _put_in_force(self, state: _State) -> None:
-        """Have batches start under the controller's policy, as soon as its stages are there."""
+        """Start batches under the controller's policy, as soon as its stages are prepared."""
         deployments = state.control.deployments
         wanted = state.control.controller.policy
         exits = tuple(active.exit for active in wanted.active)
-        with deployments.swapping:  # splits change meanwhile, and with them what is prepared
+        with deployments.swapping:  # splits, and so prepared stages, may change otherwise
             current = self._executor.deployment(state.key)
             if wanted == current.policy:
                 return
@@ -248,7 +247,7 @@ class ControlLoop(PeriodicLoop):
                 self._hot_swap(state, meanwhile)
 
     def _build(self, state: _State, exits: tuple[int, ...]) -> None:
-        """Have the stages for some exits prepared, one set at a time."""
+        """Prepare the stages for some exits, one set at a time."""
         splits = state.control.deployments.splits
         if state.building is not None:
             built, for_splits, future = state.building
@@ -256,9 +255,9 @@ class ControlLoop(PeriodicLoop):
                 return
             state.building = None
             error = future.exception()
-            if error is not None and for_splits is splits:  # else they are tried for the new ones
+            if error is not None and for_splits is splits:  # new splits are tried again
                 state.refused.add(built)
-                _log.error("%s: exits %s cannot be put in use: %s", state.name, built, error)
+                _log.error("%s: exits %s cannot be activated: %s", state.name, built, error)
         if exits not in state.refused:
             prepare: Callable[[tuple[int, ...]], None] = state.control.deployments.prepare
             state.building = (exits, splits, self._builder.submit(prepare, exits))
@@ -271,10 +270,10 @@ class ControlLoop(PeriodicLoop):
             exits = tuple(active.exit for active in policy.active)
             if exits not in state.refused:
                 state.refused.add(exits)
-                _log.error("%s: exits %s do not suit scheduling: %s", state.name, exits, error)
+                _log.error("%s: exits %s do not fit scheduling: %s", state.name, exits, error)
 
     def _upgrade(self, state: _State) -> None:
-        """Take engines into use that were built since for stages which run as chains."""
+        """Start using engines that were built since, for stages that run as chains."""
         if state.renewing is not None:
             units, future = state.renewing
             if not future.done():
@@ -282,7 +281,7 @@ class ControlLoop(PeriodicLoop):
             state.renewing = None
             if (error := future.exception()) is not None:
                 state.not_renewed |= units
-                _log.error("%s: new engines cannot be put in use: %s", state.name, error)
+                _log.error("%s: new engines cannot be loaded: %s", state.name, error)
                 return
             _log.info("%s: new engines run %s", state.name, ", ".join(sorted(units)))
             self._hot_swap(state, self._executor.deployment(state.key).policy)
@@ -294,7 +293,7 @@ class ControlLoop(PeriodicLoop):
             state.renewing = (units, self._builder.submit(renew, current.plan.exits))
 
     def _restore(self, state: _State) -> None:
-        """Go on from what was kept, if it was kept for the same."""
+        """Continue from the saved state, if it was saved for the same model."""
         control, file = state.control, state.control.state_file
         kept = None if file is None else file.load(control.fingerprint)
         if file is None or kept is None:
@@ -302,16 +301,16 @@ class ControlLoop(PeriodicLoop):
         try:
             rehearse(control.controller, kept)
             control.controller.restore(kept)
-        except Exception as error:  # whatever a file holds, it must not stop the start
+        except Exception as error:  # no content of the file may prevent the start
             found = f"{type(error).__name__}: {error}"
-            _log.warning("%s: %s is of no use (%.200s); starting afresh", state.name, file, found)
+            _log.warning("%s: %s is unusable (%.200s); starting afresh", state.name, file, found)
             return
-        _log.info("%s: goes on from %s", state.name, file)
+        _log.info("%s: continues from %s", state.name, file)
         state.status = control.status()
         state.saved_version = control.controller.policy.version
 
     def _save(self, state: _State) -> None:
-        """Keep what the controller knows, if it knows anything that is worth it."""
+        """Save the controller's state, if it has learned anything."""
         control = state.control
         if control.state_file is None or not state.keeps_file:
             return
@@ -321,13 +320,13 @@ class ControlLoop(PeriodicLoop):
 
 
 def _release(state: _State) -> None:
-    """Leave the state file to the next server, or to the next model at the same path."""
+    """Release the state file to the next server, or to the next model at the same path."""
     if state.control.state_file is not None:
         state.control.state_file.release()
 
 
 def _state_of(key: str, name: str, options: ModelOptions, control: ModelControl) -> _State:
-    """Return the state of a model that has not been looked at."""
+    """Return the initial state of a model."""
     return _State(
         key=key,
         name=name,
@@ -340,9 +339,9 @@ def _state_of(key: str, name: str, options: ModelOptions, control: ModelControl)
 
 
 def rehearse(controller: Controller, kept: Mapping[str, Any]) -> None:
-    """Restore a state on a copy of the controller, and look at all that the loop reads of it.
+    """Restore a state on a copy of the controller, and read everything that the loop reads of it.
 
-    So a state that is refused halfway, or makes what cannot be read, leaves the controller as new.
+    So a state that fails halfway, or restores unreadable values, leaves the controller unchanged.
     """
     trial = copy.deepcopy(controller)
     trial.restore(kept)
@@ -355,9 +354,9 @@ def rehearse(controller: Controller, kept: Mapping[str, Any]) -> None:
 
 
 def with_exits(policy: ExitPolicy, exits: tuple[int, ...]) -> ExitPolicy | None:
-    """The policy on other exits, if it gives the same answers there; else ``None``.
+    """Return the policy on other exits, if its answers stay the same; else ``None``.
 
-    Exits that it lacks run in shadow mode; its own that are missing must not answer anything.
+    Added exits run in shadow mode; removed exits must not answer anything.
     """
     thresholds = {active.exit: active.threshold for active in policy.active}
     if any(t < NEVER for index, t in thresholds.items() if index not in exits):

@@ -1,9 +1,9 @@
-"""Engines built beside serving, for stages that control brought into use.
+"""Engines built while serving, for stages that control started to use.
 
-Until there is one for a stage, it runs as a chain of the engines of its segments. Which are
-missing, a deployment knows (:attr:`.Pipeline.missing`); when they are built,
-:class:`.BuildDecisions`; that they are there, the index of the bundle's engines, whoever built
-them. ``eecompile build`` is a process of its own, as the compiler is no part of a server.
+Until a stage has an engine, it runs as a chain of the engines of its segments. A deployment knows
+the missing engines (:attr:`.Pipeline.missing`), :class:`.BuildDecisions` decides when to build
+them, and the index of the bundle's engines shows those that exist, by any builder.
+``eecompile build`` is a separate process, as the compiler is not part of a server.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from offramp.engine.stages.backend_protocol import MissingEngine
 _log = logging.getLogger(__name__)
 
 LOOK_S: Final = 30.0
-"""Between two looks into the index of a bundle's engines, which anybody may have built."""
+"""Time between two reads of the index of a bundle's engines; any process may have built some."""
 
 
 class EngineBuild(Protocol):
-    """A build at work."""
+    """A running build."""
 
     def poll(self) -> int | None:
-        """Give the exit status, ``None`` before the end."""
+        """Return the exit status; ``None`` before the end."""
         ...
 
     def last_words(self) -> str:
-        """Give the last line that it said."""
+        """Return the last line of its output."""
         ...
 
     def end(self) -> None:
-        """End it, whatever it does, and release all that it took; may be called again."""
+        """End the build in any state, and release its resources; may be called again."""
         ...
 
 
 class EngineUpgrades:
-    """Has missing engines built, and notices those that were; used by one thread.
+    """Builds missing engines, and detects built ones; used by one thread.
 
-    Without a ``budget`` nothing is built, but what others build is noticed all the same.
+    Without a ``budget`` nothing is built, but engines built by others are detected.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class EngineUpgrades:
         self._decisions = None if budget is None else BuildDecisions(budget, clock())
         self._build: tuple[BuildRequest, EngineBuild, float] | None = None
         self._missing: dict[str, tuple[MissingEngine, ...]] = {}
-        """By model, as of the last look."""
+        """Missing engines by model, at the last look."""
         self._next_look_s: dict[str, float] = {}
         self._told: set[str] = set()
-        """Models of which it was said that nothing can be built for them."""
+        """Models for which the log already states that nothing can be built."""
 
     def step(self) -> None:
-        """Look after the build that runs, or start the one that is due; returns at once."""
+        """Check the running build, or start the next one if it is due; returns immediately."""
         if self._decisions is None:
             return
         now_s = self._clock()
@@ -73,7 +73,7 @@ class EngineUpgrades:
             self._begin(self._decisions, request, now_s)
 
     def look(self, model: str, missing: Sequence[MissingEngine]) -> bool:
-        """Take note of what the deployment in force lacks; tells whether any of it is there now."""
+        """Record the active deployment's missing engines; return whether any exists now."""
         now_s, unchanged = self._clock(), self._missing.get(model, ()) == tuple(missing)
         if unchanged and now_s < self._next_look_s.get(model, now_s):
             return False
@@ -86,7 +86,7 @@ class EngineUpgrades:
         return len(lacking) < len(missing)
 
     def close(self) -> None:
-        """End the build that runs."""
+        """End the running build, if any."""
         if self._build is not None:
             self._build[1].end()
             self._build = None
@@ -100,7 +100,7 @@ class EngineUpgrades:
             _log.warning("%s: no process can build engines: %s", request.model, error)
             decisions.ended(now_s, succeeded=False)
             return
-        _log.info("%s: building engines beside serving: %s", request.model, units)
+        _log.info("%s: building engines while serving: %s", request.model, units)
         self._build = request, build, now_s
 
     def _look_after(self, decisions: BuildDecisions, now_s: float) -> None:
@@ -119,25 +119,25 @@ class EngineUpgrades:
             _log.info("%s: built %s in %.0f s", request.model, units, now_s - began_s)
         else:
             _log.warning(
-                "%s: engines could not be built beside serving (%s): %s; their stages go on as "
+                "%s: engines could not be built while serving (%s): %s; their stages continue as "
                 "chains", request.model, units, why,
             )  # fmt: skip
 
     def _can_be_built(self, model: str, engine: MissingEngine) -> bool:
-        """int8 takes the ranges of activations, which take data: a server has none."""
+        """Return whether a server can build an engine: int8 needs data for activation ranges."""
         if engine.precision != "int8":
             return True
         if model not in self._told:
             self._told.add(model)
             _log.warning(
-                "%s: int8 engines take data to build: eecompile build %s --precision int8 --data "
+                "%s: int8 engines need data to build: eecompile build %s --precision int8 --data "
                 "NPZ --units %s", model, engine.bundle, engine.unit,
             )  # fmt: skip
         return False
 
 
 def command_for(engine: MissingEngine, units: Sequence[str]) -> list[str]:
-    """Give the arguments of ``eecompile`` that build engines where one is missing."""
+    """Return the arguments of ``eecompile`` that build engines where one is missing."""
     return [
         "build", str(engine.bundle.absolute()), "--device", engine.device,
         "--precision", engine.precision, "--units", ",".join(units), "--beside-serving",

@@ -1,9 +1,10 @@
-"""Observation of a model's batches, apart from answering them.
+"""Observation of a model's batches, separate from answering them.
 
 Some samples are evidence about a model's answers: a controller learns from them, variants are
-audited by them, and both take an exit's answer beside the model's own. :class:`.ModelRuntime` tells
-a :class:`BatchObserver` of every batch what starts, what each stage says, and what follows; an
-observer may keep samples in the model, and never answers any.
+audited by them, and both need an exit's answer in addition to the model's own.
+:class:`.ModelRuntime` reports to a :class:`BatchObserver` for every batch: its start, the result of
+each stage, and the decisions on its rows. An observer may keep samples in the model, but never
+answers any.
 """
 
 from __future__ import annotations
@@ -29,60 +30,60 @@ from offramp.engine.stages.pipeline import StageStep
 from offramp.engine.stages.plan import StageSpec
 
 Parts: TypeAlias = Sequence[tuple[Request, slice | Rows]]
-"""What a batch that starts is made of: requests, and which of their rows."""
+"""Parts of a starting batch: requests, and their rows in it."""
 SampleIds = NDArray[np.int64]
 
 
 class EvidenceCounts(NamedTuple):
-    """Samples that are no evidence, by why they are not, and audits of each variant."""
+    """Counts of samples that are no evidence, by reason, and audits of each variant."""
 
     lost: int = 0
     out_of_range: int = 0
     discounted: int = 0
     audits: Sequence[AuditCounts] = ()
-    """Of the variants beside the full model; empty where nothing is compared."""
+    """Audits of the variants below the full model; empty if nothing is compared."""
 
 
 class BatchObserver(Protocol):
     """Observes the batches of one model.
 
-    :meth:`concluded` and :meth:`lost` are called under the executor's lock, the others without:
-    they only touch what belongs to the samples of their run.
+    :meth:`concluded` and :meth:`lost` are called under the executor's lock, the others without it:
+    they may only access data of the samples of their run.
     """
 
     def starts(self, run: Run, *, policy_version: int, forced: bool) -> None:
-        """Take note of samples that start; ``forced`` if they have to leave before the end."""
+        """Record samples that start; ``forced`` if they have to leave before the end."""
 
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Take the inputs [n, …] of samples that start, and the requests that they are of."""
+        """Take the inputs [n, …] of samples that start, and their requests."""
 
     def sees(
         self, run: Run, step: StageStep, stage: StageSpec
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
-        """Take what a stage says.
+        """Take the result of a stage.
 
-        Returns the step without exits of samples that have to stay, and which rows run on once
+        Returns the step without exits of samples that must stay, and the rows that run on once
         they are answered; ``None`` if none does.
         """
 
     def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
-        """Take what becomes of the rows of a run."""
+        """Take the decisions on the rows of a run."""
 
     def lost(self, sample_ids: SampleIds) -> None:
-        """Take samples that left otherwise than they were meant to."""
+        """Take samples that left unexpectedly."""
 
     def counts(self) -> EvidenceCounts:
-        """Count what was observed."""
+        """Return counts of the observations."""
 
 
 class NoObserver:
-    """Observes nothing, of a model that is not controlled."""
+    """The observer of a model without control, which ignores all calls."""
 
     def starts(self, run: Run, *, policy_version: int, forced: bool) -> None:
-        """Need nothing."""
+        """Do nothing."""
 
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Need nothing."""
+        """Do nothing."""
 
     def sees(
         self,
@@ -90,22 +91,22 @@ class NoObserver:
         step: StageStep,
         stage: StageSpec,  # noqa: ARG002
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
-        """Return the step as it is."""
+        """Return the step unchanged."""
         return step, None
 
     def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
-        """Need nothing."""
+        """Do nothing."""
 
     def lost(self, sample_ids: SampleIds) -> None:
-        """Need nothing."""
+        """Do nothing."""
 
     def counts(self) -> EvidenceCounts:
-        """Return that nothing was counted."""
+        """Return empty counts."""
         return EvidenceCounts()
 
 
 def observer_of(model: ServedModel) -> BatchObserver:
-    """Make what observes a model's batches, by whether it is controlled."""
+    """Make the observer of a model's batches, depending on its control."""
     if model.control is None:
         return NoObserver()
     exits = [len(variant.exits) for variant in model.variants]
@@ -113,9 +114,9 @@ def observer_of(model: ServedModel) -> BatchObserver:
 
 
 class AnswerEvidence:
-    """Records for a controller what exits and model answer, and audits variants.
+    """Records the answers of exits and model for a controller, and audits variants.
 
-    ``variant_exits`` are the numbers of exits of the variants beside the full model; ``guard``
+    ``variant_exits`` are the numbers of exits of the variants below the full model; ``guard``
     decides which inputs are in range.
     """
 
@@ -130,17 +131,17 @@ class AnswerEvidence:
         self._audits = tuple(VariantAudits(exits) for exits in variant_exits)
         told: tuple[TakesCodes, ...] = (recorder, *self._audits)
         self._logs = tuple(answer_log(answer, takes) for takes in told)
-        """By variant, the full model first."""
+        """Answer logs by variant, the full model first."""
 
     def starts(self, run: Run, *, policy_version: int, forced: bool) -> None:
-        """Toss the coins of samples, which say whether they are audited."""
+        """Decide at random which samples are audited."""
         self._recorder.start(run.sample_ids, policy_version, forced=forced)
         if run.variant:
             self._recorder.set_aside(run.sample_ids, AUDITED_SHARE)
             self._audits[run.variant - 1].start(run.sample_ids)
 
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Leave samples out of the evidence that are out of range, or equal to recent ones."""
+        """Exclude samples from the evidence that are out of range, or equal to recent ones."""
         self._logs[run.variant].begin(run.sample_ids, inputs)
         is_evidence = np.full(len(run.sample_ids), not run.variant)
         if self._guard is not None:
@@ -155,7 +156,7 @@ class AnswerEvidence:
     def sees(
         self, run: Run, step: StageStep, stage: StageSpec
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
-        """Record what a stage says, and let no sample exit whose inputs are out of range."""
+        """Record a stage's answers, and keep samples with out-of-range inputs from leaving."""
         result = step.result
         if step.leaving and result.carry is not None:
             in_range = self._recorder.in_range(run.sample_ids)
@@ -168,7 +169,7 @@ class AnswerEvidence:
         return step, self._recorder.runs_on(run.sample_ids)
 
     def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
-        """Record which rows were answered early, and of which no more will be known."""
+        """Record which rows were answered early, and which are complete."""
         rows, exit_index = outcome.released, stage.exit
         if len(rows) and exit_index is not None and exit_index != MODEL_END:
             if run.variant:
@@ -177,7 +178,7 @@ class AnswerEvidence:
                 self._recorder.answered(run.sample_ids[rows], exit_index, ~step.exited[rows])
         leaves = np.ones(len(run.requests), np.bool_)
         leaves[outcome.survivors] = False
-        leaves[outcome.given_up] = False  # among the outcome's lost ones
+        leaves[outcome.given_up] = False  # these are reported as lost
         ended = run.sample_ids[leaves]
         self._recorder.finish(ended)
         if run.variant:
@@ -191,7 +192,7 @@ class AnswerEvidence:
             log.forget(sample_ids)
 
     def counts(self) -> EvidenceCounts:
-        """Count samples that are no evidence, and audits."""
+        """Return counts of samples that are no evidence, and of audits."""
         return EvidenceCounts(
             lost=self._recorder.lost,
             out_of_range=self._recorder.left_out,

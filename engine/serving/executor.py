@@ -1,8 +1,8 @@
-"""The executor of a device: what the event loop's thread asks of its models and streams.
+"""The executor of a device: the interface of its models and streams for the event loop's thread.
 
-Each stream has a thread of its own (:mod:`.stream_thread`), for all models of the device.
-Schedulers, open requests and counters are guarded by one lock, held for microseconds. Completed
-requests are handed to the event loop by the completion queue.
+Each stream has its own thread (:mod:`.stream_thread`), for all models of the device. Schedulers,
+open requests and counters are guarded by one lock, held for microseconds. The completion queue
+passes completed requests to the event loop.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from offramp.engine.stages.backend_protocol import Backend, Slot
 _log = logging.getLogger(__name__)
 
 _JOIN_LIMIT_S = 10.0
-"""How long :meth:`Executor.stop` waits for a stage that runs."""
+"""Longest time that :meth:`Executor.stop` waits for a running stage."""
 
 
 class Executor:
     """Runs models on the streams of one device; :meth:`start` starts their threads.
 
-    It owns the scheduler from here on, and ``slots`` [streams], open and warm ones for the streams'
-    first starts. Models are known by a key; that of the first ones is their name.
+    It takes ownership of the scheduler, and of ``slots`` [streams], open and warm ones for the
+    streams' first starts. Models are identified by a key; the key of the first ones is their name.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Executor:
         open_slot: Callable[[int], Slot] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``open_slot`` opens the slot of a stream, where these are not all alike."""
+        """``open_slot`` opens the slot of a stream, where slots differ."""
         self._backend = backend
         self._scheduler = scheduler
         self._clock = clock
@@ -67,10 +67,10 @@ class Executor:
             name: ModelRuntime(name, name, model, self._completions, clock)
             for name, model in models.items()
         }
-        """By key; changed under the lock, by the event loop's thread."""
+        """Models by key; the event loop's thread changes them, under the lock."""
         self._available = Availability(streams, self._models, clock)
         self.health = self._available.health
-        """Of the streams; only this executor changes it."""
+        """Health of the streams; only this executor changes it."""
         self._checks = ModelChecks(self._changed, self._models, scheduler, self._available, clock)
         placed = any(model.scheduler.placed is not None for model in models.values())
         self._shared = SharedByStreams(
@@ -96,7 +96,7 @@ class Executor:
             thread.start()
 
     def add(self, key: str, name: str, model: ServedModel) -> None:
-        """Serve one more model, under a key that was not used before; messages show its name.
+        """Serve one more model, under a new key; messages show its name.
 
         Where slots share nothing, streams warm it up first: :meth:`is_warm`. DrainingError if the
         executor was stopped.
@@ -112,7 +112,7 @@ class Executor:
             self._changed.notify_all()
 
     def is_warm(self, key: str) -> bool:
-        """Return whether streams run a model that was added; raises why none can."""
+        """Return whether streams run an added model; raise the reason if none can."""
         with self._lock:
             if (refusal := self._available.refusals.get(key)) is not None:
                 raise copy_of(refusal)
@@ -130,7 +130,7 @@ class Executor:
             return not model.scheduler.busy or key in self._available.refusals
 
     def remove(self, key: str) -> CountersSnapshot:
-        """Forget a model that is idle, and return its last counts."""
+        """Remove an idle model, and return its last counts."""
         with self._lock:
             model = self._models[key]
             assert not model.table.awaited, f"{model.name} has requests in flight"
@@ -140,9 +140,9 @@ class Executor:
             return model.snapshot()
 
     def admit(self, model: str, samples: int, slack_s: float, priority: int) -> None:
-        """Refuse, by QueueFullError, what an overloaded model had better not be asked."""
+        """Raise QueueFullError for a request that an overloaded model should not queue."""
         runtime = self._models[model]
-        if not runtime.scheduler.overloaded:  # a glance without the lock: nearly always
+        if not runtime.scheduler.overloaded:  # nearly always; checked without the lock
             return
         with self._lock:
             try:
@@ -150,7 +150,7 @@ class Executor:
             except SchedulerFullError as error:
                 runtime.table.counters.failed["rejected"] += samples
                 raise QueueFullError(
-                    f"{runtime.name}: overloaded: {error}; send it later, with more time, or to "
+                    f"{runtime.name}: overloaded: {error}; retry later, with more time, or on "
                     "another server"
                 ) from error
 
@@ -158,9 +158,9 @@ class Executor:
         """Queue a request.
 
         Raises:
-            QueueFullError: The queue has no room for it.
+            QueueFullError: The request does not fit the queue.
             DrainingError: The executor was stopped.
-            BackendError: It is out of service.
+            BackendError: The executor is out of service.
         """
         runtime = self._models[model]
         with self._lock:
@@ -185,7 +185,7 @@ class Executor:
             self._shared.announce()
 
     def cancel(self, model: str, number: int) -> None:
-        """Withdraw a request; nothing is posted for it any more."""
+        """Withdraw a request; its future is not resolved any more."""
         with self._lock:
             if (runtime := self._models.get(model)) is None:  # removed: the request has ended
                 return
@@ -196,62 +196,62 @@ class Executor:
             runtime.table.forget(number)
 
     def hot_swap(self, model: str, deployment: Deployment, chosen: PlanPolicy) -> None:
-        """Start batches under another deployment from now on; what runs is not disturbed.
+        """Start batches under another deployment from now on; running batches are unaffected.
 
-        The deployment is prepared and warmed up; ``chosen`` is made for its operating points and
-        its placement.
+        The deployment must be prepared and warmed up; ``chosen`` must be made for its operating
+        points and its placement.
         """
         with self._lock:
             self._models[model].hot_swap(deployment, chosen)
-            self._available.take_requests()  # streams that were given up on may not be needed now
+            self._available.take_requests()  # failed streams may not be needed now
             self._changed.notify_all()
 
     def placed(self, model: str) -> PlacedPlan | None:
-        """Give the placed plan in force, where streams differ."""
+        """Return the active placed plan, where streams differ."""
         return self._models[model].scheduler.placed
 
     def open_old_plans(self, model: str) -> None:
-        """Let any stream run what still waits under older plans: theirs may never be back."""
+        """Allow any stream to run older plans' samples: the usual streams may never return."""
         with self._lock:
             self._models[model].open_old_plans()
             self._changed.notify_all()
 
     def plans(self, model: str) -> frozenset[int]:
-        """Give the numbers of the deployments that something still runs or waits under."""
+        """Return the numbers of the deployments with running or waiting samples."""
         with self._lock:
             return self._models[model].scheduler.plans
 
     def deployment(self, model: str) -> Deployment:
-        """Give the deployment in force for what starts now."""
+        """Return the active deployment, for batches that start now."""
         return self._models[model].current
 
     def flush(self, model: str | None = None) -> None:
-        """Dispatch what waits for a model, or for any, at once, from now on."""
+        """Dispatch waiting samples of a model, or of all, immediately from now on."""
         with self._lock:
             self._scheduler.flush(model)
             self._changed.notify_all()
 
     def serves(self, model: str) -> bool:
-        """Whether requests of a model are taken, and streams are there to run every stage of it."""
+        """Return whether a model accepts requests, and streams can run all its stages."""
         return self._available.serves(model)
 
     @property
     def live(self) -> bool:
-        """Whether a model is served, or may yet be: not once none was for too long."""
+        """True if a model is served, or was until recently; false after too long without one."""
         return self._available.live
 
     def pending(self) -> int:
-        """Count the requests that somebody waits for."""
+        """Return the number of requests with a waiting caller."""
         with self._lock:
             return sum(model.table.awaited for model in self._models.values())
 
     def snapshot(self, model: str) -> CountersSnapshot:
-        """Give all counts of a model, of one instant."""
+        """Return all counts of a model at one time."""
         with self._lock:
             return self._models[model].snapshot()
 
     def stop(self) -> None:
-        """Fail what is unfinished, then wait for the threads to end. Blocks, within limits."""
+        """Fail unfinished requests, then wait for the threads to end. Blocks, within limits."""
         with self._lock:
             self._available.stopped = True
             self._shared.refuse(DrainingError("stopped before the answer"), "stopped")

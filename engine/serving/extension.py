@@ -1,4 +1,4 @@
-"""What an extension adds to an engine."""
+"""Protocols for what an extension adds to an engine."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from offramp.engine.stages.backend_protocol import Backend
 
 
 class BackgroundTask(Protocol):
-    """Goes on beside the streams of an engine, for all of its models; never blocks a stream.
+    """A task in parallel with the streams of an engine, for all its models; never blocks a stream.
 
-    Models are known by the executor's key; that of the first ones is their name.
+    Models are identified by the executor's key; the key of the first ones is their name.
     """
 
     def start(self) -> None:
-        """Begin; the executor has started."""
+        """Start; the executor has already started."""
         ...
 
     def stop(self) -> None:
-        """End, and keep what was learned; blocks for seconds at most."""
+        """Stop, and save what was learned; blocks for seconds at most."""
         ...
 
     def add(self, key: str, name: str, model: ServedModel) -> None:
-        """Look after one more model, which the executor has; may block for a second."""
+        """Handle one more model, which the executor already has; may block for a second."""
         ...
 
     def retire(self, key: str) -> None:
-        """Note that another model answers the requests to a model's name from now on."""
+        """Record that another model answers requests to a model's name from now on."""
         ...
 
     def remove(self, key: str, *, save: bool = True) -> None:
-        """Forget a model; blocks for moments.
+        """Remove a model; blocks briefly.
 
-        Without ``save``, a model that kept things in the same files before has them again.
+        Without ``save``, the model that used the same files before gets them back.
         """
         ...
 
     def status(self, key: str) -> object | None:
-        """Return what there is to say of a model, for statistics; ``None`` if nothing is."""
+        """Return statistics of a model; ``None`` if there are none."""
         ...
 
 
@@ -55,5 +55,5 @@ class EngineExtension(Protocol):
         backend: Backend,
         options: EngineOptions,
     ) -> Mapping[str, BackgroundTask]:
-        """Return an engine's, by the names that statistics have for what they say."""
+        """Return the tasks for an engine, by the names of their statistics."""
         ...

@@ -35,14 +35,14 @@ from offramp.engine.stages.plan import StageSpec, exit_label
 _log = logging.getLogger(__name__)
 
 Pieces: TypeAlias = tuple[tuple[Future[TensorBatch], Rows], ...]
-"""What a batch is merged of: tensors that some stream buffers, and which of their rows."""
+"""Pieces that a batch is merged from: buffered tensors of any stream, and their rows."""
 
 
 class ModelRuntime:
-    """A model on the streams of a device: its first deployment, and no requests, to start with.
+    """A model on the streams of a device, starting with its first deployment and no requests.
 
-    Guarded by the executor's lock, but for :meth:`start`, :meth:`check_inputs` and :meth:`observe`,
-    which only touch what belongs to the samples of their run.
+    Guarded by the executor's lock, except :meth:`start`, :meth:`check_inputs` and :meth:`observe`,
+    which only access data of the samples of their run.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class ModelRuntime:
         self.table = RequestTable(name, counters, completions, clock)
         self._observer = observer_of(model)
         self._buffered: dict[int, Future[TensorBatch]] = {}
-        """Tensors that wait at splits; each is there as soon as its stream has copied it."""
+        """Tensors that wait at splits; each is available once its stream has copied it."""
         self._deployments: dict[int, Deployment] = {}
-        """By number: those that batches run or wait under."""
+        """Deployments by number, with running or waiting batches."""
         self._departures: dict[int, DepartureCounters] = {}
-        """The counters of each of them; deployments of the same exits share theirs."""
+        """Counters of each deployment; deployments of the same exits share them."""
         self._placed: dict[int, PlacedPlan | None] = {model.deployment.number: scheduler.placed}
-        """Where the stages of each run, if streams differ."""
+        """Placed plan of each deployment, if streams differ."""
         self.current = model.deployment
-        """What batches start under from now on."""
+        """Deployment that batches start under from now on."""
         self._put_in_force(model.deployment)
 
     def hot_swap(self, deployment: Deployment, chosen: PlanPolicy) -> None:
-        """Put a deployment in force for batches that start from now on."""
+        """Activate a deployment for batches that start from now on."""
         self.scheduler.hot_swap(deployment.number, *chosen)
         self._placed[deployment.number] = chosen.placed
         self._put_in_force(deployment)
@@ -80,21 +80,21 @@ class ModelRuntime:
             del self._deployments[plan], self._departures[plan], self._placed[plan]
 
     def open_old_plans(self) -> None:
-        """Let any stream run what still waits under older plans."""
+        """Allow any stream to run samples that wait under older plans."""
         for number, placed in self._placed.items():
             if placed is not None and number != self.current.number:
                 placed.open_to_all()
 
     def under(self, run: Run) -> Deployment:
-        """The deployment that a run was started under."""
+        """Return the deployment that a run was started under."""
         return self._deployments[run.plan]
 
     def pipeline_of(self, run: Run) -> Pipeline:
-        """What executes a run."""
+        """Return the pipeline that executes a run."""
         return self.under(run).of_variant(run.variant)
 
     def snapshot(self) -> CountersSnapshot:
-        """Return all counts, of one instant."""
+        """Return all counts at one time."""
         observed = self._observer.counts()
         audits = observed.audits or [AuditCounts(0, 0)] * len(self.model.variants)
         return self.table.counters.snapshot(
@@ -122,13 +122,13 @@ class ModelRuntime:
         )
 
     def take_pieces(self, run: Run) -> Pieces:
-        """Look up the buffered tensors that a run is merged of, before they are discarded."""
+        """Return the buffered tensors that a run is merged from, before they are discarded."""
         return tuple((self._buffered[p.number], p.positions) for p in run.pieces)
 
     def requests_of(self, run: Run, now_s: float) -> list[tuple[Request, slice | Rows]]:
-        """Find the requests of a batch that starts, and which of their rows are in it.
+        """Return the requests of a batch that starts, and their rows in it.
 
-        DrainingError if one was closed meanwhile.
+        DrainingError if a request was closed in the meantime.
         """
         parts: list[tuple[Request, slice | Rows]] = []
         for number, _, rows in _by_request(run, all_rows(len(run.requests))):
@@ -141,7 +141,7 @@ class ModelRuntime:
         return parts
 
     def gather(self, parts: Parts) -> dict[str, NDArray[Any]]:
-        """Bring the inputs of a batch together: :meth:`requests_of` in order."""
+        """Join the inputs of a batch, given the result of :meth:`requests_of`."""
         taken = [
             {name: array[rows] for name, array in request.inputs.items()} for request, rows in parts
         ]
@@ -163,37 +163,37 @@ class ModelRuntime:
         self._observer.starts(run, policy_version=deployment.policy.version, forced=forced)
 
     def check_inputs(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Show the inputs of a batch that starts to whatever observes it."""
+        """Pass the inputs of a batch that starts to its observer."""
         self._observer.reads(run, parts, inputs)
 
     def observe(self, run: Run, step: StageStep) -> tuple[StageStep, NDArray[np.bool_] | None]:
-        """Show what a stage says; returns what of it counts, and which rows run on if answered."""
+        """Observe a stage's result; return the valid step, and the rows that run on if answered."""
         return self._observer.sees(run, step, self._stage_of(run))
 
     def conclude(
         self, run: Run, step: StageStep, outcome: StepOutcome, run_s: float
     ) -> Future[TensorBatch] | None:
-        """Do for every row of a run what the scheduler says becomes of it.
+        """Carry out the scheduler's decisions on every row of a run.
 
-        ``run_s`` is the seconds that the stage took. Gives where to put the survivors' tensors if
-        another run will take them on.
+        ``run_s`` is the seconds that the stage took. Returns a future for the survivors' tensors if
+        another run will use them.
         """
         stage, result = self._stage_of(run), step.result
         exit_index = stage.exit
-        if exit_index is not None:  # where a split alone ends, nothing is said or counted
+        if exit_index is not None:  # a stage that ends at a split only has no answer to count
             counters = self.table.counters.stages[run.variant, exit_index]
             counters.batch_size.observe(len(run.requests))
             counters.run_s.observe(run_s)
             if not run.variant:
                 self._count_departures(run, step, exit_index, outcome.released)
-        # Survivors run on: on this stream, or from a buffer that others may be given at once.
+        # Survivors go on: on this stream, or from a buffer that other streams may use at once.
         kept = self._keep(outcome)
         self._observer.concluded(run, step, stage, outcome)
         if self.table.traced:
             self._note_times(run, stage, outcome, run_s)
         if len(outcome.released):
             self._answer(run, step, exit_index, outcome)
-        # Rows that were answered before, and end here: the model's end has its say, or is lost.
+        # Rows that were answered before, and end here: their final answer is confirmed, or lost.
         for number, part, rows in _by_request(run, outcome.ended):
             answer, confidence = result.answer, result.confidence[part]
             if exit_index != MODEL_END or answer is None:
@@ -204,7 +204,7 @@ class ModelRuntime:
         return kept
 
     def _note_times(self, run: Run, stage: StageSpec, outcome: StepOutcome, run_s: float) -> None:
-        """Note the run in the timelines of its requests that are traced."""
+        """Add the run to the timelines of its traced requests."""
         ended_s, released = self._clock(), run.requests[outcome.released]
         going_on = run.requests[outcome.survivors]
         label = "split" if stage.exit is None else exit_label(stage.exit)
@@ -221,7 +221,7 @@ class ModelRuntime:
                 request.timeline.audited |= answered + left > samples
 
     def _count_departures(self, run: Run, step: StageStep, exit_index: int, released: Rows) -> None:
-        """Count rows that have their answer now; only the deepest stage of a run forces any."""
+        """Count rows that have their answer now; only a run's deepest stage forces any."""
         if rows := len(released):
             forced = 0
             if run.stage == run.deepest:
@@ -229,12 +229,12 @@ class ModelRuntime:
             self._departures[run.plan].count(exit_index, rows, forced)
 
     def fail(self, outcome: StepOutcome, failure: EngineError) -> None:
-        """Tell those whose batch failed, and have no second chance, why."""
+        """Fail the requests of a failed batch that are not retried, with the reason."""
         self.table.counters.retried = self.scheduler.retried
         self.follow(outcome, failure)
 
     def abandon(self, run: Run, failure: EngineError) -> None:
-        """Fail the requests of a run whose end could not be concluded."""
+        """Fail the requests of a run whose end could not be processed."""
         for number in np.unique(run.requests).tolist():
             request = self.table.get(number)
             if request is not None:
@@ -243,9 +243,9 @@ class ModelRuntime:
             self.cancel(number, DropCause.FAILED)
 
     def interrupt(self, outcome: StepOutcome, failure: EngineError) -> Future[TensorBatch] | None:
-        """Keep room for the tensors of a batch that is resumed, if it is.
+        """Reserve a buffer for the tensors of a batch, if it is resumed.
 
-        Else it has failed once too often, for which ``failure`` is the reason.
+        Else it has failed too often, with ``failure`` as the reason.
         """
         kept = self._keep(outcome)
         self.table.counters.resumed = self.scheduler.resumed
@@ -253,24 +253,24 @@ class ModelRuntime:
         return kept
 
     def cancel(self, number: int, cause: DropCause = DropCause.CANCELLED) -> None:
-        """Withdraw a request, and do what follows."""
+        """Withdraw a request, and process the outcome."""
         self.follow(self.scheduler.cancel(number, cause))
 
     def fail_all(self, refusal: EngineError, cause: str) -> None:
-        """Fail and withdraw every open request; ``cause`` is what its samples are counted as."""
+        """Fail and withdraw every open request; its samples are counted under ``cause``."""
         for number in self.table.fail_all(refusal, cause):
             self.cancel(number)
         self.table.deliver()
 
     def follow(self, outcome: StepOutcome, failure: EngineError | None = None) -> None:
-        """Account for what was dropped or lost, and deliver what is completed.
+        """Count dropped and lost samples, and deliver completed requests.
 
-        ``failure`` is why samples of the outcome failed, if any did.
+        ``failure`` is the reason why samples of the outcome failed, if any did.
         """
         outcomes = [outcome]
-        for told in outcomes:  # which grow as they are followed
+        for told in outcomes:  # the list grows during the loop
             self.table.drop(told.dropped, failure)
-            outcomes.extend(  # what is left of a request without an answer need not run
+            outcomes.extend(  # the remaining samples of a request without an answer need not run
                 self.scheduler.cancel(item.request, item.cause)
                 for item in told.dropped
                 if item.cause is not DropCause.CANCELLED and self.table.get(item.request)
@@ -282,14 +282,14 @@ class ModelRuntime:
         self.table.deliver()
 
     def _lose(self, samples: RowSet) -> None:
-        """Note that no more will be known of samples."""
+        """Record that samples will have no more results."""
         self._observer.lost(samples.sample_ids)
         requests, counts = np.unique(samples.requests[samples.answered], return_counts=True)
         for number, count in zip(requests.tolist(), counts.tolist(), strict=True):
             self.table.lose(number, count)
 
     def _keep(self, outcome: StepOutcome) -> Future[TensorBatch] | None:
-        """Make room for tensors that another run will take on, if there are any."""
+        """Reserve a buffer for tensors that another run will use, if there are any."""
         if outcome.buffered is None:
             return None
         kept = self._buffered[outcome.buffered] = Future()
@@ -314,12 +314,12 @@ class ModelRuntime:
     def _answer(
         self, run: Run, step: StageStep, exit_index: int | None, outcome: StepOutcome
     ) -> None:
-        """Give the answers of the rows that are released to their requests."""
+        """Store the answers of released rows in their requests."""
         answer, confidence, _ = step.result
         assert answer is not None
         assert exit_index is not None
         forced, version = ~step.exited, self.under(run).policy.version
-        survives = None  # whether a row that is released runs on for feedback
+        survives = None  # [rows]: whether a released row runs on for feedback
         if outcome.released_survive(len(forced)):
             survives = np.zeros(len(forced), np.bool_)
             survives[outcome.survivors] = True
@@ -336,14 +336,14 @@ class ModelRuntime:
                     following=0 if survives is None else int(np.count_nonzero(survives[part])),
                     variant=run.variant,
                 )
-            except Exception as error:  # an exit whose answers have another shape, say
-                _log.exception("%s: stage %d: its answer cannot be kept", self.name, run.stage)
+            except Exception as error:  # for example, an exit whose answers have another shape
+                _log.exception("%s: stage %d: its answer cannot be stored", self.name, run.stage)
                 failure = BackendError(f"{self.name}: stage {run.stage}: {error}")
                 self.table.drop([Dropped(number, len(forced[part]), DropCause.FAILED)], failure)
 
 
 def _by_request(run: Run, positions: Rows) -> Iterator[tuple[int, slice | Rows, slice | Rows]]:
-    """Give the requests of some rows of a run: number, which of these are its, rows within it."""
+    """Yield the requests of some rows of a run: number, positions of its rows, rows within it."""
     if not len(positions):
         return
     numbers = run.requests[positions].tolist()
@@ -353,7 +353,7 @@ def _by_request(run: Run, positions: Rows) -> Iterator[tuple[int, slice | Rows, 
 
 
 def _neighbours(requests: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Give the bounds of stretches of equal numbers."""
+    """Yield the bounds of runs of equal numbers."""
     start = 0
     for stop, number in enumerate(requests):
         if number != requests[start]:
@@ -364,9 +364,9 @@ def _neighbours(requests: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _as_index(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """Turn row numbers into a slice, so a view, where they follow on each other.
+    """Return row numbers as a slice, and so a view, if they are consecutive.
 
-    They do but where what survived some stages is tried again.
+    They are consecutive unless survivors of earlier stages are retried.
     """
     first, last, count = int(rows[0]), int(rows[-1]), len(rows)
     if count == 1 or (last - first + 1 == count and (rows[1:] > rows[:-1]).all()):

@@ -1,4 +1,4 @@
-"""Observers of what models are asked: one for each served name, whichever version answers."""
+"""Observers of requests: one for each served name, for all versions of its model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 _log = logging.getLogger(__name__)
 
 InputObserver: TypeAlias = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
-"""Called with the arrays of a request that was answered, by input, and with its first answers,
-[n, …] as the model's graph has them; neither may be changed."""
+"""Called with the input arrays of an answered request, by name, and with its first answers, [n, …],
+as the model's graph outputs them; neither may be changed."""
 
 
 class InputObservers:
@@ -22,17 +22,17 @@ class InputObservers:
         self._observers: dict[str, InputObserver] = {}
 
     def set(self, name: str, observer: InputObserver | None) -> None:
-        """Show a model's inputs to an observer in place of the one before, or to none."""
+        """Set the observer of a model's inputs, replacing the previous one; or remove it."""
         self._observers.pop(name, None)
         if observer is not None:
             self._observers[name] = observer
 
     def show(self, name: str, inputs: Mapping[str, NDArray[Any]], answers: NDArray[Any]) -> None:
-        """Show the inputs of an answered request; an observer that raises is called no more."""
+        """Pass an answered request's inputs to its observer; one that raises is removed."""
         if (observer := self._observers.get(name)) is None:
             return
         try:
             observer(inputs, answers)
-        except Exception:  # the request is not to blame
-            _log.exception("%s: its inputs are observed no more", name)
+        except Exception:  # the request must not fail
+            _log.exception("%s: the observer of its inputs failed and was removed", name)
             self._observers.pop(name, None)

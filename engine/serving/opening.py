@@ -1,4 +1,4 @@
-"""Opening: from bundles and options to models that are loaded and warm, and what runs them."""
+"""Opening: loads and warms up models from bundles and options, and opens their backend."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 class LoadedModel(NamedTuple):
-    """A model that is loaded beside others."""
+    """A model that was loaded while others are served."""
 
     model: ServedModel
     release: Callable[[], None]
@@ -36,15 +36,15 @@ class LoadedModel(NamedTuple):
 
 
 class OpenedModels(NamedTuple):
-    """Models that are loaded and warm, and what runs them."""
+    """Models that are loaded and warm, with their backend and slots."""
 
     models: Mapping[str, ServedModel]
     backend: Backend
     parallel: ParallelLimit
     slots: Sequence[Slot]
-    """Open and warm ones, for the streams' first starts."""
+    """Open and warm slots, for the streams' first starts."""
     wrapped: WrappedFiles
-    """Bundles of the models that are ONNX files; the caller closes it after the backend."""
+    """Bundles of models that are ONNX files; the caller closes it after the backend."""
 
 
 async def open_models(
@@ -64,7 +64,7 @@ async def open_models(
 async def bundles_of(
     models: Mapping[str, Path], options: EngineOptions, wrapped: WrappedFiles
 ) -> dict[str, Path]:
-    """Return the paths of models' bundles; those of ONNX files are made, one after another."""
+    """Return the paths of models' bundles; bundles of ONNX files are made, one by one."""
     found, refused = dict[str, Path](), list[str]()
     for name, path in models.items():
         try:
@@ -80,7 +80,7 @@ async def bundles_of(
 
 
 async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: WrappedFiles) -> Path:
-    """Return the path of a model's bundle, which is made first where the model is an ONNX file."""
+    """Return the path of a model's bundle; for an ONNX file, the bundle is made first."""
     if not is_onnx_file(path):
         return path
     if options.devices is not None and options.devices.elsewhere:
@@ -91,7 +91,7 @@ async def _bundle_of(name: str, path: Path, options: EngineOptions, wrapped: Wra
         )
     began_s = time.monotonic()
     if not await asyncio.to_thread(path.is_file):
-        raise OnnxFileError(f"{path}: there is no such file; give the path of an ONNX file")
+        raise OnnxFileError(f"{path}: there is no such file; pass the path of an ONNX file")
     _log.info("%s: reading %s, to serve it as it is", name, path)
     bundle = await wrapped.bundle(path, answer=options.of(name).answer, task=options.of(name).task)
     _log.info("%s: read after %.1f s", name, time.monotonic() - began_s)
@@ -120,7 +120,7 @@ async def _open_bundles(
             began_s = time.monotonic()
             shown = "the model" if wrapped.holds(bundle.path) else bundle.path
             _log.info("%s: loading %s", name, shown)
-            alone = len(bundles) == 1  # of several, every worker holds all
+            alone = len(bundles) == 1  # with several models, every worker holds all of them
             load = _load_split if alone else ServedModel.load
             loaded[name] = await in_thread(load, name, bundle, backend, options, parallel)
             _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
@@ -145,8 +145,8 @@ async def load_model(
 ) -> LoadedModel:
     """Load, check and warm up a bundle or an ONNX file while others are served, in threads.
 
-    It is served with the options that ``name`` has unless ``of_model`` is given, and in another
-    ``mode`` if one is given. Raises what :meth:`.Engine.open` does.
+    It is served with the options of ``name`` unless ``of_model`` is set, and in another ``mode`` if
+    that is set. Raises the errors of :meth:`.Engine.open`.
     """
     check_names({name: path})
     _log.info("%s: loading %s", name, path)
@@ -163,7 +163,7 @@ async def load_model(
 
 
 def check_names(models: Mapping[str, Path]) -> None:
-    """Refuse names that no message and no page can carry: OptionsError."""
+    """Raise OptionsError for names that no message and no page can show."""
     for name, path in models.items():
         if not name or not name.isprintable():
             raise OptionsError(
@@ -173,18 +173,18 @@ def check_names(models: Mapping[str, Path]) -> None:
 
 
 def _largest_batch(models: Iterable[str], options: EngineOptions) -> int:
-    """Return the most rows of a batch of any model; the default's where none is served yet."""
+    """Return the most rows of a batch of any model; the default if none is served yet."""
     sizes = (options.of(name).max_batch_size for name in models)
     return max(sizes, default=options.defaults.max_batch_size)
 
 
 def _open_held(path: Path) -> Bundle:
-    """Open a bundle, and hold its files: another may be at its path while it is served."""
+    """Open a bundle, and hold its files: another may replace it at its path while it is served."""
     return Bundle.open(path).held()
 
 
 def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
-    """Make the backend that options name for bundles; the caller closes it.
+    """Make the backend that the options name for bundles; the caller closes it.
 
     BackendError if it cannot run here, OptionsError if there are too few cores for its streams.
     """
@@ -210,9 +210,9 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
 def _load_split(
     name: str, bundle: Bundle, backend: Backend, options: EngineOptions, parallel: ParallelLimit
 ) -> ServedModel:
-    """Load a model, split among the devices that run the streams where it has exits to run.
+    """Load a model, split among the devices of the streams if it has exits to run.
 
-    Where a device cannot load its part, it is split in the next best way.
+    If a device cannot load its part, the next best split is tried.
     """
     mode = served_mode(bundle.manifest, options.mode, uncertified=options.uncertified_exits)
     if mode is Mode.OFF or options.devices is None:
@@ -225,19 +225,19 @@ def _load_split(
         except StageNotLoadedError as error:
             if splits is None:
                 raise
-            _log.warning("%s: %s; it is split otherwise", name, error)
+            _log.warning("%s: %s; trying another split", name, error)
             refused.append(error)
 
 
 def _close_after_failure(backend: Backend) -> None:
     try:
         backend.close()
-    except BackendError:  # what went wrong before is what has to be told
+    except BackendError:  # the earlier error is the one to raise
         _log.exception("the backend could not be closed")
 
 
 async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call in a thread; if cancelled, wait for its end, since what it uses is released next."""
+    """Call in a thread; if cancelled, wait for its end, as its resources are released next."""
     future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     try:
         return await asyncio.shield(future)

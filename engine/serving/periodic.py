@@ -1,4 +1,4 @@
-"""Loops beside the streams: each looks again and again, on a thread of its own, until stopped."""
+"""Loops in parallel with the streams: each runs periodically, on its own thread, until stopped."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Final
 
 _STOP_S: Final = 10.0
-"""How long :meth:`PeriodicLoop.end` waits for a look that runs."""
+"""Longest time that :meth:`PeriodicLoop.end` waits for a running look."""
 
 
 class PeriodicLoop(ABC):
-    """Calls :meth:`look` whenever :meth:`pause_s` is over, on a daemon thread of a given name."""
+    """Calls :meth:`look` after every :meth:`pause_s`, on a daemon thread of a given name."""
 
     def __init__(self, name: str) -> None:
         self._stopped = threading.Event()
@@ -21,7 +21,7 @@ class PeriodicLoop(ABC):
 
     @abstractmethod
     def look(self) -> None:
-        """Look once; what the thread does all the time. It must not raise."""
+        """Look once: the repeated work of the thread. It must not raise."""
 
     @abstractmethod
     def pause_s(self) -> float:
@@ -29,7 +29,7 @@ class PeriodicLoop(ABC):
 
     @property
     def begun(self) -> bool:
-        """Whether the thread was started."""
+        """True if the thread was started."""
         return self._thread.ident is not None
 
     def begin(self) -> None:
@@ -38,11 +38,11 @@ class PeriodicLoop(ABC):
             self._thread.start()
 
     def halt(self) -> None:
-        """Begin no more looks; returns at once."""
+        """Start no more looks; returns immediately."""
         self._stopped.set()
 
     def end(self) -> None:
-        """Begin no more looks, and wait for one that runs; blocks for seconds at most."""
+        """Start no more looks, and wait for a running one; blocks for seconds at most."""
         self.halt()
         if self.begun:
             self._thread.join(_STOP_S)
@@ -53,7 +53,7 @@ class PeriodicLoop(ABC):
 
 
 class FailureLog:
-    """Logs the first of failures that follow each other; serving goes on as it is."""
+    """Logs the first of consecutive failures; serving continues unchanged."""
 
     def __init__(self, logger: logging.Logger, message: str, *arguments: object) -> None:
         """``message`` and its arguments are logged with the traceback."""
@@ -61,7 +61,7 @@ class FailureLog:
         self._failing = False
 
     def run(self, step: Callable[[], None]) -> bool:
-        """Do something that may raise; returns whether it did not."""
+        """Run a step that may raise; return whether it succeeded."""
         try:
             step()
         except Exception:

@@ -1,7 +1,7 @@
-"""Checks of models on streams, by batches that are known to be good.
+"""Checks of models on streams, with known-good batches.
 
-A model that fails on a stream while others run there is left out of that stream until it passes. A
-model that is added while slots share nothing is kept off each stream until it is warmed up there.
+A model that fails on a stream while others run there is excluded from that stream until it passes.
+If slots share nothing, an added model is kept off each stream until it is warmed up there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ KnownGoodRun: TypeAlias = Callable[[ServedModel, Slot, Deployment], None]
 
 
 class StartFailedError(Exception):
-    """A stream cannot start; the cause says why."""
+    """A stream cannot start; the cause is the reason."""
 
 
 class NotWellError(Exception):
-    """A stream failed at what is known to be good, and has to start anew."""
+    """A stream failed at a known-good batch, and must restart."""
 
 
 class ModelChecks:
@@ -57,10 +57,10 @@ class ModelChecks:
     def start(self, stream: int, slot: Slot, *, suspected: bool, cold: bool) -> None:
         """Put a stream into service, for all models that pass; StartFailedError if none does.
 
-        A slot that is suspected runs known-good batches first, a cold one is warmed up.
+        A suspected slot runs known-good batches first, a cold one is warmed up.
         """
         with self._lock:
-            models = dict(self._models)  # others may be added from here on
+            models = dict(self._models)  # others may be added later
         broken: dict[str, Exception] = {}
         if suspected:
             broken = run_each(ServedModel.probe, models, slot)
@@ -80,10 +80,10 @@ class ModelChecks:
             self._available.take_requests()
 
     def check(self, stream: int, slot: Slot, model: ModelRuntime) -> None:
-        """Have a suspected slot run what is known to be good, of the model that failed there.
+        """Run known-good batches of the model that failed on a suspected slot.
 
-        If it fails, and another model passes, the slot leaves out the one; NotWellError if none
-        does. So no slot, which may have to be warmed up, is started anew for bad requests.
+        If it fails and another model passes, the slot excludes the failing one; NotWellError if
+        none passes. So bad requests do not restart a slot, which would have to be warmed up.
         """
         failure = failure_of(ServedModel.probe, model, slot)
         with self._lock:
@@ -101,12 +101,12 @@ class ModelChecks:
                 self._health.passed(stream, self._clock(), model.key)
 
     def keep_off(self, stream: int, key: str) -> None:
-        """Have a stream warm up a model before it runs it; the lock is held."""
+        """Require a stream to warm up a model before it runs it; the lock is held."""
         self._health.model_added(stream, key, self._clock())
         self._scheduler.suspend(stream, key)
 
     def leave_out(self, stream: int, failures: Mapping[str, Exception]) -> None:
-        """Run some models on a stream no more until they pass there; the lock is held."""
+        """Exclude models from a stream until they pass there; the lock is held."""
         refusals = self._available.refusals
         for key, error in failures.items():
             if (model := self._models.get(key)) is None:
@@ -124,7 +124,7 @@ class ModelChecks:
             self._changed.notify_all()
 
     def try_again(self, stream: int, slot: Slot) -> None:
-        """Have models that a stream left out run what is known to be good, if it is time.
+        """Run known-good batches of the models that a stream excluded, if they are due.
 
         Models that were added since the stream started are warmed up.
         """
@@ -161,7 +161,7 @@ def run_each(
 
 
 def failure_of(run: KnownGoodRun, runtime: ModelRuntime, slot: Slot) -> Exception | None:
-    """Run what is known to be good of a model on a slot, and return what it raises."""
+    """Run a model's known-good batch on a slot, and return the error that it raises."""
     try:
         run(runtime.model, slot, runtime.current)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The health of streams: which are in service, and when one that failed is tried again."""
+"""The health of streams: those in service, and the time of retries after failures."""
 
 from __future__ import annotations
 
@@ -9,140 +9,142 @@ from dataclasses import dataclass
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 10.0
 TRUST_S = 1.0
-"""Time for which a stream that passed is not suspected, unless nothing at all succeeds."""
+"""Time for which a stream that passed is not suspected, unless it fails too often in a row."""
 MOST_IN_A_ROW = 16
-"""Failures in a row after which it is suspected all the same."""
+"""Failures in a row after which it is suspected nevertheless."""
 GIVE_UP_AFTER = 5
-"""Failed starts in a row, of every stream, until what waits is told that nothing can be run."""
+"""Failed starts in a row, of every stream, after which waiting requests fail."""
 
 
 class StreamHealth:
-    """Counts the failures in a row of each stream; not locked.
+    """Counts the consecutive failures of each stream; not locked.
 
-    A failure is most often a request's own fault. From the second in a row on the stream itself is
-    suspected: it has to run a batch that is known to be good. Only a stream that fails at that is
-    started anew, and taken out of service while it cannot start; it is tried again after a pause
-    that doubles each time. Where one model fails and another passes, only the one is left out. A
-    stream that passes is trusted for :data:`TRUST_S`, so that bad requests, however many, neither
-    stop it nor keep it busy with good ones. One whose worker process was lost is out of service
-    until it has another.
+    A failure is most often caused by the request itself. From the second in a row on, the stream
+    is suspected: it has to run a known-good batch. Only a stream that fails at that is restarted,
+    and taken out of service while it cannot start; it is retried after a pause that doubles each
+    time. If one model fails and another passes, only the failing one is excluded. A stream that
+    passes is trusted for :data:`TRUST_S`, so that any number of bad requests neither stops it nor
+    keeps it busy with known-good batches. A stream whose worker process was lost is out of service
+    until it has another one.
     """
 
     def __init__(self, streams: int) -> None:
         self.streams = streams
         self._failures: dict[tuple[int, str], int] = {}
-        """Batches in a row that failed, by stream and model; none where it is 0."""
+        """Consecutive failed batches, by stream and model; no entry for 0."""
         self._failed_starts = [0] * streams
         self._trusted_until_s: dict[tuple[int, str], float] = {}
-        """Until when a stream that has run what is known to be good of a model is not suspected."""
+        """Time until which a stream is not suspected, as it passed a known-good batch of a
+        model."""
         self._proven: set[tuple[int, str]] = set()
-        """Where a batch succeeded, or what is known to be good, since the stream started."""
+        """Streams and models with a success since the stream started, known-good batches
+        included."""
         self._lost = [False] * streams
-        """Streams that have no worker."""
+        """True for streams without a worker."""
         self._faults: dict[tuple[int, str], _Fault] = {}
-        """Of models that fail on a stream at what is known to be good, while others run there."""
+        """Models that fail at a known-good batch on a stream, while others run there."""
         self.losses = 0
-        """Workers that were lost amid a stage."""
+        """Number of workers lost during a stage."""
         self.restarts = 0
-        """Times that a stream was started anew."""
+        """Number of restarts of streams."""
 
     @property
     def in_service(self) -> int:
-        """How many streams can run something."""
+        """Number of streams that can run any model."""
         return sum(map(self.serves, range(self.streams)))
 
     def serves(self, stream: int, model: str = "") -> bool:
-        """Whether a stream can run something, of a model if one is named."""
+        """Return whether a stream can run any model, or the named one."""
         here = not self._failed_starts[stream] and not self._lost[stream]
         return here and (stream, model) not in self._faults
 
     def given_up(self, streams: Iterable[int], model: str = "") -> bool:
-        """Whether a model, or any, failed on all of these so often that nobody should wait."""
+        """Return whether a model (or any) failed too often on all streams to wait for it."""
         tries = (
             max(self._failed_starts[stream], self._fault(stream, model).tries) for stream in streams
         )
         return all(count >= GIVE_UP_AFTER for count in tries)
 
     def model_failed(self, stream: int, model: str, now_s: float) -> float:
-        """Count that a model failed a stream's check; gives the seconds until its next one."""
+        """Count a failed check of a model; return the seconds until its next one."""
         fault = self._faults[stream, model] = self._fault(stream, model)
         pause_s = _pause_s(fault.tries)
         fault.tries, fault.due_s = fault.tries + 1, now_s + pause_s
         return pause_s
 
     def model_added(self, stream: int, model: str, now_s: float) -> None:
-        """Keep a model off a running stream until it was warmed up there, which is due at once."""
+        """Keep a model off a running stream until it is warmed up there, which is due now."""
         self._faults[stream, model] = _Fault(due_s=now_s, cold=True)
 
     def is_cold(self, stream: int, model: str, *, tried: bool = False) -> bool:
-        """Return whether a stream has yet to warm up a model; ``tried``: even if it failed once."""
+        """Return whether a stream must still warm up a model; ``tried``: even after a failure."""
         fault = self._fault(stream, model)
         return fault.cold and (tried or not fault.tries)
 
     def forget(self, model: str) -> None:
-        """Forget a model that is served no more."""
+        """Remove a model that is not served any more."""
         self._failures = {k: count for k, count in self._failures.items() if k[1] != model}
         self._trusted_until_s = {k: s for k, s in self._trusted_until_s.items() if k[1] != model}
         self._proven = {k for k in self._proven if k[1] != model}
         self._faults = {k: fault for k, fault in self._faults.items() if k[1] != model}
 
     def model_mended(self, stream: int, model: str) -> None:
-        """Forget that a model failed on a stream: it has run what is known to be good."""
+        """Forget that a model failed on a stream: it passed a known-good batch."""
         self._faults.pop((stream, model), None)
 
     def broken(self, stream: int) -> list[str]:
-        """List the models that a stream does not run for now."""
+        """Return the models that a stream does not run at the moment."""
         return [model for s, model in self._faults if s == stream]
 
     def due_s(self, stream: int) -> float:
-        """When the next model is to be tried again on a stream; infinity if there is none."""
+        """Return the time of the next retry of a model on a stream; infinity if there is none."""
         if not self._faults:
             return math.inf
         return min((f.due_s for (s, _), f in self._faults.items() if s == stream), default=math.inf)
 
     def due(self, stream: int, now_s: float) -> list[str]:
-        """List the models to be tried again on a stream now."""
+        """Return the models to be retried on a stream now."""
         return [m for (s, m), f in self._faults.items() if s == stream and f.due_s <= now_s]
 
     def _fault(self, stream: int, model: str) -> _Fault:
         return self._faults.get((stream, model)) or _Fault()
 
     def failed(self, stream: int, now_s: float, model: str = "") -> bool:
-        """Count a batch that failed; says whether the stream itself is suspected."""
+        """Count a failed batch; return whether the stream itself is suspected."""
         count = self._failures[stream, model] = self._failures.get((stream, model), 0) + 1
         trusted = now_s < self._trusted_until_s.get((stream, model), -math.inf)
         return count > (MOST_IN_A_ROW if trusted else 1)
 
     def vouches(self, stream: int, now_s: float, model: str = "") -> bool:
-        """Whether what failed last is to blame itself: other batches of the model run there."""
+        """Return whether the last failure is the batch's own: other batches run there."""
         alone = self._failures.get((stream, model)) == 1 and (stream, model) in self._proven
         return alone or now_s < self._trusted_until_s.get((stream, model), -math.inf)
 
     def lost(self, stream: int) -> None:
-        """Count a worker that was lost: the stream has to start anew."""
+        """Count a lost worker: the stream has to restart."""
         self._lost[stream] = True
         self.losses += 1
 
     def succeeded(self, stream: int, model: str = "") -> None:
-        """Forget a stream's failures at a model: it has just answered samples of it."""
+        """Reset a stream's failures at a model: it has just answered samples of it."""
         self._proven.add((stream, model))
         if self._failures:
             self._failures.pop((stream, model), None)
 
     def start_failed(self, stream: int) -> float:
-        """Count a start that failed; gives the seconds to pause before the next one."""
+        """Count a failed start; return the seconds to pause before the next one."""
         pause_s = _pause_s(self._failed_starts[stream])
         self._failed_starts[stream] += 1
         self.restarts += 1
         return pause_s
 
     def passed(self, stream: int, now_s: float, model: str = "") -> None:
-        """Forget a stream's failures at a model: it has run what is known to be good of it."""
+        """Reset a stream's failures at a model: it passed a known-good batch of it."""
         self.succeeded(stream, model)
         self._trusted_until_s[stream, model] = now_s + TRUST_S
 
     def started(self, stream: int, *, anew: bool) -> None:
-        """Forget all failures of a stream."""
+        """Reset all failures of a stream."""
         self._failures = {k: count for k, count in self._failures.items() if k[0] != stream}
         self._proven = {k for k in self._proven if k[0] != stream}
         self._failed_starts[stream] = 0
@@ -156,9 +158,9 @@ class _Fault:
 
     tries: int = 0
     due_s: float = 0.0
-    """When it is tried again."""
+    """Time of the next retry."""
     cold: bool = False
-    """Whether it was added while the stream ran, and never ran there."""
+    """True if it was added while the stream ran, and never ran there."""
 
 
 def _pause_s(failures: int) -> float:

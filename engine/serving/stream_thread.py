@@ -1,16 +1,15 @@
-"""The thread of a stream, which runs what the scheduler decides, and its life.
+"""The thread of a stream, which runs the scheduler's decisions, and its restarts.
 
-One thread a stream, with its own slot, for all models of the device; the backend releases the GIL
+One thread per stream, with its own slot, for all models of the device; the backend releases the GIL
 while it executes.
 
-A stage that raises fails its own batch only: the scheduler has its requests tried again, half of
-them at a time, on another stream where one is in service, and only those that fail alone get an
-error. A stream that fails twice in a row has to run what is known to be good, and is started anew
-if it fails at that (:mod:`.stream_health`). One whose worker process is lost is started anew at
-once, and the batch that it ran goes on at the same stage, on whichever stream is free: that is no
-failure of its own.
-Should all streams stay out of service, what waits is told so, until one is back. A thread that
-fails outside of all this takes the models out of service, says so, and leaves nobody waiting.
+A stage that raises fails its own batch only: the scheduler retries its requests, half of them at a
+time, on another stream where one is in service, and only requests that fail alone get an error. A
+stream that fails twice in a row has to run known-good batches, and restarts if it fails at these
+(:mod:`.stream_health`). A stream whose worker process is lost restarts immediately, and its batch
+continues at the same stage on any free stream: this is not a failure of the batch. If all streams
+stay out of service, waiting requests fail until one returns. A thread that fails for any other
+reason takes the models out of service and fails all waiting requests.
 """
 
 from __future__ import annotations
@@ -39,45 +38,45 @@ from offramp.engine.stages.backend_protocol import Backend, Slot, TensorBatch
 _log = logging.getLogger(__name__)
 
 LOGGED_EVERY_S = 10.0
-"""Time between two lines about batches that fail in one way."""
+"""Time between two log lines about batches that fail in the same way."""
 _LONGEST_WAIT_S = 60.0
-"""A stream asks again at least this often; ``Condition.wait`` has an upper bound of its own."""
+"""Longest time until a stream asks again; ``Condition.wait`` has an upper bound of its own."""
 
 
 class _InterruptedError(Exception):
-    """A stream lost its worker, and its batch was given back to be resumed."""
+    """A stream lost its worker, and its batch was returned to be resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedByStreams:
-    """What the streams of a device share with each other and with the event loop's thread.
+    """State that the streams of a device share with each other and the event loop's thread.
 
-    All but the backend and its slots' opener is guarded by the one lock of ``changed`` and
-    ``ended``.
+    Everything except the backend and ``open_slot`` is guarded by the common lock of ``changed``
+    and ``ended``.
     """
 
     backend: Backend
     open_slot: Callable[[int], Slot]
     """Opens the slot of a stream."""
     warm_slots: dict[int, Slot]
-    """By stream: an open and warm one for its first start."""
+    """Open and warm slots for first starts, by stream."""
     scheduler: DeviceScheduler
     models: Mapping[str, ModelRuntime]
-    """By key; the executor adds and removes them."""
+    """Models by key; the executor adds and removes them."""
     available: Availability
     checks: ModelChecks
     changed: threading.Condition
-    """What a stream waits for that has nothing to run."""
+    """Condition that a stream without work waits for."""
     announce: Callable[[], None]
-    """Tells of new work: where streams differ it may not be for the first that wakes up."""
+    """Wakes a stream for new work; all streams if they differ, as not every one may run it."""
     ended: threading.Condition
-    """What a stream that pauses waits for: work is announced to those in service only."""
+    """Condition that a pausing stream waits for: work is announced to streams in service only."""
     lines: LineLimit
-    """What is logged of batches that fail."""
+    """Limit on log lines about batches that fail."""
     clock: Callable[[], float]
 
     def refuse(self, refusal: EngineError, cause: str) -> None:
-        """Take no more requests, and fail the open ones; the lock is held."""
+        """Accept no more requests, and fail the open ones; the lock is held."""
         self.available.refusal = refusal
         for model in self.models.values():
             model.fail_all(refusal, cause)
@@ -97,10 +96,10 @@ class StreamThread(threading.Thread):
         self._available, self._health = shared.available, shared.available.health
         self._checks = shared.checks
         self._pieces: Pieces = ()
-        """What the run that was just decided is merged of."""
+        """Buffered tensors that the run just decided is merged from."""
 
     def run(self) -> None:
-        """Start the stream, again and again where it fails, until stopped."""
+        """Start the stream, again after failures, until stopped."""
         suspected = False
         try:
             while not self._available.stopped:
@@ -109,7 +108,7 @@ class StreamThread(threading.Thread):
                 except StartFailedError as failure:
                     suspected = True
                     self._pause(failure.__cause__ or failure)
-        except Exception as error:  # those who wait must be told
+        except Exception as error:  # waiting callers must get an error
             _log.exception("%s: out of service", self.name)
             with self._lock:
                 self._available.end()
@@ -118,7 +117,7 @@ class StreamThread(threading.Thread):
                 )
 
     def _live(self, *, suspected: bool) -> bool:
-        """Run from one start of the stream to the next; says whether it is suspected then.
+        """Run from one start of the stream to the next; return whether it is suspected then.
 
         StartFailedError if it cannot start.
         """
@@ -130,15 +129,15 @@ class StreamThread(threading.Thread):
         finally:
             try:
                 slot.close()
-            except Exception:  # what it held may be lost, but a new one may still be opened
+            except Exception:  # its resources may leak, but a new slot may still be opened
                 _log.exception("stream %d: a slot could not be closed", self._stream)
 
     def _open_slot(self) -> tuple[Slot, bool]:
-        """Take a slot that is open, or open one; says whether it is warm."""
+        """Take an open slot, or open one; return it, and whether it is warm."""
         with self._lock:
             if (warm := self._shared.warm_slots.pop(self._stream, None)) is not None:
                 return warm, True
-            if not self._shared.backend.on_cpu:  # that takes a while: others run what waits
+            if not self._shared.backend.on_cpu:  # opening is slow: other streams run meanwhile
                 self._scheduler.suspend(self._stream)
         try:
             return self._shared.open_slot(self._stream), False
@@ -156,7 +155,7 @@ class StreamThread(threading.Thread):
                 reason = f"out of service, no stream can start: {error}"
                 self._shared.refuse(OutOfServiceError(reason), "backend_error")
             self._available.note()
-            self._changed.notify_all()  # what failed here and was to run elsewhere may go nowhere
+            self._changed.notify_all()  # retries meant for other streams may have none left
         self._rest(pause_s)
 
     def _rest(self, pause_s: float) -> None:
@@ -166,7 +165,7 @@ class StreamThread(threading.Thread):
                 self._shared.ended.wait(left_s)
 
     def _serve(self, slot: Slot) -> bool:
-        """Run stages until the stream has to start anew, or is stopped; says which."""
+        """Run stages; return True if the stream must restart, False if it is stopped."""
         carry: TensorBatch | None = None
         while not self._available.stopped:
             task = self._next(amid_batch=carry is not None)
@@ -190,13 +189,13 @@ class StreamThread(threading.Thread):
                     self._give_back(model, run, error)
                     return True
                 self._give_back(model, run, error)
-            del task, model  # one that was removed is not to be kept by a stream that waits
+            del task, model  # a waiting stream must not keep a removed model alive
         return False
 
     def _next(self, *, amid_batch: bool) -> tuple[ModelRuntime, Run] | None:
-        """Wait for the scheduler to have something for this stream.
+        """Wait until the scheduler has a run for this stream.
 
-        ``None`` if it is stopped, or if a model that it left out is to be tried again, which would
+        ``None`` if it is stopped, or if a model that it excluded is due for a retry, which would
         overwrite the tensors of a batch.
         """
         with self._lock:
@@ -213,7 +212,7 @@ class StreamThread(threading.Thread):
                 for outcome in decision.outcomes:
                     self._models[outcome.model].follow(outcome)
                 if task is not None:
-                    if self._scheduler.waiting:  # another stream may start, or keep time
+                    if self._scheduler.waiting:  # another stream may start, or wait for a time
                         self._shared.announce()
                     return task
                 timeout_s = min(due_s - self._clock(), _LONGEST_WAIT_S)
@@ -225,7 +224,7 @@ class StreamThread(threading.Thread):
     def _run_stage(
         self, slot: Slot, model: ModelRuntime, run: Run, carry: TensorBatch | None
     ) -> TensorBatch | None:
-        """Run one stage and do what follows; gives the batch of the rows that run on here."""
+        """Run one stage and process its outcome; return the rows that continue here."""
         batch = self._batch(slot, model, run, carry)
         started_s = self._clock()
         try:
@@ -239,7 +238,7 @@ class StreamThread(threading.Thread):
             outcome = self._scheduler.update(self._stream, step.exited, now_s, runs_on)
             try:
                 kept = model.conclude(run, step, outcome, now_s - started_s)
-            except Exception as error:  # its rows have left the scheduler: tell those who wait
+            except Exception as error:  # its rows have left the scheduler: fail their requests
                 model.abandon(run, BackendError(repr(error)))
                 raise
             if len(outcome.released):
@@ -252,14 +251,14 @@ class StreamThread(threading.Thread):
             return slot.select(step.result.carry, outcome.survivors)
         try:
             kept.set_result(slot.buffer(step.result.carry, outcome.survivors))
-        except Exception as error:  # those that will take the tensors start anew
+        except Exception as error:  # runs that need these tensors start from the beginning
             kept.set_exception(TensorsLostError(str(error) or repr(error)))
         return None
 
     def _batch(
         self, slot: Slot, model: ModelRuntime, run: Run, carry: TensorBatch | None
     ) -> TensorBatch:
-        """Bring together what a stage takes: buffered pieces, new inputs, or what is carried on."""
+        """Return a stage's inputs: merged buffers, new inputs, or the carried tensors."""
         pieces, self._pieces = self._pieces, ()
         if pieces:
             return slot.merge([(future.result(), rows) for future, rows in pieces])
@@ -281,7 +280,7 @@ class StreamThread(threading.Thread):
         batch: TensorBatch,
         error: WorkerLostError,
     ) -> None:
-        """Have a batch resumed whose worker was lost: what its stage was to run on is kept."""
+        """Interrupt a batch whose worker was lost: the inputs of its stage are kept."""
         _log.warning("%s: stage %d: %s", model.name, run.stage, error)
         with self._lock:
             kept = model.interrupt(self._scheduler.interrupted(self._stream, self._clock()), error)
@@ -299,7 +298,7 @@ class StreamThread(threading.Thread):
     def _give_back(
         self, model: ModelRuntime, run: Run, error: Exception, *, blamed: bool = True
     ) -> None:
-        """Give a failed batch back to the scheduler, and fail what has no second chance."""
+        """Return a failed batch to the scheduler, and fail requests that are not retried."""
         failure = error if isinstance(error, EngineError) else BackendError(repr(error))
         now_s = self._clock()
         suffix = self._shared.lines.admit((model.name, run.stage, type(error)))

@@ -1,4 +1,4 @@
-"""Putting a policy in force: its deployment is made, and batches start under it from then on."""
+"""Activation of a policy: its deployment is made, and batches start under it from then on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def put_in_force(
     policy: ExitPolicy,
     scheduling: PolicyName,
 ) -> Deployment:
-    """Start a model's batches under a policy, on stages that are prepared.
+    """Start a model's batches under a policy, with prepared stages.
 
-    ValueError if they do not suit the scheduling policy; then all stays as it is.
+    ValueError if they do not fit the scheduling policy; then nothing changes.
     """
     with deployments.swapping:
         deployment = deployments.make(policy, executor.deployment(model))
@@ -36,10 +36,10 @@ def serve_by(
     splits: ModelSplits,
     scheduling: PolicyName,
 ) -> Deployment:
-    """Start a model's batches by other splits, under the policy that is in force.
+    """Start a model's batches with other splits, under the active policy.
 
-    ValueError if the splits do not suit its stages, or these the scheduling policy; then all stays
-    as it is.
+    ValueError if the splits do not fit its stages, or the stages the scheduling policy; then
+    nothing changes.
     """
     with deployments.swapping:
         before, deployments.splits = deployments.splits, splits

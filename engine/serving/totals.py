@@ -1,4 +1,4 @@
-"""Totals over the versions of a model: what only grows must not fall when one replaces another."""
+"""Totals over the versions of a model: counters must not fall when one replaces another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offramp.engine.requests.statistics import (
 
 
 def totals_of(statistics: ModelStatistics) -> CountersSnapshot:
-    """Return the counts of a served name: of the current version and all versions before it."""
+    """Return the counts of a served name: of the current and all earlier versions."""
     if statistics.earlier is None:
         return statistics
     return add_counts(statistics.earlier, statistics)
@@ -25,8 +25,8 @@ def totals_of(statistics: ModelStatistics) -> CountersSnapshot:
 def add_counts(earlier: CountersSnapshot, now: CountersSnapshot) -> CountersSnapshot:
     """Return the sum of the counts of two versions; exits and variants are matched by label.
 
-    What is no count, a threshold for instance, is that of the later version. Departures are left
-    out, as they are counted by sets of exits of one bundle.
+    Values that are not counts, for instance thresholds, are those of the later version. Departures
+    are left out, as they are counted by sets of exits of one bundle.
     """
     return CountersSnapshot(
         stages=_add_stages(earlier.stages, now.stages),

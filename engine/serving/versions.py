@@ -1,7 +1,7 @@
-"""Versions of the served models: each name is answered by one, until another replaces it.
+"""Versions of the served models: one version answers each name, until another replaces it.
 
 A model is loaded while others are served, and takes over its name in one step of the event loop.
-Requests that came before, and their audits, end with the version that took them; then that is
+Earlier requests, and their audits, end with the version that accepted them; then that version is
 removed. So no request is lost, answered twice, or answered by two versions.
 """
 
@@ -30,16 +30,16 @@ from offramp.engine.stages.plan import Mode
 _log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.01
-"""Time between two looks whether a version is warm, or has nothing in flight any more."""
+"""Time between two checks whether a version is warm, or has nothing in flight any more."""
 
 
 class ModelLoading(Protocol):
-    """Loads a model beside serving; see :func:`.opening.load_model`."""
+    """Loads a model while serving; see :func:`.opening.load_model`."""
 
     def __call__(
         self, name: str, path: Path, mode: Mode | None, options: ModelOptions | None = None
     ) -> Awaitable[LoadedModel]:
-        """Load a model to be served under a name, with the options of the name or with others."""
+        """Load a model to serve under a name, with the options of the name or with others."""
         ...
 
 
@@ -48,11 +48,11 @@ class ModelVersion:
     """A version of a served model."""
 
     name: str
-    """What clients ask for."""
+    """Name that clients use."""
     number: int
-    """1, 2, … for each name."""
+    """Version number: 1, 2, … for each name."""
     key: str
-    """What executor, control and batch profiles know it by; used once."""
+    """Unique key for executor, control and batch profiles."""
     model: ServedModel
     release: Callable[[], None] = lambda: None
     """Removes its temporary files, once nothing runs it any more."""
@@ -61,8 +61,8 @@ class ModelVersion:
 class ModelVersions:
     """The versions of all models of an engine; used on the event loop's thread.
 
-    The first versions are served already: executor, control and batch profiles know them by their
-    names. ``load`` loads further ones; without it none can be replaced.
+    The first versions are already served: executor, control and batch profiles use their names as
+    keys. ``load`` loads further ones; without it none can be replaced.
     """
 
     def __init__(
@@ -76,20 +76,20 @@ class ModelVersions:
             name: ModelVersion(name=name, number=1, key=name, model=model)
             for name, model in models.items()
         }
-        """By name, the versions that answer new requests."""
+        """Versions that answer new requests, by name."""
         self._executor = executor
         self._beside = tuple(beside)
         self._load = load
         self._numbers = dict.fromkeys(models, 1)
-        """By name, the number of its last version."""
+        """Number of the last version, by name."""
         self._ends = False
-        """Whether nothing is loaded or unloaded any more."""
+        """True once nothing is loaded or unloaded any more."""
         self._turn = asyncio.Lock()
-        """Held while a model is loaded: one after the other."""
+        """Held while a model is loaded, so that only one is at a time."""
         self._finishing: dict[str, ModelVersion] = {}
-        """By key, the versions that were replaced and have requests or audits in flight."""
+        """Replaced versions with requests or audits in flight, by key."""
         self._earlier: dict[str, CountersSnapshot] = {}
-        """By name, the counts of the versions that were removed."""
+        """Counts of the removed versions, by name."""
         self._removals = set[asyncio.Task[None]]()
 
     def __getitem__(self, name: str) -> ModelVersion:
@@ -119,7 +119,7 @@ class ModelVersions:
             await self._put(name, path, None, options)
 
     async def unload(self, name: str) -> None:
-        """Serve a name no more: see :meth:`.Engine.unload`."""
+        """Stop serving a name: see :meth:`.Engine.unload`."""
         async with self._turn:
             self._check_open(name)
             self._check(name, self[name].model)
@@ -159,23 +159,23 @@ class ModelVersions:
                   path, took_s)  # fmt: skip
 
     def end(self) -> None:
-        """Replace nothing from now on; a replacement that is under way gives up."""
+        """Replace nothing from now on; a replacement in progress is cancelled."""
         self._ends = True
 
     async def close(self) -> None:
-        """End, and wait until nothing is in progress; the loops may be stopped then."""
+        """End, and wait until nothing is in progress; then the loops may be stopped."""
         self.end()
         async with self._turn:
             pass
         await asyncio.gather(*self._removals)
 
     def release(self) -> None:
-        """Remove the temporary files of all versions; nothing runs them any more."""
+        """Remove the temporary files of all versions, once nothing runs them any more."""
         for version in (*self.current.values(), *self._finishing.values()):
             version.release()
 
     def _check(self, name: str, model: ServedModel) -> None:
-        """Raise why a served model cannot be replaced or unloaded."""
+        """Raise OptionsError if a served model cannot be replaced or unloaded."""
         if model.split_by is not None:
             raise OptionsError(
                 f"{name} is split among workers by a plan, and cannot be replaced while it is "
@@ -187,7 +187,7 @@ class ModelVersions:
             raise DrainingError(f"{name} is not changed: the server is shutting down")
 
     async def _prepare(self, version: ModelVersion) -> None:
-        """Do all that comes before the switch; whatever fails, the old version serves on."""
+        """Prepare a version for the switch; on any failure, the old version serves on."""
         self._check_open(version.name)
         self._executor.add(version.key, version.name, version.model)
         try:
@@ -205,7 +205,7 @@ class ModelVersions:
             raise
 
     def _finish(self, version: ModelVersion) -> None:
-        """Let a version that takes no more requests finish what it has, and remove it then."""
+        """Finish the requests of a version that gets no new ones, and then remove it."""
         self._finishing[version.key] = version
         for task in self._beside:
             task.retire(version.key)
@@ -215,9 +215,9 @@ class ModelVersions:
         removal.add_done_callback(self._removals.discard)
 
     async def _remove(self, version: ModelVersion) -> None:
-        """Wait until a version has nothing in flight, keep what it learned, and forget it."""
+        """Wait until a version has nothing in flight, save what it learned, and remove it."""
         while not self._executor.is_idle(version.key):
-            if self._ends:  # what it learned is kept when the loops are stopped
+            if self._ends:  # its state is saved when the loops are stopped
                 return
             await asyncio.sleep(POLL_S)
         try:
@@ -231,9 +231,9 @@ class ModelVersions:
         _log.info("%s: version %d was removed", version.name, version.number)
 
     def _keep_counts(self, name: str, counts: CountersSnapshot) -> None:
-        """Add a removed version's counts to its name's; of a name that is not served, forget all.
+        """Add a removed version's counts to its name's; drop all counts of an unserved name.
 
-        A repository has a name for each version that ever was.
+        A model repository has a name for each version that ever existed.
         """
         if name in self.current or any(each.name == name for each in self._finishing.values()):
             earlier = self._earlier.get(name)
@@ -243,7 +243,7 @@ class ModelVersions:
             del self._numbers[name]
 
     def _withdraw(self, version: ModelVersion, *, save: bool = True) -> None:
-        """Have all that goes on beside the streams forget a version."""
+        """Remove a version from all background tasks."""
         with ExitStack() as stack:
             for task in reversed(self._beside):
                 stack.callback(task.remove, version.key, save=save)

@@ -1,4 +1,4 @@
-"""The graphs that answer a sample everywhere: what records and comparisons are made with."""
+"""Graphs that answer a sample at every exit and the end, for records and comparisons."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from offramp.engine.stages.plan import ModelStructure
 
 
 def answering_graphs(structure: ModelStructure, read: ReadPart) -> tuple[bytes, ...]:
-    """Join all segments and exits, used or not: what answers a sample at every exit and the end.
+    """Join all segments and exits, used or not, to answer a sample at every exit and the end.
 
-    It is one graph, in a cascade two: that of all exits, and the source model, which may be of
-    another opset.
+    Returns one graph, or two for a cascade: the one of all exits, and the source model, which may
+    be of another opset.
     """
     outputs = [name for e in structure.exits for name in (e.output, e.confidence)]
     exits = [e.file for e in structure.exits]

@@ -1,8 +1,8 @@
-"""What is measured beside each other, loaded all together or, where it is large, in turn.
+"""Sessions that are measured in comparison: loaded all together, or one at a time if large.
 
-A session packs the weights of matrix products into a copy of its own. Source model and stages
-beside each other are up to four such copies: of a large model there is one at a time, which costs
-loading it again in every round.
+A session packs the weights of matrix products into its own copy. Source model and stages together
+need up to four such copies. Of a large model, one session is loaded at a time, which costs
+reloading in every round.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Final, Generic, TypeVar
 from offramp.bundle.graph_weights import filled_size
 
 TOGETHER_BYTES: Final = 2**29
-"""Weights of a model up to which several sessions of it are loaded beside each other."""
+"""Size of a model's weights up to which several sessions of it are loaded together."""
 
 _T = TypeVar("_T")
 
 
 def fits_together(graph: bytes) -> bool:
-    """Whether several sessions of a serialised model may be in memory at once."""
+    """Return whether several sessions of a serialised model may be in memory together."""
     return filled_size(graph) <= TOGETHER_BYTES
 
 
 class Loaded(Generic[_T]):
-    """Some things that take long to load and much memory: all of them at once, or one at a time."""
+    """Objects that are slow to load and need much memory: all loaded, or one at a time."""
 
     def __init__(self, makers: Sequence[Callable[[], _T]], *, together: bool) -> None:
-        """Load all, if they are to be there together; else each when it is asked for."""
+        """Load all if ``together``, else each one on access."""
         self._makers, self.together = makers, together
         self._made = [make() for make in makers] if together else []
         self._last: tuple[int, _T] | None = None
@@ -39,6 +39,6 @@ class Loaded(Generic[_T]):
         if self.together:
             return self._made[index]
         if self._last is None or self._last[0] != index:
-            self._last = None  # before the next takes its memory
+            self._last = None  # free it before loading the next
             self._last = index, self._makers[index]()
         return self._last[1]

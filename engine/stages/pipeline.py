@@ -1,7 +1,7 @@
-"""A plan's stages as a backend prepared them, and the step that runs one of them on a batch.
+"""A plan's stages as prepared by a backend, and the step that runs one of them on a batch.
 
-Executor and benchmarks take the same step, so that the stages that are measured are those that are
-served (what the executor adds around them is in a served request's time only).
+Executor and benchmarks use the same step, so that measured stages equal served ones (the executor's
+own time is only part of a served request's time).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from offramp.engine.stages.plan import Mode, Plan, StageSpec
 
 
 class StageStep(NamedTuple):
-    """The result of a stage on a batch of b rows, and which of them exit."""
+    """The result of a stage on a batch of b rows, and the rows that exit."""
 
     result: StageResult
     exited: NDArray[np.bool_]
-    """[b]: whether the row leaves with the stage's answer. Not to be changed."""
+    """[b]: whether the row leaves with the stage's answer; read-only."""
     leaving: int
-    """How many rows leave."""
+    """Number of rows that leave."""
 
 
 class Departure(NamedTuple):
@@ -46,14 +46,14 @@ class Departure(NamedTuple):
     answer: NDArray[Any]
     """[len(rows), …], for instance classes."""
     confidence: NDArray[np.float32]
-    """[len(rows)]."""
+    """[len(rows)]: confidence of each answer."""
 
 
 class Pipeline:
     """A plan's prepared stages; shared by all slots.
 
-    Preparing takes seconds, and raises BackendError if a stage cannot be loaded. ``prepare`` takes
-    the place of the backend's own, to use stages again that are prepared.
+    Preparing takes seconds, and raises BackendError if a stage cannot be loaded. ``prepare``
+    replaces the backend's own method, to reuse prepared stages.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class Pipeline:
         prepare = prepare or backend.prepare
         self._stages: tuple[Stage, ...] = tuple(prepare(spec) for spec in plan.stages)
         self.missing = tuple(m for s in self._stages if (m := backend.missing(s)) is not None)
-        """The engines that stages would run as, were they built."""
-        # In release mode everything runs on: whatever is sure is among the survivors too.
+        """Engines that would run stages if they were built."""
+        # In release mode every row runs on, so sure rows are among the survivors too.
         self._leaving = tuple(
             NEVER if plan.mode is Mode.RELEASE else spec.threshold for spec in plan.stages
         )
@@ -80,7 +80,7 @@ class Pipeline:
         rows = len(batch)
         if carry is None:
             return StageStep(result, uniform(rows, value=True), rows)
-        # That nobody leaves Python sees sooner than numpy, whose first call after a stage is
+        # Python detects an empty exit set faster than numpy, whose first call after a stage is
         # slow. A NaN is never the largest, or is the first: then numpy decides below.
         if answer is None or max(confidence.tolist(), default=0.0) < self._thresholds[index]:
             return StageStep(result, uniform(rows, value=False), 0)
@@ -88,7 +88,7 @@ class Pipeline:
         return StageStep(result, exited, exited.tolist().count(True))
 
     def run(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
-        """Run one batch to its end, giving the rows that leave as they leave."""
+        """Run one batch to its end; yield the rows that leave as they leave."""
         batch = slot.upload(tensors)
         rows = all_rows(len(batch))
         for index in range(len(self._stages)):
@@ -106,9 +106,9 @@ class Pipeline:
                 rows, batch = rows[staying], slot.select(batch, staying)
 
     def warm_up(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Run one batch through every stage with nobody leaving (allocates for its size).
+        """Run one batch through every stage without exits (this allocates memory for its size).
 
-        BackendError if a stage fails, or its answer is not of the model's form.
+        BackendError if a stage fails, or its answer does not have the model's form.
         """
         batch = slot.upload(tensors)
         for spec, stage in zip(self.plan.stages, self._stages, strict=True):
@@ -119,7 +119,7 @@ class Pipeline:
 
 
 def _check_form(spec: StageSpec, result: StageResult, rows: int) -> None:
-    """Refuse, by a BackendError, an answer that all that follows does not reckon with."""
+    """Raise BackendError for an answer whose form later code does not expect."""
     answer, confidence, _ = result
     if answer is None:
         return
@@ -136,12 +136,12 @@ def _check_form(spec: StageSpec, result: StageResult, rows: int) -> None:
     )
     if found != form:
         raise BackendError(
-            f"stage {spec.index} answers {rows} rows by {found}, expected {form}; "
+            f"stage {spec.index} answers {rows} rows with {found}, expected {form}; "
             "compile the model again"
         )
 
 
 def zeros(manifest: Manifest, batch_size: int) -> dict[str, NDArray[Any]]:
-    """A batch of the shapes that the calibration data had."""
+    """Return a batch of zeros with the shapes of the calibration data."""
     shapes: Mapping[str, Sequence[int]] = manifest.calibration.sample_shapes
     return {t.name: np.zeros((batch_size, *shapes[t.name]), t.dtype) for t in manifest.inputs}

@@ -1,9 +1,9 @@
-"""Plans: the stages that a model is executed in under a policy.
+"""Plans: the stages in which a model is executed under a policy.
 
-A stage is what runs between two neighbouring active exits: the segments of that span as one
-graph, with the exit fused in (:mod:`.graphs.assembly`). In a cascade the source model is the
-last segment, and begins anew: a stage that ends with its answer is that segment alone, and what of
-the quantised model lies between the last exit and it does not run.
+A stage runs between two adjacent active exits: the segments between them as one graph, with the
+exit fused in (:mod:`.graphs.assembly`). In a cascade the source model is the last segment, and
+starts from the model's inputs: a stage that ends with its answer is that segment alone, and
+segments of the quantised model after the last exit do not run.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ class Mode(StrEnum):
     """The serving modes: what happens to a sample that is sure enough at an exit."""
 
     LEAVE = "leave"
-    """It leaves the batch, and its further compute is saved (PAME, E3)."""
+    """The sample leaves the batch, and its further compute is saved (PAME, E3)."""
     AUDIT = "audit"
-    """It leaves, except with a known probability: then it runs on after its answer, so that
+    """The sample leaves, except with a known probability: then it runs on after its answer, so that
     agreement is measured while nearly all the compute is saved."""
     RELEASE = "release"
-    """Its answer is sent at once, and it always runs on (Apparate)."""
+    """The answer is sent immediately, and the sample always runs on (Apparate)."""
     OFF = "off"
-    """Nothing exits: the unmodified model as one graph."""
+    """Exits are off: the unmodified model runs as one graph."""
 
     @property
     def observed(self) -> bool:
-        """Whether answers are compared with the unmodified model's while serving."""
+        """True if answers are compared with the unmodified model's while serving."""
         return self in (Mode.AUDIT, Mode.RELEASE)
 
 
 class LightGraph(NamedTuple):
-    """A graph that may name weights in a file instead of holding them."""
+    """A graph that may refer to weights in a file instead of containing them."""
 
     model: bytes
     weights: Path | None
-    """The folder of that file; ``None`` where it names none."""
+    """Folder of that file; ``None`` if the graph refers to none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageGraph:
-    """How a stage's graph is made of the files of a bundle; called, it gives the graph."""
+    """A recipe that makes a stage's graph from a bundle's files; a call returns the graph."""
 
     make: Callable[[ReadPart], bytes]
     read: ReadPart
 
     def __call__(self) -> bytes:
-        """Make it of files as they are read."""
+        """Make the graph, reading the files."""
         return self.make(self.read)
 
 
@@ -85,42 +85,42 @@ class StageSpec:
     first_segment: int
     last_segment: int
     exit: int | None
-    """Index into ``Manifest.exits`` of the exit that the stage ends with; ``MODEL_END`` where it
-    ends with the model's own answer, ``None`` where it gives no answer at all."""
+    """Index into ``Manifest.exits`` of the exit at the stage's end; ``MODEL_END`` if it ends with
+    the model's own answer, ``None`` without any answer."""
     load: Callable[[], bytes]
-    """Gives the stage's ONNX graph; called by the backend when it prepares the stage. A
-    :class:`StageGraph`, if it is made of a bundle's files and of nothing else."""
+    """Returns the stage's ONNX graph; called by the backend when it prepares the stage. A
+    :class:`StageGraph`, if it is made from a bundle's files only."""
     inputs: tuple[str, ...]
     """Tensors that the graph reads."""
     carried: tuple[str, ...]
-    """Tensors that later stages read: cut tensors first, then graph inputs that pass through. Where
-    the next stage begins anew, these alone."""
+    """Tensors that later stages read: cut tensors first, then graph inputs that pass through. Only
+    these inputs where the next stage starts from the model's inputs."""
     given: tuple[str, ...] = ()
-    """Those of ``carried`` that the graph gives; others pass through."""
+    """Tensors of ``carried`` that the graph produces; others pass through."""
     answer: str | None
-    """Name of the answer among the graph's outputs, if it gives one."""
+    """Name of the answer among the graph's outputs, if there is one."""
     confidence: str | None = None
-    """Name of the answer's confidence there; where there is none, the backend computes it."""
+    """Name of the answer's confidence output; without one, the backend computes the confidence."""
     form: AnswerForm
     task: AnswerTask = CLASSIFICATION
     criterion: Criterion = PROBABILITY
-    """What says how sure the answer is, where that is not in ``confidence``: on the host."""
+    """Criterion of the confidence on the host, where ``confidence`` does not provide it."""
     threshold: float
-    """Least confidence to leave with, a float32 value (the policy's rounded up, so that none
-    leaves below it); 0 in the last stage, where everything leaves."""
+    """Least confidence to leave with, a float32 value (the policy's threshold rounded up, so that
+    no row leaves below it); 0 in the last stage, where every row leaves."""
     unmodified: bool = False
-    """Whether the graph is the source model's own."""
+    """True if the graph is the source model's own."""
     weight_form: WeightForm = WeightForm.PACKED
-    """How the stage has its weights in memory, where the backend maps them from the bundle."""
+    """Form of the stage's weights in memory, where the backend maps them from the bundle."""
     bundle: Bundle | None = field(default=None, compare=False, repr=False)
-    """The stage's bundle, for backends that have more in one than graphs; ``None`` while there is
-    none yet."""
+    """The stage's bundle, for backends that use more of it than graphs; ``None`` before it
+    exists."""
 
     def load_light(self) -> LightGraph:
-        """Give the stage's graph without the weights that the bundle has in a file.
+        """Return the stage's graph without the weights that the bundle stores in a file.
 
-        A runtime that maps them from there holds them once for all graphs. Errors as of
-        ``load``, which gives the same graph with all of its weights.
+        A runtime that maps them from there keeps them once for all graphs. Raises the errors of
+        ``load``, which returns the same graph with all its weights.
         """
         bundle, graph = self.bundle, self.load
         if bundle is not None and isinstance(graph, StageGraph):
@@ -131,20 +131,20 @@ class StageSpec:
 
     @property
     def final(self) -> bool:
-        """Whether the model's own answer is given here."""
+        """True if the stage ends with the model's own answer."""
         return not self.carried
 
     @property
     def answered_by(self) -> int:
-        """The exit, or ``MODEL_END``, that gives the stage's answer, where there is one."""
+        """Exit of the stage's answer, or ``MODEL_END``; there must be an answer."""
         assert self.exit is not None, f"stage {self.index} gives no answer"
         return self.exit
 
     @property
     def unit(self) -> tuple[int, int, int | None]:
-        """First and last segment, and the exit fused in, if any: what the graph is made of.
+        """First and last segment, and the fused exit, if any: the parts of the graph.
 
-        In a cascade the graphs of one unit may differ in whether they give the cut tensor.
+        In a cascade, graphs of one unit may differ in whether they output the cut tensor.
         """
         fused = None if self.exit == MODEL_END else self.exit
         return self.first_segment, self.last_segment, fused
@@ -185,7 +185,7 @@ class Plan:
 
 
 def exit_label(exit_index: int) -> str:
-    """``exit 3`` or ``final``: how an exit, or the model's end, is named in metrics and reports."""
+    """Return ``exit 3`` or ``final``: the name of an exit or the end in metrics and reports."""
     return "final" if exit_index == MODEL_END else f"exit {exit_index}"
 
 
@@ -198,16 +198,16 @@ def make_plan(
 ) -> Plan:
     """Plan the stages between the active exits of ``policy`` (default: the bundle's own).
 
-    Where the model is split among devices, a stage ends behind each segment of ``borders`` too; in
+    If the model is split among devices, a stage also ends after each segment of ``borders``; in
     mode off nothing is split.
     """
     policy = bundle.policy if policy is None else policy
     if mode is Mode.OFF:
         return Plan(stages=(source_stage(bundle),), policy_version=policy.version, mode=mode)
-    # Where answers are observed, exits that answer nothing run in shadow mode.
+    # In modes with observation, exits that answer nothing run in shadow mode.
     active = [a for a in policy.active if a.threshold < NEVER or mode.observed]
     if bundle.number and (not active or active[-1].exit != bundle.manifest.exits[-1].index):
-        # What a subnet's exits are not sure of ends at its own answer, sure or not.
+        # Samples that no exit of a subnet is sure of end at its own answer.
         active.append(ActiveExit(exit=bundle.manifest.exits[-1].index, threshold=NEVER))
     stages = _of(bundle, plan_stages(bundle.manifest, bundle.read, active, borders))
     return Plan(stages=stages, policy_version=policy.version, mode=mode)
@@ -219,11 +219,11 @@ def plan_stages(
     active: Sequence[ActiveExit],
     borders: Collection[int] = (),
 ) -> tuple[StageSpec, ...]:
-    """Plan the stages between exits, in depth order; ``read`` gives a part's file.
+    """Plan the stages between exits, in depth order; ``read`` returns a part's file.
 
-    Where an exit's decision depends on earlier ones, all up to the last of ``active`` run. Behind
-    segments of ``borders`` where none of these is, stages end without an answer; but not in what of
-    a cascade's copy lies behind its last exit, and does not run.
+    If an exit's decision depends on earlier ones, all exits up to the last of ``active`` run. After
+    segments of ``borders`` without such an exit, stages end without an answer. Borders after the
+    last exit of a cascade's copy are ignored, as that part does not run.
     """
     if structure.answer.criterion.depends_on_earlier and active:
         active = all_up_to(active)
@@ -231,7 +231,7 @@ def plan_stages(
         (structure.exits[a.exit].after_segment, a.exit, a.threshold) for a in active
     ]
     last, exits_end = len(structure.segments) - 1, {end for end, _, _ in ends}
-    if last_beginning(structure.segments) > 0:  # only the copy in front has borders inside
+    if last_beginning(structure.segments) > 0:  # only the copy in front can have inner borders
         last_exit = max(exits_end, default=0)
         borders = [border for border in borders if border < last_exit]
     ends += [(b, None, NEVER) for b in set(borders) - exits_end if 0 <= b < last]
@@ -240,17 +240,17 @@ def plan_stages(
 
 
 def all_up_to(active: Sequence[ActiveExit]) -> tuple[ActiveExit, ...]:
-    """Add all exits before the last one that are not there, at ``NEVER``."""
+    """Add all missing exits before the last one, at ``NEVER``."""
     thresholds = {a.exit: a.threshold for a in active}
     exits = range(max(thresholds) + 1)
     return tuple(ActiveExit(exit=e, threshold=thresholds.get(e, NEVER)) for e in exits)
 
 
 def make_chained_plan(bundle: Bundle) -> Plan:
-    """Plan every segment of the source model as a stage of its own, without exits.
+    """Plan every segment of the source model as its own stage, without exits.
 
-    The same answers as one graph gives, up to the rounding of sums in another order, at the price
-    of every border. In a cascade the source model is one segment.
+    The answers equal those of one graph, up to rounding of sums in another order, at the cost of
+    every border. In a cascade the source model is one segment.
     """
     stages = _of(bundle, chain_stages(bundle.manifest, bundle.read))
     return Plan(stages=stages, policy_version=0, mode=Mode.OFF)
@@ -325,7 +325,7 @@ def make_stage(
 ) -> StageSpec:
     """Plan the stage of segments ``first`` to ``last`` that ends with an exit, or the model's end.
 
-    ``carried`` are the tensors that what follows reads: what of it segments give, the graph gives.
+    ``carried`` are the tensors that later stages read; the graph outputs those that it computes.
     """
     final = exit_index == MODEL_END
     exit_ = None if exit_index is None or final else structure.exits[exit_index]
@@ -336,7 +336,7 @@ def make_stage(
     before: Sequence[Segment] = ()
     behind: Sequence[Segment] = ()
     if last_beginning(structure.segments) > 0:  # a cascade
-        # Others run on GPUs too, whose engines have float32 borders.
+        # Other models run on GPUs too, whose engines have float32 borders.
         before = structure.segments[max(first - 1, 0) : first]
         behind = structure.segments[last + 1 : last + 2] if given and not final else ()
     inner = slice(len(before), len(before) + len(segments))
@@ -360,10 +360,10 @@ def make_stage(
 
 
 def carried_over(structure: ModelStructure, segment: int, then: int) -> tuple[str, ...]:
-    """Tensors alive after a segment, if segment ``then`` is the next that runs.
+    """Return the tensors alive after a segment, if segment ``then`` is the next that runs.
 
-    Cut tensors and graph inputs that what follows reads: of the former there are none where
-    ``then`` begins anew.
+    Cut tensors and graph inputs that later segments read; there are no cut tensors where ``then``
+    starts from the model's inputs.
     """
     readers = [s.inputs for s in structure.segments[then:]]
     readers += [e.inputs for e in structure.exits if e.after_segment >= then]

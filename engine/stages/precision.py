@@ -1,4 +1,4 @@
-"""The precision of a bundle, where it matters to who may serve it."""
+"""The precision of a bundle, and checks on which hardware may serve it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 def require_plain(manifest: Manifest, path: Path) -> None:
-    """Refuse a cascade whose copy is for CPUs, on a GPU: a BackendError.
+    """Raise BackendError for a cascade with a copy for CPUs, on a GPU.
 
-    What is int8 in it was chosen for CPUs; a GPU would compute it as float32, and slower. A copy
-    that was trained with its exits was tried on CPUs alone. A variant is a float32 model like any.
+    Its int8 parts were chosen for CPUs; a GPU would compute them as float32, and slower. A copy
+    that was trained with its exits was tested on CPUs only. A variant is an ordinary float32 model.
     """
     if manifest.precision != "fp32":
         raise BackendError(
@@ -31,10 +31,10 @@ def require_plain(manifest: Manifest, path: Path) -> None:
 
 
 def warn_of_saturation(name: str, manifest: Manifest, here: CpuFeatures, mode: Mode) -> None:
-    """Warn where int8 of this CPU saturates and the one that certified did not, or otherwise.
+    """Warn if int8 saturates on this CPU and did not on the one that certified, or vice versa.
 
-    CPUs of x86 without VNNI add products of bytes in 16 bits, and saturate where weights are of 8
-    bits; others do not. A CPU that the bundle does not name is taken for one with VNNI.
+    x86 CPUs without VNNI add products of bytes in 16 bits, which saturates with 8-bit weights;
+    other CPUs do not. If the bundle does not name its CPU, it is assumed to have VNNI.
     """
     there = manifest.cpu
     saturated = bool(there and there.saturates)
@@ -54,26 +54,26 @@ def warn_of_saturation(name: str, manifest: Manifest, here: CpuFeatures, mode: M
 
 
 _EXACT = 1e-4
-"""Relative difference that float32 segments are verified to, at most."""
+"""Largest relative difference that float32 segments are verified to."""
 
 
 def is_rounded(manifest: Manifest) -> bool:
-    """Whether anything is computed in less than float32, so that runtimes round it otherwise.
+    """Return whether parts are computed in less than float32, which runtimes round differently.
 
-    That is a cascade, and a model that is quantised itself, or of half precision: its segments
-    were verified to what rounding allows.
+    True for a cascade, and for a model that is itself quantised or of half precision: its segments
+    were verified within the tolerance of rounding.
     """
     verified = manifest.verified_tolerance
     return manifest.precision != "fp32" or manifest.batch_effect is not None or verified > _EXACT
 
 
 def warn_of_other_kernels(name: str, manifest: Manifest, backend: str, mode: Mode) -> None:
-    """Warn where less than float32 is computed by another runtime than the one that certified."""
+    """Warn if another runtime than the certifying one computes in less than float32."""
     if not is_rounded(manifest) or mode is Mode.OFF or backend != "openvino-cpu":
         return
     _log.warning(
-        "%s: MAY ANSWER OTHERWISE HERE than was certified: it is not all of float32, and OpenVINO "
-        "rounds otherwise than ONNX Runtime, which certified it. %s. Serve it with --backend "
+        "%s: MAY ANSWER OTHERWISE HERE than was certified: not all of it is float32, and OpenVINO "
+        "rounds differently from ONNX Runtime, which certified it. %s. Serve it with --backend "
         "onnxruntime, or compile the float32 model",
         name,
         _watched(mode),

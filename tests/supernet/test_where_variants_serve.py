@@ -195,7 +195,7 @@ def test_the_log_says_why_variants_do_not_serve_on_splits(
     (line,) = told(caplog)
     tells(line, "full", "4 bits, 2 bits", "not serve", "splits the model")
     assert "policy refill, which merges batches" in line
-    assert "give --workers N in place of --cluster" in line
+    assert "use --workers N instead of --cluster" in line
 
 
 # GPUs

@@ -1,4 +1,4 @@
-"""Policies that form a batch by size and delay, whatever the deadlines are."""
+"""Policies that form a batch by size and delay, independently of deadlines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from offramp.engine.scheduling.stage_table import Shrinking
 
 
 class Delay(NeverBuffers):
-    """Batching by most samples and longest wait, as TensorFlow Serving and Triton (Apparate 2.1).
+    """Batching by size and maximum delay, as TensorFlow Serving and Triton do (Apparate 2.1).
 
-    Deadlines order the queue and nothing else: what is late is served as long as it is not too
-    late already.
+    Deadlines only order the queue: a sample is served late unless its deadline has already passed.
     """
 
     name = "delay"
@@ -39,11 +38,10 @@ class RunThrough(NeverBuffers):
     """A batch stays on its stream, stage after stage, and shrinks as samples leave (PAME 4.2).
 
     Together with :class:`~offramp.engine.scheduling.parallel.ParallelLimit` (τ_b) this is PAME's
-    parallel batch scheduling. PAME knows no deadlines; where there are some, a batch is only as
-    large as leaves its rows in time in the mean, given how batches shrink on their way. What
-    could not even leave at the first exit in time is given up at once, and so is what would cost
-    others their time (early drop): served late, it would make others late, and goodput would
-    collapse under overload.
+    parallel batch scheduling. PAME has no deadlines. With deadlines, the batch size is limited so
+    that the mean row is in time, given how batches shrink. A sample that could not even leave at
+    the first exit in time is dropped immediately, and so is one that would make others late (early
+    drop): otherwise goodput would collapse under overload.
     """
 
     name = "run-through"
@@ -60,7 +58,7 @@ class RunThrough(NeverBuffers):
 
 
 class BatchFormer:
-    """The rule that forms new batches for policies that let samples leave as they like."""
+    """The rule that forms new batches for policies under which samples leave at any exit."""
 
     def __init__(self, max_batch_size: int, latencies: Latencies, streams: int) -> None:
         self._max_batch_size = max_batch_size
@@ -70,7 +68,7 @@ class BatchFormer:
         self._early_drop = EarlyDrop((), streams)
 
     def form(self, queue: SampleQueue, bucket: Bucket, now_s: float) -> Start | LoadShedding:
-        """Start as many as the first sample of the bucket can wait for, or give that one up."""
+        """Start as many samples as the first one's slack allows, or drop the first one."""
         slack_s = bucket.most_urgent().deadline_s - now_s
         if slack_s == float("inf"):
             return Start(bucket, self._max_batch_size)
@@ -83,7 +81,7 @@ class BatchFormer:
 
     def _rule(self) -> EarlyDrop:
         shrinking = self._latencies.shrinking
-        if shrinking is not self._seen:  # batches shrink otherwise than they did
+        if shrinking is not self._seen:  # the observed rates have changed
             self._seen = shrinking
             busy_s = shrinking.busy_s[-1]
             sizes = [n for n in range(1, self._max_batch_size + 1) if busy_s[n] > 0.0]

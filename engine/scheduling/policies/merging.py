@@ -9,20 +9,19 @@ from offramp.engine.scheduling.policies.batching import BatchFormer
 from offramp.engine.scheduling.policy_protocol import Choice, Merge, Waiting
 
 SLACK = 0.2
-"""Share by which the time that buffered samples still need is taken longer (E3 4)."""
+"""Share added to the time that buffered samples still need (E3 4)."""
 CROWD = 4
-"""Batches' worth of samples at a split from which on the fullest bucket goes, full or not: with
-many batch keys none may ever be full, and what waits holds memory."""
+"""Samples at a split, in largest batches, from which the fullest bucket goes, full or not: with
+many batch keys none may ever be full, and waiting samples hold memory."""
 
 
 class Refill:
     """Survivors wait at a split until the batch is full again (E3 3.3 and 4).
 
     In this order: a split that can fill a batch, the deepest first; a split whose most urgent
-    sample has just enough time left; new samples; and where there are none, the split that
-    holds most: a stream is never idle for the sake of a fuller batch. E3 gives each split
-    devices of its own; here every stream serves all of them, so that none stands still while
-    another split has work.
+    sample has just enough time left; new samples; and without new samples, the split with the most
+    samples: a stream never stays idle to wait for a fuller batch. E3 assigns each split its own
+    devices; here every stream serves all splits, so that none is idle while another has work.
     """
 
     name = "refill"
@@ -33,7 +32,7 @@ class Refill:
         self._former = BatchFormer(max_batch_size, points.latencies, streams)
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """Merge what is full or urgent, else start what is new, else merge what there is."""
+        """Merge a full or urgent batch, else start new samples, else merge any batch."""
         occupied = [s for s in reversed(range(len(waiting.buffered))) if waiting.buffered[s].size]
         for stage in occupied:
             size = waiting.buffered[stage].size
@@ -54,7 +53,7 @@ class Refill:
         return fresh
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:  # noqa: ARG002
-        """Go on only with a batch that is still full."""
+        """Continue only with a batch that is still full."""
         return survivors >= self._max_batch_size
 
     def _needed_s(self, stage: int, bucket: BufferedBucket) -> float:
@@ -66,15 +65,15 @@ class Refill:
 class Rebatch(Refill):
     """A batch is split only where that pays (dynamic rebatching; DREX, arXiv 2512.15705).
 
-    Of b rows b′ leave. Refilling the places that they leave saves their share of the time t_d
-    that the rest of the model takes, and costs c, what merging costs (measured while serving):
-    it pays if b′ > (c / t_d) · b. Where it does not pay, the survivors run on alone.
+    Of b rows b′ leave. To refill their places saves their share of the time t_d of the rest of the
+    model, and costs c, the time of merging (measured while serving): it pays if b′ > (c / t_d) · b.
+    Otherwise the survivors continue alone.
     """
 
     name = "rebatch"
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:
-        """Go on where the gain of splitting is below its measured cost."""
+        """Continue where the gain of splitting is below its measured cost."""
         rest_s = self._latencies.span_s(stage + 1, self._latencies.stages - 1, before)
         if survivors >= self._max_batch_size:
             return True

@@ -1,4 +1,4 @@
-"""Policies by name, as they are chosen on the command line and in configuration."""
+"""Policies by name, for the command line and the configuration."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ _BY_NAME: Final[Mapping[str, Callable[[OperatingPoints, int, int], Policy]]] = {
     )
 }
 POLICIES: Final = (*_BY_NAME, Fixed.name)
-"""Names; ``fixed`` is followed by its exit: ``fixed:2``, or ``fixed:final``. Behind the exit may be
-a variant below the full model: ``fixed:final@1``."""
+"""Names of all policies. ``fixed`` is followed by an exit: ``fixed:2``, or ``fixed:final``; and
+optionally by a variant below the full model: ``fixed:final@1``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """The name of a policy that exists, with the exit and the variant of ``fixed``."""
+    """The name of an existing policy, with the exit and the variant of ``fixed``."""
 
     name: str
     exit: int = MODEL_END
-    """The exit that ``fixed`` stays at."""
+    """Exit at which ``fixed`` answers."""
     variant: int = 0
-    """The variant that ``fixed`` stays with."""
+    """Variant that ``fixed`` runs."""
 
     @classmethod
     def parse(cls, text: str) -> PolicyName:
-        """Read ``slackfit``, ``fixed:2`` or ``fixed:2@1``; ValueError if there is none such."""
+        """Read ``slackfit``, ``fixed:2`` or ``fixed:2@1``; ValueError if it is unknown."""
         name, colon, place = text.partition(":")
         if name not in POLICIES or (colon and name != Fixed.name):
             close = difflib.get_close_matches(name, POLICIES, n=1)
@@ -61,28 +61,28 @@ class PolicyName:
         depth, at, variant = place.partition("@")
         if (depth != "final" and not depth.isdecimal()) or (at and not variant.isdecimal()):
             raise ValueError(
-                f"policy {text!r} does not say where it is fixed; expected an exit, for instance "
+                f"policy {text!r} has no exit; expected an exit after it, for instance "
                 "fixed:2, or fixed:final"
             )
         return cls(name, MODEL_END if depth == "final" else int(depth), int(variant or 0))
 
     def __str__(self) -> str:
-        """Write the name as :meth:`parse` reads it."""
+        """Return the name in the form that :meth:`parse` reads."""
         return f"{self.name}:{self.place}" if self.name == Fixed.name else self.name
 
     @property
     def place(self) -> str:
-        """The exit, and the variant where it is not the full model."""
+        """The exit, and the variant if it is not the full model."""
         return _place(self.exit, self.variant)
 
 
 class PlanPolicy(NamedTuple):
-    """What chooses for the batches of a plan, and what it predicts by."""
+    """The policy of a plan's batches, and its predictions."""
 
     policy: Policy
     latencies: Latencies
     placed: PlacedPlan | None = None
-    """Where streams differ: what each is asked with, instead."""
+    """Policies per stream, where streams differ; used instead of the ones above."""
 
 
 def make_policy(
@@ -95,13 +95,13 @@ def make_policy(
 
 
 def may_buffer(chosen: PolicyName) -> bool:
-    """Whether batches may wait at a split under a policy, and be merged with others."""
+    """Return whether batches may wait at a split under a policy, and be merged."""
     kind: object = Fixed if chosen.name == Fixed.name else _BY_NAME[chosen.name]
     return not (isinstance(kind, type) and issubclass(kind, NeverBuffers))
 
 
 def chooses_points(chosen: PolicyName) -> bool:
-    """Whether a policy chooses among operating points, so that it may run other variants."""
+    """Return whether a policy chooses among operating points, and so may run other variants."""
     if chosen.name == Fixed.name:
         return chosen.variant > 0
     kind: object = _BY_NAME[chosen.name]
@@ -123,10 +123,10 @@ def make_scheduler(
 ) -> ModelScheduler:
     """Make the scheduler of a model whose latencies reach up to ``max_batch_size``.
 
-    Up to ``max_queue`` samples wait, for batch mates no longer than ``max_delay_s``, and not at all
-    under policies that look at slack. ``parallel`` is the device's limit on batches side by side,
-    ``plan`` the number of the first plan. ``placement`` is where its stages run, if streams differ.
-    Errors are those of :func:`make_policy` and :func:`place`.
+    Up to ``max_queue`` samples wait. They wait for fuller batches at most ``max_delay_s``, and not
+    at all under slack policies. ``parallel`` is the device's limit on parallel batches, ``plan``
+    the number of the first plan. ``placement`` assigns its stages to streams, if streams differ.
+    Raises the errors of :func:`make_policy` and :func:`place`.
     """
     policy, latencies, placed = policy_for(
         chosen, points, max_batch_size=max_batch_size, streams=streams, placement=placement
@@ -148,10 +148,10 @@ def policy_for(
     placement: Placement | None = None,
     before: PlacedPlan | None = None,
 ) -> PlanPolicy:
-    """Make what chooses for the batches of a plan, placed or not.
+    """Make the policy and predictions for the batches of a plan, placed or not.
 
-    ``before`` is the placed plan that it follows: what was observed of equal times goes on. Errors
-    are those of :func:`make_policy` and :func:`place`.
+    ``before`` is the previous placed plan: observations are kept where predicted times are equal.
+    Raises the errors of :func:`make_policy` and :func:`place`.
     """
     if placement is None or placement.is_shared:
         policy = make_policy(chosen, points, max_batch_size, streams)
@@ -168,10 +168,10 @@ def place(
     max_batch_size: int,
     before: PlacedPlan | None = None,
 ) -> PlacedPlan:
-    """Make a policy for each kind of device of a placement, that predicts by its times.
+    """Make a policy for each kind of device of a placement, with predictions for that kind.
 
     ValueError if the policy never merges and a split would end a batch, if tables do not fit, and
-    as of :func:`make_policy`.
+    as in :func:`make_policy`.
     """
     if placement.is_split and not may_buffer(chosen):
         raise ValueError(
@@ -186,7 +186,7 @@ def place(
     kinds = {}
     for kind in placement.kinds:
         if smaller and kind.seconds:
-            raise ValueError(f"kind {kind.name!r} has no times of variants; give its speed instead")
+            raise ValueError(f"kind {kind.name!r} has no times of variants; set its speed instead")
         scaled = [
             StageTable(
                 [[kind.speed * s for s in row] for row in table.seconds],

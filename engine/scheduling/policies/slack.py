@@ -1,9 +1,9 @@
-"""Policies that look at the slack of the most urgent sample: how large a batch, at which point.
+"""Policies that choose batch size and operating point by the slack of the most urgent sample.
 
-All of them serve earliest deadline first, never wait for batch mates, and give up a sample that
-would be late even alone at the fastest point that the policy may use: what cannot be answered
-in time must not delay what can (SuperServe 4.2 and appendix B, Clockwork, E3 4). They drop early
-(:class:`~offramp.engine.scheduling.early_drop.EarlyDrop`), which the papers leave open.
+All of them serve earliest deadline first, never wait for fuller batches, and drop a sample that
+would be late even alone at the fastest point that the policy may use: samples that cannot be in
+time must not delay those that can (SuperServe 4.2 and appendix B, Clockwork, E3 4). They drop early
+(:class:`~offramp.engine.scheduling.early_drop.EarlyDrop`); the papers leave this open.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from offramp.engine.scheduling.queue import SampleQueue
 
 
 class Setting(NamedTuple):
-    """A batch size, and a variant and a depth to run it to: SuperServe's control tuple."""
+    """A batch size, a variant and its deepest stage: SuperServe's control tuple."""
 
     batch_size: int
     deepest: int
-    """Stage where all must leave."""
+    """Stage where all samples must leave."""
     variant: int = 0
 
     @classmethod
     def at(cls, point: OperatingPoint, batch_size: int) -> Setting:
-        """Run so many at an operating point."""
+        """Return the setting for a batch size at an operating point."""
         return cls(batch_size, point.deepest, point.variant)
 
     def runs(self, point: OperatingPoint) -> bool:
-        """Whether it is at this operating point."""
+        """Return whether the setting is at this operating point."""
         return (self.variant, self.deepest) == (point.variant, point.deepest)
 
 
 class ArrivalRate:
-    """The rate in samples a second at which they arrived over about the last ``MEMORY_S``."""
+    """The rate in samples per second of arrivals over about the last ``MEMORY_S``."""
 
     MEMORY_S = 0.1
     _SHORTEST_LOOK_S = 0.005
@@ -56,15 +56,15 @@ class ArrivalRate:
         self._looked_s = self._since_s = -math.inf
 
     def look(self, arrived: int, now_s: float) -> None:
-        """Take note of how many have arrived by now."""
+        """Record how many samples have arrived by now."""
         elapsed_s = now_s - self._looked_s
         if elapsed_s < self._SHORTEST_LOOK_S:
             return
         if elapsed_s == math.inf:
             self._count, self._looked_s, self._since_s = arrived, now_s, now_s
             return
-        # Before it has seen MEMORY_S it is the mean of what it has seen: there was no time of
-        # rate 0 before.
+        # Before MEMORY_S has passed, the rate is the mean since the start: earlier time does not
+        # count as a rate of 0.
         known = math.expm1(-(now_s - self._since_s) / self.MEMORY_S)
         weight = math.expm1(-elapsed_s / self.MEMORY_S) / known
         self.rate += weight * ((arrived - self._count) / elapsed_s - self.rate)
@@ -72,7 +72,7 @@ class ArrivalRate:
 
 
 class SlackPolicy(NeverBuffers, ABC):
-    """The base of policies that choose batch size and point by the most urgent sample's slack."""
+    """The base of policies that choose batch size and point by the most urgent slack."""
 
     name: str
 
@@ -86,15 +86,15 @@ class SlackPolicy(NeverBuffers, ABC):
 
     @abstractmethod
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
-        """Choose what to run at a slack, maybe infinite; ``None`` if there is no time.
+        """Return the setting for a slack, maybe infinite; ``None`` if there is no time.
 
-        ``slack_s`` is the most urgent sample's, ``wanted_rate`` the rows a second that have to be
-        served, as if predictions were right: that arrive, or that would serve all that waits by its
-        last deadline.
+        ``slack_s`` is that of the most urgent sample. ``wanted_rate`` is the required rows per
+        second at a margin of 1: the arrival rate, or the rate that serves all waiting samples by
+        their last deadline, if that is higher.
         """
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """Start the most urgent bucket as its first sample's slack allows, or give that up."""
+        """Start the most urgent bucket as its first sample's slack allows, or drop that sample."""
         bucket = waiting.ready(now_s)
         if not isinstance(bucket, Bucket):
             return bucket
@@ -124,11 +124,11 @@ class SlackPolicy(NeverBuffers, ABC):
         now_s: float,  # noqa: ARG002
         wanted_rate: float,  # noqa: ARG002
     ) -> Setting:
-        """Better a choice that holds for any queue, knowing what waits in this one."""
+        """Return a better setting than one for any queue, by the samples of this queue."""
         return setting
 
     def _settings(self) -> Iterator[tuple[float, float]]:
-        """Give seconds, and rows a second, of whatever the policy would choose at any slack."""
+        """Yield seconds and rows per second of every setting that the policy may choose."""
         latencies = self._points.latencies
         slacks = {
             seconds
@@ -141,7 +141,7 @@ class SlackPolicy(NeverBuffers, ABC):
                 yield self._until_s(setting)[setting.batch_size], self._rate(setting)
 
     def _rate(self, setting: Setting) -> float:
-        """Rows a second of one stream, if samples leave on the way as they did at calibration."""
+        """Return rows per second of one stream, if samples leave as they did at calibration."""
         busy_s = self._busy_s[setting.variant][setting.deepest][setting.batch_size]
         return setting.batch_size / busy_s if busy_s else math.inf
 
@@ -150,7 +150,7 @@ class SlackPolicy(NeverBuffers, ABC):
         return self._points.latencies.until_s(where.deepest, where.variant)
 
     def _largest_batch(self, where: OperatingPoint | Setting, slack_s: float) -> int:
-        """Most rows that are done within ``slack_s`` even if none leaves early; may be 0."""
+        """Return the most rows that end within ``slack_s`` if none leaves early; may be 0."""
         largest = self._points.latencies.largest_batch(where.deepest, slack_s, where.variant)
         return min(largest, self._max_batch_size)
 
@@ -161,7 +161,7 @@ class MaxBatch(SlackPolicy):
     name = "max-batch"
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
-        """Choose first the size, then the point."""
+        """Choose the size first, then the point."""
         size = self._largest_batch(self._points.points[0], slack_s)
         if not size:
             return None
@@ -176,7 +176,7 @@ class MaxAccuracy(SlackPolicy):
     name = "max-accuracy"
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
-        """Choose first the point, then the size."""
+        """Choose the point first, then the size."""
         for point in reversed(self._points.points):
             size = self._largest_batch(point, slack_s)
             if size:
@@ -185,7 +185,7 @@ class MaxAccuracy(SlackPolicy):
 
 
 class Fixed(SlackPolicy):
-    """One operating point for all, the largest batch in time: Clipper+ (SuperServe 6.1)."""
+    """One operating point for all, with the largest batch in time: Clipper+ (SuperServe 6.1)."""
 
     name = "fixed"
 
@@ -201,13 +201,13 @@ class Fixed(SlackPolicy):
         self._point = points.points[-1] if point is None else point
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
-        """Choose the size; nothing else is open."""
+        """Choose the size only."""
         size = self._largest_batch(self._point, slack_s)
         return Setting.at(self._point, size) if size else None
 
 
 class Cheapest(Fixed):
-    """Always the fastest point: INFaaS without an accuracy target (SuperServe 6.1)."""
+    """The fastest point, always: INFaaS without an accuracy target (SuperServe 6.1)."""
 
     name = "cheapest"
 
@@ -216,12 +216,12 @@ class Cheapest(Fixed):
 
 
 class Clockwork(Fixed):
-    """The model as it is, in the largest batch that meets every deadline (Apparate 2.1).
+    """The unrestricted model, in the largest batch that meets every deadline (Apparate 2.1).
 
-    Predicted from the profile, as Clockwork does: with earliest deadline first a batch that the
-    most urgent sample can wait for is in time for all others of its priority. A sample that is in
-    time only if it leaves early is tried alone: most do, and with exits on its way the model takes
-    longer to its end than without.
+    Predicted from the profile, as in Clockwork: with earliest deadline first, a batch within the
+    most urgent sample's slack is in time for all others of its priority. A sample that is in time
+    only if it leaves early is tried alone: most do leave, and exits make the way to the model's end
+    slower than without them.
     """
 
     name = "clockwork"

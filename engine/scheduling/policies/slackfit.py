@@ -1,4 +1,4 @@
-"""SlackFit as published, and ours: which batch size and depth a slack, and a queue, allow."""
+"""SlackFit as published, and ours: the batch size and depth that slack and queue allow."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from offramp.engine.scheduling.policies.slack import Setting, SlackPolicy
 from offramp.engine.scheduling.queue import SampleQueue
 
 BARE_BUCKETS: Final = 6
-"""Latency buckets of the published rule, which says evenly sized and not how many: here as many as
-figure 6 has subnets. With a few, each holds a setting of a large batch. With 64, most hold a single
-one, and the rule answers a middling slack by a setting that is slow *and* small, and falls behind
-for good (``benchmarks.superserve``)."""
+"""Number of latency buckets of the published rule, which defines them as evenly sized but not their
+number: here as many as figure 6 has subnets. With few buckets, each contains a setting with a large
+batch. With 64, most contain a single one, and the rule answers a medium slack with a setting that
+is slow *and* small, and stays late (``benchmarks.superserve``)."""
 BUCKETS: Final = 64
-"""Of ours, which goes down from a bucket that does not keep up."""
+"""Number of buckets of our rule, which moves down from a bucket that does not keep up."""
 
 
 class BareSlackFit(SlackPolicy):
     """The largest batch of the bucket of settings that just fits the slack (SuperServe 4.2, A.5).
 
-    All settings (a power of two or the limit as batch size, an operating point) are sorted into
-    evenly sized buckets by latency, that of a batch that nobody leaves early. The bucket is the
-    highest that lies within the slack as a whole; of its settings the one with the largest batch
-    is taken. What the paper leaves open: among equal batch sizes the higher agreement wins; an
-    empty bucket gives way to the next lower one that is not; and below the lowest bucket's
-    upper end the fastest setting stands, as long as it fits itself. The choice of every bucket
-    is made beforehand.
+    All settings (batch size: a power of two or the limit; operating point) are sorted into evenly
+    sized buckets by latency, that of a batch that no sample leaves early. The rule takes the
+    highest bucket that is entirely within the slack, and its setting with the largest batch. Our
+    choices where the paper leaves it open: among equal batch sizes the higher agreement wins; an
+    empty bucket uses the next lower one that is not empty; and below the upper end of the lowest
+    bucket, the fastest setting is used if it fits. The choice of every bucket is computed in
+    advance.
     """
 
     name = "slackfit-bare"
@@ -58,17 +58,17 @@ class BareSlackFit(SlackPolicy):
             if held is None or (size, agreement) > held[:2]:
                 best[bucket] = (size, agreement, setting, self._rate(setting))
         self._chosen = [(fastest, self._rate(fastest))]
-        """Below the first bucket, then by bucket: its choice, and rows a second."""
+        """Setting and rows per second: below the first bucket, then of each bucket."""
         for choice in best:
             self._chosen.append(choice[2:] if choice else self._chosen[-1])
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:  # noqa: ARG002
-        """Look into the bucket."""
+        """Return the setting of the bucket for this slack."""
         bucket = self._bucket(slack_s)
         return None if bucket is None else self._chosen[bucket][0]
 
     def _bucket(self, slack_s: float) -> int | None:
-        """The index into ``_chosen``; ``None`` if there is no time."""
+        """Return the index into ``_chosen``; ``None`` if there is no time."""
         slack_s /= self._points.latencies.latency_margin
         if slack_s < self._fastest_s:
             return None
@@ -76,18 +76,19 @@ class BareSlackFit(SlackPolicy):
 
 
 class SlackFit(BareSlackFit):
-    """SlackFit that keeps up with the queue, and takes the best point that it leaves time for.
+    """SlackFit that keeps up with the queue, and uses the best point that leaves enough time.
 
-    Three things are ours. How many buckets there are decides which settings compete, and which
-    number is right differs from table to table (see :data:`BARE_BUCKETS`). So there are many, and
-    a bucket whose choice cannot keep up with the queue gives way to the next lower one that can,
-    or to the one that comes closest. Nor is its batch size a limit: whatever fits the slack at its
-    point goes along, for what is left behind needs a batch of its own.
+    Three things are ours. The number of buckets determines which settings compete, and the best
+    number differs between tables (see :data:`BARE_BUCKETS`). So there are many, and a bucket whose
+    choice cannot keep up with the queue is replaced by the next lower one that can, or by the one
+    closest to it. Its batch size is not a limit either: all rows that fit the slack at its point
+    run together, as the remaining rows would need their own batch.
 
-    And that largest batch may not be there: bare, the rule cuts a lone sample short to fit 32. So
-    its point is where the search begins, and the best one is taken at which the rows that do wait
-    are in time and nobody else is made late (:meth:`for_queue`). How that compares with the
-    deepest setting that would have met the same deadlines: ``benchmarks.depth``.
+    The queue may also be shorter than that largest batch: the published rule then stops a single
+    sample early to fit 32. So its point is only the start of the search, and the best point is used
+    at which the waiting rows are in time and no other sample becomes late (:meth:`for_queue`).
+    ``benchmarks.depth`` compares it with the deepest setting that would have met the same
+    deadlines.
     """
 
     name = "slackfit"
@@ -103,7 +104,7 @@ class SlackFit(BareSlackFit):
         super().__init__(points, max_batch_size, streams, buckets=buckets)
 
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
-        """Look into the bucket, and down from there for one that keeps up."""
+        """Return the setting of the bucket, or of a lower one that keeps up."""
         bucket = self._bucket(slack_s)
         if bucket is None:
             return None
@@ -125,12 +126,12 @@ class SlackFit(BareSlackFit):
         now_s: float,
         wanted_rate: float,
     ) -> Setting:
-        """Take a better point where the bucket's batch leaves time enough for everybody else.
+        """Return a better point where the bucket's batch leaves enough time for all others.
 
-        After it the best rate must serve all that is left before the first of that is due, and
-        the arrivals meanwhile, and those that come while these are served, before the first of
-        them is. Where not all rows of the bucket find the time, fewer may, as long as that keeps
-        up: else it would tear the queue into small batches.
+        After the batch, the best rate must serve all remaining samples before the first of them is
+        due, including arrivals in the meantime, and arrivals while these are served before the
+        first of them is due. Where not all rows of the bucket have enough time, fewer may run, if
+        that keeps up: otherwise it would split the queue into small batches.
         """
         points = self._points.points
         if setting.runs(points[-1]):
@@ -151,12 +152,12 @@ class SlackFit(BareSlackFit):
     def _time_for(
         self, rows: int, queue: SampleQueue, bucket: Bucket, now_s: float
     ) -> tuple[float, float]:
-        """Seconds that a batch of these rows may take, and one of fewer, if predictions are right.
+        """Return the time for a batch of these rows, and for one of fewer, at a margin of 1.
 
-        Whoever arrives next is taken to be as patient as the head of the bucket was.
+        Later arrivals are assumed to have the time limit of the bucket's first sample.
         """
         early_drop, head = self._early_drop, bucket.most_urgent()
-        assert early_drop is not None, "choose() made it"
+        assert early_drop is not None, "choose() sets it"
         latency_margin = self._points.latencies.latency_margin
         patience_s = (head.deadline_s - head.submitted_s) / latency_margin
         patience_s = min(patience_s, early_drop.horizon_s)
@@ -164,9 +165,9 @@ class SlackFit(BareSlackFit):
         arrival_rate = self._arrivals.rate * latency_margin
         if arrival_rate >= best_rate:
             return 0.0, 0.0
-        spare = 1.0 - arrival_rate / best_rate  # of the time, at the best rate
+        spare = 1.0 - arrival_rate / best_rate  # share of the time, at the best rate
         first_s, others = (head.deadline_s - now_s) / latency_margin, queue.size - rows
-        if others or head.priority > bucket.lowest_priority:  # somebody may be due before it
+        if others or head.priority > bucket.lowest_priority:  # another sample may be due earlier
             first_s = min(first_s, (queue.next_expiry_s() - now_s) / latency_margin)
         first_s = min(first_s, early_drop.horizon_s)
         whole_s = min(first_s, patience_s * spare) - others / best_rate

@@ -86,7 +86,7 @@ def test_workers_on_gpus_run_engines_in_fp32_alone(folder: Path) -> None:
     assert EngineOptions(devices=workers, precision="fp32").streams == 2
     with pytest.raises(ValueError, match=facts("precision is fp16", "GPUs")):
         EngineOptions(devices=workers, precision="fp16")
-    with pytest.raises(ValueError, match=facts("'cuda:0,cuda:1'", "workers have GPUs")):
+    with pytest.raises(ValueError, match=facts("'cuda:0,cuda:1'", "workers have their own GPUs")):
         EngineOptions(devices=workers, device="cuda:0,cuda:1")
 
 

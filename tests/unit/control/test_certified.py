@@ -246,7 +246,7 @@ def test_a_lasting_excess_is_noticed_without_the_alarm(population: Population) -
     *suspected, event = controller.take_events()
     assert {e.kind for e in suspected} == {"suspicion"}
     assert event.warning
-    assert "disagreed of late" in event.text
+    assert "disagreed recently" in event.text
     assert controller.status().observed <= 20_000 + 4_000
     for policy, status in feed(controller, drifted, 10_000, rng=rng):
         assert drifted.risk(policy) <= EPSILON
@@ -516,7 +516,7 @@ def test_changed_inputs_invalidate_what_audits_could_not_tell_yet(population: Po
     surer = Population(confidence=population.confidence**2, agrees=population.agrees)
     feed(controller, surer, 2_000, rng=rng)
     (alarm,) = [e for e in controller.take_events() if e.kind == "alarm"]
-    assert "inputs are not what they were" in alarm.text
+    assert "inputs have changed" in alarm.text
     assert controller.status().audit_probability == controller.audit_probability == 1.0
     feed(controller, surer, 9_000, rng=rng)
     assert controller.audit_probability < 1.0

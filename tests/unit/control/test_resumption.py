@@ -84,7 +84,7 @@ def test_what_was_learned_on_other_samples_is_forgotten(
     history = feed(restarted, harder, 640, rng=np.random.default_rng(3))
     assert all(not is_beyond(policy) for policy, _ in history)
     (*_, event) = [e for e in restarted.take_events() if e.kind == "policy"]
-    assert "forgotten" in event.text
+    assert "is dropped" in event.text
     assert answers(restarted.policy) == COMPILED
     assert restarted.status().alarms == 0
 

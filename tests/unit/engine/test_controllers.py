@@ -114,7 +114,7 @@ def test_exits_get_what_the_end_leaves_of_constraint_and_risk() -> None:
 
 def test_a_constraint_that_the_end_spends_alone_is_refused() -> None:
     served = in_fp16(Bundle.open(BUNDLE), end_differs=20)
-    with pytest.raises(OptionsError, match=facts("0.20% at 0.95", "give")):
+    with pytest.raises(OptionsError, match=facts("0.20% at 0.95", "raise --max-disagreement")):
         left_for_exits(served, ModelOptions(max_disagreement=0.002))
 
 

@@ -293,7 +293,7 @@ def test_an_overloaded_engine_refuses_before_a_request_is_made() -> None:
         waiting = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
         await until(lambda: engine.statistics()["fake"].queued == 1)
         admission.lose(10**9, time.monotonic())  # so that chance lets nobody in
-        with pytest.raises(QueueFullError, match=r"overloaded: 1 samples wait.*send it later"):
+        with pytest.raises(QueueFullError, match=r"overloaded: 1 samples wait.*retry later"):
             await engine.infer(
                 "fake", {SCRIPT: script([0.95, 0.5])}, deadline_s=time.monotonic() + 20.0
             )

@@ -87,7 +87,7 @@ def test_users_functions_are_registered_by_name_and_found() -> None:
             register(name, half)
     with pytest.raises(CriterionError, match=r"no criterion is called 'halv'.*--criterion-module"):
         known_criterion("halv")
-    with pytest.raises(CriterionError, match="not registered; give its file: --criterion-module"):
+    with pytest.raises(CriterionError, match="not registered; pass its file: --criterion-module"):
         host_criterion(Criterion(name="halv"))
     with pytest.raises(CriterionError, match="compiled with True"):
         host_criterion(Criterion(name="half", depends_on_earlier=True))

@@ -150,7 +150,7 @@ def test_int8_needs_data_that_no_server_has(caplog: pytest.LogCaptureFixture) ->
     for _ in range(10):
         place.look(place.missing("02-03", precision="int8"), seconds=100.0)
     assert place.builds == []
-    assert caplog.text.count("int8 engines take data to build: eecompile build") == 1
+    assert caplog.text.count("int8 engines need data to build: eecompile build") == 1
 
 
 def test_a_process_that_cannot_be_started_is_a_failure(caplog: pytest.LogCaptureFixture) -> None:

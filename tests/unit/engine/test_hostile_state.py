@@ -238,7 +238,7 @@ def test_a_state_that_is_refused_halfway_changes_nothing(
     path, controller = tmp_path / "m.state.npz", Halfway(PROMISED, COSTS)
     save_state(path, {"version": 9}, fingerprint={})
     start(controller, path)
-    tells(caplog.text, "no use", "OverflowError")
+    tells(caplog.text, "unusable", "OverflowError")
     assert controller.status().observed == 0
     kept = load_state(path, fingerprint={})
     assert kept is not None

@@ -341,7 +341,7 @@ def test_exits_that_cannot_be_put_in_use_leave_the_policy_as_it_is(
 
         deployments.gate = fail
         controller.policy = policy_of(2, e0=0.5, e1=0.9)  # exit 0 would answer: no stand-in
-        await until(lambda: "cannot be put in use: no such file" in caplog.text)
+        await until(lambda: "cannot be activated: no such file" in caplog.text)
         result = await engine.infer("fake", {SCRIPT: script([0.9, 0.95, 0.1])})
         assert (result.exits.tolist(), result.policy_version) == ([1], 1)
 

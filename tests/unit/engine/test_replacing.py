@@ -652,7 +652,7 @@ def test_observers_see_what_is_answered_whichever_version_answers(
             assert len(seen) == 3
 
     asyncio.run(body())
-    assert "fake: its inputs are observed no more" in caplog.text
+    assert "fake: the observer of its inputs failed and was removed" in caplog.text
 
 
 class ColdSlots(FakeBackend):

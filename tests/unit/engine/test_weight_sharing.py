@@ -245,7 +245,7 @@ def test_what_is_in_force_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     name = examples.MANIFEST.name
     assert caplog.messages == [
         f"{name}: one copy of weights in memory for depth 1 of 2 ({COSTS[1].describe()})",
-        f"{name}: each model has weights of its own in memory",
+        f"{name}: each model has its own weights in memory",
     ]
 
 

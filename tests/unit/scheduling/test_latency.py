@@ -70,8 +70,8 @@ def test_a_profile_that_falls_is_taken_as_level() -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "a row a stage"),
-        ([[0.0]], "a column a batch size"),
+        ([], "a row per stage"),
+        ([[0.0]], "a column per batch size"),
         ([[0.0, 2.0, 1.0]], "cannot be faster on a larger batch"),
         ([[-1.0, 2.0, 3.0]], "cannot be faster on a larger batch"),
         ([[0.0, 1.0], [0.0, 1.0, 2.0]], "inhomogeneous"),

@@ -115,7 +115,7 @@ def test_only_what_was_answered_says_whether_batches_hinder_each_other() -> None
         ({"fixed": 0}, "τ_b is 0"),
         ({"max_violations": 0.0}, "violation ratio is 0.0"),
         ({"max_violations": 1.0}, "violation ratio is 1.0"),
-        ({"fixed": 1, "max_violations": 0.5}, "not both"),
+        ({"fixed": 1, "max_violations": 0.5}, "got both"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(how: dict[str, float], message: str) -> None:

@@ -205,7 +205,7 @@ def test_what_control_brings_into_use_is_built_once_and_swapped_in(
     assert built.settings.workspace_bytes == 2**30
     assert built.timing_cache
     assert EngineStore.open(bundle.path, target).index.timing_cache == timings
-    assert "m: building engines beside serving: 01-03" in caplog.text
+    assert "m: building engines while serving: 01-03" in caplog.text
     assert "m: new engines run 01-03" in caplog.text
 
 
@@ -257,7 +257,7 @@ def test_an_engine_that_cannot_be_loaded_leaves_the_chain_in_use(
         await until(lambda: bool(serving.builds))
         runtime.fails_to_load = True
         serving.builds[0].work()
-        await until(lambda: "new engines cannot be put in use" in caplog.text)
+        await until(lambda: "new engines cannot be loaded" in caplog.text)
         runtime.fails_to_load = False
         serving.now_s = 1e6
         await asyncio.sleep(0.2)

@@ -123,7 +123,7 @@ def test_a_note_says_where_exits_come_from(model: Path, tmp_path: Path) -> None:
     manifest = Bundle.open(tmp_path / "plain.ee").manifest
     learning = replace(OPTIONS, learning=LearnOptions())
     left_out = replace(learning, models={"m": ModelOptions(learn=False)})
-    assert notes_on("m", manifest, learning)[0].endswith("exits are learned from what is asked")
+    assert notes_on("m", manifest, learning)[0].endswith("exits are learned from requests")
     for options in (OPTIONS, left_out):
         assert "exits come with --learn, or from eecompile" in notes_on("m", manifest, options)[0]
 
