@@ -22,7 +22,7 @@ from offramp.engine.graphs.external_weights import WeightForm
 if TYPE_CHECKING:
     import openvino
 
-_INSTALL = "pip install '.[openvino]' (replace the dot by Offramp's source folder or wheel)"
+_INSTALL = "pip install '.[openvino]' (for the dot: Offramp's source folder or wheel)"
 
 
 def require_openvino() -> str:

@@ -178,7 +178,7 @@ def test_a_worker_that_is_gone_for_long_is_planned_without(small: Small) -> None
         planning.now_s += RULES.pause_s
         profiles_of(planning.serving.engine).look()
         await planning.look()
-        assert planning.status.reason != "workers of the plan in force are gone"
+        assert planning.status.reason != "workers of the active plan are gone"
 
     plan(small, body, share=1.3)
 
@@ -198,7 +198,7 @@ def test_a_straggler_is_left_out_and_serves_to_the_switch(
             assert sum(split.excluded for split in planning.status.splits) == 1
             await planning.look()
             assert planning.status.changes == 1
-            assert planning.status.changed_for == "devices of the plan in force are gone"
+            assert planning.status.changed_for == "devices of the active plan are gone"
             assert planning.serving.segments()[slow] is None
             await planning.serving.load.more()
         assert planning.status.spare >= 1
