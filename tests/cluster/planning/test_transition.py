@@ -303,7 +303,7 @@ def test_workers_that_serve_something_else_are_a_mistake() -> None:
         plan_transition(old, new, workers_of(2))
     with pytest.raises(ValueError, match=facts("[(0, 3)]", "active plan")):
         plan_transition(None, new, served(new, workers_of(2)))
-    with pytest.raises(ValueError, match="expected names of their own"):
+    with pytest.raises(ValueError, match="expected unique names"):
         plan_transition(None, new, workers_of(1) * 2)
     with pytest.raises(ValueError, match=facts("(0, 1)", "not hold")):
         WorkerState(name="x", device_type="a", serves=(0, 1))
