@@ -124,7 +124,7 @@ def test_the_plan_follows_what_is_observed(
         for _ in range(7):  # after a jump, forecasts are wary for some windows
             await planning.window(*most_leave)
         assert planning.splits == halves
-        assert "and there is none for" in planning.status.reason
+        assert "but the pause lasts" in planning.status.reason
         planning.now_s += RULES.pause_s
         await planning.window(*most_leave)
         assert planning.splits == [(0, 0, 2), (1, 4, 2)], "once the pause is over"
