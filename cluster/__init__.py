@@ -1,1 +1,1 @@
-"""Extension: several devices serve a model (E3), as workers on any host, by plans that change."""
+"""Extension: workers on several devices or hosts serve one model (E3), by plans that change."""

@@ -19,7 +19,7 @@ _DESCRIPTION: Final = """\
 Plan a bundle on a cluster (E3): how many splits, which segments and exits in
 each, on which and how many devices, at which batch size. Prints the plan next
 to the unmodified model on the same devices, and the limits that bind. All is
-predicted, from profiles and from how many rows leave at each exit; nothing
+predicted from profiles and from how many rows leave at each exit; nothing
 runs. eeserve --cluster makes such plans while it serves, and serves by them."""
 _EXAMPLES: Final = {
     "eecompile plan model.ee --cluster cluster.toml --slo-ms 100": "",
@@ -39,12 +39,12 @@ def plan_parser() -> argparse.ArgumentParser:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the goal of a plan, and its files."""
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
-                        help="devices, their costs, and how they are connected")  # fmt: skip
+                        help="devices, their costs and connections")  # fmt: skip
     parser.add_argument("--slo-ms", type=values.above_0, metavar="MS",
                         help="latency objective (default: that of [goal] in the file, or "
                         "none)")  # fmt: skip
     parser.add_argument("--slack", type=values.share_from_0, metavar="SHARE",
-                        help="share of the objective that is left for queues and bursts (default: "
+                        help="share of the objective reserved for queues and bursts (default: "
                         f"that of the file, or {SLACK:g})")  # fmt: skip
     parser.add_argument("--rate", type=values.above_0, metavar="N",
                         help="rows per second to serve at the least cost (default: as many as the "
@@ -53,13 +53,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="largest cost of a plan, as a factor of that of all devices together "
                         "(default: that of the file, or 1)")  # fmt: skip
     parser.add_argument("--report", type=Path, metavar="FILE.html",
-                        help="self-contained page to draw the plan in")  # fmt: skip
+                        help="self-contained page with a drawing of the plan")  # fmt: skip
     parser.add_argument("--batch-profile", type=Path, metavar="FILE",
-                        help="observations of the exits, window by window, to forecast from "
+                        help="observed shares at the exits, by window, to forecast from "
                         "(default: the bundle's own records)")  # fmt: skip
     parser.add_argument("--forecast", choices=sorted(METHODS),
-                        help="how the next window follows from those of --batch-profile (default: "
-                        f"{LAST}, which lost least; arima needs the extra forecast)")  # fmt: skip
+                        help="method that forecasts the next window from --batch-profile (default: "
+                        f"{LAST}, with least loss; arima needs the extra forecast)")  # fmt: skip
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:

@@ -1,4 +1,4 @@
-"""What clusters add to an engine: batch profiles, and the plan of a model that is split."""
+"""Additions of clusters to an engine: batch profiles, and the plan of a split model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class _Extension:
         backend: Backend,
         options: EngineOptions,
     ) -> Mapping[str, BackgroundTask]:
-        """Return the loop of batch profiles, and that of plans where a model is split."""
+        """Return the loop of batch profiles, and the plan loop if a model is split."""
         asked = cluster_options(options)
         window_s, forecaster = asked.profile_window_s, METHODS[asked.forecast]()
         profiles = ProfileLoop(executor, models, window_s=window_s, forecaster=forecaster)
         split = [name for name, model in models.items() if model.split_by is not None]
         if not split or not isinstance(backend, RemoteBackend):
             return {PROFILE: profiles}
-        (name,) = split  # of several models, every worker holds all
+        (name,) = split  # with several models, every worker holds all
         deployments = models[name].split_by
         assert deployments is not None
         served = SplitServing(

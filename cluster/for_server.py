@@ -1,4 +1,4 @@
-"""What clusters add to ``eeserve``: workers and plans, their metrics, their part of the page."""
+"""Additions of clusters to ``eeserve``: workers and plans, their metrics and status page."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from offramp.engine.models.options import refuse_unless
 from offramp.engine.requests.statistics import ModelStatistics
 from offramp.server.arguments.extension import SettingError
 
-_NO_EXIT: Final = "no exit runs in that mode; leave it out, or choose another --mode"
+_NO_EXIT: Final = "no exit runs in that mode; omit it, or choose another --mode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSettings:
-    """What command line and configuration file may say."""
+    """Settings of the command line and the configuration file."""
 
     workers: int = 0
-    """Processes that run the stages, each of them one of the streams; 0 runs them in this one."""
+    """Worker processes that run the stages, one stream each; 0 runs stages in the server."""
     cluster: Path | None = None
-    """Cluster file whose workers run the stages instead, or ``ray``."""
+    """Cluster file whose workers run the stages, or ``ray``."""
     ray_address: str | None = field(default=None, metadata={"key": False})
-    """HOST:PORT of the head of Ray's cluster, where that is the cluster."""
+    """HOST:PORT of the head of Ray's cluster, for the cluster ``ray``."""
     plan: Path | None = None
-    """Of ``eecompile plan --json``, to be served as it stands."""
+    """Plan file of ``eecompile plan --json``, to be served unchanged."""
     profile_window_s: float = WINDOW_S
     """See :class:`.ClusterOptions`."""
     forecast: str = LAST
@@ -65,31 +65,31 @@ class _Extension:
         Illegal(
             option="--plan",
             without="--cluster",
-            why="a plan is served by the workers of a cluster file; name that with --cluster "
-            "FILE, or leave it out",
+            why="a plan needs the workers of a cluster file; name it with --cluster "
+            "FILE, or omit --plan",
         ),
         Illegal(
             option="--plan",
             beside="--cluster ray",
-            why="there each worker holds the whole model; name a cluster file with --cluster "
-            "(Ray may start its workers), or leave it out",
+            why="each Ray worker holds the whole model; name a cluster file with --cluster "
+            "(Ray may start its workers), or omit --plan",
         ),
         Illegal(
             option="--learn",
             beside="--cluster",
             why="a model that is split among workers cannot be replaced by one with exits while it "
-            "is served; leave one of them out, or take --workers",
+            "is served; omit one of them, or use --workers",
         ),
         Illegal(
             option="--ray-address",
             without="--cluster ray",
-            why="a cluster file names the address itself, as ray_address; leave it out",
+            why="a cluster file has the address, as ray_address; omit --ray-address",
         ),
     )
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         """Add the options; all are fields of :class:`ClusterSettings`."""
-        from offramp.server.arguments.option_groups import (  # noqa: PLC0415 - a circle
+        from offramp.server.arguments.option_groups import (  # noqa: PLC0415 - import circle
             OptionGroup,
             integer,
             number,
@@ -120,14 +120,14 @@ class _Extension:
         )
         options.add(
             "--plan",
-            "plan.json of eecompile plan --json, to be served as it stands (default: a plan is "
-            "made, and anew of what is observed)",
+            "plan.json of eecompile plan --json, to be served unchanged (default: the server "
+            "plans, and again from its observations)",
             metavar="FILE",
             type=Path,
         )
         options.add(
             "--forecast",
-            "how plans forecast the next window: last lost least, arima needs the extra forecast",
+            "forecast of the next window; last lost least, arima needs the extra forecast",
             choices=sorted(METHODS),
         )
         options.add(
@@ -143,7 +143,7 @@ class _Extension:
     ) -> Mapping[str, Any]:
         """Return the workers as devices, and the options of the extension."""
         if file.get("cluster") == RAY and line.get("cluster", RAY) != RAY:
-            # Those that Ray would have started.
+            # These workers would be started by Ray.
             file = {name: value for name, value in file.items() if name != "workers"}
         asked = ClusterSettings(**{**file, **line})
         options = ClusterOptions(profile_window_s=asked.profile_window_s, forecast=asked.forecast)
@@ -170,7 +170,7 @@ class _Extension:
 
     def sections(self, statistics: ModelStatistics) -> Iterable[str]:
         """Return the plan that a model is split by, and the last window of its batch profile."""
-        from offramp.server.pages.status import describe_duration  # noqa: PLC0415 - a circle
+        from offramp.server.pages.status import describe_duration  # noqa: PLC0415 - import circle
 
         plan = view_plan(plan_of(statistics), describe_duration)
         profile = view_profile(profile_of(statistics))
@@ -178,15 +178,14 @@ class _Extension:
 
 
 def _devices(asked: ClusterSettings, folder: Path, plans: Path) -> WorkerDevices | None:
-    """Find the workers that are asked for; files are relative to ``folder`` and ``plans``."""
+    """Return the requested workers; files are relative to ``folder`` and ``plans``."""
     if asked.cluster is None:
         return LocalWorkers(asked.workers) if asked.workers else None
     if asked.cluster == RAY:
         return ray_workers(asked.ray_address, asked.workers or None)
     if asked.workers:
         raise ValueError(
-            f"workers is {asked.workers}, and a cluster has workers of its own; leave one of the "
-            "two out"
+            f"workers is {asked.workers}, and a cluster has its own workers; omit one of the two"
         )
     plan = None if asked.plan is None else plans / asked.plan
     return read_cluster_workers(folder / asked.cluster, plan)

@@ -1,4 +1,4 @@
-"""Options that exclude or need each other: one table for a command, checked in one place."""
+"""Options that exclude or need each other: one table a command, checked in one place."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 
 class IllegalCombinationError(ValueError):
-    """Options were given that exclude each other, or one without another that it needs."""
+    """Two given options exclude each other, or a given one needs an option that is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Illegal:
     """A combination of two options that a command refuses.
 
-    An option is spelled as on the command line. A bare flag (``--units``) matches where the option
-    is given. A flag with a value (``--train joint``, ``--mode off|leave``) matches where that is
-    its value, given or by default.
+    An option is spelled as on the command line. A bare flag (``--units``) matches if the option is
+    given. A flag with a value (``--train joint``, ``--mode off|leave``) matches if the option has
+    that value, given or by default.
     """
 
     option: str
     beside: str | None = None
-    """The option that excludes it."""
+    """Option that excludes it."""
     without: str | None = None
-    """The option that it needs."""
+    """Option that it needs."""
     why: str
     """Reason and remedy; the message names the options before it."""
     when: Callable[[Mapping[str, object]], bool] | None = None
@@ -34,7 +34,7 @@ class Illegal:
         assert (self.beside is None) != (self.without is None), self
 
     def matches(self, values: Mapping[str, object], given: Collection[str]) -> bool:
-        """Whether a command line has this combination."""
+        """Return whether a command line has this combination."""
         if not _is_given(self.option, values, given):
             return False
         if self.beside is not None:
@@ -44,7 +44,7 @@ class Illegal:
         return other and (self.when is None or self.when(values))
 
     def message(self, values: Mapping[str, object]) -> str:
-        """Return the error: the options with the values that they have, the reason, the remedy."""
+        """Return the error: the options with their values, the reason, the remedy."""
         if self.beside is not None:
             other = f"with {_as_found(self.beside, values)}"
         else:
@@ -55,11 +55,11 @@ class Illegal:
 def refuse_illegal(
     table: Sequence[Illegal], values: Mapping[str, object], given: Collection[str]
 ) -> None:
-    """Refuse the first combination of a table that a command line has.
+    """Raise an error for the first combination of a table that a command line has.
 
     Args:
         table: Combinations that are illegal.
-        values: Values by flag, defaults included; a flag that is absent matches no value.
+        values: Values by flag, with defaults; a flag that is absent matches no value.
         given: Flags of the options that were given.
 
     Raises:
@@ -76,7 +76,7 @@ def _is_given(spelled: str, values: Mapping[str, object], given: Collection[str]
 
 
 def _as_found(spelled: str, values: Mapping[str, object]) -> str:
-    """Return a spelling with the one of its values that an option has."""
+    """Return a spelling with the option's current value."""
     flag, _, wanted = spelled.partition(" ")
     return f"{flag} {_text_of(values[flag])}" if wanted else flag
 

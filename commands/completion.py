@@ -1,4 +1,4 @@
-"""Shell completion, by argcomplete: the shell asks the command itself what may follow."""
+"""Shell completion, by argcomplete: the shell calls the command to get completions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ SHELLS: Final = ("bash", "zsh", "fish")
 
 
 def shell_code(command: str, shell: str) -> str:
-    """Return what a shell has to evaluate so that it completes a command."""
-    from argcomplete.shell_integration import shellcode  # noqa: PLC0415 - only where it is asked
+    """Return the code that a shell must evaluate to complete a command."""
+    from argcomplete.shell_integration import shellcode  # noqa: PLC0415 - only when needed
 
     return shellcode([command], shell=shell)
 
@@ -21,22 +21,22 @@ def complete(
     parser: Callable[[], argparse.ArgumentParser],
     commands: Mapping[str, Callable[[], argparse.ArgumentParser]] | None = None,
 ) -> None:
-    """Answer a shell that asks what may follow, and end the process; return if none asks.
+    """Answer a shell's request for completions, and end the process; return if there is none.
 
     Args:
         parser: Makes the parser of the command.
-        commands: Make the parsers of subcommands that the command finds by its first argument
-            itself, rather than by argparse.
+        commands: Make the parsers of subcommands that the command itself finds by its first
+            argument, rather than argparse.
     """
     if "_ARGCOMPLETE" not in os.environ:
         return
-    import argcomplete  # noqa: PLC0415 - only where a shell asks
+    import argcomplete  # noqa: PLC0415 - only when needed
 
     named = commands or {}
     words = os.environ.get("COMP_LINE", "").split()
     if len(words) > 1 and words[1] in named:
         asked = argparse.ArgumentParser()
-        make: Any = lambda **_: named[words[1]]()  # noqa: E731 - what argparse takes for a class
+        make: Any = lambda **_: named[words[1]]()  # noqa: E731 - in place of a parser class
         asked.add_subparsers(parser_class=make).add_parser(words[1])
     else:
         asked = parser()
@@ -47,7 +47,7 @@ def complete(
 
 
 def _commands_and_files(commands: Iterable[str]) -> Callable[..., list[str]]:
-    from argcomplete.completers import FilesCompleter  # noqa: PLC0415 - only where a shell asks
+    from argcomplete.completers import FilesCompleter  # noqa: PLC0415 - only when needed
 
     def complete_place(prefix: str, **_: object) -> list[str]:
         return [*(c for c in commands if c.startswith(prefix)), *FilesCompleter()(prefix)]

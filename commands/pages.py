@@ -1,4 +1,4 @@
-"""Pages for people: templates that need nothing beside them, and escape what they are given."""
+"""HTML pages from templates: self-contained, and with escaped values."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jinja2 import (
 
 
 def page_template(name: str, *places: str | Path, **filters: Callable[..., Any]) -> Template:
-    """Load a template by its file's name, with the filters that it formats values by.
+    """Load a template by its file's name, with the filters that format its values.
 
-    It, and what it includes, is looked for in ``places`` in turn: packages with a folder
-    ``templates``, by their full name, and folders. What a template is not given is an error.
+    The template and its includes are searched for in ``places``, in order: packages with a folder
+    ``templates``, by their full name, and folders. An undefined variable in a template is an error.
     """
     environment = Environment(
         loader=ChoiceLoader([*map(_loader, places)]),

@@ -1,7 +1,7 @@
-"""A parser with help in two layers: ``--help`` shows what most people need, ``--help-all`` all.
+"""A parser with help in two layers: ``--help`` shows the usual options, ``--help-all`` all.
 
-The short layer is a list of flags that the parser is made with. Options are added with argparse as
-always; an option that is not in the list is shown by ``--help-all`` alone.
+The parser gets a list of flags for the short help. Options are added with argparse as usual;
+options that are not in the list are shown only by ``--help-all``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from offramp.commands.completion import SHELLS, shell_code
 _DEFAULT: Final = re.compile(r"\([^()]*default: [^()]*\)")
 _INDENT: Final = "  "
 _LEAST_WORD: Final = 4
-"""Letters of an unknown option from which on it is searched for in longer names."""
+"""Fewest letters of an unknown option that is searched for inside longer names."""
 
 
 class LayeredParser(argparse.ArgumentParser):
     """An argument parser with a short and a full help, and a table of illegal combinations.
 
     Args:
-        short: Flags that ``--help`` shows, in this order. Empty: there is one layer, ``--help``
+        short: Flags that ``--help`` shows, in this order. Empty: there is one layer, and ``--help``
             shows all options.
-        examples: Command lines, and what each is for (may be empty).
-        commands: Other commands by name, each with a line on what it does.
+        examples: Command lines, each with its purpose (may be empty).
+        commands: Other commands by name, each with a one-line description.
         illegal: Combinations of options that :meth:`parse_args` refuses.
-        more: What ``ArgumentParser`` takes, such as ``prog`` and ``description``.
+        more: Arguments of ``ArgumentParser``, such as ``prog`` and ``description``.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class LayeredParser(argparse.ArgumentParser):
                 default=argparse.SUPPRESS,
                 help="show all options, by groups",
             )
-        if " " not in self.prog:  # a command, not one of its subcommands
+        if " " not in self.prog:  # a command, not a subcommand
             self.add_argument("--completion", choices=SHELLS, action=_PrintCompletion,
                               default=argparse.SUPPRESS,
-                              help="print the code by which a shell completes this command: "
+                              help="print the shell code that completes this command: "
                               f'eval "$({self.prog} --completion bash)"')  # fmt: skip
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -92,7 +92,7 @@ class LayeredParser(argparse.ArgumentParser):
         return f"there is no option {flag}{hint}"
 
     def options(self) -> Sequence[argparse.Action]:
-        """Return the options, without the places of a command line."""
+        """Return the options, without positional arguments."""
         return [action for action in self._actions if action.option_strings]
 
     def values(self, options: argparse.Namespace) -> dict[str, object]:
@@ -108,7 +108,7 @@ class LayeredParser(argparse.ArgumentParser):
         """Return the flags of the options that a command line names."""
         defaults = [(action, action.default) for action in self._actions]
         for action, _ in defaults:
-            action.default = argparse.SUPPRESS  # absent from the namespace unless it is given
+            action.default = argparse.SUPPRESS  # absent from the namespace unless given
         try:
             options, _ = super().parse_known_args(args)
         finally:
@@ -117,11 +117,11 @@ class LayeredParser(argparse.ArgumentParser):
         return frozenset(self.values(options))
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2, the message and where to read on, without the usage."""
+        """End the process with status 2, the message and a pointer to the help, not the usage."""
         self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
     def format_usage(self) -> str:
-        """Return one line: what has to be given, and that there are options."""
+        """Return one line: the required arguments, and that there are options."""
         needed = [a for a in self._actions if a.required or not a.option_strings]
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, needed, [])
@@ -129,7 +129,7 @@ class LayeredParser(argparse.ArgumentParser):
         return f"{usage}\n" if self.usage else f"{usage} [options]\n"
 
     def format_help(self) -> str:
-        """Return the short help; the full one where there is one layer."""
+        """Return the short help, or the full one if there is one layer."""
         if not self._short:
             return self.format_help_all()
         by_flag = {flag: action for action in self._actions for flag in action.option_strings}
@@ -178,7 +178,7 @@ class LayeredParser(argparse.ArgumentParser):
 
 
 class HelpLines(argparse.RawDescriptionHelpFormatter):
-    """Wraps paragraphs of descriptions, and adds a default that the help of an option lacks.
+    """Wraps paragraphs of descriptions, and adds the default if an option's help lacks it.
 
     The help of an option may have several lines: the short layer shows the first, and the default.
     """
@@ -188,7 +188,7 @@ class HelpLines(argparse.RawDescriptionHelpFormatter):
         self.first_lines = False
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap the paragraphs of a text; lines of one with indented lines stay as they are."""
+        """Wrap the paragraphs of a text; paragraphs with indented lines are unchanged."""
         filled = (
             textwrap.indent(part, indent)
             if re.search(r"^\s", part, re.MULTILINE)

@@ -13,13 +13,13 @@ from markupsafe import Markup, escape
 Tick: TypeAlias = tuple[float, str]
 """A value on the axis, and its label."""
 Points: TypeAlias = Iterable[tuple[float, float]]
-"""In pixels."""
+"""Points in pixels."""
 
 
 def element(tag: str, *children: str | None, **attributes: object) -> Markup:
-    """Make an element; text and attributes are escaped unless they are ``Markup`` already.
+    """Return an element; text and attributes are escaped unless they are ``Markup`` already.
 
-    ``class_`` gives ``class`` and ``stroke_width`` gives ``stroke-width``; ``None`` is left out.
+    ``class_`` becomes ``class`` and ``stroke_width`` becomes ``stroke-width``; ``None`` is omitted.
     """
     given = {k.rstrip("_").replace("_", "-"): v for k, v in attributes.items() if v is not None}
     text = "".join(f' {key}="{escape(_short(value))}"' for key, value in given.items())
@@ -29,21 +29,21 @@ def element(tag: str, *children: str | None, **attributes: object) -> Markup:
 
 
 def join(parts: Iterable[str]) -> Markup:
-    """Concatenate, escaping what is not ``Markup``."""
+    """Concatenate, escaping parts that are not ``Markup``."""
     return Markup("").join(parts)
 
 
 def drawing(width: float, height: float, label: str, *children: str, top: float = 0.0) -> Markup:
-    """Make a drawing that scales with its column; ``label`` is what a screen reader says.
+    """Return a drawing that scales with its column; ``label`` is for screen readers.
 
-    Sizes are in pixels; ``top`` of them are cut off above.
+    Sizes are in pixels; ``top`` pixels are cut off at the top.
     """
     box = f"0 {_short(top)} {_short(width)} {_short(height - top)}"
     return element("svg", *children, viewBox=box, role="img", aria_label=label)
 
 
 def text(x: float, y: float, content: str, class_: str = "", anchor: str = "start") -> Markup:
-    """Write a line of text; ``anchor`` is start, middle or end."""
+    """Return a line of text; ``anchor`` is start, middle or end."""
     return element("text", content, x=x, y=y, class_=class_ or None, text_anchor=anchor)
 
 
@@ -59,25 +59,25 @@ def path(points: Points, class_: str, title: str | None = None, *, closed: bool 
 
 
 def dot(x: float, y: float, radius: float, class_: str, title: str | None = None) -> Markup:
-    """Draw a circle that says ``title`` when pointed at."""
+    """Draw a circle with the tooltip ``title``."""
     return element("circle", titled(title), cx=x, cy=y, r=radius, class_=class_)
 
 
 def box(
     x: float, y: float, width: float, height: float, *, class_: str, title: str | None = None
 ) -> Markup:
-    """Draw a rectangle that says ``title`` when pointed at."""
+    """Draw a rectangle with the tooltip ``title``."""
     return element("rect", titled(title), x=x, y=y, width=width, height=height, class_=class_)
 
 
 def titled(title: str | None) -> Markup | None:
-    """Make the tooltip of the element that it is put into."""
+    """Return the tooltip of an element, to be put into it."""
     return None if title is None else element("title", title)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """From values to pixels, linearly."""
+    """A linear scale from values to pixels."""
 
     low: float
     high: float
@@ -86,22 +86,22 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """Pixel of a value."""
+        """Return the pixel of a value."""
         span = (self.high - self.low) or 1.0
         return self.start + (value - self.low) / span * (self.end - self.start)
 
     def inside(self, value: float) -> bool:
-        """Whether a value lies on the scale, with room for rounding."""
+        """Return whether a value is on the scale, with a tolerance for rounding."""
         slack = 1e-9 * (abs(self.low) + abs(self.high))
         return self.low - slack <= value <= self.high + slack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogScale(Scale):
-    """From values above 0 to pixels, logarithmically."""
+    """A logarithmic scale from values above 0 to pixels."""
 
     def __call__(self, value: float) -> float:
-        """Pixel of a value."""
+        """Return the pixel of a value."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.end - self.start)
 
@@ -120,7 +120,7 @@ def axes(x: Scale, y: Scale, x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -
 
 
 def nice_step(span: float, most: int) -> float:
-    """Give the least of 1, 2, 2.5, 5 × 10^k that divides a span into at most ``most`` parts."""
+    """Return the least of 1, 2, 2.5, 5 × 10^k that divides a span into at most ``most`` parts."""
     if not span > 0:
         return 1.0
     unit: float = 10.0 ** math.floor(math.log10(span / most))
@@ -129,16 +129,16 @@ def nice_step(span: float, most: int) -> float:
 
 
 def nice_values(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values between two bounds, at most about ``most`` steps apart."""
+    """Return round values between two bounds, in at most about ``most`` steps."""
     step = nice_step(high - low, most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
 
 def nice_logs(low: float, high: float, most: int = 6) -> list[float]:
-    """Values for a logarithmic axis from at most ``low`` to at least ``high``, both above 0.
+    """Return values for a logarithmic axis from at most ``low`` to at least ``high``, both above 0.
 
-    They are 1, 2 and 5 × 10^k, or powers of ten alone where that would be more than ``most``.
+    They are 1, 2 and 5 × 10^k, or only powers of ten if these are more than ``most``.
     """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     powers = [10.0**k for k in range(first, max(first + 1, last) + 1)]

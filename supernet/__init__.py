@@ -1,1 +1,1 @@
-"""Extension: one set of weights holds many models (SuperServe): variants of a bundle."""
+"""Extension: one set of weights contains several models (SuperServe), as variants of a bundle."""

@@ -1,4 +1,4 @@
-"""Options of compiling that subnets do not go with."""
+"""Compiling options that cannot be combined with subnets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final
 from offramp.commands.combinations import Illegal
 from offramp.compiler.common.options import depends_on_earlier
 
-_NOT_ELASTIC = "subnets do not go with it yet; leave one of them out"
+_NOT_ELASTIC = "subnets do not work with it yet; omit one of the two"
 COMBINATIONS: Final = (
     *(Illegal(option="--elastic", beside=other, why=_NOT_ELASTIC)
       for other in ("--precision int8|auto", "--train joint", "--heads bridges|both",
                     "--selection pame")),
     Illegal(option="--elastic", beside="--data random",
-            why="subnets are chosen by their agreement, which made inputs do not show; give "
+            why="subnets are chosen by their agreement, which random inputs do not show; use "
             "samples"),
     Illegal(option="--elastic", beside="--criterion", when=depends_on_earlier, why=_NOT_ELASTIC),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What supernets add to ``eecompile``: the command ``supernet``."""
+"""Additions of supernets to ``eecompile``: the command ``supernet``."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from offramp.compiler.common.options import COMPILE
 from offramp.supernet.combinations import COMBINATIONS
 
 _DESCRIPTION: Final = """\
-Make a bundle of a supernet: a model that holds smaller ones in the same weights
+Make a bundle of a supernet: a model that contains smaller ones in its weights
 (SuperServe). Blocks are skipped, weights are sliced to their first channels,
 and statistics are collected again for each subnet. The best trade-offs of time
-and agreement become variants of the bundle, each with exits of its own;
+and agreement become variants of the bundle, each with its own exits;
 policies that choose by the time left (--policy slackfit) serve them."""
 _EXAMPLES: Final = {
     "eecompile supernet model.onnx --elastic spec.toml --data samples.npz": "",
@@ -25,7 +25,7 @@ _EXAMPLES: Final = {
 
 
 def supernet_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile supernet``: that of compiling, and what is elastic."""
+    """Return the parser of ``eecompile supernet``: compiling options, and the elastic parts."""
     parser = make_parser(
         "supernet",
         _DESCRIPTION,
@@ -34,8 +34,8 @@ def supernet_parser() -> argparse.ArgumentParser:
         examples=_EXAMPLES,
     )
     parser.add_argument("--elastic", type=Path, required=True, metavar="TOML",
-                        help="elastic parts of the model.\nBlocks that may be skipped, weights "
-                        "that may be sliced, and how many operating points to keep")  # fmt: skip
+                        help="elastic parts of the model.\nBlocks that can be skipped, weights "
+                        "that can be sliced, and how many operating points to keep")  # fmt: skip
     add_compiling(parser, needs_data=True)
     return parser
 
@@ -54,7 +54,7 @@ class _Extension:
         "supernet": Command(
             supernet_parser,
             _compile,
-            "compile a model that has smaller models in the same weights",
+            "compile a model that contains smaller models in its weights",
         )
     }
 

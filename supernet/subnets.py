@@ -1,9 +1,9 @@
-"""The subnets of a supernet that become variants of a bundle: found, measured, chosen, cut.
+"""The subnets of a supernet that become variants of a bundle: search, measurement, cutting.
 
-SuperServe (4.1, 6.1) profiles subnets on the Pareto front of accuracy and latency; so it is here:
-each subnet is timed beside the full model, and compared with it on the tuning split, and a handful
-on the front is kept (:mod:`~offramp.supernet.graphs.search`). What of them goes into the bundle,
-and how, is :mod:`~offramp.compiler.blueprints.variants`.
+SuperServe (4.1, 6.1) profiles subnets on the Pareto front of accuracy and latency. Here, too, each
+subnet is timed in alternation with the full model and compared with it on the tuning split, and a
+few on the front are kept (:mod:`~offramp.supernet.graphs.search`).
+:mod:`~offramp.compiler.blueprints.variants` writes them to the bundle.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from offramp.supernet.graphs.norm import SubnetNorm
 _log = logging.getLogger(__name__)
 
 BUDGET: Final = 64
-"""Subnets that are measured, at most."""
+"""Largest number of subnets that are measured."""
 NORM_SAMPLES: Final = 2048
-"""Of the training split, for statistics of subnets."""
+"""Number of training samples for the statistics of subnets."""
 JUDGED_SAMPLES: Final = 1000
-"""Of the tuning split, that each subnet is compared with the full model on."""
+"""Number of tuning samples on which each subnet is compared with the full model."""
 _EFFORT: Final = Effort(least=6, most=24, seconds=0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticSource:
-    """The specification of what is elastic of a model, as TOML: :class:`.VariantSource`."""
+    """TOML specification of a model's elastic parts: :class:`.VariantSource`."""
 
     path: Path
     flag = "--elastic"
     combinations = COMBINATIONS
 
     def prepare(self, model: SourceModel) -> FoundSupernet:
-        """Read the file; raises as :func:`read_elastic` does."""
+        """Read the file; errors as :func:`read_elastic`."""
         return FoundSupernet(read_elastic(self.path, model))
 
 
@@ -80,21 +80,21 @@ class FoundSupernet:
         return self.supernet.model
 
     def find(self, plain: Blueprint, run: CompileRun) -> tuple[DrawnVariant, ...]:
-        """Return the subnets that are worth it: :func:`find_variants`."""
+        """Return the useful subnets: :func:`find_variants`."""
         return find_variants(self.supernet, plain, run)
 
 
 def read_elastic(path: Path, model: SourceModel) -> Supernet:
-    """Read what is elastic of a model, and store its weights so that subnets share them.
+    """Read the elastic parts of a model, and store its weights so that subnets share them.
 
     Raises:
-        ElasticSpecError: The file is malformed, or names what the graph does not have.
-        NotElasticError: The graph cannot do with less where it was asked to.
-        CompileError: The model's answers have places.
+        ElasticSpecError: The file is malformed, or names parts that the graph does not have.
+        NotElasticError: The graph cannot be reduced where the file requests it.
+        CompileError: The model has dense answers (several a sample).
     """
     if model.answer.task.is_dense:
         raise CompileError(
-            f"--elastic is for one answer a sample, not for {model.answer.task.kind}; leave it out"
+            f"--elastic needs one answer a sample, not {model.answer.task.kind}; omit it"
         )
     return laid_out(Supernet.of(model, read_spec(path)))
 
@@ -102,9 +102,9 @@ def read_elastic(path: Path, model: SourceModel) -> Supernet:
 def find_variants(
     supernet: Supernet, plain: Blueprint, run: CompileRun
 ) -> tuple[DrawnVariant, ...]:
-    """Choose the subnets that are worth it, the largest first, and find exits for each.
+    """Choose the useful subnets, the largest first, and find exits for each.
 
-    ``plain`` is the full model with its exits. Raises as :func:`.variants.draw_variant` does.
+    ``plain`` is the full model with its exits. Errors as :func:`.variants.draw_variant`.
     """
     spec, parts = supernet.spec, run.parts
     norm = None
@@ -123,7 +123,7 @@ def find_variants(
     kept = [r for r in prune(rated, spec.full, spec.keep) if r.choice != spec.full]
     if not kept:
         _log.warning(
-            "NO SUBNET IS WORTH IT, the bundle will have the full model alone: each of %d takes as "
+            "NO SUBNET IS USEFUL, the bundle will have only the full model: each of %d takes as "
             "long as another that agrees more often.",
             len(rated) - 1,
         )
@@ -148,7 +148,7 @@ def _share(subnet: Subnet) -> str:
 
 
 class _Rating:
-    """Measures subnets beside the full model."""
+    """Measures subnets in comparison with the full model."""
 
     def __init__(
         self, supernet: Supernet, norm: SubnetNorm | None, plain: Blueprint, run: CompileRun
@@ -165,7 +165,7 @@ class _Rating:
         self._full = TimedGraph(serialised(supernet.model.proto), options.threads)
 
     def rate(self, choice: SubnetChoice) -> RatedChoice:
-        """Time a subnet in turns with the full model, and count how often they agree."""
+        """Time a subnet in alternation with the full model, and measure their agreement."""
         if choice == self._supernet.spec.full:
             return RatedChoice(choice=choice, cost=1.0, agreement=1.0)
         graph = serialised(extract_subnet(self._supernet, choice, self._norm).proto)

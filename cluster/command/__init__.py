@@ -1,1 +1,1 @@
-"""The command ``eecompile plan``: its command line, what it prints, and its page."""
+"""The command ``eecompile plan``: its command line, output and page."""

@@ -1,4 +1,4 @@
-"""The page of ``eecompile plan``: splits of the model over devices, and how busy those would be."""
+"""The page of ``eecompile plan``: splits of the model over devices, and their utilisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BAND, _BAND_HEIGHT = 20.0, 28.0
 _SPLITS, _SPLIT_HEIGHT = 78.0, 62.0
 _BUSY, _BUSY_HEIGHT = 176.0, 80.0
 _LEAST_WIDTH = 90.0
-"""Of a split that has its words beside it."""
+"""Smallest width of a split's box that has its text inside."""
 
 
 def render_plan(
@@ -32,9 +32,9 @@ def render_plan(
     reasons: Sequence[str],
     label: str,
 ) -> str:
-    """Render a page that needs nothing beside it; all of its figures are predicted.
+    """Render a self-contained page; all of its figures are predicted.
 
-    ``baseline`` is the model as it is, on the same devices; ``reasons`` say why this is the plan.
+    ``baseline`` is the unmodified model on the same devices; ``reasons`` explain the plan.
     """
     page = _template().render(
         name=name,
@@ -48,13 +48,13 @@ def render_plan(
 
 
 def draw_plan(plan: ClusterPlan, model: ModelFacts) -> Markup:
-    """Draw the segments, the splits that they make with their devices, and how busy those are."""
+    """Draw the segments, the splits with their devices, and the devices' utilisation."""
     x = Scale(low=0, high=model.segments, start=_LEFT, end=_WIDTH - _RIGHT)
     y = Scale(low=1, high=0, start=_BUSY, end=_BUSY + _BUSY_HEIGHT)
     return svg.drawing(
         _WIDTH,
         _BUSY + _BUSY_HEIGHT + 40,
-        "The model's segments, its splits with their devices, and how busy those are",
+        "The model's segments, its splits with their devices, and their utilisation",
         _segments(plan, model, x),
         *(_split(number, split, x) for number, split in enumerate(plan.splits)),
         _busy(plan, x, y),
@@ -62,12 +62,12 @@ def draw_plan(plan: ClusterPlan, model: ModelFacts) -> Markup:
 
 
 def devices_of(split: PlannedSplit) -> str:
-    """``4 × v100``, or several of such."""
+    """Describe the replicas' devices: ``4 × v100``, or several of these."""
     return " + ".join(f"{r.count} × {r.device_type}" for r in split.replicas)
 
 
 def exits_of(replicas: Sequence[Replicas]) -> str:
-    """Name the exits that are on, of each type of device where they differ."""
+    """Return the exits that are on; for each device type where these differ."""
     return " | ".join(dict.fromkeys(",".join(map(str, r.exits)) or "–" for r in replicas))
 
 
@@ -82,8 +82,8 @@ def _segments(plan: ClusterPlan, model: ModelFacts, x: Scale) -> Markup:
             parts.append(svg.text(middle, _BAND + 18, str(segment), "number", "middle"))
     shares = zip(model.exit_names, model.exit_after, model.going_on, strict=True)
     for exit_, after, going_on in shares:
-        state = "on" if exit_ in on else "off, as it earns nothing here"
-        title = f"Exit {exit_}: {state}; {going_on:.1%} of the rows go on behind it"
+        state = "on" if exit_ in on else "off, as it saves no time here"
+        title = f"Exit {exit_}: {state}; {going_on:.1%} of the rows continue after it"
         class_ = "knot" if exit_ in on else "knot idle"
         parts.append(svg.dot(x(after + 1), _BAND + _BAND_HEIGHT, 5, class_, title))
     return svg.join(parts)
@@ -132,7 +132,7 @@ def _busy(plan: ClusterPlan, x: Scale, y: Scale) -> Markup:
             busy = split.link_period_s / plan.period_s
             title = f"Link to split {number}: busy for {busy:.0%} of the time"
             parts.append(svg.dot(start, y(busy), 5, "knot", title))
-    caption = "how busy devices and links (dots) are at the plan's rate, PREDICTED"
+    caption = "utilisation of devices and links (dots) at the plan's rate, PREDICTED"
     parts.append(svg.text((x.start + x.end) / 2, y.end + 24, caption, "label", "middle"))
     return svg.join(parts)
 

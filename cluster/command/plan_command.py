@@ -22,43 +22,43 @@ from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.common.control_state import identity_of
 
 MATTERS = 0.01
-"""Share of rate or cost from which a constraint is said to bind."""
+"""Change of rate or cost, as a share, from which a constraint is reported as binding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """One run of ``eecompile plan``; what is not said of the goal, the cluster file says."""
+    """Options of ``eecompile plan``; missing parts of the goal come from the cluster file."""
 
     bundle: Path
     cluster: Path
     slo_ms: float | None = None
     rate: float | None = None
-    """Rows a second to be served at the least cost; ``None`` is as many as can be."""
+    """Rows per second to serve at the least cost; ``None`` maximises the rate."""
     slack: float | None = None
     cost_factor: float | None = None
     batch_profile: Path | None = None
-    """What was observed of the exits; ``None`` is the bundle's own records."""
+    """Observed batch profile of the exits; ``None`` uses the bundle's own records."""
     forecast: str | None = None
-    """Which of :data:`.METHODS` forecasts from that; ``None`` is the last value."""
+    """Key of the forecasting method in :data:`.METHODS`; ``None`` is the last value."""
     json: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlannedBundle:
-    """A bundle's plan, and why it is that one."""
+    """A bundle's plan, and the reasons for it."""
 
     result: PlanningResult
     goal: PlanningGoal
     model: ModelFacts
     cluster: Cluster
     shares_from: str
-    """Where the shares of the exits come from, in words."""
+    """Origin of the exits' shares, in words."""
     without_slo: PlanningResult | None
-    """The plan, were there no objective; ``None`` if there is none."""
+    """The plan without a latency objective; ``None`` if the goal has none."""
 
     @property
     def slo_binds(self) -> bool:
-        """Whether the objective costs a hundredth of rate or cost, or more."""
+        """``True`` if the objective changes rate or cost by 1 % or more."""
         if self.without_slo is None:
             return False
         free, plan = self.without_slo.plan, self.result.plan
@@ -68,7 +68,7 @@ class PlannedBundle:
 
 
 def plan_bundle(options: PlanOptions) -> PlannedBundle:
-    """Plan a bundle on a cluster, and write the plan if asked.
+    """Plan a bundle on a cluster, and write the plan to a file if requested.
 
     Raises:
         PlanError: The cluster file or the batch profile is malformed, or no plan meets the goal.
@@ -84,7 +84,7 @@ def plan_bundle(options: PlanOptions) -> PlannedBundle:
     model, shares_from = _facts(bundle, options)
     said = {name: getattr(options, name) for name in ("slo_ms", "slack", "rate", "cost_factor")}
     asked = replace(file.goal, **{key: value for key, value in said.items() if value is not None})
-    # An exit that looks at earlier ones needs them on: E3's dependent exits (3.4).
+    # An exit whose criterion uses earlier exits needs them on: E3's dependent exits (3.4).
     wrapper = not bundle.manifest.answer.criterion.depends_on_earlier
     goal = asked.goal(sizes, wrapper=wrapper)
     result = make_cluster_plan(model, cluster, goal)
@@ -104,18 +104,18 @@ def plan_bundle(options: PlanOptions) -> PlannedBundle:
 
 
 def _sizes(own: Profile, profiles: Mapping[str, Profile]) -> tuple[int, ...]:
-    """List the profiled batch sizes that no profile has to be continued for."""
+    """Return the profiled batch sizes that all profiles cover."""
     most = min(max(profile.batch_sizes) for profile in (own, *profiles.values()))
     return tuple(size for size in own.batch_sizes if size <= most) or (most,)
 
 
 def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
-    """Gather what plans know of a bundle, with the shares of the exits that are in use."""
+    """Return the facts of a bundle that plans need, with the shares of the exits in use."""
     if options.batch_profile is None:
         if options.forecast is not None:
             raise PlanError(
-                f"--forecast {options.forecast} has nothing to forecast from; give --batch-profile "
-                "too, the file that eeserve keeps beside a bundle, or leave it out"
+                f"--forecast {options.forecast} has no data to forecast from; add --batch-profile "
+                "FILE, which eeserve writes next to a bundle, or omit it"
             )
         shares = recorded_shares(bundle)
         shares_from = "the bundle's certify split"
@@ -135,13 +135,13 @@ def _batch_profile(path: Path, bundle: Bundle) -> BatchProfile:
     recorded, exits = parse_recorded(text, str(path)), len(bundle.manifest.exits)
     if recorded.profile.exits != exits:
         raise PlanError(
-            f"{path}: is of {recorded.profile.exits} exits, expected {exits} as the bundle has; "
-            "give what was observed of this bundle"
+            f"{path}: has {recorded.profile.exits} exits, expected {exits} as the bundle has; "
+            "use a profile of this bundle"
         )
     identity = identity_of(bundle)["bundle"]
     if recorded.bundle not in ("", identity):
         raise PlanError(
-            f"{path}: is of bundle {recorded.bundle!r:.18}, expected {identity!r:.18}; give what "
-            "was observed of this bundle, or serve it and let it be recorded"
+            f"{path}: is of bundle {recorded.bundle!r:.18}, expected {identity!r:.18}; use a "
+            "profile of this bundle, or serve the bundle to record one"
         )
     return recorded.profile

@@ -1,4 +1,4 @@
-"""What ``eecompile plan`` prints: the plan as a table, the model as it is beside it, and why."""
+"""The output of ``eecompile plan``: the plan as a table, the unmodified model, and the reasons."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from offramp.cluster.command.page import devices_of, exits_of, render_plan
 from offramp.cluster.command.plan_command import PlannedBundle
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlannedSplit
 
-LABEL = (
-    "PREDICTED from profiles and shares of exits: without queues, nothing was run on these devices."
-)
+LABEL = "PREDICTED from profiles and shares of exits, without queues; nothing ran on these devices."
 
 _NUMBERS = ("rows", "batch ms", "fill ms", "link ms", "busy")
 
 
 def print_plan(planned: PlannedBundle, console: Console) -> None:
-    """Print a plan, and why it is that one."""
+    """Print a plan, and the reasons for it."""
     plan = planned.result.plan
     console.print(_table(plan))
     for line in (*_compared(planned), *reasons(planned)):
@@ -29,7 +27,7 @@ def print_plan(planned: PlannedBundle, console: Console) -> None:
 
 
 def render_page(planned: PlannedBundle, name: str) -> str:
-    """Render the same as a page that needs nothing beside it."""
+    """Render the same content as a self-contained page."""
     result = planned.result
     return render_plan(
         name,
@@ -83,7 +81,7 @@ def _compared(planned: PlannedBundle) -> Iterator[str]:
 
 
 def figures(plan: ClusterPlan) -> str:
-    """Rate, latency and cost of a plan, in a line."""
+    """Return a plan's rate, latency and cost in one line."""
     return (
         f"{plan.rate_rps:,.0f} rows/s, {1e3 * plan.latency_s:,.1f} ms at worst without queues, "
         f"{plan.cost_per_hour:,.2f} an hour"
@@ -91,12 +89,12 @@ def figures(plan: ClusterPlan) -> str:
 
 
 def reasons(planned: PlannedBundle) -> Iterator[str]:
-    """Say what binds, and what the shares are of."""
+    """Yield the binding constraints, and the origin of the shares."""
     plan, goal = planned.result.plan, planned.goal
     if planned.slo_binds and planned.without_slo is not None:
         free = planned.without_slo.plan
         yield (
-            f"What binds: the SLO of {1e3 * goal.slo_s:,.4g} ms less {goal.slack:.0%}; without it, "
+            f"Limit: the SLO of {1e3 * goal.slo_s:,.4g} ms less {goal.slack:.0%}; without it, "
             f"batches of {free.batch_size}: {figures(free)}."
         )
     slowest = max(range(len(plan.splits)), key=lambda k: _period(plan.splits[k]))
@@ -104,20 +102,20 @@ def reasons(planned: PlannedBundle) -> Iterator[str]:
     if goal.rate_rps is not None:
         spare = plan.rate_rps / goal.rate_rps - 1
         yield (
-            f"What binds: the rate of {goal.rate_rps:,.4g} rows/s, which nothing cheaper serves; "
+            f"Limit: the rate of {goal.rate_rps:,.4g} rows/s, which nothing cheaper serves; "
             f"this could serve {spare:.0%} more."
         )
     elif split.link_period_s >= split.period_s:
-        yield f"What binds: the link to split {slowest}, which is always busy at that rate."
+        yield f"Limit: the link to split {slowest}, which is always busy at that rate."
     else:
-        yield f"What binds: the devices of split {slowest}, which are always busy at that rate."
+        yield f"Limit: the devices of split {slowest}, which are always busy at that rate."
     off = sorted(
         set(planned.model.exit_names)
         - {exit_ for s in plan.splits for replica in s.replicas for exit_ in replica.exits}
     )
     if off:
-        yield f"Exits that are off, as they earn nothing here: {', '.join(map(str, off))}."
-    yield f"Shares of rows that go on: from {planned.shares_from}."
+        yield f"Exits that are off, as they save no time here: {', '.join(map(str, off))}."
+    yield f"Shares of rows that continue: from {planned.shares_from}."
 
 
 def _period(split: PlannedSplit) -> float:

@@ -1,6 +1,6 @@
-"""Planning (E3): which devices run which segments, at which batch size, as exits are forecast.
+"""Planning (E3): assigns segments to devices, with a batch size, for forecast exits.
 
-Sans I/O: :mod:`.optimiser` is the place to start, :mod:`.cluster` describes what there is to plan
-with, :mod:`.cluster_plan` what a plan is. ``eecompile plan`` prints plans; ``eeserve --cluster``
-serves by them (:mod:`.serving.cluster_serving`, :mod:`offramp.cluster.serving.plan_loop`).
+Sans I/O. Start with :mod:`.optimiser`; :mod:`.cluster` describes models and devices,
+:mod:`.cluster_plan` plans. ``eecompile plan`` prints plans; ``eeserve --cluster`` serves by them
+(:mod:`.serving.cluster_serving`, :mod:`offramp.cluster.serving.plan_loop`).
 """

@@ -1,6 +1,6 @@
-"""ARIMA, as the paper forecasts (E3 3.1), by statsmodels: of the extra ``forecast``.
+"""ARIMA, the paper's forecast (E3 3.1), by statsmodels (extra ``forecast``).
 
-It is no default, see :data:`.forecasting.LAST`.
+It is not the default, see :data:`.forecasting.LAST`.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from offramp.bundle.optional_imports import optional_import
 from offramp.cluster.planning.cluster_plan import PlanError
 
 _SHORT: Final = 12
-"""Windows below which there is too little to fit: the last is taken."""
+"""Fewest windows to fit; with fewer, the last value is the forecast."""
 
 
 _INSTALL = (
-    "pip install '.[forecast]' (for the dot: Offramp's source folder or wheel), or forecast by "
+    "pip install '.[forecast]' (for the dot: Offramp's source folder or wheel), or use "
     "another method"
 )
 
 
 class Arima:
-    """ARIMA of a given order; fitted once to the whole series, so past errors are in hindsight."""
+    """ARIMA of a given order, fitted once to the whole series, so past errors use hindsight."""
 
     name = "ARIMA"
 
@@ -41,7 +41,7 @@ class Arima:
         if len(series) < _SHORT or np.ptp(series) == 0:
             return found
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of starting values and convergence
+            warnings.simplefilter("ignore")  # about starting values and convergence
             fitted = self._models.ARIMA(series, order=self._order).fit()
         found[1:-1] = fitted.fittedvalues[1:]
         found[-1] = float(fitted.forecast(1)[0])

@@ -1,7 +1,7 @@
-"""The batch profile: how many rows go on behind each exit, as a series of windows (E3 3.1).
+"""The batch profile: shares of rows that continue after each exit, by window (E3 3.1).
 
-The paper's series is the batch size at each ramp; relative to the batch that entered, it is the
-share of rows that go on, which does not depend on the batch.
+The paper's series is the batch size at each ramp. Divided by the batch that entered, it is the
+share of rows that continue, which does not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from offramp.bundle.schema.serde import check_numbers, from_plain, to_plain
 from offramp.engine.requests.departures import Departures
 
 WINDOW_S: Final = 120.0
-"""The paper's two minutes (3.1)."""
+"""Length of a window, in seconds: the paper's two minutes (3.1)."""
 KEPT: Final = 720
-"""Windows that are remembered: a day."""
+"""Number of windows that are kept: one day."""
 MOST_PROFILE_BYTES: Final = 2**24
-"""Of a file: a day of windows of thousands of exits."""
+"""Largest size of a file, in bytes: a day of windows of thousands of exits."""
 PROFILE_SCHEMA: Final = 1
 _MOST_ROWS: Final = 2**53
-"""Counts that a float64 holds exactly."""
+"""Largest count that a float64 holds exactly."""
 
 
 class BatchProfileError(ValueError):
-    """A batch profile that cannot be read; one line that says why."""
+    """A batch profile cannot be read; the message is one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileWindow:
-    """The rows that exits decided about in one window of time."""
+    """Rows that exits decided on in one window of time."""
 
     start_s: float
-    """By the clock of whoever observed; of servers, seconds since 1970."""
+    """Start of the window by the observer's clock; servers use seconds since 1970."""
     decided: tuple[int, ...]
-    """[exits]: rows that each exit decided about; 0 where it was off."""
+    """[exits]: rows that each exit decided on; 0 for exits that were off."""
     went_on: tuple[int, ...]
-    """[exits]: those of them that did not leave there."""
+    """[exits]: rows that did not leave at the exit."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "start_s")
@@ -58,7 +58,7 @@ class ProfileWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProfile:
-    """Windows in the order of time; those in which nothing was decided are not there."""
+    """Windows in order of time; windows without any decision are omitted."""
 
     window_s: float
     exits: int
@@ -72,7 +72,7 @@ class BatchProfile:
             raise ValueError(f"windows of {sorted(widths)} exits, expected {self.exits}")
 
     def describe(self) -> str:
-        """Say how many windows, and from when to when."""
+        """Describe the number of windows and their time span."""
         count = len(self.windows)
         text = f"{count} {'window' if count == 1 else 'windows'} of {self.window_s:g} s"
         if not count:
@@ -80,10 +80,10 @@ class BatchProfile:
         return f"{text}, {_span(self.windows[0].start_s, self.windows[-1].start_s + self.window_s)}"
 
     def going_on(self) -> NDArray[np.float64]:
-        """[windows, exits]: share of the rows that entered the model which went on behind each.
+        """Return, for each exit, the share of the rows that entered which continued after it.
 
-        NaN of exits that were off. A row that leaves at one exit would leave at any later one, so
-        it is the product of the shares of the exits that were on.
+        float64[windows, exits]; NaN for exits that were off. A row that leaves at one exit would
+        leave at any later one, so it is the product of the shares of the exits that were on.
         """
         decided = np.array([w.decided for w in self.windows], np.float64).reshape(-1, self.exits)
         went_on = np.array([w.went_on for w in self.windows], np.float64).reshape(-1, self.exits)
@@ -95,14 +95,14 @@ class BatchProfile:
 def _span(start_s: float, end_s: float) -> str:
     try:
         start, end = (datetime.fromtimestamp(second, UTC) for second in (start_s, end_s))
-    except (OverflowError, ValueError, OSError):  # years that a calendar does not know
+    except (OverflowError, ValueError, OSError):  # dates outside of the calendar's range
         return f"second {start_s:g} to {end_s:g}"
     until = f"{end:%H:%M}" if end.date() == start.date() else f"{end:%Y-%m-%d %H:%M}"
     return f"{start:%Y-%m-%d %H:%M} to {until} UTC"
 
 
 class BatchProfileRecorder:
-    """Keeps the last windows of what was counted; the caller says when one is over."""
+    """Keeps the last windows of counts; the caller ends each window."""
 
     def __init__(
         self,
@@ -121,10 +121,10 @@ class BatchProfileRecorder:
         self._windows = list(past.windows if past is not None else ())[-kept:]
 
     def add(self, start_s: float, seen: Iterable[Departures]) -> bool:
-        """Add a window that is over; says whether an exit decided anything in it.
+        """Add a finished window; return whether an exit decided anything in it.
 
-        ``seen`` is what was counted in it, for each set of exits that was in use. A window in which
-        nothing was decided is left out.
+        ``seen`` has the counts of the window, for each set of exits that was in use. A window
+        without decisions is omitted.
         """
         decided, went_on = [0] * self._exits, [0] * self._exits
         for counted in seen:
@@ -142,7 +142,7 @@ class BatchProfileRecorder:
         return True
 
     def profile(self) -> BatchProfile:
-        """Give the windows."""
+        """Return the recorded windows."""
         return BatchProfile(
             window_s=self._window_s, exits=self._exits, windows=tuple(self._windows)
         )
@@ -150,44 +150,44 @@ class BatchProfileRecorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedProfile:
-    """A batch profile, and the bundle that it is of: what a file holds."""
+    """A batch profile and the bundle that it belongs to: the content of a file."""
 
     bundle: str
-    """SHA-256 of the bundle's manifest; empty where it is not known."""
+    """SHA-256 of the bundle's manifest; empty if unknown."""
     profile: BatchProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileStatus:
-    """The last window that was recorded, beside what had been forecast for it."""
+    """The last recorded window, with the forecast made for it."""
 
     window_s: float
     windows: int
-    """How many are kept."""
+    """Number of windows that are kept."""
     going_on: tuple[float | None, ...] = ()
-    """[exits]: share of the rows of the last window that went on behind each; ``None`` of exits
+    """[exits]: share of the last window's rows that continued after each exit; ``None`` for exits
     that were off. Empty before the first window."""
     forecast: tuple[float, ...] | None = None
-    """[exits]: what was forecast for that window before it began; ``None`` if nothing was."""
+    """[exits]: forecast for that window before it began; ``None`` if there was none."""
     method: str = ""
-    """Of that forecast."""
+    """Method of that forecast."""
 
     def shares(self) -> Iterator[tuple[int, float, float | None]]:
-        """Give each exit that was on in that window, with its share and the one forecast."""
+        """Yield each exit that was on in that window, with its share and the forecast one."""
         for exit_, share in enumerate(self.going_on):
             if share is not None:
                 yield exit_, share, None if self.forecast is None else self.forecast[exit_]
 
 
 def dump_batch_profile(profile: BatchProfile, bundle: str = "") -> str:
-    """Write a batch profile as JSON, with the hash of the bundle that it is of."""
+    """Write a batch profile as JSON, with the hash of its bundle."""
     document = {"schema": PROFILE_SCHEMA, "bundle": bundle, "batch_profile": to_plain(profile)}
     return json.dumps(document) + "\n"
 
 
 def parse_recorded(text: str, where: str = "batch profile") -> RecordedProfile:
-    """Read a batch profile from JSON, and what it is of; BatchProfileError says what is wrong."""
-    remedy = "remove it, and it is recorded anew"
+    """Read a batch profile and its bundle's hash from JSON; BatchProfileError with the reason."""
+    remedy = "remove it, and a new one is recorded"
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

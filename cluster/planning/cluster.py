@@ -1,4 +1,4 @@
-"""The facts that plans are made of: a model's shares and sizes, devices, and links between them."""
+"""Inputs of planning: a model's shares and sizes, devices, and links between devices."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from offramp.cluster.planning.cluster_plan import PlanError
 from offramp.engine.scheduling.placement import NO_DELAY, DeviceLink
 
 LEAST_SHARE = 1e-6
-"""Of the rows, where none is forecast to come: what is planned for is never nothing."""
+"""Smallest planned share of rows, used even where none is forecast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The parts of a model that plans know: its exits with the forecast, and the sizes of cuts.
+    """Facts of a model for planning: segments, exits with the forecast, and sizes of cuts.
 
-    A row that one exit releases is one that any later exit would release too: so the share of rows
-    behind an exit does not depend on which of those before it are on.
+    A row that leaves at one exit would leave at any later exit, too: so the share of rows after an
+    exit does not depend on which earlier exits are on.
     """
 
     segments: int
     exit_after: tuple[int, ...]
-    """[exits]: the segment that each follows; rising, before the last."""
+    """[exits]: the segment that each exit follows; ascending, before the last."""
     going_on: tuple[float, ...]
-    """[exits]: share of the rows that entered the model which run on behind each exit: forecast,
-    never rising, at most 1."""
+    """[exits]: forecast share of the rows that entered the model which continue after each exit; at
+    most 1, never rising."""
     row_bytes: tuple[float, ...] = ()
-    """[segments - 1]: bytes of a row that cross the border behind each segment; empty is none."""
+    """[segments - 1]: bytes of a row that cross the border after each segment; empty is none."""
     weight_bytes: tuple[float, ...] = ()
-    """[segments]: bytes of weights of each, its exit's included; empty is none."""
+    """[segments]: bytes of weights of each segment, with its exit's; empty is none."""
     exits: tuple[int, ...] = ()
-    """[exits]: index of each in the bundle, by which plans and :class:`DeviceTimes` know it, since
-    not all may be in use; empty is by their places here."""
+    """[exits]: index of each exit in the bundle, by which plans and :class:`DeviceTimes` refer to
+    it, as some may not be in use; empty means consecutive indices."""
     begins: int = 0
-    """The segment that the unmodified model begins with: 0, or the last of a cascade, where a copy
-    stands before it."""
+    """First segment of the unmodified model: 0, or the last segment of a cascade, whose copy comes
+    before it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "segments", least=1)
@@ -70,7 +70,7 @@ class ModelFacts:
 
     @property
     def exit_names(self) -> tuple[int, ...]:
-        """[exits]: index of each in the bundle."""
+        """[exits]: index of each exit in the bundle."""
         return self.exits or tuple(range(len(self.exit_after)))
 
     @property
@@ -85,25 +85,25 @@ class ModelFacts:
 
     @property
     def shares(self) -> NDArray[np.float64]:
-        """[segments]: share of the rows that entered which reach each segment."""
+        """[segments]: share of the rows that entered the model which reach each segment."""
         shares = np.ones(self.segments)
         for after, share in zip(self.exit_after, self.going_on, strict=True):
             shares[after + 1 :] = max(share, LEAST_SHARE)
         return shares
 
     def crossing_bytes(self, border: int) -> float:
-        """Bytes of a row that cross a border, from 1 on."""
+        """Return the bytes of a row that cross a border; borders count from 1."""
         return self.row_bytes[border - 1] if self.row_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTimes:
-    """Seconds of a batch on one type of device, by its size; index 0 is 0."""
+    """Seconds of a batch on one type of device, by batch size; index 0 is 0."""
 
     segments_s: NDArray[np.float64]
-    """[segments, sizes + 1]."""
+    """Times of segments, [segments, sizes + 1]."""
     exits_s: NDArray[np.float64]
-    """[exits of the bundle, sizes + 1]: head, border and check of each, in use or not."""
+    """[exits of the bundle, sizes + 1]: head, border and check of each exit, in use or not."""
 
     def __post_init__(self) -> None:
         for name in ("segments_s", "exits_s"):
@@ -115,21 +115,21 @@ class DeviceTimes:
 
     @property
     def max_batch_size(self) -> int:
-        """The largest size of a batch that has a time."""
+        """Largest batch size that has a time."""
         return int(self.segments_s.shape[1]) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceType:
-    """Devices that are alike."""
+    """Equal devices."""
 
     name: str
     count: int
     cost_per_hour: float
-    """In any currency, of one device."""
+    """Cost of one device, in any currency."""
     times: DeviceTimes
     memory_bytes: float = math.inf
-    """What one device has for weights."""
+    """Memory of one device for weights, in bytes."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "count", least=1)
@@ -140,37 +140,37 @@ class DeviceType:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cluster:
-    """Devices by type, and how they are connected."""
+    """Devices by type, and their links."""
 
     types: tuple[DeviceType, ...]
     link: DeviceLink = NO_DELAY
-    """Between any two that have none of their own."""
+    """Link between two types without their own."""
     links: tuple[tuple[str, str, DeviceLink], ...] = ()
-    """From a type to a type, one way."""
+    """Links from one type to another, one way."""
 
     def __post_init__(self) -> None:
         names = [kind.name for kind in self.types]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"types {names} must be some, each with a name of its own")
+            raise ValueError(f"types {names} must not be empty, and each needs its own name")
         pairs = [(a, b) for a, b, _ in self.links]
         strangers = sorted({name for pair in pairs for name in pair} - set(names))
         if strangers:
             raise ValueError(f"links name {strangers}, expected types among {names}")
         if len(set(pairs)) < len(pairs):
-            raise ValueError(f"links {pairs}: one pair is there twice")
+            raise ValueError(f"links {pairs}: one pair is there twice; expected each once")
 
     @property
     def cost_per_hour(self) -> float:
-        """Of all devices."""
+        """Cost of all devices."""
         return math.fsum(kind.count * kind.cost_per_hour for kind in self.types)
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """The type of every device, in the order of types."""
+        """Type of every device, in the order of types."""
         return tuple(kind.name for kind in self.types for _ in range(kind.count))
 
     def of_devices(self, device_types: Sequence[str]) -> Cluster:
-        """Give the cluster with these devices alone, by type; PlanError if one is not of it."""
+        """Return the cluster with only these devices, by type; PlanError if a type is unknown."""
         counts = Counter(device_types)
         strangers = sorted(set(counts) - {kind.name for kind in self.types})
         types = [replace(k, count=counts[k.name]) for k in self.types if counts[k.name]]
@@ -180,6 +180,6 @@ class Cluster:
         return replace(self, types=tuple(types), links=links)
 
     def link_between(self, source: str, target: str) -> DeviceLink:
-        """Find the link from a type to a type."""
+        """Return the link from one type to another."""
         own = {(a, b): link for a, b, link in self.links}
         return own.get((source, target), self.link)

@@ -1,14 +1,14 @@
-"""Reads ``cluster.toml``: the devices to plan for, what they cost, and the workers that serve.
+"""Reads ``cluster.toml``: the devices to plan for, their cost, and the workers that serve.
 
-Each ``[devices.NAME]`` has ``count``, ``cost_per_hour``, and the speed of the device: ``profile``,
-the file of a bundle's profile that was measured on it (as ``profiles/cpu.json`` of a bundle), or
-``speed``, how many times as fast it is as the bundle's own profile. ``[link]`` is the connection
-between any two splits, ``[[links]]`` those between two types.
+Each ``[devices.NAME]`` has ``count``, ``cost_per_hour``, and the device's speed: either
+``profile``, the file of a bundle's profile that was measured on it (such as ``profiles/cpu.json``
+of a bundle), or ``speed``, a factor relative to the bundle's own profile. ``[link]`` is the
+connection between any two splits, ``[[links]]`` those between two types.
 
-Each of ``[[workers]]`` has one type: with an ``address`` it is an ``eeworker`` that listens there,
-without one it is so many processes (``count``) on the router's host. With a ``backend`` it is on a
-GPU of its host (:mod:`.worker_entry`). ``[router]`` has what the
-router shows to workers; Ray may start those without an address (:mod:`.ray_entry`). Sans I/O.
+Each of ``[[workers]]`` has one type: with an ``address`` it is an ``eeworker`` that listens there;
+without one it is ``count`` processes on the router's host. With a ``backend`` it uses a GPU of its
+host (:mod:`.worker_entry`). ``[router]`` has the router's credentials for workers; Ray may start
+workers without an address (:mod:`.ray_entry`). Sans I/O.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from offramp.engine.scheduling import DeviceLink
 
 MOST_FILE_BYTES: Final = 2**20
 _MOST: Final = 1e12
-"""Of any number: what is beyond is a slip."""
+"""Largest allowed number; a larger one is assumed to be a mistake."""
 _MOST_COUNT: Final = 100_000
 _MOST_NAME: Final = 60
 _TOP: Final = ("devices", "link", "links", "workers", "router", "goal")
@@ -45,50 +45,50 @@ _TOML_TYPES: Final = {
 
 
 class ClusterFileError(PlanError):
-    """A cluster file that cannot be read; one line: key, value, what was expected, remedy."""
+    """A cluster file cannot be read; one line: key, value, expectation, remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceEntry:
-    """One ``[devices.NAME]``."""
+    """One table ``[devices.NAME]``."""
 
     name: str
     count: int
     cost_per_hour: float
     speed: float | None
-    """Times as fast as the bundle's own profile; ``None`` where there is a profile."""
+    """Speed as a factor of the bundle's own profile; ``None`` if there is a profile."""
     profile: str | None
-    """The file of a profile, relative to the cluster file."""
+    """File of a profile, relative to the cluster file."""
     memory_bytes: float
     resources: Mapping[str, float] | None = None
-    """What Ray sets aside for a worker of it; ``None`` if that is not said."""
+    """Resources that Ray reserves for such a worker; ``None`` if not configured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterEntry:
-    """``[router]``: files relative to the cluster file."""
+    """The table ``[router]``; files are relative to the cluster file."""
 
     token_file: str | None = None
-    """The secret that workers have too."""
+    """File of the secret that router and workers share."""
     tls_ca: str | None = None
-    """Authorities of workers' certificates; ``None`` reaches workers in the clear."""
+    """Authorities of workers' certificates; ``None`` connects without encryption."""
     tls_cert: str | None = None
     tls_key: str | None = None
-    """The router's own, for workers that ask for one."""
+    """Key of the router's certificate, for workers that require one."""
     insecure: bool = False
-    """Whether workers on other hosts may be reached in the clear."""
+    """``True`` if workers on other hosts may be reached without encryption."""
     most_result_mib: int | None = None
-    """Most that is received of what a run gave, over a network; ``None`` leaves it as it is."""
+    """Largest result received over a network, in MiB; ``None`` keeps the default."""
     batches_per_worker: int = 1
-    """Batches that a worker has at a time: with 2 it receives the next one and sends the last one
-    while it computes (E3 3.2.2)."""
+    """Batches that a worker holds at a time: with 2 it receives the next one and sends the last one
+    during computation (E3 3.2.2)."""
     ray: RayEntry | None = None
-    """How Ray starts the workers that have no address, if it does."""
+    """Options of Ray for workers without an address, if Ray starts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalEntry:
-    """``[goal]``: what is asked of plans, unless they are made with other flags."""
+    """The table ``[goal]``: the goal of plans, unless flags replace it."""
 
     slo_ms: float | None = None
     rate: float | None = None
@@ -96,7 +96,7 @@ class GoalEntry:
     cost_factor: float = 1.0
 
     def goal(self, batch_sizes: Sequence[int], *, wrapper: bool = True) -> PlanningGoal:
-        """Ask that of plans of these batch sizes."""
+        """Return the goal for plans of these batch sizes."""
         return PlanningGoal(
             slo_s=math.inf if self.slo_ms is None else self.slo_ms / 1e3,
             slack=self.slack,
@@ -109,22 +109,22 @@ class GoalEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFile:
-    """A cluster as its file has it, before any profile was read."""
+    """Content of a cluster file, before profiles are read."""
 
     devices: tuple[DeviceEntry, ...]
     link: DeviceLink
     links: tuple[tuple[str, str, DeviceLink], ...]
     workers: tuple[WorkersEntry, ...] = ()
-    """Plans are made without them."""
+    """Workers that serve; planning ignores them."""
     router: RouterEntry = RouterEntry()
     goal: GoalEntry = GoalEntry()
 
 
 def parse_cluster(content: bytes, where: str = "cluster.toml") -> ClusterFile:
-    """Read the content of a cluster file; ClusterFileError says in a line what is wrong."""
+    """Parse a cluster file; ClusterFileError with a one-line reason."""
     if len(content) > MOST_FILE_BYTES:
         raise ClusterFileError(
-            f"{where}: has {len(content):,} bytes, expected at most {MOST_FILE_BYTES:,}; give "
+            f"{where}: has {len(content):,} bytes, expected at most {MOST_FILE_BYTES:,}; name "
             "types of devices, not single ones"
         )
     try:
@@ -159,8 +159,8 @@ def parse_cluster(content: bytes, where: str = "cluster.toml") -> ClusterFile:
     for number, pair in enumerate(pairs):
         if pair in pairs[:number]:
             raise ClusterFileError(
-                f"{where} [[links]] {number + 1}: from {pair[0]} to {pair[1]} is there already; "
-                "leave one out"
+                f"{where} [[links]] {number + 1}: from {pair[0]} to {pair[1]} is defined twice; "
+                "remove one"
             )
     place = f"{where} [link]"
     actors = [_shown_name(entry.name) for entry in entries if entry.resources is not None]
@@ -190,7 +190,7 @@ def _device(name: str, table: object, where: str) -> DeviceEntry:
     place = f"{where} [devices.{_shown_name(name)}]"
     if not name or len(name) > _MOST_NAME or not name.isprintable():
         raise ClusterFileError(
-            f"{place}: expected a name of 1 to {_MOST_NAME} printable characters; name it otherwise"
+            f"{place}: expected a name of 1 to {_MOST_NAME} printable characters; rename it"
         )
     content = _table(table, place)
     _refuse_unknown(content, _DEVICE, place)
@@ -208,11 +208,11 @@ def _device(name: str, table: object, where: str) -> DeviceEntry:
         what = "both speed and profile" if profile is not None else "neither speed nor profile"
         raise ClusterFileError(
             f"{place} has {what}, expected one: profile = a file measured on that device, or "
-            "speed = how many times as fast it is as the bundle's own profile"
+            "speed = its factor relative to the bundle's own profile"
         )
     return DeviceEntry(
         name=name,
-        count=_whole(content, "count", place, hint="; leave the type out if there is none"),
+        count=_whole(content, "count", place, hint="; remove the type if there is none"),
         cost_per_hour=_number(content, "cost_per_hour", place, least=0.0),
         speed=None if profile is not None else _number(content, "speed", place, above=0.0),
         profile=profile,
@@ -244,7 +244,7 @@ def _between(table: object, names: Sequence[str], place: str) -> tuple[str, str,
 def _all_workers(
     tables: object, devices: Sequence[DeviceEntry], where: str
 ) -> tuple[WorkersEntry, ...]:
-    """Read ``[[workers]]``: no more of a type than there are devices, and none twice."""
+    """Read ``[[workers]]``: no more of a type than there are devices, and no duplicates."""
     if not isinstance(tables, list):
         told = f"{where} [[workers]] is {_kind(tables)}, expected an array of tables"
         raise ClusterFileError(told)
@@ -257,17 +257,17 @@ def _all_workers(
         if left[entry.device] < 0:
             count = next(device.count for device in devices if device.name == entry.device)
             raise ClusterFileError(
-                f"{place}: is more than the {count} of [devices.{_shown_name(entry.device)}]; "
-                "leave workers out, or raise that count"
+                f"{place}: exceeds the {count} of [devices.{_shown_name(entry.device)}]; "
+                "remove workers, or raise that count"
             )
         if shared := [gpu for other in found for gpu in entry.shared_gpus(other)]:
             raise ClusterFileError(
                 f"{place} device = {_shown(table['device'])}: another worker has cuda:{shared[0]} "
-                "of that host already, expected a GPU for each, as plans take it; name another"
+                "of that host, expected a separate GPU for each; name another"
             )
         if entry.address is not None and entry.address in [other.address for other in found]:
             raise ClusterFileError(
-                f"{place} address = {_shown(entry.address)}: is there already, and a worker serves "
+                f"{place} address = {_shown(entry.address)}: is there twice, and a worker serves "
                 "one router at a time; start another worker on another port"
             )
         found.append(entry)
@@ -284,19 +284,19 @@ def _workers(table: object, names: Sequence[str], place: str) -> WorkersEntry:
         raise ClusterFileError(f"{place} {error}") from error
     if address is not None and type(address) is not str:
         raise ClusterFileError(
-            f'{place} address = {_shown(address)}, expected for instance "10.0.0.2:7070"; leave it '
-            "out for processes on this host"
+            f'{place} address = {_shown(address)}, expected for instance "10.0.0.2:7070"; omit it '
+            "for processes on this host"
         )
     count = _whole(content, "count", place)
     if address is not None and count > 1:
         raise ClusterFileError(
-            f"{place} has an address and count = {count}, expected one worker behind an address; "
+            f"{place} has an address and count = {count}, expected one worker at an address; "
             "give each worker its own port and entry"
         )
     if gpu is not None and count > 1:
         raise ClusterFileError(
             f"{place} names GPU {gpu} and count = {count}, expected one worker on a GPU; give each "
-            "its own entry, or leave the number out, for the GPUs from 0 on"
+            "its own entry, or omit the number to use the GPUs from 0 on"
         )
     gpus = () if "backend" not in content else (gpu,) if gpu is not None else range(count)
     return WorkersEntry(
@@ -332,7 +332,7 @@ def _router(table: object, place: str, actors: Sequence[str]) -> RouterEntry:
     if "tls_cert" in content and "tls_ca" not in content:
         raise ClusterFileError(
             f"{place} has tls_cert and no tls_ca, expected the authorities of workers' "
-            "certificates beside it; add tls_ca"
+            "certificates too; add tls_ca"
         )
     rest = {key: value for key, value in content.items() if key not in LAUNCH_KEYS}
     return RouterEntry(**rest, ray=_of_ray(partial(read_launch, actors), content, place))
@@ -362,7 +362,7 @@ def _number(
     if not fine or (0 < value < 1 / _MOST):
         raise ClusterFileError(
             f"{place} {key} = {_shown(value)}, expected a number of {bound}, and at most "
-            f"{_MOST:g}; mind the unit"
+            f"{_MOST:g}; check the unit"
         )
     return float(value)
 

@@ -1,4 +1,4 @@
-"""A plan: which segments run on which devices, at which batch size, and what that is predicted."""
+"""A plan: devices and batch size of each group of segments, with predicted figures."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from offramp.bundle.schema.errors import BundleSchemaError
 from offramp.bundle.schema.serde import check_numbers, from_plain, to_plain
 
 PLAN_SCHEMA: Final = 1
-"""Of a plan's JSON."""
+"""Version of a plan's JSON format."""
 
 Constraint: TypeAlias = Literal["latency", "cost", "memory", "rate"]
 
 
 class PlanError(ValueError):
-    """What was asked for cannot be planned, or is no plan; one line that says why."""
+    """A goal cannot be planned, or a text is no plan; the message is one line with the reason."""
 
 
 class InfeasiblePlanError(PlanError):
@@ -34,11 +34,11 @@ class Replicas:
     device_type: str
     count: int
     exits: tuple[int, ...]
-    """Those that are on, in depth order; the others inside earn nothing here and are off (3.4)."""
+    """Exits that are on, in depth order; the others inside save no time and are off (3.4)."""
     stage_s: float
-    """Of a batch on one of them, as it is forecast to shrink inside the split."""
+    """Forecast seconds of a batch on one of them, shrinking inside the split."""
     longest_s: float
-    """Of a batch of which no row leaves inside."""
+    """Seconds of a batch from which no row leaves inside."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "count", least=1)
@@ -47,39 +47,39 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSplit:
-    """Neighbouring segments that run as one stage, on replicas of their own (E3 3.2)."""
+    """Neighbouring segments that run as one stage, on their own replicas (E3 3.2)."""
 
     first_segment: int
     last_segment: int
     replicas: tuple[Replicas, ...]
-    """Of one type, as E3 has it; where the whole model is one split, of several."""
+    """Replicas of one type, as in E3; of several types if the whole model is one split."""
     share: float
-    """Of the rows that enter the model, those that reach this split: forecast."""
+    """Forecast share of the rows that enter the model which reach this split."""
     period_s: float
-    """Seconds of the replicas together for each row that enters the model."""
+    """Seconds of all replicas together for each row that enters the model."""
     fill_s: float
-    """Mean wait for a batch to fill."""
+    """Mean time in which a batch fills, in seconds."""
     link_period_s: float
     """Seconds of the link to this split for each row that enters the model."""
     link_s: float
-    """Of a batch on the link to this split."""
+    """Seconds of a batch on the link to this split."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "first_segment", least=0)
         check_numbers(self, "last_segment", least=self.first_segment)
         if not self.replicas:
-            raise ValueError("replicas: a split needs some")
+            raise ValueError("replicas: empty, expected at least one")
         check_numbers(self, "share", least=0, most=1)
         check_numbers(self, "period_s", "fill_s", "link_period_s", "link_s", least=0)
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """The types of the replicas."""
+        """Device types of the replicas."""
         return tuple(replica.device_type for replica in self.replicas)
 
     @property
     def longest_s(self) -> float:
-        """Of a batch of which no row leaves, on the slowest of the replicas."""
+        """Seconds of a batch from which no row leaves, on the slowest replica."""
         return max(replica.longest_s for replica in self.replicas)
 
 
@@ -88,10 +88,10 @@ class ClusterPlan:
     """Splits of a model on devices of a cluster; all figures are predicted, without queues."""
 
     batch_size: int
-    """Rows of each batch at each split: E3 keeps it constant."""
+    """Rows of each batch at each split: constant, as in E3."""
     splits: tuple[PlannedSplit, ...]
     cost_per_hour: float
-    """Of the devices that it uses."""
+    """Cost of the devices in use."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "batch_size", least=1)
@@ -99,32 +99,32 @@ class ClusterPlan:
         ends = [-1, *(split.last_segment for split in self.splits)]
         starts = [split.first_segment for split in self.splits]
         if not starts or starts[1:] != [end + 1 for end in ends[1:-1]]:
-            raise ValueError(f"splits: they start at segments {starts}, expected each in turn")
+            raise ValueError(f"splits: they start at segments {starts}, expected no gaps")
         if not self.period_s > 0:
-            raise ValueError("splits: none takes any time, expected a period of more than 0")
+            raise ValueError("splits: the period is 0, expected more than 0")
 
     @property
     def period_s(self) -> float:
-        """Seconds between rows at full load: of the slowest split or link."""
+        """Seconds between rows at full load: the largest of all splits and links."""
         return max(max(split.period_s, split.link_period_s) for split in self.splits)
 
     @property
     def rate_rps(self) -> float:
-        """Rows a second at full load."""
+        """Rows per second at full load."""
         return 1.0 / self.period_s
 
     @property
     def latency_s(self) -> float:
-        """Of a row that goes to the model's end, at worst: stages, links, waits to fill batches."""
+        """Worst latency of a row that runs to the end: stages, links, and time to fill batches."""
         return sum(split.longest_s + split.fill_s + split.link_s for split in self.splits)
 
     def exits(self) -> frozenset[int]:
-        """Give the exits that are on at any split."""
+        """Return the exits that are on in any split."""
         used = [replica.exits for split in self.splits for replica in split.replicas]
         return frozenset().union(*used)
 
     def devices(self) -> dict[str, int]:
-        """Count the devices in use, by type."""
+        """Return the number of devices in use, by type."""
         used: dict[str, int] = {}
         for split in self.splits:
             for replica in split.replicas:
@@ -147,7 +147,7 @@ def dump_plan(plan: ClusterPlan) -> str:
 
 
 def parse_plan(text: str, where: str = "plan") -> ClusterPlan:
-    """Read a plan from JSON; PlanError says what is wrong with it."""
+    """Read a plan from JSON; PlanError with the reason."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""From a cluster file and measured profiles to devices with times."""
+"""Conversion of a cluster file and measured profiles to devices with times."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from offramp.engine.scheduling import stage_seconds
 def make_cluster(
     file: ClusterFile, own: Profile, profiles: Mapping[str, Profile], most_rows: int
 ) -> Cluster:
-    """Make a cluster with times up to batches of ``most_rows``.
+    """Return a cluster with times up to batches of ``most_rows``.
 
-    ``own`` is the bundle's profile, ``profiles`` those that the file names, by that name, of the
-    same bundle on other devices.
+    ``own`` is the bundle's profile; ``profiles`` are those that the file names, by that name, of
+    the same bundle on other devices.
     """
     types = []
     for entry in file.devices:
         profile = own if entry.profile is None else profiles[entry.profile]
         if (found := _parts(profile)) != (expected := _parts(own)):
             raise ClusterFileError(
-                f"[devices.{entry.name}] profile = {entry.profile!r}: is of {found[0]} segments "
+                f"[devices.{entry.name}] profile = {entry.profile!r}: has {found[0]} segments "
                 f"and {found[1]} exits, expected {expected[0]} and {expected[1]}; measure this "
                 "bundle on that device (eecompile profile)"
             )
@@ -42,7 +42,7 @@ def make_cluster(
 
 
 def times_of(profile: Profile, most_rows: int, *, speed: float = 1.0) -> DeviceTimes:
-    """Give the seconds of a profile's segments and exits by batch size, on a device so fast."""
+    """Return the seconds of a profile's segments and exits by batch size, divided by ``speed``."""
     segments, exits = _parts(profile)
     rows = [(k, k, None) for k in range(segments)]
     plain = np.array(stage_seconds(profile, rows, most_rows))

@@ -1,6 +1,6 @@
-"""What plans know of a bundle: sizes of its parts, exits in use, and the share of rows behind each.
+"""Facts of a bundle for planning: sizes of parts, exits in use, shares of rows after each.
 
-It needs neither onnx nor the compiler, so ``eecompile plan`` and servers plan on the same facts.
+It needs neither onnx nor the compiler, so ``eecompile plan`` and servers plan with the same facts.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from offramp.engine.scheduling import going_on
 
 
 def exits_in_use(policy: ExitPolicy) -> tuple[int, ...]:
-    """List the exits at which rows may leave, by index in the bundle, in depth order."""
+    """Return the exits at which rows may leave, by index in the bundle, in depth order."""
     return tuple(active.exit for active in policy.active if active.threshold < NEVER)
 
 
 def recorded_shares(bundle: Bundle) -> dict[int, float]:
-    """Give each exit in use the share of the rows that entered which goes on behind it.
+    """Return, by exit in use, the share of the rows that entered which continue after it.
 
-    By the bundle's records of the certify split, under the thresholds of its policy; in depth
-    order. A row that leaves at one exit does not come to the next.
+    It is computed from the bundle's records of the certify split, with the thresholds of its
+    policy; in depth order. A row that leaves at one exit does not reach the next.
     """
     active = [a for a in bundle.policy.active if a.threshold < NEVER]
     placed = [(stage, a.exit, a.threshold) for stage, a in enumerate(active)]
@@ -34,12 +34,12 @@ def recorded_shares(bundle: Bundle) -> dict[int, float]:
 
 
 def facts_of(bundle: Bundle, *, exits: Sequence[int], going_on: Sequence[float]) -> ModelFacts:
-    """Put together what plans know of a bundle.
+    """Return the facts of a bundle for planning.
 
     Args:
-        bundle: Its manifest alone is read.
-        exits: [exits] those in use, by index in the bundle, in depth order.
-        going_on: [exits] share of the rows that entered which goes on behind each: recorded or
+        bundle: Only its manifest is read.
+        exits: [exits] the exits in use, by index in the bundle, in depth order.
+        going_on: [exits] share of the rows that entered which continue after each exit: recorded or
             forecast, never rising.
     """
     manifest = bundle.manifest

@@ -1,8 +1,8 @@
-"""Forecasts of the batch profile: the share of rows that go on behind each exit, next window.
+"""Forecasts of the batch profile: share of rows that continue after each exit, next window.
 
-Whatever the method, the series is the log-odds of the share, and a quantile is that of its own past
-errors: a conservative forecast says that more rows go on than is likely, since a plan that expects
-too few starves its last splits. The paper uses ARIMA (3.1), of an order that it does not give.
+The series is the log-odds of the share, and a quantile is that of the method's own past errors. A
+conservative forecast is a higher share than is likely, because a plan that expects too few rows
+overloads its last splits. The paper uses ARIMA (3.1), without stating the order.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from offramp.cluster.planning.arima import Arima
 from offramp.cluster.planning.batch_profile import BatchProfile
 
 CONSERVATIVE: Final = 0.8
-"""The quantile that plans are made on."""
+"""Quantile of the forecasts that plans use."""
 _LEAST: Final = 1e-4
-"""Shares are held this far from 0 and 1, where log-odds end."""
+"""Smallest distance of shares from 0 and 1, where log-odds are infinite."""
 _FEW_ERRORS: Final = 5
-"""Past errors below which a quantile is that of a normal distribution around none."""
+"""Number of past errors below which the quantile is that of a normal distribution around 0."""
 _UNKNOWN_SPREAD: Final = 0.3
-"""Deviation of log-odds that is assumed with no past errors: 0.5 is then 0.43 to 0.57."""
+"""Assumed deviation of log-odds without past errors: 0.5 is then 0.43 to 0.57."""
 
 
 class Forecaster(Protocol):
@@ -34,17 +34,17 @@ class Forecaster(Protocol):
 
     @property
     def name(self) -> str:
-        """As plans and benchmarks call it."""
+        """Name in plans and benchmarks."""
 
     def predict(self, series: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Predict every value of a series [n] from those before it, and the one to come.
+        """Predict every value of a series [n] from the earlier ones, and the next one.
 
-        [n + 1]; the first, before which there is nothing, is the first of the series.
+        float64[n + 1]; the first prediction is the first value of the series.
         """
 
 
 class LastValue:
-    """The next window is like the last."""
+    """Forecast that the next window equals the last."""
 
     name = "last value"
 
@@ -54,7 +54,7 @@ class LastValue:
 
 
 class Ewma:
-    """The next window is like those before, the later the more: a weighted moving average."""
+    """Exponentially weighted moving average of the past windows."""
 
     name = "EWMA"
 
@@ -72,7 +72,7 @@ class Ewma:
 
 
 class Autoregressive:
-    """AR(p) by least squares on the last windows, anew for every step; short series: the last."""
+    """AR(p) by least squares on the last windows, fitted at every step; short series: last."""
 
     name = "AR"
 
@@ -94,11 +94,11 @@ class Autoregressive:
         before = np.column_stack([rows[:, :order], np.ones(len(rows))])
         weights, *_ = np.linalg.lstsq(before, rows[:, order], rcond=None)
         value = float(np.append(past[-order:], 1.0) @ weights)
-        return min(max(value, float(past.min())), float(past.max()))  # never beyond what was seen
+        return min(max(value, float(past.min())), float(past.max()))  # within the observed range
 
 
 def log_odds(share: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Give the log-odds of shares, which are held off 0 and 1."""
+    """Return the log-odds of shares, which are first clipped away from 0 and 1."""
     held = np.clip(share, _LEAST, 1 - _LEAST)
     found: NDArray[np.float64] = np.log(held / (1 - held))
     return found
@@ -109,9 +109,9 @@ def forecast_share(
     forecaster: Forecaster,
     quantile: float = CONSERVATIVE,
 ) -> float:
-    """Forecast the next share of a series [n], so high that ``quantile`` of outcomes are below.
+    """Forecast the next share of a series [n], so that ``quantile`` of outcomes are below it.
 
-    Values that are NaN are left out. Without any, all rows go on.
+    NaN values are omitted. Without any other value, the share is 1.
     """
     series = log_odds(shares[np.isfinite(shares)])
     if not len(series):
@@ -125,18 +125,18 @@ def forecast_share(
 def forecast_going_on(
     profile: BatchProfile, forecaster: Forecaster, quantile: float = CONSERVATIVE
 ) -> tuple[float, ...]:
-    """Forecast the share behind each exit for the window to come; it never rises with depth."""
+    """Forecast the share after each exit for the next window; it never rises with depth."""
     shares = profile.going_on()
     found = [
         forecast_share(shares[:, exit_], forecaster, quantile) for exit_ in range(profile.exits)
     ]
-    # An exit that was never on keeps all that come to it; a deeper one cannot let more through.
+    # An exit that was never on lets all rows continue; a deeper exit's share cannot be higher.
     return tuple(np.minimum.accumulate(found).tolist()) if found else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareForecast:
-    """A conservative forecast for the window to come, as plans are made on."""
+    """A conservative forecast for the next window, for planning."""
 
     method: str
     going_on: tuple[float, ...]
@@ -144,9 +144,9 @@ class ShareForecast:
 
 
 LAST: Final = "last"
-"""The method that lost least in ``benchmarks/forecasts.py``. ARIMA is better by 7 % on series that
-are smooth, and worse by 42 % on those of served models whose thresholds the controller moves when
-the data shift: there, only the last window tells."""
+"""The method with the least loss in ``benchmarks/forecasts.py``. ARIMA is better by 7 % on smooth
+series, and worse by 42 % on those of served models whose thresholds the controller changes when the
+data shift: there, only the last window is informative."""
 
 METHODS: Final[Mapping[str, Callable[[], Forecaster]]] = {
     LAST: LastValue,
@@ -154,11 +154,11 @@ METHODS: Final[Mapping[str, Callable[[], Forecaster]]] = {
     "ewma": partial(Ewma, 0.7),
     "ar": Autoregressive,
 }
-"""By the names that options have; PlanError where the library of one is not installed."""
+"""Methods by option value; PlanError if a method's library is not installed."""
 
 
 def forecast_next(profile: BatchProfile, forecaster: Forecaster | None = None) -> ShareForecast:
-    """Forecast the window to come, by the last value unless another method is given."""
+    """Forecast the next window, by default with the last value."""
     forecaster = forecaster or LastValue()
     return ShareForecast(method=forecaster.name, going_on=forecast_going_on(profile, forecaster))
 

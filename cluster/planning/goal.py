@@ -1,4 +1,4 @@
-"""What is asked of a plan, and what comes back."""
+"""The goal of a plan, and the result of planning."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from offramp.bundle.schema.serde import check_numbers
 from offramp.cluster.planning.cluster_plan import ClusterPlan
 
 SLACK: Final = 0.2
-"""Share of the objective that is left for queues and bursts; 20 % in the paper's section 4."""
+"""Share of the objective reserved for queues and bursts; 20 % in the paper's section 4."""
 BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
 class RefusedSegments(NamedTuple):
-    """Neighbouring segments that devices of a type could not load: no split may have them."""
+    """Neighbouring segments that devices of a type could not load; no split may contain them."""
 
     device_type: str
     first: int
@@ -24,19 +24,19 @@ class RefusedSegments(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningGoal:
-    """What is asked of a plan."""
+    """The goal of a plan."""
 
     slo_s: float = math.inf
     slack: float = SLACK
     rate_rps: float | None = None
-    """Rows a second to be served at the least cost; ``None`` is as many as can be."""
+    """Rows per second to serve at the least cost; ``None`` maximises the rate."""
     cost_factor: float = 1.0
-    """The paper's alpha: most of the cost of all devices that a plan may take."""
+    """The paper's alpha: largest cost of a plan as a share of the cost of all devices."""
     wrapper: bool = True
-    """Whether exits that earn nothing inside a split may be off (3.4)."""
+    """``True`` if exits that save no time inside a split may be off (3.4)."""
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     refused: tuple[RefusedSegments, ...] = ()
-    """What no plan may have, though memory is said to hold it."""
+    """Segments that no plan may combine, although their weights should fit."""
 
     def __post_init__(self) -> None:
         if not self.slo_s > 0:
@@ -47,24 +47,24 @@ class PlanningGoal:
 
     @property
     def latency_s(self) -> float:
-        """Most that a plan may take."""
+        """Largest latency of a plan, in seconds."""
         return self.slo_s * (1 - self.slack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningResult:
-    """A plan, and the model as it is beside it."""
+    """A plan, with the unmodified model for comparison."""
 
     plan: ClusterPlan
     baseline: ClusterPlan | None
-    """The model without exits, whole, on all devices that pay; ``None`` if it meets no
-    constraint."""
+    """The model without exits, whole, on all devices that reduce the period; ``None`` if it meets
+    no constraint."""
     arrival_rps: float
-    """The rate that waits for batches were predicted at: the one asked for, or the baseline's."""
+    """Rate used to predict the time to fill batches: the requested one, or the baseline's."""
 
 
 class Limits(NamedTuple):
-    """What a plan may take, with room for rounding."""
+    """Limits of a plan, with a tolerance for rounding."""
 
     latency_s: float
     cost: float

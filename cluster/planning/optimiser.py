@@ -1,14 +1,15 @@
-"""The optimiser: from a forecast of the exits and a cluster to a plan (E3 3.2, fig. 6).
+"""The optimiser: computes a plan from a forecast of the exits and a cluster (E3 3.2, fig. 6).
 
-Two directions: the highest rate that the devices give, or the least cost for a rate. Either way
-every batch size is tried; a plan's latency (stages, links, and waits for batches to fill) stays
-within SLO · (1 − slack), its cost within a factor of that of all devices; of plans within 1 % of
-the best period, the one of the fewest splits is taken, then the cheapest, then that of the least
-latency. The paper minimises the longest stage, but bounds the sum of none: pipelined, a row's
-latency is the sum.
+There are two goals: the highest rate of the devices, or the least cost for a rate. For both, every
+batch size is tried; a plan's latency (stages, links, and waits for batches to fill) stays within
+SLO · (1 − slack), its cost within a factor of that of all devices. Among plans within 1 % of the
+best period, the one with the fewest splits is chosen, then the cheapest, then the one with the
+least latency. The paper minimises the longest stage without a bound on the sum: with pipelining, a
+row's latency is the sum.
 
-The model as a whole on every device, with the exits that pay and without, is always among the
-candidates: but for that 1 %, no plan is worse than the model as it is (the paper's are, 5.9).
+The whole model on every device, with the exits that save time and without exits, is always a
+candidate: except for that 1 %, no plan is worse than the unmodified model (the paper's can be,
+5.9).
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class WholeModel:
 
     times: SplitTimes
     exits: bool
-    """With the exits that pay, or none."""
+    """``True`` for the exits that save time, ``False`` for none."""
     rate_rps: NDArray[np.float64]
-    """[grid]."""
+    """Rows per second, [grid]."""
     slowest_s: NDArray[np.float64]
-    """[grid]: of a batch of which no row leaves; infinite where a device cannot hold the model."""
+    """[grid]: seconds of a batch from which no row leaves; infinite where it does not fit in
+    memory."""
 
     @staticmethod
     def of(times: SplitTimes, counts: NDArray[np.int64], *, exits: bool) -> WholeModel:
@@ -63,16 +65,16 @@ class WholeModel:
 
 
 NEAR: Final = 0.01
-"""Of the best period: so much longer is as good, if it takes fewer splits or less cost."""
+"""Share by which a period may exceed the best one, for fewer splits or less cost."""
 MOST_PLACES: Final = 10_000_000
-"""Types, times counts of a type, times combinations of all counts: eight bytes each."""
+"""Most places to search: types, times counts of a type, times combinations of all counts."""
 
 
 def make_cluster_plan(model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -> PlanningResult:
     """Plan a model on a cluster.
 
     Raises:
-        InfeasiblePlanError: No plan meets the goal; it says which constraint binds.
+        InfeasiblePlanError: No plan meets the goal; it has the binding constraint.
         PlanError: The cluster has more combinations of devices than are searched, no batch size is
             profiled on all of its types, or their times are those of another model.
     """
@@ -87,8 +89,8 @@ class _Optimiser:
         places = len(budget) * (max(budget) + 1) * math.prod(count + 1 for count in budget)
         if places > MOST_PLACES:
             raise PlanError(
-                f"counts of devices {budget!s:.100} are {places:,} places to search, expected at "
-                f"most {MOST_PLACES:,}; leave types out, or plan for a part of the devices"
+                f"counts of devices {budget!s:.100} have {places:,} places to search, expected at "
+                f"most {MOST_PLACES:,}; remove types, or plan for fewer devices"
             )
         most = min(kind.times.max_batch_size for kind in cluster.types)
         sizes = sorted({size for size in goal.batch_sizes if size <= most})
@@ -119,7 +121,7 @@ class _Optimiser:
         self._searches = [SplitSearch(model, cluster, times, self._arrival_rps) for times in every]
 
     def result(self) -> PlanningResult:
-        """Search, and choose among what is as good as the best."""
+        """Search, and choose among the plans that are about as good as the best."""
         if self._goal.rate_rps is None:
             period_s, most = self._least_period(self._most) * (1 + NEAR), self._most
         else:
@@ -137,7 +139,7 @@ class _Optimiser:
     # The model as a whole.
 
     def _fastest_as_it_is(self) -> ClusterPlan | None:
-        """Find the model without exits that is fastest, or cheapest at the rate asked for."""
+        """Return the fastest plan without exits, or the cheapest at the goal's rate."""
         best, best_rank = None, (math.inf, math.inf)
         for whole in self._as_it_is:
             wait = (whole.times.batch_size - 1) / 2
@@ -156,13 +158,13 @@ class _Optimiser:
         return None if best is None else self._plan_whole(*best)
 
     def _reference_rps(self) -> float:
-        """The rate of the baseline; where it meets no constraint, what it would be without any."""
+        """Return the baseline's rate; if there is no baseline, its rate without constraints."""
         if self._baseline is not None:
             return self._baseline.rate_rps
         rate_rps = max(float(whole.rate_rps.max()) for whole in self._as_it_is)
         if rate_rps > 0:
             return rate_rps
-        # Nowhere does the whole model fit: segments spread over all devices would be as fast.
+        # The whole model fits on no device: assume segments spread over all devices.
         times = [kind.times.segments_s[:, 1].sum() for kind in self._cluster.types]
         counts = [kind.count for kind in self._cluster.types]
         return sum(count / float(time_s) for count, time_s in zip(counts, times, strict=True))
@@ -184,7 +186,7 @@ class _Optimiser:
     # Splits.
 
     def _least_period(self, most: Limits) -> float:
-        """Find the shortest period of any plan within limits; infinite if there is none."""
+        """Return the shortest period of any plan within limits; infinite if there is none."""
         best_s = min(
             (1 / float(rate[fine].max()) for rate, fine in self._whole_rates(most) if fine.any()),
             default=math.inf,
@@ -193,7 +195,7 @@ class _Optimiser:
             if search.least_latency_s() > most.latency_s:
                 continue
             periods = search.periods(0.0, best_s * (1 - ROUNDING))
-            low, high = 0, len(periods)  # the shortest possible one is among [low, high]
+            low, high = 0, len(periods)  # the shortest possible one is in [low, high]
             if not high or not self._possible(search, float(periods[-1]), most):
                 continue
             high -= 1
@@ -207,7 +209,7 @@ class _Optimiser:
         return best_s
 
     def _most_promising_first(self, most: Limits) -> list[SplitSearch]:
-        """Sort batch sizes by how fast the whole model is: what is found first bounds the rest."""
+        """Return the searches by speed of the whole model: early results bound the later ones."""
         best = dict.fromkeys((s.times.batch_size for s in self._searches), 0.0)
         for whole in self._wholes:
             size = whole.times.batch_size
@@ -219,18 +221,18 @@ class _Optimiser:
         return [(whole.rate_rps, self._fine(whole, most)) for whole in self._wholes]
 
     def _fine(self, whole: WholeModel, most: Limits) -> NDArray[np.bool_]:
-        """[grid]: where the whole model runs within latency and cost."""
+        """Return, [grid], whether the whole model runs within latency and cost."""
         wait_s = (whole.times.batch_size - 1) / 2 / self._arrival_rps
         return self._within(whole.slowest_s + wait_s, most) & (whole.rate_rps > 0)
 
     def _within(self, latency_s: NDArray[np.float64], most: Limits) -> NDArray[np.bool_]:
-        """[grid]: where there is a plan at all, within latency and cost."""
+        """Return, [grid], whether a plan exists within latency and cost."""
         there = np.isfinite(latency_s) & (latency_s <= most.latency_s)
         fine: NDArray[np.bool_] = there & (self._cost <= most.cost)
         return fine
 
     def _possible(self, search: SplitSearch, period_s: float, most: Limits) -> bool:
-        """Whether any plan of a batch size has a period of at most so much."""
+        """Return whether a plan of a batch size has at most this period."""
         steps = search.steps(period_s, most.latency_s)
         counted = search.extend(
             self._others, steps, search.begin(self._others), counting=True, once=False
@@ -246,14 +248,14 @@ class _Optimiser:
         return bool(self._within(latency_s, most).any())
 
     def _least_cost_of(self, search: SplitSearch, period_s: float, most: Limits) -> float:
-        """Bound the cost of the plans of a batch size from below; infinite if there is none."""
+        """Return a lower bound on the cost of a batch size's plans; infinite if there is none."""
         steps = search.steps(period_s, most.latency_s)
         begun = search.begin(self._others)
         counted = search.extend(self._others, steps, begun, counting=True, once=False)
         return float(self._counted_cost(counted).min())
 
     def _counted_cost(self, counted: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[grid of the other types]: least cost of a plan, whatever its latency."""
+        """Return the least cost of a plan of any latency, [grid of the other types]."""
         counts = counted[-1, :, :-1].min(axis=0)
         finite = np.isfinite(counts)
         cost = self._others_cost + np.where(finite, counts, 0.0) * self._price
@@ -262,7 +264,7 @@ class _Optimiser:
     def _latencies(
         self, search: SplitSearch, period_s: float, most_s: float = math.inf
     ) -> NDArray[np.float64]:
-        """[grid]: least latency of a plan of any number of splits; infinite beyond ``most_s``."""
+        """Return the least latency of any plan, [grid]; infinite beyond ``most_s``."""
         begun = search.begin(self._grid)
         steps = search.steps(period_s, most_s)
         found = search.extend(self._grid, steps, begun, counting=False, once=False)
@@ -270,7 +272,7 @@ class _Optimiser:
         return least
 
     def _least_cost(self, period_s: float) -> float:
-        """Find the least cost of a plan with a period of at most so much; infinite if none."""
+        """Return the least cost of a plan with at most this period; infinite if there is none."""
         best = math.inf
         for rate_rps, fine in self._whole_rates(self._most):
             enough = fine & (rate_rps * period_s >= 1 - ROUNDING)
@@ -286,7 +288,7 @@ class _Optimiser:
         return best
 
     def _fewest_splits(self, period_s: float, most: Limits) -> ClusterPlan:
-        """Of all plans within period, latency and cost: fewest splits, cheapest, least latency."""
+        """Return the best plan within the limits: fewest splits, then cost, then latency."""
         found = self._best_whole(period_s, most)
         if found is not None:
             return found
@@ -306,7 +308,7 @@ class _Optimiser:
             found = self._cheapest(searches, bounds, splits, (period_s, most))
             if found is not None:
                 return found
-        raise AssertionError("a plan was found, and is lost")
+        raise AssertionError("a plan was found before")
 
     def _cheapest(
         self,
@@ -315,7 +317,7 @@ class _Optimiser:
         splits: int,
         within: tuple[float, Limits],
     ) -> ClusterPlan | None:
-        """Of plans of so many splits, take the cheapest, then that of the least latency."""
+        """Return the plan of this many splits with the least cost, then the least latency."""
         period_s, most = within
         best, best_cost, best_latency_s = None, most.cost, math.inf
         for number in np.argsort(bounds, kind="stable"):
@@ -391,16 +393,16 @@ class _Optimiser:
         segments = (start, end - 1)
         return replicas_of(self._model, self._cluster, segments, named, times.batch_size)
 
-    # Where nothing is possible.
+    # No plan is possible.
 
     def _infeasible(self) -> InfeasiblePlanError:
-        """Find the first constraint that no plan meets, of memory, latency, cost and rate."""
+        """Return the error of the first constraint without a plan: memory, latency, cost, rate."""
         goal, most = self._goal, self._most
         if not math.isfinite(self._least_period(Limits(math.inf, math.inf))):
             return InfeasiblePlanError(
                 "memory",
                 f"memory: {sum(self._model.weight_bytes) / 1e6:,.1f} MB of weights do not fit on "
-                f"{int(self._grid.counts[-1].sum())} devices; give more devices, or larger ones",
+                f"{int(self._grid.counts[-1].sum())} devices; add devices, or larger ones",
             )
         if not math.isfinite(self._least_period(Limits(most.latency_s, math.inf))):
             least_s = min(float(self._latencies(s, math.inf).min()) for s in self._searches)
@@ -420,5 +422,5 @@ class _Optimiser:
         return InfeasiblePlanError(
             "rate",
             f"rate: no plan serves more than {1 / period_s:,.1f} rows/s, expected "
-            f"{goal.rate_rps:,.1f}; give more devices, a longer SLO, or a lower rate",
+            f"{goal.rate_rps:,.1f}; add devices, a longer SLO, or a lower rate",
         )

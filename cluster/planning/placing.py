@@ -1,9 +1,9 @@
-"""From a plan of splits to the placement that streams are asked by: who prefers and holds what.
+"""Conversion of a plan's splits to the placement of streams: what each prefers and holds.
 
-A plan says how many devices of each type run which split. Roles give each stream one of these; a
-placement says the same in stages, which end where exits are in use and where splits end. A device
-holds its own split, and what else its memory has room for, the nearest first: that is what it
-steals where its own has nothing to do.
+A plan states how many devices of each type run which split. Roles assign one of these to each
+stream; a placement states the same for stages, which end at exits in use and at ends of splits. A
+device holds its own split, and further segments as far as its memory allows, the nearest first: it
+steals work of these when its own split is idle.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from offramp.cluster.planning.transition import Segments
 from offramp.engine.scheduling.placement import DeviceKind, Placement, StreamPlacement
 
 StageSpan = tuple[int, int, int | None]
-"""First and last segment of a stage, and the exit that it ends with: none where below 0, either."""
+"""First and last segment of a stage, and the exit at its end: none if ``None`` or below 0."""
 
 
 class StreamRole(NamedTuple):
-    """What a stream is in a plan."""
+    """The role of a stream in a plan."""
 
     device_type: str
     segments: Segments | None
-    """Its split; ``None`` for a spare device, which helps where it can."""
+    """Segments of its split; ``None`` for a spare device, which helps where it can."""
 
     @property
     def own(self) -> frozenset[int]:
-        """The segments of its split."""
+        """Segments of its split."""
         first, last = self.segments or (0, -1)
         return frozenset(range(first, last + 1))
 
 
 def roles_of(plan: ClusterPlan) -> tuple[StreamRole, ...]:
-    """Give a stream to each device that a plan uses, in the order of its splits."""
+    """Return a role for each device that a plan uses, in the order of its splits."""
     return tuple(
         StreamRole(replicas.device_type, (split.first_segment, split.last_segment))
         for split in plan.splits
@@ -45,7 +45,7 @@ def roles_of(plan: ClusterPlan) -> tuple[StreamRole, ...]:
 
 
 def roles_for(plan: ClusterPlan, device_types: Sequence[str]) -> tuple[StreamRole, ...]:
-    """Give each stream a role in a plan by its type of device, the surplus that of a spare.
+    """Return a role in a plan for each stream, by device type; surplus streams are spares.
 
     PlanError if there are too few of a type.
     """
@@ -60,20 +60,20 @@ def roles_for(plan: ClusterPlan, device_types: Sequence[str]) -> tuple[StreamRol
         if left:
             raise PlanError(
                 f"the plan has {len(left)} devices of type {kind!r} more than there are workers; "
-                "plan again for the workers that are there"
+                "plan again for the present workers"
             )
     return tuple(given)
 
 
 def borders_of(plan: ClusterPlan) -> frozenset[int]:
-    """Give the segments that splits end with, but for the last: stages have to end there."""
+    """Return the last segment of each split but the last; stages must end there."""
     return frozenset(split.last_segment for split in plan.splits[:-1])
 
 
 def held_segments(role: StreamRole, model: ModelFacts, cluster: Cluster) -> frozenset[int]:
-    """Give the segments whose weights a device holds: its split's, and what else has room.
+    """Return the segments whose weights a device holds: its split's, and others that fit.
 
-    Where sizes are not known, or memory is not bounded, all.
+    If sizes are unknown, or memory is not bounded, all segments.
     """
     (memory_bytes,) = [k.memory_bytes for k in cluster.types if k.name == role.device_type]
     first, last = role.segments or (0, -1)
@@ -103,18 +103,18 @@ def place_plan(
     overhead_s: float = 0.0,
     held: Sequence[frozenset[int]] | None = None,
 ) -> Placement:
-    """Say in stages what a plan says in segments.
+    """Convert a plan of segments to a placement of stages.
 
     Args:
-        plan: Whose splits are served.
-        roles: [streams] What each is in it: every split needs one at least.
-        spans: [stages] Of the served model, one of which ends where a split does.
-        model: For the weights' and the borders' sizes.
+        plan: Plan whose splits are served.
+        roles: [streams] role of each stream; every split needs at least one.
+        spans: [stages] stages of the served model; one of them ends at each split's end.
+        model: Sizes of weights and borders.
         cluster: Types, times and links.
-        max_batch_size: The times reach so far.
-        overhead_s: What a stage takes on its device beyond its graph.
-        held: [streams] segments whose weights each has; by default what it has room for. More than
-            its split is what it may steal.
+        max_batch_size: Largest batch size of the times.
+        overhead_s: Time of a stage on its device in addition to its graph.
+        held: [streams] segments whose weights each stream has; by default those that fit. Segments
+            outside its split are those that it may steal.
 
     Raises:
         PlanError: The splits do not end where stages do, or a split has no stream.
@@ -124,7 +124,7 @@ def place_plan(
     if unserved:
         raise PlanError(
             f"no device runs segments {unserved[0][0]} to {unserved[0][1]}; plan again with the "
-            "devices that are there"
+            "present devices"
         )
     streams = []
     for stream, role in enumerate(roles):
@@ -157,11 +157,11 @@ def place_plan(
 def stage_times(
     times: DeviceTimes, spans: Sequence[StageSpan], max_batch_size: int, overhead_s: float = 0.0
 ) -> tuple[tuple[float, ...], ...]:
-    """[stages][max_batch_size + 1]: seconds of stages on a device, by batch size."""
+    """Return seconds of stages on a device, [stages][max_batch_size + 1], by batch size."""
     sizes = slice(1, max_batch_size + 1)
     if max_batch_size > times.max_batch_size:
         raise PlanError(
-            f"times reach up to batches of {times.max_batch_size}, expected {max_batch_size}"
+            f"times cover batches of up to {times.max_batch_size}, expected {max_batch_size}"
         )
     table = []
     for first, last, exit_ in spans:
@@ -175,14 +175,14 @@ def stage_times(
 def _stages_by_split(
     plan: ClusterPlan, spans: Sequence[StageSpan]
 ) -> Iterator[tuple[Segments, frozenset[int]]]:
-    """Give the stages of each split, by its segments."""
+    """Yield the stages of each split, with its segments."""
     for split in plan.splits:
         first, last = split.first_segment, split.last_segment
         mine = {n for n, span in enumerate(spans) if first <= span[1] <= last}
         torn = [span for n, span in enumerate(spans) if n in mine and span[0] < first]
         if not mine or torn or (split is plan.splits[-1] and spans[-1][1] > last):
             raise PlanError(
-                f"the split of segments {first} to {last} is none of whole stages, which are "
+                f"the split of segments {first} to {last} is not of whole stages, which are "
                 f"{', '.join(f'{a} to {b}' for a, b, _ in spans)}; plan again for this bundle"
             )
         yield (first, last), frozenset(mine)

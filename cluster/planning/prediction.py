@@ -1,4 +1,4 @@
-"""The figures of splits on devices: what a plan is predicted under any forecast of the exits."""
+"""Figures of splits on devices: predictions for a plan under any forecast of the exits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offramp.cluster.planning.stage_times import seconds_with
 def predict(
     plan: ClusterPlan, model: ModelFacts, cluster: Cluster, *, arrival_rps: float
 ) -> ClusterPlan:
-    """Predict a plan anew, with the exits' shares as ``model`` has them; nothing else changes."""
+    """Predict a plan again with the exits' shares of ``model``; nothing else changes."""
     splits: list[PlannedSplit] = []
     for split in plan.splits:
         replicas = [
@@ -42,7 +42,7 @@ def replicas_of(
     like: Replicas,
     batch_size: int,
 ) -> Replicas:
-    """Time replicas as others are, with the exits that they have on."""
+    """Return replicas for other segments, like given ones, with the same exits on."""
     (kind,) = [kind for kind in cluster.types if kind.name == like.device_type]
     first, last = segments
     after = dict(zip(model.exit_names, model.exit_after, strict=True))
@@ -70,9 +70,9 @@ def describe_split(
     batch_size: int,
     arrival_rps: float,
 ) -> PlannedSplit:
-    """Put replicas together as a split: replicas share its rows by how fast they are."""
+    """Combine replicas into a split; replicas share its rows by their speed."""
     first, last = segments
-    share = float(model.shares[first]) if senders else 1.0  # all enter at the first split
+    share = float(model.shares[first]) if senders else 1.0  # all rows enter at the first split
     each_rps = sum(replica.count * batch_size / replica.stage_s for replica in replicas)
     crossing = model.crossing_bytes(first) if senders else 0.0
     links = [
@@ -94,7 +94,7 @@ def describe_split(
 
 
 def plan_of(cluster: Cluster, batch_size: int, splits: Sequence[PlannedSplit]) -> ClusterPlan:
-    """Make a plan of splits, and add up what its devices cost."""
+    """Make a plan of splits, with the total cost of its devices."""
     prices = {kind.name: kind.cost_per_hour for kind in cluster.types}
     used = [replica for split in splits for replica in split.replicas]
     return ClusterPlan(

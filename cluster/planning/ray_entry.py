@@ -1,8 +1,8 @@
-"""What a cluster file says of workers that Ray starts; see :mod:`.cluster_file`, which reads it.
+"""The part of a cluster file about workers that Ray starts; :mod:`.cluster_file` reads it.
 
-``launch = "ray"`` in ``[router]`` makes actors of Ray of all workers that have no address. Beside
-it may stand ``ray_address``, of the cluster's head, and ``least``. What an actor takes is said by
-``resources`` of its device, by Ray's names.
+``launch = "ray"`` in ``[router]`` makes all workers without an address actors of Ray. Optional keys
+are ``ray_address``, of the cluster's head, and ``least``. ``resources`` of a device are those of
+its actor, by Ray's names.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 LAUNCH_KEYS: Final = ("launch", "ray_address", "least")
-"""Those of ``[router]``."""
+"""Keys of ``[router]`` about Ray."""
 ONE_CPU: Final[Mapping[str, float]] = {"CPU": 1.0}
-"""What an actor takes if nothing is said."""
+"""Resources of an actor by default."""
 _LAUNCHES: Final = ("process", "ray")
 _MOST_NAME: Final = 100
 _MOST_AMOUNT: Final = 1e12
@@ -22,18 +22,19 @@ _MOST_AMOUNT: Final = 1e12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayEntry:
-    """How workers are started by Ray."""
+    """Options for workers that Ray starts."""
 
     address: str | None = None
-    """HOST:PORT of the cluster's head; ``None`` is the cluster that this host is of."""
+    """HOST:PORT of the cluster's head; ``None`` is the cluster of this host."""
     least: int | None = None
-    """Workers without which no server starts; ``None`` is all. Others come when there is room."""
+    """Fewest workers that a server starts with; ``None`` is all. Others join when Ray has
+    resources."""
 
 
 def read_launch(actors: Sequence[str], content: Mapping[str, Any]) -> RayEntry | None:
-    """Read how ``[router]`` starts workers; ``None`` if not by Ray. ValueError.
+    """Read how ``[router]`` starts workers; ``None`` if not by Ray. ValueError if malformed.
 
-    ``actors`` are the types of device that have resources, which are Ray's.
+    ``actors`` are the device types with ``resources``, which only Ray uses.
     """
     launch = content.get("launch", "process")
     if launch not in _LAUNCHES:
@@ -41,11 +42,11 @@ def read_launch(actors: Sequence[str], content: Mapping[str, Any]) -> RayEntry |
     if launch != "ray":
         for key in ("ray_address", "least"):
             if key in content:
-                raise ValueError(f'has {key}, which is for Ray; add launch = "ray"')
+                raise ValueError(f'has {key}, which needs Ray; add launch = "ray"')
         if actors:
             raise ValueError(
-                f'has no launch = "ray", and [devices.{actors[0]}] has resources, which are for '
-                "Ray; add the one, or leave out the other"
+                f'has no launch = "ray", and [devices.{actors[0]}] has resources, which need '
+                "Ray; add the one, or remove the other"
             )
         return None
     address, least = content.get("ray_address"), content.get("least")
@@ -53,14 +54,14 @@ def read_launch(actors: Sequence[str], content: Mapping[str, Any]) -> RayEntry |
         raise ValueError(f'ray_address = {address!r:.80}, expected for instance "10.0.0.1:6379"')
     if least is not None and (type(least) is not int or least < 1):
         raise ValueError(
-            f"least = {least!r:.80}, expected a whole number from 1: workers without which no "
-            "server starts"
+            f"least = {least!r:.80}, expected a whole number from 1: the fewest workers that a "
+            "server starts with"
         )
     return RayEntry(address=address, least=least)
 
 
 def read_resources(value: object) -> dict[str, float] | None:
-    """Read what an actor takes, if it is said; ValueError."""
+    """Read an actor's resources; ``None`` if absent; ValueError if malformed."""
     if value is None:
         return None
     example = "expected for instance { CPU = 2, gadget = 1 }, by Ray's names"
@@ -74,6 +75,6 @@ def read_resources(value: object) -> dict[str, float] | None:
         if amount > 1 and amount != int(amount):
             raise ValueError(
                 f"resources: {name} = {amount!r:.80}, expected a whole number, or a share below 1, "
-                "as Ray takes no other"
+                "as Ray requires"
             )
     return {name: float(amount) for name, amount in value.items()}

@@ -1,9 +1,9 @@
 """The recursion over splits and devices (E3 3.2.3, fig. 6), vectorised over device counts.
 
-With a bound on the period of a stage, how many replicas a split needs of a type is known, and
-whatever adds up along the splits can be minimised: latency over all counts of devices, or the count
-of one type over all counts of the others, which are far fewer. The latter says whether a period is
-possible at all; the former is needed only where latency or cost may bind.
+A bound on the period of a stage determines how many replicas of a type a split needs. Then any sum
+along the splits can be minimised: latency over all counts of devices, or the count of one type over
+all counts of the others, which is a far smaller grid. The count decides whether a period is
+possible at all; latency is needed only where latency or cost may bind.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offramp.cluster.planning.cluster import Cluster, ModelFacts
 from offramp.cluster.planning.stage_times import SplitTimes
 
 ROUNDING: Final = 1e-9
-"""Relative: a count of replicas is not one more for the sake of the last digits."""
+"""Relative tolerance: rounding errors must not add a replica."""
 
 
 class DeviceGrid:
@@ -29,11 +29,11 @@ class DeviceGrid:
         shape = tuple(count + 1 for count in budget)
         self.size = int(np.prod(shape))
         self.counts = np.stack(np.unravel_index(np.arange(self.size), shape), axis=1)
-        """[size, types]."""
+        """Counts of devices, [size, types]."""
         strides = np.array([int(np.prod(shape[k + 1 :])) for k in range(len(shape))], np.int64)
         most = max(budget, default=0)
         self.before = np.full((len(budget), most + 1, self.size), self.size)
-        """[types, count, size]: where so many devices fewer are; ``size`` is nowhere."""
+        """[types, count, size]: place with this many fewer devices; ``size`` if there is none."""
         for kind, stride in enumerate(strides):
             for count in range(budget[kind] + 1):
                 there = self.counts[:, kind] >= count
@@ -42,18 +42,18 @@ class DeviceGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Links:
-    """The links of a cluster between types, by the class of the type that sends.
+    """The links of a cluster between types, by the class of the sending type.
 
-    Types whose links are the same are of one class: the recursion has to know no more of the split
-    before.
+    Types with the same links are of one class, which is all that the recursion must know of the
+    split before.
     """
 
     class_of: NDArray[np.int64]
-    """[types]."""
+    """Class of each type, [types]."""
     bytes_per_s: NDArray[np.float64]
-    """[classes, types]."""
+    """Bandwidth, [classes, types]."""
     latency_s: NDArray[np.float64]
-    """[classes, types]."""
+    """Latency, [classes, types]."""
 
     @staticmethod
     def of(cluster: Cluster) -> Links:
@@ -74,7 +74,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Steps:
-    """The splits that a period allows: each from a border to a later one, sorted by the latter."""
+    """The splits that a period allows, each from a border to a later one; sorted by their end."""
 
     start: NDArray[np.int64]
     end: NDArray[np.int64]
@@ -84,7 +84,7 @@ class _Steps:
     replicas: NDArray[np.int64]
     latency_s: NDArray[np.float64]
     bounds: NDArray[np.int64]
-    """[K + 2]: where the steps that end at each border begin."""
+    """[K + 2]: index of the first step that ends at each border."""
 
 
 class SplitSearch:
@@ -99,7 +99,7 @@ class SplitSearch:
         size = times.batch_size
         shares = model.shares
         self.fill_s = (size - 1) / 2 / (shares * arrival_rps)
-        """[K]: mean wait at each border for a batch to fill."""
+        """[K]: mean time at each border until a batch is full, in seconds."""
         self.need_s = times.seconds[:, :-1] * (shares / size)[None, :, None]
         """[types, K, K + 1]: seconds of one replica for each row that enters the model."""
         crossing = np.array([0.0, *(model.crossing_bytes(k) for k in range(1, model.segments))])
@@ -107,14 +107,14 @@ class SplitSearch:
         self.link_period_s = each_s * shares
         """[classes, types, K]: seconds of a link for each row that enters the model."""
         self.link_s = each_s * size + self._links.latency_s[:, :, None]
-        """[classes, types, K]: of a batch."""
+        """[classes, types, K]: seconds of a batch on the link."""
         self._before_s, self._behind_s = self._least_latencies()
         eliminated = int(np.argmax(self.budget))
         self.eliminated = eliminated
-        """The type whose count is minimised where latency does not matter: the most numerous."""
+        """Type whose count is minimised where latency does not matter: the most numerous."""
 
     def periods(self, above: float, below: float) -> NDArray[np.float64]:
-        """List the periods between two bounds that a split or link may have, rising."""
+        """Return the possible periods of splits and links between two bounds, ascending."""
         counts = np.arange(1, max(self.budget) + 1)
         finite = [need[np.isfinite(need)] for need in self.need_s]
         found = [
@@ -125,10 +125,9 @@ class SplitSearch:
         return np.unique(every[(every > above) & (every < below)])
 
     def steps(self, period_s: float, latency_s: float = np.inf) -> _Steps:
-        """List the splits that have a period of at most so much, and the replicas they need.
+        """Return the splits that allow a period, with the number of replicas that they need.
 
-        Those through which no plan can be fast enough, however many devices there were, are left
-        out.
+        Splits through which no plan can meet the latency, with any number of devices, are omitted.
         """
         with np.errstate(invalid="ignore"):
             wanted = np.ceil(self.need_s / period_s * (1 - ROUNDING))
@@ -158,7 +157,7 @@ class SplitSearch:
         )
 
     def begin(self, grid: DeviceGrid) -> NDArray[np.float64]:
-        """[K + 1, classes, size + 1]: nothing at the model's start, infinite elsewhere."""
+        """Return the initial table, [K + 1, classes, size + 1]: 0 at the start, else infinite."""
         table = np.full((self._borders + 1, len(self._links.bytes_per_s), grid.size + 1), np.inf)
         table[0, :, :-1] = 0.0
         return table
@@ -172,10 +171,9 @@ class SplitSearch:
         counting: bool,
         once: bool,
     ) -> NDArray[np.float64]:
-        """Put splits behind what is there: one more (``once``), or any number.
+        """Append splits to a table: exactly one (``once``), or any number.
 
-        The least that adds up: of devices of the eliminated type if ``counting``, of latency
-        otherwise.
+        The minimum is of the count of the eliminated type if ``counting``, of latency otherwise.
         """
         after = before if not once else np.full_like(before, np.inf)
         classes, width = before.shape[1:]
@@ -209,10 +207,10 @@ class SplitSearch:
         *,
         counting: bool,
     ) -> list[tuple[int, int, int, int]]:
-        """Follow the least back from the model's end: (start, end, type, replicas) of each split.
+        """Trace the minimum back from the model's end: (start, end, type, replicas) of each split.
 
-        ``layers`` are the tables of 0, 1 … splits, or one table of any number; ``place`` is where
-        on the grid.
+        ``layers`` are the tables of 0, 1 … splits, or one table of any number; ``place`` is the
+        index on the grid.
         """
         kinds = self._links.class_of[steps.kind]
         found: list[tuple[int, int, int, int]] = []
@@ -236,11 +234,11 @@ class SplitSearch:
         return found[::-1]
 
     def least_latency_s(self) -> float:
-        """Give the least latency of any plan, however many devices there were."""
+        """Return the least latency of any plan, with any number of devices."""
         return float(self._before_s[-1])
 
     def _least_latencies(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[K + 1] each: least latency before and behind every border, links left out."""
+        """Return the least latency before and after every border, without links; [K + 1] each."""
         fastest_s = self.times.longest_s.min(axis=0)
         fastest_s[:-1] += self.fill_s[:, None]
         before_s, behind_s = (np.full(self._borders + 1, np.inf) for _ in range(2))
@@ -252,7 +250,7 @@ class SplitSearch:
         return before_s, behind_s
 
     def latency_of(self, splits: Sequence[tuple[int, int, int, int]]) -> float:
-        """Sum stages, waits and links of splits."""
+        """Return the sum of stages, waits and links of splits, in seconds."""
         total_s, sender = 0.0, 0
         for start, end, kind, _ in splits:
             total_s += float(self.times.longest_s[kind, start, end] + self.fill_s[start])

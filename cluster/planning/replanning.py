@@ -1,13 +1,13 @@
-"""When to plan again, and whether to change to what was planned: hysteresis against flapping.
+"""Decides when to plan again and whether to change plans; hysteresis prevents flapping.
 
-Planning is due every window, as E3 does it (4), or at once where what is observed and what was
-forecast part (3.1 says "drastically", and gives no number). The better plan is taken only if it is
-better by a margin under the same forecast, and not within a pause after the last change: a
-transition loads weights and drains batches.
+Planning is due every window, as in E3 (4), or immediately when observed and forecast shares differ
+(3.1 says "drastically", without a number). The new plan is used only if it is better by a margin
+under the same forecast, and not within a pause after the last change, because a transition loads
+weights and drains batches.
 
-Where the highest rate is wanted, and the noise of forecasts moves the rate of no plan by more than
-a factor of √(1 + margin) either way, each plan that is taken is truly better than the one before:
-so none comes back. Otherwise the pause alone bounds how often plans change.
+If the goal is the highest rate, and forecast noise changes the rate of no plan by more than a
+factor of √(1 + margin), each new plan is truly better than the one before, so none returns.
+Otherwise only the pause bounds how often plans change.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from offramp.cluster.planning.prediction import predict
 
 Due: TypeAlias = Literal["first", "window", "parted"]
 PAUSE_WINDOWS: Final = 5
-"""Windows after a change in which there is no other."""
+"""Number of windows after a change without another one."""
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanRules:
-    """How readily plans are made and changed."""
+    """Rules for making and changing plans."""
 
     window_s: float = WINDOW_S
     """Seconds after which planning is due again."""
     margin: float = 0.1
-    """Share by which a plan must be better than the one in force, in rate or in cost. A plan for a
-    wrong forecast loses some 6 % of the rate in the mean (``benchmarks/forecasts.py``): a change
-    should gain more."""
+    """Share by which a plan must be better than the active one, in rate or in cost. A plan for a
+    wrong forecast loses 6 % of the rate on average (``benchmarks/forecasts.py``): a change should
+    gain more."""
     pause_s: float = PAUSE_WINDOWS * WINDOW_S
-    """Seconds after a change in which there is no other."""
+    """Seconds after a change without another one."""
     parted: float = 0.15
-    """Difference of an exit's share, observed and forecast, from which planning is due at once."""
+    """Difference between an exit's observed and forecast share that makes planning due."""
     least_rows: int = 500
-    """Rows observed below which a difference may be chance: with 500, two deviations are 0.045."""
+    """Fewest observed rows for that: with 500, two standard deviations are 0.045."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "window_s", "parted", above=0)
@@ -55,25 +55,25 @@ class ReplanRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanDecision:
-    """The plan to serve by from now on, and why."""
+    """The plan to serve by, and the reason."""
 
     plan: ClusterPlan | None
-    """``None`` where none was in force and none is possible."""
+    """Plan to serve by; ``None`` if none was active and none is possible."""
     changed: bool
-    """Whether it is another one than was in force."""
+    """``True`` if it is not the plan that was active."""
     reason: str
-    """In words, for a log."""
+    """Reason in words, for a log."""
 
 
 class ReplanGuard:
-    """Says when to plan, and keeps a plan that is about as good; the caller tells the time."""
+    """Decides when to plan, and keeps a plan that is about as good; callers pass the time."""
 
     def __init__(self, rules: ReplanRules | None = None) -> None:
         self.rules = rules or ReplanRules()
         self._planned_s = -math.inf
         self._changed_s = self._changed_before_s = -math.inf
         self._told = False
-        """Whether planning was due in this window as shares parted: once is enough."""
+        """``True`` if differing shares already made planning due in this window."""
 
     def due(
         self,
@@ -83,10 +83,10 @@ class ReplanGuard:
         forecast: Sequence[float] = (),
         rows: int = 0,
     ) -> Due | None:
-        """Say why planning is due now; ``None`` if it is not.
+        """Return why planning is due now; ``None`` if it is not.
 
-        ``observed`` [exits] are the shares that went on of ``rows`` since the window began,
-        ``None`` of exits that were off; ``forecast`` [exits] those of the plan in force.
+        ``observed`` [exits] are the shares of ``rows`` that continued since the window began,
+        ``None`` for exits that were off; ``forecast`` [exits] are those of the active plan.
         """
         if math.isinf(self._planned_s):
             return "first"
@@ -108,12 +108,12 @@ class ReplanGuard:
         *,
         due: Due = "window",
     ) -> ReplanDecision:
-        """Plan for ``model``, which has the forecast shares, and change plans if that is worth it.
+        """Plan for ``model`` with its forecast shares, and change plans if the gain suffices.
 
-        What a plan lost (devices that are gone) is no matter of margin or pause: it is replaced.
+        A plan whose devices are gone is replaced without regard to margin or pause.
         """
         self._told = due == "parted"
-        if due != "parted":  # windows go on as they were
+        if due != "parted":  # windows are not shifted
             self._planned_s = now_s
         lost = current is not None and not fits_cluster(current, cluster)
         try:
@@ -122,7 +122,7 @@ class ReplanGuard:
             keeps = None if lost else current
             return ReplanDecision(plan=keeps, changed=lost, reason=f"no plan is possible: {error}")
         if current is None or lost:
-            why = "the first plan" if current is None else "devices of the plan in force are gone"
+            why = "the first plan" if current is None else "devices of the active plan are gone"
             return self._change(now_s, result.plan, why)
         expected = predict(current, model, cluster, arrival_rps=result.arrival_rps)
         return self.compare(now_s, expected, result.plan, goal)
@@ -130,7 +130,7 @@ class ReplanGuard:
     def compare(
         self, now_s: float, current: ClusterPlan, found: ClusterPlan, goal: PlanningGoal
     ) -> ReplanDecision:
-        """Choose between the plan in force and another, both predicted under the same forecast."""
+        """Choose between the active plan and another, predicted under the same forecast."""
 
         def keep(reason: str) -> ReplanDecision:
             return ReplanDecision(plan=current, changed=False, reason=reason)
@@ -140,18 +140,16 @@ class ReplanGuard:
             return keep(f"a change would gain {gain:.1%}, less than {self.rules.margin:.0%}")
         if now_s < self._changed_s + self.rules.pause_s:
             left_s = self._changed_s + self.rules.pause_s - now_s
-            return keep(
-                f"a change would gain {gain:.1%}, and there is none for {left_s:.0f} s more"
-            )
-        words = "the plan in force does not meet the goal any more"
+            return keep(f"a change would gain {gain:.1%}, but the pause lasts {left_s:.0f} s more")
+        words = "the active plan does not meet the goal any more"
         return self._change(now_s, found, words if math.isinf(gain) else f"better by {gain:.1%}")
 
     def given_up(self) -> None:
-        """Say that the change that was decided last was not made: there is no pause after it."""
+        """Record that the last decided change was not made: no pause follows it."""
         self._changed_s = self._changed_before_s
 
     def plan_again(self) -> None:
-        """Have planning be due at once: what was planned cannot be."""
+        """Make planning due now, because the last plan cannot be served."""
         self._planned_s = -math.inf
 
     def _change(self, now_s: float, plan: ClusterPlan, reason: str) -> ReplanDecision:
@@ -162,11 +160,11 @@ class ReplanGuard:
 def gain_of(
     current: ClusterPlan, found: ClusterPlan, goal: PlanningGoal, *, tolerance: float = 0.0
 ) -> float:
-    """How much better a plan is that meets the goal, as a share; both PREDICTED alike.
+    """Return how much better a plan is that meets the goal, as a share; both PREDICTED.
 
-    In rate, or where a rate is asked for, in cost. Infinite if the plan in force does not serve the
-    rate any more, or takes longer than the goal allows by a share of ``tolerance``, which is at the
-    expense of the objective's slack.
+    The gain is in rate, or, if the goal has a rate, in cost. It is infinite if the active plan no
+    longer serves the rate, or exceeds the goal's latency by more than a share of ``tolerance``,
+    which uses up the objective's slack.
     """
     late = current.latency_s > min(goal.latency_s * (1 + tolerance), goal.slo_s) * (1 + _ROUNDING)
     if goal.rate_rps is None:
@@ -179,6 +177,6 @@ def gain_of(
 
 
 def fits_cluster(plan: ClusterPlan, cluster: Cluster) -> bool:
-    """Whether a cluster has the devices that a plan uses."""
+    """Return whether a cluster has the devices that a plan uses."""
     there = {kind.name: kind.count for kind in cluster.types}
     return all(count <= there.get(name, 0) for name, count in plan.devices().items())

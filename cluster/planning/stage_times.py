@@ -1,4 +1,4 @@
-"""The time of every possible split on every type of device, with the exits inside that pay.
+"""The time of every possible split on every type of device, with the exits that save time.
 
 E3's T(i..j, c, B) = sum of P(k, c, B_k) (3.2, fig. 6), and its wrapper (3.4): exits inside a split
 whose check costs more than the smaller batch saves are off.
@@ -24,18 +24,18 @@ class SplitTimes:
 
     batch_size: int
     seconds: NDArray[np.float64]
-    """[types, K + 1, K + 1]: from a border to a border, for a full batch at its start; infinite
-    where the weights do not fit, or the end is not behind the start."""
+    """[types, K + 1, K + 1]: seconds between two borders, for a full batch at the start; infinite
+    where the weights do not fit, or the end is not after the start."""
     longest_s: NDArray[np.float64]
     """[types, K + 1, K + 1]: the same, if no row of the batch leaves inside."""
     last_exit: NDArray[np.int64]
-    """[types, K + 1, K + 1]: the border of the last exit that is on before the end, the start if
-    none is."""
+    """[types, K + 1, K + 1]: border of the last exit that is on before the end; the start if there
+    is none."""
     whole_s: NDArray[np.float64]
-    """[types]: of the model as it is, without exits."""
+    """[types]: seconds of the unmodified model, without exits."""
 
     def exits_between(self, device: int, start: int, end: int) -> list[int]:
-        """Give the borders inside a split whose exits are on, in depth order."""
+        """Return the borders inside a split whose exits are on, in depth order."""
         found: list[int] = []
         while (border := int(self.last_exit[device, start, end])) != start:
             found.append(border)
@@ -44,14 +44,14 @@ class SplitTimes:
 
 
 def check_times(model: ModelFacts, cluster: Cluster) -> None:
-    """Refuse a cluster whose times are those of another model: PlanError."""
+    """Raise PlanError if a cluster's times are those of another model."""
     last = max(model.exit_names, default=-1)
     for kind in cluster.types:
         segments, exits = len(kind.times.segments_s), len(kind.times.exits_s)
         if segments != model.segments or exits <= last:
             raise PlanError(
                 f"device type {kind.name!r:.40} has times of {segments} segments and {exits} "
-                f"exits, expected {model.segments} and more than {last} as the model has; give "
+                f"exits, expected {model.segments} and more than {last} as the model has; use "
                 "times of the same bundle"
             )
 
@@ -61,8 +61,8 @@ def split_times(
 ) -> SplitTimes:
     """Choose the exits inside of every split, and time it.
 
-    Without the wrapper all exits are on, as in most of the paper's evaluation; but for the whole
-    model, which may always run as it is. What the goal has as refused takes for ever.
+    Without the wrapper all exits are on, as in most of the paper's evaluation; except for the whole
+    model, which may always run without exits. Segments that the goal refuses have infinite time.
     """
     tables = [kind.times for kind in cluster.types]
     seconds, longest_s, last_exit = _times_of(model, tables, batch_size, wrapper=goal.wrapper)
@@ -94,10 +94,10 @@ def split_times(
 def _times_of(
     model: ModelFacts, tables: Sequence[DeviceTimes], batch_size: int, *, wrapper: bool
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """[types, K + 1, K + 1] each: seconds between borders, at most so many, and the last exit.
+    """Return seconds between borders, their maximum, and the last exit; [types, K + 1, K + 1] each.
 
-    A recursion over the exits inside: what the last leg takes depends on the exit before it alone,
-    as the share of rows behind that does.
+    It is a recursion over the exits inside: the time of the last part depends only on the exit
+    before it, as does the share of rows after that exit.
     """
     count = model.segments
     exit_at, shares = model.exit_at, np.append(model.shares, 0.0)
@@ -116,7 +116,7 @@ def _times_of(
             [direct, best[:, :end, inside] + legs[:, :end, inside, end]], axis=-1
         )
         if len(inside) and (not wrapper or (end < count and exit_at[end] < 0)):
-            # Behind an end without an exit, rows are as few as the last exit before it leaves.
+            # After an end without an exit, as many rows remain as after the last exit before it.
             total[:, : inside[-1], :-1] = np.inf
         taken = total.argmin(axis=-1)
         best[:, :end, end] = total.min(axis=-1)
@@ -129,10 +129,10 @@ def _times_of(
 def _legs(
     times: DeviceTimes, sizes: NDArray[np.float64], exit_at: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """[starts, K + 1, K + 1]: seconds of what is between two borders, and the exit at the second.
+    """Return seconds between two borders, with the exit at the second; [starts, K + 1, K + 1].
 
-    ``sizes`` [starts, K + 1] are the mean rows behind a border of a batch that began at another;
-    what a part takes is interpolated between whole sizes, as of a batch that varies little.
+    ``sizes`` [starts, K + 1] are the mean rows after a border of a batch that began at another;
+    times are interpolated between whole sizes, as for a batch that varies little.
     """
     until = np.concatenate([np.zeros((1, times.segments_s.shape[1])), times.segments_s]).cumsum(0)
     low = np.minimum(sizes.astype(np.int64), times.max_batch_size)
@@ -157,10 +157,10 @@ def seconds_with(
     *,
     ends_with_exit: bool,
 ) -> tuple[float, float]:
-    """Time a split whose exits are known: as the forecast has it shrink, and if no row leaves.
+    """Time a split with known exits: with the forecast shares, and if no row leaves.
 
-    ``borders`` are its start, the exits inside that are on, and its end. Rows behind an exit are as
-    few as all exits up to it leave.
+    ``borders`` are its start, the exits inside that are on, and its end. Rows after an exit are
+    those that remain after all exits up to it.
     """
     shares, exit_at = model.shares, model.exit_at
     mean_s = longest_s = 0.0

@@ -1,9 +1,9 @@
-"""From one plan to the next while rows are served: who loads what, when to switch, what to unload.
+"""The transition between plans while rows are served: loads, switch and unloads of workers.
 
-A worker runs one split. It loads its next one beside that where its memory has room for both, and
-unloads the old one once its rows have drained. Where there is no room for both, it has to stop
-first (and joins the new plan at once), or to wait for the switch (and joins late); of each split
-of the plan in force some worker goes on to the switch, and each split of the next plan has one by
+A worker runs one split. It loads its next split while it still holds the old one, if its memory has
+space for both, and unloads the old one after its rows have drained. Otherwise it must stop first
+(and joins the new plan immediately), or wait for the switch (and joins late). For each split of the
+active plan some worker continues until the switch, and each split of the next plan has a worker by
 then. So no row is without a worker at any step. E3 leaves all of this to its platform (4).
 """
 
@@ -21,69 +21,69 @@ from numpy.typing import NDArray
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
 
 Segments: TypeAlias = tuple[int, int]
-"""The first and the last segment of a split, with the exits between: what a worker loads."""
+"""First and last segment of a split, with the exits between: the unit that a worker loads."""
 
 _TIE: Final = 0.25
-"""Of a load: the most that all ties of an assignment weigh together, of each kind."""
+"""Largest total weight of all ties of a kind in an assignment, as a share of a load."""
 
 
 class TransitionError(PlanError):
-    """The workers cannot come from one plan to the next while they serve; one line says why."""
+    """The workers cannot change plans while they serve; the message is one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """A worker, which is one device, and what it has loaded."""
+    """A worker, which is one device, and the splits that it has loaded."""
 
     name: str
     device_type: str
     memory_bytes: float = math.inf
-    """For weights."""
+    """Memory for weights, in bytes."""
     holds: frozenset[Segments] = field(default_factory=frozenset)
     serves: Segments | None = None
-    """The split of the plan in force that it runs; ``None`` if it is idle."""
+    """Split of the active plan that it runs; ``None`` if it is idle."""
     lost: bool = False
-    """Whether the next plan does without it: it is not there, and what it runs waits for it, or it
-    is too slow."""
+    """``True`` if the next plan must not use it: it is gone, and its work waits for it, or it is
+    too slow."""
 
     def __post_init__(self) -> None:
         if self.serves is not None and self.serves not in self.holds:
-            raise ValueError(f"worker {self.name!r} serves {self.serves}, and does not hold it")
+            raise ValueError(f"worker {self.name!r} serves {self.serves}, but does not hold it")
 
 
 class Action(StrEnum):
     """The kinds of steps."""
 
     STOP = "stop"
-    """The router sends the worker nothing more of the plan in force; its rows drain."""
+    """The router sends the worker no more work of the active plan; its rows drain."""
     UNLOAD = "unload"
     LOAD = "load"
     SWITCH = "switch"
-    """Rows that come from now on are routed by the next plan; those under way drain by the old."""
+    """New rows are routed by the next plan; rows in progress drain by the old one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionStep:
-    """A step; a worker takes its steps in order, once what it has to unload has drained."""
+    """A step; a worker takes its steps in order, after the splits to unload have drained."""
 
     action: Action
     worker: str = ""
-    """Empty for the switch, which is everybody's."""
+    """Name of the worker; empty for the switch, which concerns all workers."""
     segments: Segments = (0, 0)
-    """What is loaded, unloaded or stopped."""
+    """Split that is loaded, unloaded or stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTransition:
     """The steps from a plan to the next, in an order in which they may be taken one by one.
 
-    Steps of different workers before the switch may be taken side by side, and so may those behind
+    Steps of different workers before the switch may be taken in parallel, and so may those after
     it.
     """
 
     steps: tuple[TransitionStep, ...]
     roles: tuple[tuple[str, Segments], ...]
-    """By worker: the split of the next plan that it runs, those of one split in turn."""
+    """Split of the next plan for each worker; workers of one split are adjacent."""
 
 
 def plan_transition(
@@ -96,14 +96,14 @@ def plan_transition(
     """Plan the steps with the fewest loads from ``old``, which the workers serve, to ``new``.
 
     Args:
-        old: The plan in force; ``None`` if there is none.
+        old: The active plan; ``None`` if there is none.
         new: The next plan.
-        workers: All that there are, those that serve nothing too.
-        weight_bytes: [segments] Of each segment; empty is none.
+        workers: All workers, including idle ones.
+        weight_bytes: [segments] bytes of each segment; empty is none.
 
     Raises:
-        TransitionError: There are too few workers, or they have no room while they serve, if as
-            little as can be is loaded: what would go with more loads is not looked for.
+        TransitionError: There are too few workers, or too little memory while they serve, with the
+            fewest loads; solutions with more loads are not searched.
         ValueError: The workers do not serve ``old``.
     """
     moving = _Moving(old, new, workers, weight_bytes)
@@ -124,28 +124,28 @@ class _Moving:
     ) -> None:
         self._workers = {worker.name: worker for worker in workers}
         if len(self._workers) < len(workers):
-            raise ValueError(f"workers {[w.name for w in workers]}: expected names of their own")
+            raise ValueError(f"workers {[w.name for w in workers]}: expected unique names")
         self._sums = np.concatenate([[0.0], np.cumsum(np.asarray(weight_bytes, np.float64))])
         self._serving = _serving(old, workers)
         self._slots = list(_slots(new))
 
     def bytes_of(self, segments: Segments) -> float:
-        """Bytes of a split's weights."""
+        """Return the bytes of a split's weights."""
         if len(self._sums) == 1:
             return 0.0
         return float(self._sums[segments[1] + 1] - self._sums[segments[0]])
 
     def is_tight(self, worker: WorkerState, segments: Segments) -> bool:
-        """Whether a worker has no room for a split beside the one that it runs."""
+        """Return whether a worker's memory cannot hold a split next to the one it runs."""
         if segments in worker.holds or worker.serves is None:
             return False
         both = self.bytes_of(segments) + self.bytes_of(worker.serves)
         return both > worker.memory_bytes
 
     def assign_roles(self) -> dict[str, Segments]:
-        """Give each replica of the next plan a worker, with as few loads as there can be.
+        """Assign a worker to each replica of the next plan, with the fewest loads.
 
-        Of assignments with as few, one in which few workers lack the room, and few bytes are read.
+        Among these assignments, it prefers few workers that lack memory, and few bytes to read.
         """
         workers = list(self._workers.values())
         found = assign(self._load_costs(workers))
@@ -157,7 +157,7 @@ class _Moving:
         }
 
     def _load_costs(self, workers: Sequence[WorkerState]) -> NDArray[np.float64]:
-        """[slots, workers]: 0 where the split is held, 1 and a tie where it has to be loaded."""
+        """Return costs, [slots, workers]: 0 where the split is held, else 1 and a tie weight."""
         total = sum(self.bytes_of(segments) for segments, _ in self._slots) or 1.0
         each = _TIE / max(len(self._slots), 1)
         costs = np.full((len(self._slots), len(workers)), math.inf)
@@ -171,13 +171,13 @@ class _Moving:
         return costs
 
     def choose_late(self, roles: Mapping[str, Segments]) -> frozenset[str]:
-        """Choose who loads behind the switch, so that each split of the plan in force is served.
+        """Choose the workers that load after the switch, so that each active split is served.
 
-        A split all of whose workers lack the room keeps one of them to the switch; which, is chosen
-        such that each split of the next plan has a worker by then.
+        A split whose workers all lack memory keeps one of them until the switch, chosen such that
+        each split of the next plan has a worker by then.
         """
         replicas = [segments for segments, _ in self._slots]
-        # All but one of the workers of each next split may be late.
+        # All but one of the workers of each next split may join late.
         places = [(s, k) for s in dict.fromkeys(replicas) for k in range(1, replicas.count(s))]
         stuck: list[dict[Segments, str]] = []
         for serving in self._serving.values():
@@ -197,8 +197,8 @@ class _Moving:
         found = assign(costs)
         if found is None:
             raise TransitionError(
-                "splits of the plan in force that are run only by workers without room for another "
-                f"one: {len(stuck)}, and not each can keep a worker until the next plan is served; "
+                "splits of the active plan whose workers all lack memory for another "
+                f"one: {len(stuck)}; not each can keep a worker until the next plan is served; "
                 "add workers, or stop serving to change plans"
             )
         return frozenset(
@@ -206,7 +206,7 @@ class _Moving:
         )
 
     def transition(self, roles: Mapping[str, Segments], late: frozenset[str]) -> PlanTransition:
-        """Put the steps in order."""
+        """Return the steps in order."""
         before: list[TransitionStep] = []
         after: list[TransitionStep] = []
         for name, worker in self._workers.items():
@@ -231,12 +231,12 @@ class _Moving:
     def _load(
         self, worker: WorkerState, role: Segments, held: set[Segments], *, stopped: bool
     ) -> Iterator[TransitionStep]:
-        """Load a split before the switch, once what is in its way is unloaded."""
+        """Load a split before the switch, after unloading the splits that take its memory."""
         running = set() if stopped or worker.serves is None else {worker.serves}
         size = self.bytes_of(role)
         for segments in sorted(held - running):
             if stopped and segments == worker.serves:
-                pass  # drained: it goes whether or not it is in the way
+                pass  # drained: it is unloaded in any case
             elif sum(map(self.bytes_of, held)) + size <= worker.memory_bytes:
                 continue
             held.discard(segments)
@@ -253,11 +253,11 @@ class _Moving:
             if there < count:
                 return (
                     f"the plan needs {count} workers of type {device_type!r:.40}, and there are "
-                    f"{there}; plan for the workers that there are"
+                    f"{there}; plan for the present workers"
                 )
         return (
-            "the plan has splits that too few workers have the memory for; give the cluster file "
-            "memory_gib as the workers have it, and plan again"
+            "the plan has splits that too few workers have the memory for; set  "
+            "memory_gib of the cluster file to the workers' memory, and plan again"
         )
 
 
@@ -266,12 +266,12 @@ def _step(action: Action, worker: str, segments: Segments) -> TransitionStep:
 
 
 def splits_of(plan: ClusterPlan) -> tuple[Segments, ...]:
-    """List the splits of a plan, in order."""
+    """Return the splits of a plan, in order."""
     return tuple((split.first_segment, split.last_segment) for split in plan.splits)
 
 
 def _slots(plan: ClusterPlan) -> Iterator[tuple[Segments, str]]:
-    """Give each replica of a plan: its split, and the type of device that it needs."""
+    """Yield each replica of a plan: its split, and its device type."""
     for segments, split in zip(splits_of(plan), plan.splits, strict=True):
         for replicas in split.replicas:
             yield from [(segments, replicas.device_type)] * replicas.count
@@ -280,7 +280,7 @@ def _slots(plan: ClusterPlan) -> Iterator[tuple[Segments, str]]:
 def _serving(
     old: ClusterPlan | None, workers: Sequence[WorkerState]
 ) -> dict[Segments, tuple[str, ...]]:
-    """Find who serves each split of a plan; ValueError if that is nobody, or they serve another."""
+    """Return the workers of each split of a plan; ValueError if any mismatch."""
     splits = () if old is None else splits_of(old)
     serving = {
         segments: tuple(worker.name for worker in workers if worker.serves == segments)
@@ -290,23 +290,23 @@ def _serving(
     idle = [segments for segments, names in serving.items() if not names]
     if strangers or idle:
         raise ValueError(
-            f"the workers serve {sorted(strangers)} besides the plan in force, and nobody serves "
+            f"the workers serve {sorted(strangers)} outside of the active plan, and none serves "
             f"{idle} of it; expected each of {list(splits)} to be served, and nothing else"
         )
     return serving
 
 
 def assign(costs: NDArray[np.float64]) -> tuple[int, ...] | None:
-    """Assign each row a column of its own at the least sum of ``costs`` [rows, columns], each ≥ 0.
+    """Assign each row a different column, with the least sum of ``costs`` [rows, columns], all ≥ 0.
 
-    Returns [rows] columns. Infinity rules a pair out; ``None`` if that leaves no assignment.
-    The Hungarian method by shortest augmenting paths (Jonker and Volgenant), O(rows² · columns);
-    written here as scipy is no dependency. Sixty-four workers take some milliseconds.
+    Returns [rows] columns. Infinity excludes a pair; ``None`` if no assignment is left. The
+    Hungarian method by shortest augmenting paths (Jonker and Volgenant), O(rows² · columns);
+    implemented here because scipy is not a dependency. 64 workers take a few milliseconds.
     """
     rows, columns = costs.shape
     if rows > columns:
         return None
-    row_of = np.full(columns + 1, -1)  # the last column stands for the row that is being placed
+    row_of = np.full(columns + 1, -1)  # the last column is the row to assign
     row_price, column_price = np.zeros(rows), np.zeros(columns)
     for row in range(rows):
         row_of[columns] = row

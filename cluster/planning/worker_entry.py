@@ -1,9 +1,9 @@
-"""What a cluster file says of workers; see :mod:`.cluster_file`, which reads it.
+"""The part of a cluster file about workers; :mod:`.cluster_file` reads it.
 
 ``device`` names a type of ``[devices]``. With ``backend = "tensorrt"`` or ``"cuda"`` a worker runs
 on a GPU of its host, whose number may follow the type: ``"cuda:1"`` is GPU 1, of type ``cuda:1`` if
 there is such a type, else of type ``cuda``; ``"h100:0"`` is GPU 0, of type ``h100``. Without a
-number the workers of an entry have the GPUs from 0 on, one each.
+number the workers of an entry use the GPUs from 0 on, one each.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from dataclasses import dataclass
 from typing import Final
 
 GPU_BACKENDS: Final = ("tensorrt", "cuda")
-"""What a worker on a GPU may run stages with."""
+"""Backends of a worker on a GPU."""
 _NUMBERED: Final = re.compile(r"(.+):(\d{1,4})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersEntry:
-    """One of ``[[workers]]``."""
+    """One table of ``[[workers]]``."""
 
     device: str
-    """The name of its type of device."""
+    """Name of the device type."""
     address: str | None
-    """``HOST:PORT`` of a worker that is there; ``None`` for processes on the router's host."""
+    """``HOST:PORT`` of a running worker; ``None`` for processes on the router's host."""
     count: int
-    """How many workers it stands for."""
+    """Number of workers of the entry."""
     backend: str = ""
     """One of :data:`GPU_BACKENDS`; empty for the CPU, with the server's own backend."""
     gpus: tuple[int, ...] = ()
-    """[count] the GPU of each, by its number on the worker's host; empty for the CPU."""
+    """[count] GPU of each worker, by its number on the worker's host; empty for the CPU."""
 
     def shared_gpus(self, other: WorkersEntry) -> list[int]:
-        """List the GPUs that both entries have, of the same host."""
+        """Return the GPUs of the same host that both entries use."""
         return [gpu for gpu in self.gpus if gpu in other.gpus and self._host == other._host]
 
     @property
@@ -43,14 +43,14 @@ class WorkersEntry:
 
 
 def read_device(device: object, backend: object, names: Sequence[str]) -> tuple[str, int | None]:
-    """Read the type of a worker's device, of ``names``, and the number of its GPU, if it has one.
+    """Read the type of a worker's device, one of ``names``, and the number of its GPU, if any.
 
-    ValueError if there is no such type, or the two do not go together.
+    ValueError if there is no such type, or the type does not fit the backend.
     """
     if backend is not None and backend not in GPU_BACKENDS:
         raise ValueError(
-            f"backend = {backend!r:.80}, expected {' or '.join(GPU_BACKENDS)}, on a GPU; leave it "
-            "out for the CPU, where eeserve --backend says it"
+            f"backend = {backend!r:.80}, expected {' or '.join(GPU_BACKENDS)}, on a GPU; omit it "
+            "for the CPU, where eeserve --backend applies"
         )
     numbered = _NUMBERED.fullmatch(device) if isinstance(device, str) else None
     number = None if numbered is None else int(numbered[2])
@@ -65,6 +65,6 @@ def read_device(device: object, backend: object, names: Sequence[str]) -> tuple[
     if backend is None:
         raise ValueError(
             f"device = {device!r:.80} names GPU {number} and has no backend, expected "
-            f'backend = "tensorrt" or "cuda" beside it; or leave ":{number}" out, for the CPU'
+            f'backend = "tensorrt" or "cuda" too; or omit ":{number}" for the CPU'
         )
     return numbered[1], number

@@ -2,9 +2,9 @@
 
 ::
 
-    connection  the connection to a Ray cluster, and what it has free
+    connection  the connection to a Ray cluster, and its free resources
     launcher    places one worker, starts it there, and starts its successors
-    actor       what runs on the node: a worker that listens, as ``eeworker`` is one
+    actor       the process on the node: a worker that listens, like ``eeworker``
 
-``ray`` is imported when a cluster is asked for, and by nothing else.
+``ray`` is imported only when a cluster is used.
 """

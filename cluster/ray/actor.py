@@ -1,4 +1,4 @@
-"""What Ray runs on a node: a worker that listens for its router, and ends with it."""
+"""The actor that Ray runs on a node: a worker that listens for its router, and ends with it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from offramp.engine.common.network import tls_reason
 from offramp.engine.stages.backend_protocol import Backend
 
 LEAVE_S: Final = 10.0
-"""For Ray to end an actor whose router is gone: one that ends by itself is reported as a crash."""
+"""Time for Ray to end an actor whose router is gone; if it ended itself, Ray would report a
+crash."""
 
 
 class WorkerActor:
-    """A worker on a node of a Ray cluster; Ray makes it with plain strings and numbers alone.
+    """A worker on a node of a Ray cluster; its arguments are only plain strings and numbers.
 
-    It is what ``eeworker`` is: it serves one router, which has to show the token, with the bundles
-    that it was started with and no others. Its process ends with its router, which gives back what
-    Ray had set aside for it; its successor is another actor.
+    It works like ``eeworker``: it serves one router, which must present the token, with the bundles
+    that it was started with only. Its process ends with its router, which releases the resources
+    that Ray reserved for it; its successor is another actor.
     """
 
     def __init__(
@@ -44,17 +45,17 @@ class WorkerActor:
         custom_ops: Sequence[str] = (),
         criterion_modules: Sequence[str] = (),
     ) -> None:
-        """``bundles`` and the other files are paths on the node; ``threads`` those of a stage."""
+        """Keep the arguments: paths of files on the node, and ``threads`` of a stage."""
         self._token = token.encode()
         self._bundles = bundles
         self._threads = threads
         self._custom_ops = [Path(path) for path in custom_ops]
         self._criterion_modules = criterion_modules
         self._entered = contextlib.ExitStack()
-        """The libraries of operators, from when it listens."""
+        """The libraries of operators, from the time when it listens."""
 
     def listen(self) -> tuple[str, str]:
-        """Begin to listen: gives HOST:PORT, or else a line that says what is in the way."""
+        """Start to listen; return HOST:PORT and "", or "" and a line with the problem."""
         logging.basicConfig(
             level=logging.WARNING, format="%(levelname)s worker %(process)d: %(message)s"
         )
@@ -81,10 +82,10 @@ class WorkerActor:
         return str(HostPort(*listening.getsockname()[:2])), ""
 
     any_graph = False
-    """Whether a router may send graphs of its own, as only tests do."""
+    """``True`` if a router may send graphs of its own, as only tests do."""
 
     def make(self, hello: Hello) -> Backend:
-        """Make the backend that a router asks for; BackendError if it cannot run here."""
+        """Make the backend that a router requests; BackendError if it cannot run here."""
         return make_local(hello)
 
     def _make(self, hello: Hello) -> Backend:
@@ -96,7 +97,7 @@ class WorkerActor:
                 Listener(listening, admission).serve()
         finally:
             threading.Event().wait(LEAVE_S)
-            os._exit(0)  # whatever still runs: nobody waits for it
+            os._exit(0)  # ends all other threads
 
 
 def _said(error: Exception) -> str:

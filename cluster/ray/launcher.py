@@ -1,15 +1,15 @@
-"""Starts one worker as an actor of Ray, where Ray has room for it, and its successors.
+"""Starts one worker, and its successors, as an actor of Ray where Ray has resources.
 
-Each worker has a placement group of its own, of one bundle: what it needs. It stays while the
-worker is replaced, so that nobody takes the place meanwhile, and is placed elsewhere by Ray when
-its node is gone. While there is no room it waits, and an autoscaler sees that; it is looked at
-whenever the worker's stream tries to start. Rejected: one group for all workers, which Ray places
-whole or not at all, and actors that wait for room themselves, which cannot be told from those whose
-process starts.
+Each worker has its own placement group of one bundle: its resources. The group is kept while the
+worker is replaced, so that no other job takes its place; Ray moves it when its node is gone. While
+resources are lacking it waits, which an autoscaler sees; it is checked whenever the worker's stream
+tries to start. Rejected: one group for all workers, which Ray places whole or not at all, and
+actors that wait for resources themselves, which cannot be distinguished from actors whose process
+is starting.
 
-Ray restarts nothing by itself (``max_restarts=0``): a worker that comes back would have none of its
-stages. Once the worker has told its address, Ray is not asked any more; that it is lost shows at
-the socket, at once.
+Ray does not restart actors (``max_restarts=0``): a restarted worker would have none of its stages.
+After the worker has returned its address, Ray is not needed any more; the socket reveals a lost
+worker immediately.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from offramp.engine.common.network import NetworkError
 _log = logging.getLogger(__name__)
 
 PLACE_LIMIT_S: Final = 2.0
-"""How long the first look at a place may take: Ray needs a moment even where there is room."""
+"""Seconds that the first check of a place may take: Ray needs time even with free resources."""
 RESERVE_LIMIT_S: Final = 60.0
-"""How long a server waits for its first workers to have their places."""
-_REMEDY: Final = "the ports of a node have to be open to the others of its cluster"
+"""Longest time, in seconds, that a server waits for the places of its first workers."""
+_REMEDY: Final = "the ports of a node must be open to the others of its cluster"
 _LOOK_S: Final = 0.05
-"""Between looks at whether a worker has its place, and its address."""
+"""Seconds between checks of a worker's place and address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorNeeds:
-    """What the actors of a cluster are started with: plain strings, which Ray carries there."""
+    """Start arguments of a cluster's actors: plain strings, which Ray sends to the node."""
 
     bundles: tuple[str, ...]
-    """Absolute paths, the same on every node."""
+    """Absolute paths of bundles, the same on every node."""
     custom_ops: tuple[str, ...] = ()
     criterion_modules: tuple[str, ...] = ()
     actor: type[WorkerActor] = WorkerActor
-    """Named by its module, which every node has to have."""
+    """Class of the actor; every node must have its module."""
 
 
 def actor_needs(bundles: Sequence[Path]) -> ActorNeeds:
-    """Give what actors need to serve bundles, with this process's operators and criteria."""
-    from offramp.engine.backends.custom_ops import libraries  # noqa: PLC0415 - heavy
+    """Return start arguments of actors for bundles, with this process's operators and criteria."""
+    from offramp.engine.backends.custom_ops import libraries  # noqa: PLC0415 - slow to import
 
     modules = []
     for text in criterion_modules():
@@ -75,7 +75,7 @@ def actor_needs(bundles: Sequence[Path]) -> ActorNeeds:
 
 
 def reserve(launchers: Sequence[RayLauncher], least: int) -> None:
-    """Ask Ray for the places of all workers, and wait until ``least`` have theirs; BackendError."""
+    """Request the places of all workers, and wait for ``least``; BackendError if too few."""
     try:
         for launcher in launchers:
             launcher.reserve()
@@ -94,15 +94,15 @@ def _await_places(launchers: Sequence[RayLauncher], least: int) -> int:
         if time.monotonic() >= until_s:
             raise BackendError(
                 f"Ray has placed {placed} of {len(launchers)} workers within "
-                f"{RESERVE_LIMIT_S:g} s, expected {least} at least; add nodes, end what holds "
-                "them (ray status), or ask for fewer workers or resources"
+                f"{RESERVE_LIMIT_S:g} s, expected {least} at least; add nodes, end jobs that hold "
+                "them (ray status), or request fewer workers or resources"
             )
         over.wait(_LOOK_S)
     return placed
 
 
 class RayWorker(TcpWorker):
-    """One worker that is an actor, as the router has it."""
+    """The router's side of a worker that is an actor."""
 
     def __init__(self, hello: Hello, address: WorkerAddress, actor: Any, *, ping_s: float) -> None:
         self._actor = actor
@@ -111,7 +111,7 @@ class RayWorker(TcpWorker):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return f"Ray worker {self._address.address}"
 
     def _let_go(self) -> None:
@@ -122,9 +122,9 @@ class RayWorker(TcpWorker):
 
 
 class RayLauncher:
-    """Has Ray place one worker, starts it there, and its successors.
+    """Places one worker on Ray, and starts it and its successors there.
 
-    ``resources`` is what Ray sets aside for it, by Ray's names (``CPU``, ``GPU``, or your own).
+    ``resources`` are those that Ray reserves for it, by Ray's names (``CPU``, ``GPU``, or custom).
     """
 
     runtime = ON_THE_CPU
@@ -146,21 +146,21 @@ class RayLauncher:
         self._ray_address = address
         self._ping_s = ping_s
         self._lock = threading.Lock()
-        """Of the group."""
+        """Guards the group."""
         self._group: Any = None
         self._patient_until_s = 0.0
 
     @property
     def device_type(self) -> str:
-        """The name of its device among a cluster's ``[devices]``; empty if there is no cluster."""
+        """Name of the worker's type in a cluster's ``[devices]``; empty without a cluster."""
         return self._device_type
 
     def describe(self) -> str:
-        """Say where its worker is."""
+        """Describe the worker's place."""
         return f"an actor of Ray with {describe_resources(self._resources)}"
 
     def reserve(self) -> None:
-        """Ask Ray for the place of the worker, without waiting for it; BackendError."""
+        """Request the worker's place from Ray, without waiting; BackendError without Ray."""
         with self._lock:
             if self._group is None:
                 ray = connect(self._ray_address)
@@ -168,7 +168,7 @@ class RayLauncher:
                 self._patient_until_s = time.monotonic() + PLACE_LIMIT_S
 
     def placed(self) -> bool:
-        """Say whether Ray has a place for the worker now."""
+        """Return whether Ray has a place for the worker now."""
         with self._lock:
             if self._group is None:
                 return False
@@ -176,10 +176,10 @@ class RayLauncher:
             return bool(table.get("state") == "CREATED")
 
     def start(self, hello: Hello) -> RayWorker:
-        """Start an actor that is what ``hello`` says.
+        """Start an actor with the options of ``hello``.
 
-        WorkerLostError while there is no room for it, or its node lacks what it needs: another
-        node may not. BackendError if it refuses to be that.
+        WorkerLostError if resources are lacking, or the node lacks a file that another node may
+        have. BackendError if the actor refuses the options.
         """
         ray = connect(self._ray_address)
         try:
@@ -200,38 +200,38 @@ class RayLauncher:
                 kill(actor)
                 raise
         except ray.exceptions.RayError as error:
-            self.close()  # whatever is wrong with the place: the next start asks for another
+            self.close()  # the place may be the cause: the next start requests another
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise WorkerLostError(f"Ray cannot start a worker: {lines[0]:.300}") from error
 
     def close(self) -> None:
-        """Give the place back."""
+        """Release the place."""
         with self._lock:
             group, self._group = self._group, None
         ray = connected_ray()
         if group is not None and ray is not None:
-            with contextlib.suppress(Exception):  # the cluster is gone, and the place with it
+            with contextlib.suppress(Exception):  # the cluster is gone, so the place is released
                 ray.util.remove_placement_group(group)
 
     def _await_place(self) -> None:
-        """Look whether there is room, for a moment after it was asked for; WorkerLostError."""
+        """Wait briefly for the place after it was requested; WorkerLostError if there is none."""
         over = threading.Event()
         while not self.placed():
             if time.monotonic() >= self._patient_until_s:
                 raise WorkerLostError(
                     f"Ray has no room for a worker with {describe_resources(self._resources)} now; "
-                    "it starts when there is: add nodes, or end what holds them (ray status)"
+                    "it starts when there is: add nodes, or end jobs that hold them (ray status)"
                 )
             over.wait(_LOOK_S)
 
     def _make_actor(self, ray: Any) -> tuple[Any, str]:
-        """Give an actor that will be, and the token that it asks its router for."""
+        """Return a future actor, and the token that its router must present."""
         token, needs = secrets.token_hex(32), self._needs
         scheduling = ray.util.scheduling_strategies
         rest = {k: v for k, v in self._resources.items() if k not in ("CPU", "GPU", "memory")}
         with self._lock:
             if self._group is None:
-                raise WorkerLostError("the worker's place on Ray was given back")
+                raise WorkerLostError("the worker's place on Ray was released")
             remote = ray.remote(needs.actor).options(
                 num_cpus=self._resources.get("CPU", 0.0),
                 num_gpus=self._resources.get("GPU", 0.0),
@@ -250,7 +250,7 @@ class RayLauncher:
         return actor, token
 
     def _address_of(self, ray: Any, actor: Any) -> str:
-        """Wait for the actor to listen, as long as it keeps its place."""
+        """Return the address when the actor listens; WorkerLostError if it loses its place."""
         asked = actor.listen.remote()
         until_s = time.monotonic() + START_LIMIT_S
         while not ray.wait([asked], timeout=1.0)[0]:
@@ -269,7 +269,7 @@ class RayLauncher:
 
 
 def tls_context() -> ssl.SSLContext | None:
-    """Give what connections to actors are encrypted with; BackendError."""
+    """Return the TLS context of connections to actors, or ``None``; BackendError if unusable."""
     try:
         files = tls_files()
         if files is None or files.ca is None:
@@ -280,10 +280,10 @@ def tls_context() -> ssl.SSLContext | None:
 
 
 def kill(actor: Any) -> None:
-    """Have Ray end an actor, without waiting for it; one that has ended is ended."""
+    """Make Ray end an actor, without waiting for it; an ended actor stays ended."""
     ray = connected_ray()
     if ray is not None:
-        # Beside whoever gives it up: Ray may be slow to answer, or gone, and the actor with it.
+        # On a separate thread: Ray may answer slowly, or be gone together with the actor.
         threading.Thread(target=_kill, args=(ray, actor), name="end actor", daemon=True).start()
 
 

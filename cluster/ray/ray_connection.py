@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster: one a process, made once, and what the cluster has."""
+"""The connection to a Ray cluster, made once a process, and the cluster's resources."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ HOW_TO_START: Final = (
     "start Ray on this host (ray start --head, or ray start --address=HEAD:6379 to join a cluster)"
 )
 REACH_LIMIT_S: Final = 5.0
-"""Limit of a connection to the head, which shows that something is there."""
+"""Seconds to connect to the head's port, which shows that the host is reachable."""
 CONNECT_LIMIT_S: Final = 60.0
-"""Limit of all of it."""
+"""Seconds of the whole connection to Ray."""
 _connecting = threading.Lock()
 
 
 def import_ray() -> Any:
-    """Return the ``ray`` module, whose types are not looked at; BackendError if it is not there."""
+    """Return the ``ray`` module, without checking its types; BackendError if not installed."""
     with optional_import("ray", install=HOW_TO_INSTALL, raises=BackendError):
-        import ray  # noqa: PLC0415 - heavy, and optional
+        import ray  # noqa: PLC0415 - optional, and slow to import
     return ray
 
 
 def connect(address: str | None = None) -> Any:
-    """Connect this process to a Ray cluster that runs, and give the ``ray`` module.
+    """Connect this process to a running Ray cluster, and return the ``ray`` module.
 
-    Where the process is connected already, as within an actor of Ray Serve, that connection is
-    used. None is started: a server that is nobody's cluster would end with a cluster of its own.
+    If the process is connected already, as in an actor of Ray Serve, that connection is used. No
+    cluster is started: it would contain only this server and end with it.
 
     Args:
-        address: HOST:PORT of its head; ``None`` takes ``RAY_ADDRESS``, or the one on this host.
+        address: HOST:PORT of the head; ``None`` uses ``RAY_ADDRESS``, or the cluster on this host.
 
     Raises:
-        BackendError: There is no ray, or no cluster is there.
+        BackendError: Ray is not installed, or no cluster can be reached.
     """
     with _connecting:
         return _connect(import_ray(), address)
@@ -59,7 +59,7 @@ def _connect(ray: Any, address: str | None) -> Any:
     if address is not None and "://" in address:
         raise BackendError(
             f"{address!r:.80} is an address of Ray's client, expected HOST:PORT of the head: the "
-            f"server has to run on a node of the cluster; {HOW_TO_START}"
+            f"server must run on a node of the cluster; {HOW_TO_START}"
         )
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
     where = "on this host" if address == "auto" else f"at {address!r:.80}"
@@ -78,7 +78,7 @@ def _connect(ray: Any, address: str | None) -> Any:
 def _init(ray: Any, address: str) -> None:
     logger = logging.getLogger("ray")
     before = logger.level
-    logger.setLevel(logging.ERROR)  # it warns that it does not handle SIGTERM, as is meant
+    logger.setLevel(logging.ERROR)  # hides a warning that Ray does not handle SIGTERM, as intended
     try:
         ray.init(address=address, namespace="offramp", log_to_driver=False, configure_logging=False)
     finally:
@@ -86,9 +86,10 @@ def _init(ray: Any, address: str) -> None:
 
 
 def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
-    """Call on a thread of its own, with a limit: on the main one Ray would handle SIGTERM for us.
+    """Call on a separate thread with a time limit: on the main thread Ray would handle SIGTERM.
 
-    TimeoutError, and the thread is left behind: Ray waits for a cluster that is gone without end.
+    TimeoutError at the limit; the thread keeps running, because Ray waits forever for a lost
+    cluster.
     """
     done: Future[None] = Future()
 
@@ -96,7 +97,7 @@ def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
         try:
             function(*arguments)
             done.set_result(None)
-        except BaseException as error:  # handed to who waits
+        except BaseException as error:  # passed to the caller
             done.set_exception(error)
 
     threading.Thread(target=call, name="connect to Ray", daemon=True).start()
@@ -107,39 +108,39 @@ def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def free_cpus(ray: Any) -> int:
-    """Count the whole CPUs that nothing in the cluster has asked for."""
+    """Return the number of whole CPUs that nothing in the cluster has requested."""
     return int(ray.available_resources().get("CPU", 0.0))
 
 
 def tls_files() -> TlsIdentity | None:
-    """Give the files by which Ray encrypts its own connections on this node, if it does.
+    """Return the files of Ray's TLS on this node; ``None`` if Ray does not encrypt.
 
-    Workers and their router use the very same, as both ends of each have to show who they are.
+    Workers and their router use the same files, because both ends must present a certificate.
     """
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return None
     names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
     paths = [os.environ.get(name, "") for name in names]
     if missing := [name for name, path in zip(names, paths, strict=True) if not path]:
-        raise NetworkError(f"RAY_USE_TLS is set, and {missing[0]} is not; set it as well")
+        raise NetworkError(f"RAY_USE_TLS is set, but {missing[0]} is not; set it as well")
     certificate, key, ca = map(Path, paths)
     return TlsIdentity(certificate=certificate, key=key, ca=ca)
 
 
 def connected_ray() -> Any:
-    """Give the ``ray`` module if this process is connected to a cluster, else ``None``."""
+    """Return the ``ray`` module if this process is connected to a cluster, else ``None``."""
     ray = sys.modules.get("ray")
     return ray if ray is not None and ray.is_initialized() else None
 
 
 def node_address() -> str:
-    """Give the address that this node is known by in its cluster."""
+    """Return the address of this node in its cluster."""
     found: str = import_ray().util.get_node_ip_address()
     return found
 
 
 def describe_resources(resources: Mapping[str, float]) -> str:
-    """Say resources in words, for instance ``1 CPU and 1 gpu``."""
+    """Describe resources in words, for instance ``1 CPU and 1 gpu``."""
     parts = [f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount]
     return " and ".join(parts) or "nothing"
 

@@ -1,23 +1,23 @@
-"""Stages run in worker processes, which may die: on this host, started here, or on others.
+"""Worker processes that run stages and may die: on this host, started here, or on other hosts.
 
 ::
 
-    backend       what the engine sees: a backend whose slots are workers
+    backend       the engine's view: a backend whose slots are workers
     slot          runs stages in a worker
-    tensors       how tensors get there and back: in memory that both have, or inline
-    launching     what starts a worker, and what the router then has of it
+    tensors       transfer of tensors to a worker and back: in shared memory, or inline
+    launching     protocols of launchers and of running workers
     process       a worker that is a process on this host
     tcp_launcher  a worker on another host
-    orders        one order to a worker at a time, each with its answer
-    worker        what runs stages, and its process on the router's host
-    listening     takes connections, serves one router, and refuses all others
+    orders        orders to a worker, one at a time, each with its answer
+    worker        the worker itself, and its process on the router's host
+    listening     accepts connections, serves one router, and refuses all others
     eeworker      the command of a worker that listens
-    handshake     how router and worker show each other that they have the token
-    tcp           addresses, TLS, and how a host that is gone is noticed
-    stages        how a stage is named, so that a worker makes the same one
+    handshake     proof of router and worker that they have the token
+    tcp           addresses, TLS, and detection of lost hosts
+    stages        names of stages, from which a worker makes the same stage
     wire          messages, sans I/O
-    transport     connections and shared memory; knows nothing of models
+    transport     connections and shared memory; independent of models
 
-The router owns requests, inputs and what waits. A worker writes nowhere but in the region that a
-message gives it, and its reply is what counts: a worker that ends before leaves nothing behind.
+The router owns requests, inputs and waiting rows. A worker writes only to the memory region of a
+message, and only its reply makes results valid: a worker that dies before leaves no state.
 """

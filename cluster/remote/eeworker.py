@@ -1,10 +1,11 @@
 """``eeworker``: runs stages for a router on another host, one router at a time, until stopped.
 
-It holds the socket that listens and nothing else; a process of its own serves, and ends with its
-router, whatever ran there then. So no state of one router is left for the next, and neither a crash
-nor a stage that hangs is the end of the worker. Connections that come meanwhile wait.
+The command only holds the listening socket; a child process serves, and ends with its router. So no
+state of one router is left for the next, and neither a crash nor a hanging stage ends the worker.
+New connections wait while the child is replaced.
 
-Rejected: a process that only gets connections after the handshake, since TLS cannot be handed on.
+Rejected: a process that gets connections after the handshake, because TLS connections cannot be
+passed on.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ BACKENDS: Final = ("onnxruntime", "openvino", *GPU_BACKENDS)
 EXIT_CANNOT_START: Final = 1
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 10.0
-"""Between starts of the serving process that fail."""
+"""Longest pause between failed starts of the serving process."""
 _READY: Final = b"r"
 
 _DESCRIPTION: Final = """\
@@ -63,7 +64,7 @@ _EXAMPLES: Final = {
     "eeworker m.ee --listen 10.0.0.2:7070 --token-file token \\\n"
     "    --tls-cert worker.pem --tls-key worker.key": "",
 }
-_PAIR: Final = "TLS needs a certificate and its key; give --tls-cert and --tls-key"
+_PAIR: Final = "TLS needs a certificate and its key; use --tls-cert and --tls-key"
 ILLEGAL: Final = (
     Illegal(option="--tls-cert", without="--tls-key", why=_PAIR),
     Illegal(option="--tls-key", without="--tls-cert", why=_PAIR),
@@ -71,13 +72,13 @@ ILLEGAL: Final = (
     Illegal(
         option="--insecure",
         beside="--tls-cert",
-        why="the certificate makes the connection secure; leave one of them out",
+        why="the certificate makes the connection secure; omit one of the two",
     ),
 )
 
 
 class _StoppedError(Exception):
-    """A signal says to end."""
+    """A signal requests the end."""
 
 
 def main(
@@ -90,15 +91,15 @@ def main(
 ) -> int:
     """Run ``eeworker``; return the exit status.
 
-    ``make``, ``reached`` and ``any_graph`` are what tests have of the worker; ``module`` is then
-    the one that calls this.
+    Tests pass ``make``, ``reached`` and ``any_graph`` to the worker; ``module`` is then the calling
+    module.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     complete(make_parser)
     given = make_parser().parse_args(words)
     _set_up_logging(given.log_level)
     if os.name != "posix":
-        sys.stderr.write("eeworker: needs a Unix, where sockets are handed on; run it on one\n")
+        sys.stderr.write("eeworker: needs Unix, to pass sockets to processes; run it there\n")
         return EXIT_CANNOT_START
     try:
         if given.serve_fds is not None:
@@ -110,17 +111,17 @@ def main(
         what = f"{given.token_file}: {tls_reason(error)}" if isinstance(error, OSError) else error
         sys.stderr.write(f"eeworker: {what}\n")
         return EXIT_CANNOT_START
-    del token  # read to see that it can be; the serving process has its own
+    del token  # only checks the file; the serving process reads it again
     return _supervise(address, words, module)
 
 
 def _supervise(address: HostPort, words: Sequence[str], module: str) -> int:
-    """Keep a process that serves, until a signal; gives the exit status."""
+    """Run a serving process until a signal; return the exit status."""
     try:
         listening = listen_on(address)
     except OSError as error:
         sys.stderr.write(
-            f"eeworker: cannot listen on {address}: {tls_reason(error)}; give another --listen\n"
+            f"eeworker: cannot listen on {address}: {tls_reason(error)}; use another --listen\n"
         )
         return EXIT_CANNOT_START
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -142,7 +143,7 @@ def _supervise(address: HostPort, words: Sequence[str], module: str) -> int:
                 if not ready and not started:
                     return EXIT_CANNOT_START
                 if status or not ready:
-                    _log.warning("the serving process ended with status %d, again", status)
+                    _log.warning("the serving process ended with status %d; restarting it", status)
                 if not ready:
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -155,15 +156,15 @@ def _stop(_number: int, _frame: object) -> NoReturn:
 
 
 def serving_words(words: Sequence[str], fds: tuple[int, int]) -> list[str]:
-    """Give the command line of the process that serves: the descriptors, then the user's words.
+    """Return the command line of the serving process: the descriptors, then the user's words.
 
-    They come first, as behind a ``--`` of the user's they would be bundles.
+    The descriptors come first, because after a ``--`` in the user's words they would be bundles.
     """
     return ["--serve-fds", *map(str, fds), *words]
 
 
 class _Serving:
-    """The process that serves, and the socket with which it ends should we."""
+    """The serving process, and a socket whose closing ends it together with this process."""
 
     def __init__(self, listening: socket.socket, words: Sequence[str], module: str) -> None:
         self._leash, theirs = socket.socketpair()
@@ -178,7 +179,7 @@ class _Serving:
             )
 
     def wait_until_ready(self) -> bool:
-        """Wait until it takes connections; ``False`` if it ended before."""
+        """Wait until it accepts connections; ``False`` if it ended before."""
         with contextlib.suppress(ConnectionResetError):
             return self._leash.recv(1) == _READY
         return False
@@ -195,7 +196,7 @@ class _Serving:
 def _serve(
     given: argparse.Namespace, make: MakeBackend, reached: Reached, *, any_graph: bool
 ) -> NoReturn:
-    """Be the process that serves: one router, and no longer than the one that started this."""
+    """Run the serving process: serve one router; end with the parent process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     listening, leash = (socket.socket(fileno=fd) for fd in given.serve_fds)
@@ -220,7 +221,7 @@ def _serve(
         _log.info("ready with %s", bundles.described or "no bundle")
         leash.send(_READY)
         Listener(listening, admission, reached).serve()
-        os._exit(0)  # whatever still runs: nobody waits for it
+        os._exit(0)  # ends all other threads
 
 
 def _end_with(leash: socket.socket) -> None:
@@ -230,13 +231,13 @@ def _end_with(leash: socket.socket) -> None:
 
 
 def _maker(given: argparse.Namespace, make: MakeBackend) -> MakeBackend:
-    """Make backends as the command line says, of the kind that routers ask for."""
+    """Return a factory of backends that follows the command line."""
 
     def make_as_given(hello: Hello) -> Backend:
         if given.backend is not None and hello.backend != given.backend:
             raise BackendError(
                 f"this worker was started with --backend {given.backend}, and the server asks for "
-                f"{hello.backend!r:.40}; give both the same"
+                f"{hello.backend!r:.40}; use the same for both"
             )
         threads = given.threads or available_cores()
         return make(dataclasses.replace(hello, threads=threads))
@@ -245,13 +246,13 @@ def _maker(given: argparse.Namespace, make: MakeBackend) -> MakeBackend:
 
 
 def _make_once(given: argparse.Namespace, make: MakeBackend) -> None:
-    """See that the backend that was asked for can run here; on which GPU, only servers say."""
+    """Check that the chosen backend can run here; for GPUs, only the server names the device."""
     if given.backend is not None and given.backend not in GPU_BACKENDS:
         make(Hello(version=__version__, backend=given.backend, threads=1)).close()
 
 
 def _identity(given: argparse.Namespace) -> TlsIdentity | None:
-    """Return what TLS needs, if it is asked for; raise NetworkError if a file is wrong."""
+    """Return the files of TLS if configured; raise NetworkError if one is invalid."""
     if given.tls_cert is None:
         return None
     identity = TlsIdentity(certificate=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
@@ -260,12 +261,12 @@ def _identity(given: argparse.Namespace) -> TlsIdentity | None:
 
 
 def _check_address(given: argparse.Namespace) -> HostPort:
-    """Give the address to listen on; NetworkError if it is open to others in the clear."""
+    """Return the address to listen on; NetworkError if other hosts could connect without TLS."""
     address = parse_address(given.listen, least_port=0)
     if not (address.is_loopback or given.tls_cert or given.insecure):
         raise NetworkError(
-            f"--listen {address} is open to other hosts, and connections would be in the clear; "
-            "give --tls-cert and --tls-key, or --insecure where the network itself is trusted"
+            f"--listen {address} is open to other hosts, and connections would not be encrypted; "
+            "use --tls-cert and --tls-key, or --insecure if the network itself is trusted"
         )
     return address
 
@@ -278,7 +279,7 @@ def _set_up_logging(level: str) -> None:
 
 
 def make_parser() -> LayeredParser:
-    """Make the parser of ``eeworker``."""
+    """Return the parser of ``eeworker``."""
     parser = LayeredParser(
         prog="eeworker",
         usage="%(prog)s BUNDLE … --listen HOST:PORT --token-file FILE [options]",
@@ -293,28 +294,28 @@ def make_parser() -> LayeredParser:
     )  # fmt: skip
     add(
         "bundles", metavar="BUNDLE", nargs="+", type=Path,
-        help="bundle, byte for byte the one that the server has; no other is served",
+        help="bundle, identical to the server's; other bundles are not served",
     )  # fmt: skip
     add("--listen", metavar="HOST:PORT", required=True, help="port 0 is any free one")
     add(
         "--token-file", metavar="FILE", type=Path, required=True,
-        help="file with the secret that a server has to have too",
+        help="file with the secret that the server must also have",
     )  # fmt: skip
     add("--tls-cert", metavar="PEM", type=Path, help="certificate of this worker, for its host")
     add("--tls-key", metavar="PEM", type=Path, help="the certificate's key")
     add(
         "--tls-ca", metavar="PEM", type=Path,
-        help="authorities of servers' certificates; servers then have to show one",
+        help="authorities of servers' certificates; servers must then present one",
     )  # fmt: skip
     add(
         "--insecure", action="store_true",
-        help="listen for other hosts without TLS: inputs and answers can be read and changed on "
-        "the way",
+        help="listen for other hosts without TLS: inputs and answers can be read and changed in "
+        "transit",
     )  # fmt: skip
     add(
         "--backend", metavar="NAME", choices=BACKENDS,
-        help="refuse servers that ask for another one: onnxruntime, openvino, or tensorrt or cuda "
-        "on a GPU (default: what the server asks for)",
+        help="refuse servers that request another one: onnxruntime, openvino, or tensorrt or cuda "
+        "on a GPU (default: as the server requests)",
     )  # fmt: skip
     add(
         "--threads", metavar="N", type=_threads,

@@ -1,12 +1,12 @@
-"""How a router and a worker show each other that they have one token, before all else.
+"""The proof of router and worker that both have one token, before all other messages.
 
-Each greets with the number of this protocol and 32 random bytes; the router then sends an HMAC
-(RFC 2104, with SHA-256) of both, keyed with the token, and the worker answers with another one. So
-the token never travels, nothing that was overheard is of use again, and neither end's proof is the
-other's. The router proves first: whoever just connects gets nothing that a token could be guessed
-from. All messages have one size, and all of it has one limit of time.
+Each greets with this protocol's number and 32 random bytes; the router then sends an HMAC (RFC
+2104, with SHA-256) of both, keyed with the token, and the worker answers with another one. So the
+token is never sent, recorded messages cannot be replayed, and the two proofs differ. The router
+proves first: a stranger who connects receives no data from which a token could be guessed. Messages
+have a fixed size, and the whole handshake has one time limit.
 
-It says who is there, and encrypts nothing: that is what TLS is for (:mod:`.tcp`).
+It authenticates and encrypts nothing; TLS encrypts (:mod:`.tcp`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from offramp.bundle.files import read_limited
 from offramp.engine.common.errors import EngineError
 
 PROTOCOL: Final = 1
-"""Of all that follows a connection over a network."""
+"""Version of the messages on network connections."""
 LEAST_TOKEN_BYTES: Final = 16
 MOST_TOKEN_BYTES: Final = 4096
 NONCE_BYTES: Final = 32
@@ -34,23 +34,23 @@ GREETING_BYTES: Final = _GREETING.size
 _PROOF_BYTES: Final = hashlib.sha256().digest_size
 _VERDICT: Final = struct.Struct(f"<B{_PROOF_BYTES}s")
 _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
-"""How an alert and a hello of TLS begin."""
+"""First bytes of a TLS alert and a TLS hello."""
 _MAKE_ONE: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
 class HandshakeError(EngineError):
-    """The other end is not what it has to be; one line, with the remedy."""
+    """The other end is not the expected one; the message is one line, with the remedy."""
 
 
 class Nonces(NamedTuple):
-    """The random bytes of both ends."""
+    """Random bytes of both ends."""
 
     router: bytes
     worker: bytes
 
 
 def read_token(path: Path) -> bytes:
-    """Return the token of a file, without space around it; raise OSError or HandshakeError."""
+    """Return the token of a file, without surrounding space; raise OSError or HandshakeError."""
     content = read_limited(path, 2 * MOST_TOKEN_BYTES)
     token, words = content.strip(), len(content.split())
     if not LEAST_TOKEN_BYTES <= len(token) <= MOST_TOKEN_BYTES or words != 1:
@@ -63,12 +63,12 @@ def read_token(path: Path) -> bytes:
 
 
 def greet(nonce: bytes) -> bytes:
-    """Give the first message of either end."""
+    """Return the first message of either end."""
     return _GREETING.pack(_MAGIC, PROTOCOL, nonce)
 
 
 def read_greeting(message: bytes, who: str) -> bytes:
-    """Give the other end's random bytes; HandshakeError unless it speaks this protocol."""
+    """Return the other end's random bytes; HandshakeError unless it uses this protocol."""
     magic, protocol, nonce = _GREETING.unpack(message)
     if message[:2] in _TLS_RECORDS:
         raise HandshakeError(
@@ -77,12 +77,12 @@ def read_greeting(message: bytes, who: str) -> bytes:
         )
     if magic != _MAGIC:
         raise HandshakeError(
-            f"{who} is no part of Offramp: it begins with {message[:16]!r}, expected {_MAGIC!r}; "
-            "compare address and port"
+            f"{who} does not run Offramp: it begins with {message[:16]!r}, expected {_MAGIC!r}; "
+            "check address and port"
         )
     if protocol != PROTOCOL:
         raise HandshakeError(
-            f"{who} speaks version {protocol} of the workers' protocol, this end {PROTOCOL}; "
+            f"{who} uses version {protocol} of the workers' protocol, this end {PROTOCOL}; "
             "install the same Offramp on both"
         )
     found: bytes = nonce
@@ -90,17 +90,17 @@ def read_greeting(message: bytes, who: str) -> bytes:
 
 
 def prove(token: bytes, role: bytes, nonces: Nonces) -> bytes:
-    """Give the proof that ``router`` or ``worker`` has the token."""
+    """Return the proof that ``router`` or ``worker`` has the token."""
     return hmac.digest(token, b"offramp " + role + b"\0" + nonces.router + nonces.worker, "sha256")
 
 
 def session_of(token: bytes, nonces: Nonces) -> str:
-    """Name what follows, as only those can who have the token."""
+    """Return the session's name, which only owners of the token can compute."""
     return prove(token, b"session", nonces).hex()
 
 
 def reach_worker(connected: socket.socket, token: bytes, who: str, limit_s: float) -> str:
-    """Do the router's part, and name the session.
+    """Perform the router's part, and return the session's name.
 
     HandshakeError, OSError if the connection ends, TimeoutError.
     """
@@ -115,17 +115,17 @@ def reach_worker(connected: socket.socket, token: bytes, who: str, limit_s: floa
         raise HandshakeError(f"{who} has another token; give both ends the same token file")
     if not hmac.compare_digest(proof, prove(token, b"worker", nonces)):
         raise HandshakeError(
-            f"{who} cannot show that it has the token: it is another's; compare the address"
+            f"{who} cannot prove that it has the token: it is not yours; check the address"
         )
     return session_of(token, nonces)
 
 
 def admit_router(connected: socket.socket, token: bytes, who: str, limit_s: float) -> str:
-    """Do the worker's part, and name the session; errors as of :func:`reach_worker`."""
+    """Perform the worker's part, and return the session's name; errors as :func:`reach_worker`."""
     until_s = time.monotonic() + limit_s
     ours = secrets.token_bytes(NONCE_BYTES)
     greeting = _greeting_from(connected, until_s)
-    _send(connected, greet(ours), until_s)  # also to whoever is wrong here, who then can say so
+    _send(connected, greet(ours), until_s)  # sent to wrong clients, too: they can then report it
     nonces = Nonces(read_greeting(greeting, who), ours)
     proof = _exactly(connected, _PROOF_BYTES, until_s)
     if not hmac.compare_digest(proof, prove(token, b"router", nonces)):
@@ -141,7 +141,7 @@ def _send(connected: socket.socket, message: bytes, until_s: float) -> None:
 
 
 def _greeting_from(connected: socket.socket, until_s: float) -> bytes:
-    """Receive a greeting, or what begins otherwise: that may never be as long as one."""
+    """Receive a greeting, or another message's beginning, which may be shorter than a greeting."""
     found = b""
     while len(found) < GREETING_BYTES and found[: len(_MAGIC)] == _MAGIC[: len(found)]:
         connected.settimeout(_left_s(until_s))

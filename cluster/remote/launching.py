@@ -1,4 +1,4 @@
-"""How workers come to be: what starts one, and what the router then has of it."""
+"""Protocols of launchers, which start workers, and of running workers, for the router."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from offramp.engine.common.errors import WorkerLostError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRuntime:
-    """What a worker runs stages with, and on which GPU of its host."""
+    """Backend of a worker, and its GPU."""
 
     backend: str = ""
-    """One of :data:`.GPU_BACKENDS`; empty for what the server runs workers with, on the CPU."""
+    """One of :data:`.GPU_BACKENDS`; empty for the server's backend of workers, on the CPU."""
     device: str = ""
-    """For instance ``cuda:1``; empty for the CPU."""
+    """Device on the worker's host, for instance ``cuda:1``; empty for the CPU."""
 
     def describe(self) -> str:
-        """Describe it, to be put after where the worker is: ``, tensorrt on cuda:1``."""
+        """Describe it as a suffix of the worker's place: ``, tensorrt on cuda:1``."""
         return f", {self.backend} on {self.device}" if self.device else ""
 
 
@@ -30,63 +30,63 @@ ON_THE_CPU: Final = WorkerRuntime()
 
 
 class WorkerHandle(Protocol):
-    """One worker as the router has it; any thread may call any method."""
+    """One running worker, for the router; any thread may call any method."""
 
     stages: set[int]
-    """Numbers of the stages that it has loaded, kept by the router."""
+    """Numbers of the stages that it has loaded; the router updates them."""
     lost: bool
-    """Whether it was given up."""
+    """``True`` if the router has given it up."""
 
     @property
     def name(self) -> str:
-        """What messages call it, for instance ``worker 4711``."""
+        """Name in messages, for instance ``worker 4711``."""
 
     @property
     def pid(self) -> int:
-        """The number of its process, on the host that it runs on."""
+        """Process id, on the worker's host."""
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked, as far as is known."""
+        """``True`` if it can take orders, as far as is known."""
 
     def cpu_s(self) -> float:
-        """Seconds of processor time that it has had; 0 where that cannot be known."""
+        """Return the CPU seconds that it has used; 0 if unknown."""
 
     def order(self, message: Message, body: bytes = b"") -> None:
-        """Have an order carried out; BackendError if it cannot be, WorkerLostError."""
+        """Send an order and wait for its end; BackendError if it fails, or WorkerLostError."""
 
     def open_slot(self) -> SlotLink:
-        """Open a slot; errors as of :meth:`order`."""
+        """Open a slot; errors as :meth:`order`."""
 
     def lose(self, reason: str) -> WorkerLostError:
-        """Give it up as it does not answer: end it, and give the error that says so.
+        """Kill a worker that does not answer, and return the error that states it.
 
-        An empty ``reason`` is for a connection that ended: the error says why, if that is known.
+        An empty ``reason`` means that a connection ended: the error has the reason, if it is known.
         """
 
     def end(self) -> None:
-        """Be done with it at once; it has nothing to put in order."""
+        """End it immediately; it has nothing to clean up."""
 
 
 class WorkerLauncher(Protocol):
-    """Starts the worker of one seat, and its successors should it be lost."""
+    """Starts one of the workers, and its successors if it is lost."""
 
     @property
     def device_type(self) -> str:
-        """The name of its device among a cluster's ``[devices]``; empty if there is no cluster."""
+        """Name of its type in a cluster's ``[devices]``; empty without a cluster."""
 
     @property
     def runtime(self) -> WorkerRuntime:
-        """What its worker is asked to run stages with."""
+        """Backend and GPU requested for its worker."""
 
     def describe(self) -> str:
-        """Say where its worker is, for messages and the log."""
+        """Describe its worker's place, for messages and the log."""
 
     def start(self, hello: Hello) -> WorkerHandle:
-        """Start a worker that is what ``hello`` says; BackendError in a line if it cannot be."""
+        """Start a worker with the options of ``hello``; BackendError with one line if it cannot."""
 
     def close(self) -> None:
-        """Give back what is held for workers to come; there are no more."""
+        """Release resources reserved for future workers; no more are started."""
 
 
 class LocalLauncher:
@@ -105,15 +105,15 @@ class LocalLauncher:
 
     @property
     def device_type(self) -> str:
-        """The name of its device among a cluster's ``[devices]``; empty if there is no cluster."""
+        """Name of its type in a cluster's ``[devices]``; empty without a cluster."""
         return self._device_type
 
     def describe(self) -> str:
-        """Say where its worker is."""
+        """Describe its worker's place."""
         return f"a process on this host{self.runtime.describe()}"
 
     def start(self, hello: Hello) -> WorkerProcess:
-        """Start a process that is what ``hello`` says; BackendError if it cannot be."""
+        """Start a process with the options of ``hello``; BackendError if it cannot."""
         return WorkerProcess(hello, self._command)
 
     def close(self) -> None:
@@ -121,8 +121,8 @@ class LocalLauncher:
 
 
 def worker_command() -> WorkerCommand:
-    """Give the command of a worker with this process's libraries of operators and criteria."""
-    from offramp.engine.backends.custom_ops import libraries  # noqa: PLC0415 - heavy
+    """Return a worker's command with this process's libraries of operators and criteria."""
+    from offramp.engine.backends.custom_ops import libraries  # noqa: PLC0415 - slow to import
 
     words = [("--custom-ops", str(library.path.absolute())) for library in libraries()]
     words += [("--criterion-module", text) for text in criterion_modules()]

@@ -1,9 +1,9 @@
-"""A worker that listens: serves the first router that shows the token, until that one is gone.
+"""A worker that listens: serves the first router with the token, until that one is gone.
 
-Every connection begins with TLS, if there is any, and the handshake; its first message says whether
+Every connection begins with TLS, if configured, and the handshake; its first message states whether
 it is for a router's orders or for one of its slots. Another router is told that this one is served.
-What is no router is refused in a line of the log, within :data:`ADMIT_LIMIT_S`, and the connections
-that have come no further are few: the oldest makes room.
+Other clients are refused with a log line within :data:`ADMIT_LIMIT_S`. The number of connections
+before that point is limited: the oldest is closed.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from offramp.engine.common.network import tls_reason
 _log = logging.getLogger(__name__)
 
 ADMIT_LIMIT_S: Final = 10.0
-"""Limit of all that comes before a connection is known to be a router's."""
+"""Time limit for a connection to prove that it is a router's."""
 SILENCE_S: Final = 60.0
-"""Limit of a router's silence: it gives a sign of life six times as often."""
+"""Longest silence of a router, which sends signs of life six times as often."""
 MOST_UNKNOWN: Final = 64
-"""Connections that have not shown the token."""
+"""Largest number of connections that have not proved the token."""
 _PAUSE_S: Final = 0.1
-"""Between attempts to take a connection where the system has no room for one."""
+"""Pause between attempts to accept a connection when the system lacks resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Who may be served, and with what."""
+    """Conditions of service: the token, TLS, and what a router may run."""
 
     token: bytes
     context: ssl.SSLContext | None
-    """What connections are encrypted with; ``None`` takes all in the clear."""
+    """TLS context of connections; ``None`` accepts unencrypted ones."""
     make: MakeBackend
     find: FindBundle
-    """Gives the bundles that are served."""
+    """Returns the bundles that are served."""
     any_graph: bool = False
-    """Whether a router may send graphs of its own, as only tests do."""
+    """``True`` if a router may send graphs of its own, as only tests do."""
     admit_s: float = ADMIT_LIMIT_S
     silence_s: float = SILENCE_S
 
 
 class Listener:
-    """Serves one router, of those that connect to a socket that listens."""
+    """Serves one of the routers that connect to a listening socket."""
 
     def __init__(
         self,
@@ -80,19 +80,19 @@ class Listener:
         self._admission = admission
         self._reached = reached
         self._lock = threading.Lock()
-        """Of who is served, and of the connections that are unknown."""
+        """Guards the served router, and the unknown connections."""
         self._served: str | None = None
-        """The router that is served: its address."""
+        """Address of the served router."""
         self._session = ""
         self._worker: Worker | None = None
         self._numbers = itertools.count()
         self._unknown: dict[int, socket.socket] = {}
-        """Connections that have not shown the token, the oldest first."""
+        """Connections that have not proved the token, the oldest first."""
         self._over = threading.Event()
         self._lines = LineLimit()
 
     def serve(self) -> None:
-        """Take connections until the router that was served is gone."""
+        """Accept connections until the served router is gone."""
         threading.Thread(target=self._take_connections, name="accept", daemon=True).start()
         self._over.wait()
 
@@ -102,8 +102,8 @@ class Listener:
                 connected, address = self._listening.accept()
             except OSError as error:
                 if self._listening.fileno() < 0 or error.errno == errno.EINVAL:
-                    return  # it listens no more
-                self._tell("accept", f"a connection cannot be taken: {tls_reason(error)}")
+                    return  # it no longer listens
+                self._tell("accept", f"a connection cannot be accepted: {tls_reason(error)}")
                 self._over.wait(_PAUSE_S)
                 continue
             peer, number = str(HostPort(*address[:2])), next(self._numbers)
@@ -122,7 +122,7 @@ class Listener:
                 self._over.wait(_PAUSE_S)
 
     def _await_token(self, number: int, connected: socket.socket) -> None:
-        """Keep a connection among the unknown; where there are too many the oldest ends."""
+        """Add a connection to the unknown ones; if there are too many, close the oldest."""
         with self._lock:
             self._unknown[number] = connected
             oldest = min(self._unknown) if len(self._unknown) > MOST_UNKNOWN else None
@@ -130,7 +130,7 @@ class Listener:
                 cut(self._unknown.pop(oldest))
 
     def _welcome(self, connected: socket.socket, peer: str, number: int) -> None:
-        """Serve a connection, whatever it is for, or refuse it in a line."""
+        """Serve a connection, or refuse it with a log line."""
         try:
             self.attend(connected, peer, number)
         except HandshakeError as error:
@@ -141,10 +141,9 @@ class Listener:
             _log.exception("a connection of %s cannot be served", peer)
 
     def attend(self, connected: socket.socket, peer: str, number: int = -1) -> None:
-        """Serve a connection until it ends, as what its first message says that it is for.
+        """Serve a connection until it ends, for the purpose that its first message states.
 
-        HandshakeError, OSError, ConnectionLostError, TooLateError or FrameError if it is for
-        nothing.
+        HandshakeError, OSError, ConnectionLostError, TooLateError or FrameError if there is none.
         """
         with self._encrypted(connected, number) as encrypted:
             session = self._admit(encrypted, peer, number)
@@ -153,7 +152,7 @@ class Listener:
             self._dispatch(message, connection, session, peer)
 
     def _encrypted(self, connected: socket.socket, number: int) -> socket.socket:
-        """Give what a connection is spoken on; with TLS that is another socket."""
+        """Return the socket to use for a connection; with TLS it is another one."""
         try:
             tune(connected)
             context = self._admission.context
@@ -169,12 +168,12 @@ class Listener:
         return connected
 
     def _admit(self, connected: socket.socket, peer: str, number: int) -> str:
-        """Have it show that it has the token, and name its session."""
+        """Verify that the client has the token, and return the session's name."""
         limit_s = self._admission.admit_s
         try:
             if isinstance(connected, ssl.SSLSocket):
                 connected.settimeout(limit_s)
-                connected.do_handshake()  # the limit is of all of it
+                connected.do_handshake()  # the limit is for the whole handshake
             return admit_router(connected, self._admission.token, peer, limit_s)
         except (HandshakeError, OSError):
             take_leave(connected)
@@ -183,15 +182,15 @@ class Listener:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        """Take a connection from the unknown."""
+        """Remove a connection from the unknown ones."""
         with self._lock:
             self._unknown.pop(number, None)
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, ssl.SSLError):
-            return f"TLS failed: {tls_reason(error)}; compare the certificates of both ends"
+            return f"TLS failed: {tls_reason(error)}; check the certificates of both ends"
         if isinstance(error, TimeoutError):
-            return f"it did not show a token within {self._admission.admit_s:g} s"
+            return f"it did not prove a token within {self._admission.admit_s:g} s"
         return tls_reason(error)
 
     def _dispatch(self, message: Message, connection: Connection, session: str, peer: str) -> None:
@@ -200,7 +199,7 @@ class Listener:
         elif isinstance(message, JoinSlot):
             self._serve_slot(message, connection)
         else:
-            raise ConnectionLostError(f"it begins with {type(message).__name__}")
+            raise ConnectionLostError(f"its first message is {type(message).__name__}")
 
     def _serve_router(self, hello: Hello, connection: Connection, session: str, peer: str) -> None:
         with self._lock:
@@ -215,8 +214,8 @@ class Listener:
         try:
             with connection.watched(lambda: self._leave(peer)):
                 refused = self._serve_until_gone(hello, connection, session, peer)
-        except BaseException:  # runtimes raise what they like, and are broken then
-            _log.exception("%s cannot be served; this process ends, for a new one", peer)
+        except BaseException:  # runtimes raise any exception, and are unusable then
+            _log.exception("%s cannot be served; this process ends, and a new one starts", peer)
         finally:
             if refused is None:
                 self._over.set()
@@ -229,7 +228,7 @@ class Listener:
     def _serve_until_gone(
         self, hello: Hello, connection: Connection, session: str, peer: str
     ) -> Refused | None:
-        """Be what a router asks for until it is gone; or say why not."""
+        """Serve a router until it is gone; return the refusal if it cannot be served."""
         self._reached("before-hello")
         wanted = self._admission
         worker = Worker(
@@ -252,7 +251,7 @@ class Listener:
             _log.info("%s is gone: %s", peer, error)
         except TooLateError:
             _log.warning(
-                "%s gave no sign of life for %g s; what it had here is dropped",
+                "%s gave no sign of life for %g s; its state here is dropped",
                 peer,
                 wanted.silence_s,
             )
@@ -261,17 +260,17 @@ class Listener:
         return None
 
     def _leave(self, peer: str) -> None:
-        """Have this process end, as its router is gone; said once."""
+        """End this process because its router is gone; logged once."""
         with self._lock:
             if not self._over.is_set():
-                _log.info("%s is gone; what it had here is dropped", peer)
+                _log.info("%s is gone; its state here is dropped", peer)
             self._over.set()
 
     def _serve_slot(self, message: JoinSlot, connection: Connection) -> None:
         worker = self._worker
         ours = hmac.compare_digest(message.session.encode(errors="replace"), self._session.encode())
         if worker is None or not ours or self._over.is_set():
-            connection.send(encode(Refused(reason="the session that it names is over")))
+            connection.send(encode(Refused(reason="its session is over")))
             return
         self._reached("before-slot")
         try:
@@ -283,7 +282,7 @@ class Listener:
         worker.serve_slot(message.slot)
 
     def _tell(self, kind: str, line: str) -> None:
-        """Write a line about what came from outside, and only so many a second."""
+        """Log a line about outside events, limited per second."""
         suffix = self._lines.admit(kind)
         if suffix is not None:
             _log.warning("%s%s", one_line(line), suffix)

@@ -19,10 +19,10 @@ from offramp.engine.common.errors import BackendError, WorkerLostError
 
 
 class Orders:
-    """The connection that a worker gets its orders on; any thread may ask.
+    """The connection for a worker's orders; any thread may use it.
 
-    ``lose`` gives a worker up that does not answer as it should; it takes the reason, empty for a
-    connection that ended.
+    ``lose`` gives up a worker that does not answer correctly; its argument is the reason, empty for
+    a connection that ended.
     """
 
     def __init__(self, connection: Connection, lose: Callable[[str], WorkerLostError]) -> None:
@@ -34,9 +34,9 @@ class Orders:
     def ask(
         self, message: Message, limit_s: float, body: bytes = b"", fds: Sequence[int] = ()
     ) -> Ready | Refused:
-        """Have an order carried out.
+        """Send an order and return its answer.
 
-        BackendError if it cannot be; WorkerLostError if there is no answer, or a wrong one.
+        BackendError if the order fails; WorkerLostError if the answer is missing or wrong.
         """
         header = encode(message)
         with self.lock:
@@ -45,7 +45,7 @@ class Orders:
                     self.connection.send_fds(header, fds)
                 else:
                     self.connection.send(header, (body,) if body else (), limit_s)
-                # An answer to an order has no body, whoever it is from.
+                # Answers to orders have no body, from any worker.
                 answer = decode(self.connection.receive(limit_s, most_body=0).header)
             except (ConnectionLostError, FrameError, TooLateError) as error:
                 gone = isinstance(error, ConnectionLostError)
@@ -57,6 +57,6 @@ class Orders:
         return answer
 
     def close(self) -> None:
-        """Close the connection; whoever waits for an answer sees its end first."""
+        """Close the connection; threads that wait for an answer see its end first."""
         with self.lock:
             self.connection.close()

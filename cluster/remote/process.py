@@ -1,4 +1,4 @@
-"""A worker as the router sees it: started, asked, and ended."""
+"""The router's side of a worker process: start, orders, and end."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.engine.common.job_runner import environment_of_child
 
 START_LIMIT_S: Final = 60.0
-"""Limit of a worker's start, on a machine that is busy with what goes first."""
+"""Time limit of a worker's start, sufficient on a busy machine."""
 ORDER_LIMIT_S: Final = 600.0
-"""Limit of an order: a large stage may take minutes to load."""
+"""Time limit of an order: a large stage may take minutes to load."""
 _CPU_CLOCK: Final = 2
-"""In the number of a process's clock on Linux: the one that it is scheduled by."""
+"""Clock type, in the id of a process's clock on Linux: its scheduling clock."""
 _END_S: Final = 5.0
-"""Limit of what takes moments, but must not be waited for without end."""
+"""Time limit of operations that usually take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """What a worker process is started as."""
+    """Command that starts a worker process."""
 
     module: str = "offramp.cluster.remote.worker"
     arguments: tuple[str, ...] = ()
-    """Of the command line, after the file descriptor."""
+    """Arguments of the command line, after the file descriptor."""
 
 
 class WorkerProcess:
     """One worker process; any thread may call any method.
 
-    BackendError if it cannot be started, or refuses to be what ``hello`` says.
+    BackendError if it cannot be started, or refuses the options of ``hello``.
     """
 
     def __init__(self, hello: Hello, command: WorkerCommand) -> None:
@@ -49,7 +49,7 @@ class WorkerProcess:
         self._orders = Orders(connection, self.lose)
         self._slots = itertools.count(1)
         self.stages: set[int] = set()
-        """Those that it has loaded."""
+        """Numbers of the stages that it has loaded."""
         self.lost = False
         with theirs:
             try:
@@ -70,36 +70,36 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return f"worker {self.pid}"
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """Process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked, as far as is known."""
+        """``True`` if it can take orders, as far as is known."""
         return not self.lost and self._process.poll() is None
 
     def cpu_s(self) -> float:
-        """Seconds of processor time that it has had; 0 where the system does not tell."""
+        """Return the CPU seconds that it has used; 0 if the system does not report them."""
         try:
             return time.clock_gettime(((~self.pid) << 3) | _CPU_CLOCK)
         except (AttributeError, OSError):
             return 0.0
 
     def order(self, message: Message, body: bytes = b"") -> None:
-        """Have an order carried out; BackendError if it cannot be, WorkerLostError."""
+        """Send an order and wait for its end; BackendError if it fails, or WorkerLostError."""
         self._orders.ask(message, ORDER_LIMIT_S, body)
 
     def open_slot(self) -> SlotLink:
-        """Open a slot on memory that both have; BackendError if there is none."""
+        """Open a slot on shared memory; BackendError if there is none."""
         try:
             memory = SharedMemory.create(FIRST_MEMORY)
         except OSError as error:
-            raise BackendError(f"no memory can be shared with a worker: {error}") from error
+            raise BackendError(f"memory cannot be shared with a worker: {error}") from error
         connection, theirs = Connection.pair()
         number = next(self._slots)
         try:
@@ -113,13 +113,13 @@ class WorkerProcess:
         return SlotLink(connection, SharedTensors(memory, lambda m: self._give_memory(number, m)))
 
     def _give_memory(self, slot: int, memory: SharedMemory, *fds: int) -> None:
-        """Let a slot have other memory; errors as of :meth:`order`."""
+        """Make a slot use other memory; errors as :meth:`order`."""
         message = OpenSlot(slot=slot, size_bytes=memory.size_bytes)
         self._orders.ask(message, ORDER_LIMIT_S, fds=(memory.fd, *fds))
         memory.close_fd()
 
     def lose(self, reason: str) -> WorkerLostError:
-        """Give a worker up that does not answer: end it, and give the error that says so."""
+        """Kill a worker that does not answer, and return the error that states it."""
         self.lost = True
         with contextlib.suppress(OSError):
             self._process.kill()
@@ -128,7 +128,7 @@ class WorkerProcess:
         return error
 
     def end(self) -> None:
-        """End it at once; it has nothing to put in order."""
+        """End it immediately; it has nothing to clean up."""
         self.lost = True
         with contextlib.suppress(OSError):
             self._process.kill()
@@ -153,15 +153,15 @@ class WorkerProcess:
 def _start(fd: int, command: WorkerCommand) -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise OSError("the path of the Python interpreter is unknown")
-    # -P: what lies in the working directory is not imported unless it is here, too.
+    # -P: modules of the working directory are not imported unless sys.path has it here, too.
     line = [sys.executable, "-P", "-m", command.module, str(fd), *command.arguments]
-    return subprocess.Popen(  # noqa: S603  (our own module, no words of others)
+    return subprocess.Popen(  # noqa: S603  (our own module and arguments)
         line,
         pass_fds=(fd,),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         env=environment_of_child(),
-        # Ctrl-C reaches the foreground group, and the drain needs workers. Not another session:
-        # schedulers that weigh sessions against each other would give that one half of a core.
+        # Ctrl-C reaches the foreground group, and draining needs workers. It is not another
+        # session: schedulers that share cores among sessions would give that one half of a core.
         process_group=0 if hasattr(os, "setpgid") else None,
     )

@@ -1,7 +1,7 @@
-"""Slots of workers that hold parts of a model: what the own one does not have runs on another's.
+"""Slots of workers that hold parts of a model; other stages run on other workers.
 
-While serving, a stream is asked for stages that its worker holds. Whoever warms up or probes runs
-all of them, one after the other, and need not know who has which.
+While serving, a stream only gets stages that its worker holds. Warm-up and probes run all stages,
+one after the other, and need not know their workers.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatc
 
 
 class RoutedSlot:
-    """A slot of worker ``number``; the stages that it does not hold run elsewhere.
+    """A slot of worker ``number``; stages that it does not hold run on other workers.
 
-    ``route`` gives the worker that runs a stage, that number if it can; ``open_other`` opens a slot
-    of another one.
+    ``route`` returns the worker that runs a stage: ``number`` if it can; ``open_other`` opens a
+    slot of another worker.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class RoutedSlot:
         self._others: dict[int, RemoteSlot] = {}
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> RemoteBatch:
-        """Take the arrays as they are; they are copied once a stage is run on them."""
+        """Return a batch of the arrays; they are copied when a stage runs on them."""
         return self._own.upload(tensors)
 
     def run(
         self, stage: RemoteStage, batch: TensorBatch, threshold: float | None = None
     ) -> StageResult:
-        """Have a worker that holds the stage execute it; errors as of :class:`RemoteSlot`.
+        """Execute a stage on a worker that holds it; errors as :class:`RemoteSlot`.
 
-        What is known of the stages of others is not run again: so a stream can be probed, and be
-        in service, while workers that hold other stages are not.
+        Known results of other workers' stages are reused: so a stream can be probed, and be in
+        service, while workers with other stages are not.
         """
         number = self._route(self._number, stage)
         if number == self._number:
@@ -81,7 +81,7 @@ class RoutedSlot:
             raise
 
     def select(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
-        """Copy the given rows, unless they are all there are, to where the own worker reads."""
+        """Copy the given rows, unless they are all, to memory that the own worker reads."""
         return self._own.select(batch, rows)
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
@@ -89,10 +89,10 @@ class RoutedSlot:
         return self._own.buffer(batch, rows)
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> RemoteBatch:
-        """Concatenate rows of the parts, in their order, where the own worker reads."""
+        """Concatenate rows of the parts, in their order, in memory that the own worker reads."""
         return self._own.merge(parts)
 
     def close(self) -> None:
-        """Close it, and what it opened of others."""
+        """Close it, and the slots of other workers that it opened."""
         for slot in (self._own, *self._others.values()):
             slot.close()

@@ -1,8 +1,8 @@
-"""What is the same from run to run, made once: layouts of batches, orders, and what replies say.
+"""Cached parts of repeated runs: layouts of batches, orders, and parsed replies.
 
-Between two stages a router has a few dozen µs, and its caches are cold. So what a run needs is
-looked up by what it is given: from the layout of its batch to the order, from the order and the
-reply's header to what the reply says, which ends with the layout that the next stage is given.
+Between two stages a router has a few dozen µs, with cold caches. So each result is looked up by its
+input: the order by the layout of the batch, and the parsed reply by the order and the reply's
+header; it contains the layout of the next stage's batch.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from offramp.cluster.remote.worker_messages import (
 from offramp.engine.common.errors import BackendError
 
 MOST_KEPT: Final = 1024
-"""Most that is kept of a kind; where there is more, all of it is made anew."""
+"""Largest number of cached objects of a kind; when exceeded, all are dropped."""
 _DTYPES: Final = frozenset(DTYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FormSet:
-    """The forms of a batch's tensors; there is one of the same forms, so it equals itself only."""
+    """The forms of a batch's tensors; equal forms share one object, compared by identity."""
 
     forms: tuple[TensorForm, ...]
     offsets: tuple[int, ...]
-    """Where each begins in a part of memory that holds all of them."""
+    """Offset of each tensor in a memory block with all of them."""
     part_bytes: int
-    """Size of that part."""
+    """Size of that block."""
     size_bytes: int
-    """Of all elements."""
+    """Bytes of all elements."""
 
 
 def forms_of(tensors: Mapping[str, NDArray[Any]]) -> FormSet:
-    """Give the forms of arrays; BackendError for a dtype that does not travel."""
+    """Return the forms of arrays; BackendError for a dtype that cannot be sent."""
     return form_set(tuple([(name, a.dtype, a.shape) for name, a in tensors.items()]))
 
 
 @lru_cache(maxsize=MOST_KEPT)
 def form_set(given: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> FormSet:
-    """Give the set of these forms; BackendError for a dtype that does not travel."""
+    """Return the set of these forms; BackendError for a dtype that cannot be sent."""
     forms = tuple([TensorForm(*form) for form in given])
     offsets, end = [], 0
     for form in forms:
@@ -69,12 +69,12 @@ def form_set(given: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorLayout:
-    """Tensors of some forms at some places; of a slot there is one of the same."""
+    """Tensors of some forms at some offsets; a slot has one object for equal layouts."""
 
     forms: FormSet
     places: Mapping[str, int]
     memory: SharedMemory | None
-    """Where the places are; ``None`` if all tensors travel inline."""
+    """Memory of the offsets; ``None`` if all tensors are sent inline."""
     tensors: Mapping[str, NDArray[Any]]
     """Views of that memory."""
     orders: dict[tuple[int, int, float | None, int, int], Order] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class TensorLayout:
     def order(
         self, stage: int, rows: int, threshold: float | None, region: tuple[int, int]
     ) -> Order:
-        """Give the order to run a stage on it; ``region``: offset and size, for results."""
+        """Return the order to run a stage on it; ``region``: offset and size for results."""
         key = (stage, rows, threshold, *region)
         order = self.orders.get(key)
         if order is None:
@@ -99,13 +99,13 @@ class Order:
 
     header: bytes
     begins: int
-    """Where results may be in shared memory."""
+    """Bounds of results in shared memory."""
     ends: int
     replies: dict[bytes, RunReply] = field(default_factory=dict)
-    """By their headers."""
+    """Parsed replies by header."""
 
     def check(self, arrays: Sequence[PlacedArray]) -> None:
-        """See that results are where they may be; FrameError."""
+        """Check that results are within their bounds; FrameError if not."""
         for form, place in arrays:
             end = place + form.size_bytes
             if place >= 0 and not self.begins <= place <= end <= self.ends:
@@ -117,34 +117,34 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyArray:
-    """An array that a reply tells of."""
+    """An array in a reply."""
 
     form: TensorForm
     offset: int
-    """In the body; −1 if it is not inline."""
+    """Offset in the body; −1 if it is not inline."""
     view: NDArray[Any] | None
-    """Of shared memory, where it is there."""
+    """View of shared memory; ``None`` if inline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReply:
-    """What a worker says of a run, taken apart; all of it may be said of that run."""
+    """A worker's parsed reply to a run; its values were checked against that run's order."""
 
     answer: ReplyArray | None
     confidence: ReplyArray
     carried: tuple[ReplyArray, ...] | None
-    """``None`` after the last stage."""
+    """Carried arrays; ``None`` after the last stage."""
     layout: TensorLayout | None
-    """Of what is carried, if all of it is in shared memory."""
+    """Layout of the carried arrays, if all are in shared memory."""
     passed: bool
-    """Whether some of it is where the run was given it."""
+    """``True`` if some of them are unchanged inputs of the run."""
     row_bytes: float
-    """What a row of all that it gave would take in shared memory."""
+    """Bytes of a row of all results in shared memory."""
     body_bytes: int
 
 
 def keep(kept: dict[Any, Any], key: object, value: object) -> None:
-    """Keep what was made, of a bounded number."""
+    """Store a made object; a full cache is emptied first."""
     if len(kept) >= MOST_KEPT:
         kept.clear()
     kept[key] = value

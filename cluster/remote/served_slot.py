@@ -1,7 +1,7 @@
-"""A slot as its worker serves it: runs what is ordered, and says what came of it.
+"""The worker's side of a slot: runs ordered stages and replies.
 
-What is the same from run to run is made once: of an order's header the views of the tensors that it
-names, and of the forms of results the places where they are written, and the reply.
+Repeated work is cached: by an order's header, the views of its tensors; by the forms of results,
+their offsets and the reply.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from offramp.engine.stages.backend_protocol import (
 _log = logging.getLogger(__name__)
 
 Reached: TypeAlias = Callable[[str], None]
-"""Called at points of the protocol, for tests of what happens should the worker end there."""
+"""Called at points of the protocol, for tests in which the worker ends there."""
 Arrays: TypeAlias = Sequence[NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _ReadOrder:
-    """An order to run a stage, as it was read, and the replies to it so far."""
+    """A parsed order to run a stage, and the replies to it so far."""
 
     stage: int
     threshold: float | None
     region: tuple[int, int]
-    """Offset and size of the shared memory that results may be written to."""
+    """Offset and size of the shared memory for results."""
     tensors: Mapping[str, NDArray[Any]]
-    """Views of those in shared memory."""
+    """Views of the tensors in shared memory."""
     inline: tuple[tuple[TensorForm, int], ...]
-    """The others, each with its offset in the body."""
+    """Tensors in the body, each with its offset."""
     body_bytes: int
     memory: SharedMemory | None
-    """``None`` if all tensors are inline."""
+    """Shared memory; ``None`` if all tensors are inline."""
     replies: dict[Hashable, _WrittenReply] = field(default_factory=dict)
-    """By the forms of results."""
+    """Prepared replies by the forms of results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +73,11 @@ class _WrittenReply:
 
     header: bytes
     views: tuple[NDArray[Any] | None, ...]
-    """Where results are written, but those that are only passed on; ``None``: they are inline."""
+    """Destinations of results, except unchanged inputs; ``None`` if inline."""
 
 
 class ServedSlot:
-    """A slot, and the connection that says what it runs."""
+    """A slot, and the connection on which its runs are ordered."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ServedSlot:
         *,
         device: AbstractContextManager[object],
     ) -> None:
-        """``device`` is entered while a stage is computed, by one slot at a time."""
+        """Keep the parts; ``device`` is entered while a stage runs, by one slot at a time."""
         self._connection = connection
         self._slot = slot
         self._stages = stages
@@ -98,12 +98,12 @@ class ServedSlot:
         self.use(memory)
 
     def use(self, memory: SharedMemory | None) -> None:
-        """Have tensors in this memory, between two runs; ``None`` if all are inline."""
+        """Use this memory for tensors from the next run on; ``None`` if all are inline."""
         self._memory = memory
         self._orders: dict[bytes, _ReadOrder] = {}
 
     def serve(self) -> None:
-        """Run what is ordered until the connection ends."""
+        """Run ordered stages until the connection ends."""
         try:
             while True:
                 frame = self._connection.receive()
@@ -129,22 +129,22 @@ class ServedSlot:
             return encode(Failed(message=f"a worker failed: {error!r}")), ()
 
     def _read(self, frame: Frame) -> _ReadOrder:
-        """Read an order that did not come so far; FrameError."""
+        """Parse an order with a new header; FrameError if it is malformed."""
         order, memory = decode(frame.header), self._memory
         if not isinstance(order, RunStage):
-            raise FrameError(f"{type(order).__name__} came where stages are run")
+            raise FrameError(f"{type(order).__name__} came instead of an order to run a stage")
         tensors, inline = {}, []
         offsets = inline_offsets(order.arrays, len(frame.body))
         for (form, place), offset in zip(order.arrays, offsets, strict=True):
             if place == GIVEN or form.shape[:1] != (order.rows,):
                 raise FrameError(
-                    f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} is none of "
+                    f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} lacks "
                     f"{order.rows} rows"
                 )
             if place == INLINE:
                 inline.append((form, offset))
             elif memory is None:
-                raise FrameError("an order names memory that is shared, and none is")
+                raise FrameError("an order names shared memory, and there is none")
             else:
                 tensors[form.name] = memory.array(form, place)
         found = _ReadOrder(
@@ -180,10 +180,10 @@ def _reply(
     carried: Mapping[str, NDArray[Any]] | None,
     given: Mapping[str, NDArray[Any]],
 ) -> tuple[bytes, Arrays]:
-    """Write results where they belong; gives the reply's header, and what of them is inline."""
+    """Write results to their destinations; return the reply's header, and the inline arrays."""
     answer, confidence, _ = result
     arrays = [confidence] if answer is None else [answer, confidence]
-    # What is passed on is told by its name, the others by their forms.
+    # The key has names of unchanged inputs, and forms of other arrays.
     said: list[Hashable] = [(array.dtype, array.shape) for array in arrays]
     said.append(carried is None)
     if carried is not None:
@@ -213,7 +213,7 @@ def _plan_reply(
     carried: Mapping[str, NDArray[Any]] | None,
     given: Mapping[str, NDArray[Any]],
 ) -> _WrittenReply:
-    """Place results of such forms, one after the other; those that the region lacks are inline."""
+    """Place results of these forms one after the other; those that do not fit are inline."""
     memory, views = order.memory, list[NDArray[Any] | None]()
     start, end = order.region[0], sum(order.region)
 
@@ -242,7 +242,7 @@ def _plan_reply(
 
 
 def _tensors_of(slot: Slot, carry: TensorBatch) -> Mapping[str, NDArray[Any]]:
-    """Return what goes on from a stage, on the host: a device's tensors are copied."""
+    """Return a stage's carried tensors on the host; a device's tensors are copied."""
     found: Mapping[str, NDArray[Any]] | None = getattr(carry, "tensors", None)
     if found is not None:
         return found

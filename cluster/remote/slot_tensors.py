@@ -1,10 +1,10 @@
-"""How the tensors of a slot get to its worker and back: in memory that both have, or in messages.
+"""Transfer of a slot's tensors to its worker and back: in shared memory, or in messages.
 
-In shared memory only the router says what is taken. Tensors that a stage was given there, or gave
-there, are not copied again for the next one; parts are free again as soon as no batch needs them.
-Where there is no room the slot takes more memory, and until it knows how much a stage gives, the
-worker sends that inline. Over a network everything is inline, also what comes back and is carried
-on: so the router has what a batch needs, should its worker be lost.
+Only the router allocates shared memory. Tensors that a stage received or returned there are not
+copied again for the next one; blocks are free as soon as no batch needs them. If there is not
+enough, the slot allocates more. Until it knows the size of a stage's results, the worker sends them
+inline. Over a network everything is inline, also results that are carried on: so the router has all
+that a batch needs if its worker is lost.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from offramp.cluster.remote.worker_messages import INLINE, FrameError, TensorFor
 from offramp.engine.common.errors import BackendError
 
 FIRST_MEMORY: Final = 1 << 20
-"""Bytes of shared memory that a slot begins with."""
+"""Initial bytes of a slot's shared memory."""
 
 
 @dataclass(slots=True)
 class RemoteBatch:
-    """Rows of named arrays; those of a ``layout`` are in memory, in parts that are held."""
+    """Rows of named arrays; those of a ``layout`` are in memory blocks that are held."""
 
     tensors: Mapping[str, NDArray[Any]]
     rows: int
     forms: FormSet
     layout: TensorLayout | None = None
-    """``None`` if a worker cannot read all of them where they are."""
+    """Layout in memory; ``None`` if a worker cannot read all tensors where they are."""
     blocks: tuple[MemoryBlock, ...] = ()
-    """Parts of memory with some of them, not taken by others as long as this lasts."""
+    """Memory blocks with some of them, reserved while this batch exists."""
 
     def __len__(self) -> int:
         return self.rows
@@ -47,34 +47,34 @@ class TensorPath(Protocol):
     def placed(
         self, batch: RemoteBatch, room: int, /
     ) -> tuple[RemoteBatch, TensorLayout, MemoryBlock | None]:
-        """Give a batch that a worker can read, its layout, and so many bytes for its results."""
+        """Return a batch that a worker can read, its layout, and a block of bytes for results."""
 
     def travelling(self, batch: RemoteBatch, /) -> Sequence[NDArray[Any]]:
-        """List what of such a batch travels with the order to run a stage on it."""
+        """Return the arrays of such a batch that are sent with the order to run a stage."""
 
     def room(self, forms: FormSet, rows: int) -> RemoteBatch:
-        """Give a batch of these forms where the worker reads it best, still to be filled."""
+        """Return an unfilled batch of these forms in memory that the worker reads fastest."""
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
-        """View what a worker wrote; FrameError if it cannot have."""
+        """Return a view of an array that a worker wrote; FrameError if it is out of bounds."""
 
     def layout(self, forms: FormSet, places: tuple[int, ...]) -> TensorLayout:
-        """Give the layout of such tensors at such places; FrameError if they cannot be there."""
+        """Return the layout of tensors at these offsets; FrameError if they are out of bounds."""
 
     def close(self) -> None:
-        """Give up what it holds."""
+        """Release its resources."""
 
 
 class SlotLink(NamedTuple):
-    """What a slot has of its worker."""
+    """A slot's link to its worker."""
 
     connection: Connection
-    """Runs are ordered on it."""
+    """Connection on which runs are ordered."""
     tensors: TensorPath
 
 
 class SharedTensors:
-    """Tensors in memory that both have; ``give`` has the worker use other memory from then on."""
+    """Tensors in shared memory; ``give`` makes the worker use other memory from then on."""
 
     def __init__(self, memory: SharedMemory, give: Callable[[SharedMemory], None]) -> None:
         self._memory = memory
@@ -82,20 +82,20 @@ class SharedTensors:
         self._regions = Regions(memory.size_bytes)
         self._layouts: dict[tuple[FormSet, tuple[int, ...]], TensorLayout] = {}
         self._in_blocks: dict[tuple[FormSet, int], TensorLayout] = {}
-        """Of those, the ones of tensors one after the other, by where they begin."""
+        """Layouts of consecutive tensors, by the offset of the first."""
         self._given = True
-        """Whether the worker has that memory."""
+        """``True`` if the worker has been given that memory."""
 
     def travelling(self, _batch: RemoteBatch) -> Sequence[NDArray[Any]]:
-        """List nothing: all of it is in memory."""
+        """Return nothing: all tensors are in memory."""
         return ()
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
-        """View an array in it; FrameError if it is not all within."""
+        """Return a view of an array in it; FrameError if it is not within."""
         return self._memory.array(form, place)
 
     def layout(self, forms: FormSet, places: tuple[int, ...]) -> TensorLayout:
-        """Give the layout of such tensors in memory; FrameError if they are not all within."""
+        """Return the layout of tensors in memory; FrameError if they are not within."""
         found = self._layouts.get((forms, places))
         if found is None:
             by_name = {f.name: place for f, place in zip(forms.forms, places, strict=True)}
@@ -105,12 +105,12 @@ class SharedTensors:
         return found
 
     def close(self) -> None:
-        """Close the descriptor of memory that was never given away."""
+        """Close the descriptor of memory that was never given to the worker."""
         self._forget()
         self._memory.close_fd()
 
     def room(self, forms: FormSet, rows: int) -> RemoteBatch:
-        """Give a batch of these forms in shared memory, still to be filled."""
+        """Return an unfilled batch of these forms in shared memory."""
         block = self._regions.take(forms.part_bytes)
         if block is None:
             self._grow(forms.part_bytes)
@@ -129,9 +129,9 @@ class SharedTensors:
     def placed(
         self, batch: RemoteBatch, room: int
     ) -> tuple[RemoteBatch, TensorLayout, MemoryBlock | None]:
-        """Bring all of a batch into shared memory, and find room for what it leads to.
+        """Copy all of a batch into shared memory, and reserve memory for results.
 
-        BackendError if there is no memory, WorkerLostError.
+        BackendError if there is no memory, or WorkerLostError.
         """
         there, forms = batch.layout, batch.forms
         while True:
@@ -156,9 +156,9 @@ class SharedTensors:
         return batch, layout, region
 
     def _grow(self, size_bytes: int) -> None:
-        """Take other memory, with room for this and as much again; the next run gives it away.
+        """Allocate new memory, twice the needed size; the next run gives it to the worker.
 
-        What lies in the memory so far is copied when it is needed, and lasts as long as its batch.
+        Tensors in the old memory are copied when needed; it lasts as long as their batches.
         """
         size_bytes = 2 * max(size_bytes, self._memory.size_bytes)
         try:
@@ -170,7 +170,7 @@ class SharedTensors:
         self._memory, self._regions, self._given = memory, Regions(size_bytes), False
 
     def _forget(self) -> None:
-        """Take apart what was kept: its cycles would keep the memory, too."""
+        """Clear the caches: their reference cycles would keep the memory, too."""
         for layout in self._layouts.values():
             layout.orders.clear()
         self._layouts.clear()
@@ -184,7 +184,7 @@ class InlineTensors:
         self._layouts: dict[FormSet, TensorLayout] = {}
 
     def placed(self, batch: RemoteBatch, _room: int) -> tuple[RemoteBatch, TensorLayout, None]:
-        """Have all of a batch travel; results need no room."""
+        """Return the batch itself: it is sent whole, and results need no block."""
         forms = batch.forms
         found = self._layouts.get(forms)
         if found is None:
@@ -194,24 +194,24 @@ class InlineTensors:
         return batch, found, None
 
     def travelling(self, batch: RemoteBatch) -> Sequence[NDArray[Any]]:
-        """List all of it."""
+        """Return all arrays."""
         return list(batch.tensors.values())
 
     def room(self, forms: FormSet, rows: int) -> RemoteBatch:
-        """Give a batch of these forms, still to be filled."""
+        """Return an unfilled batch of these forms."""
         tensors = {form.name: np.empty(form.shape, form.dtype) for form in forms.forms}
         return RemoteBatch(tensors, rows, forms)
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
-        """Refuse, by a FrameError: no memory is shared."""
-        raise FrameError(f"it has array {form.name!r:.60} at {place}, where no memory is shared")
+        """Raise FrameError: no memory is shared."""
+        raise FrameError(f"it has array {form.name!r:.60} at {place}, but no memory is shared")
 
     def layout(self, forms: FormSet, places: tuple[int, ...]) -> TensorLayout:
-        """Refuse, by a FrameError: no memory is shared."""
-        raise FrameError(f"it has {len(forms.forms)} arrays at {places}, where none is shared")
+        """Raise FrameError: no memory is shared."""
+        raise FrameError(f"it has {len(forms.forms)} arrays at {places}, but no memory is shared")
 
     def close(self) -> None:
-        """Forget what was kept."""
+        """Clear the caches."""
         for layout in self._layouts.values():
             layout.orders.clear()
         self._layouts.clear()

@@ -1,9 +1,9 @@
-"""How a stage is named to a worker, so that it makes the very same one; no code travels.
+"""Names of stages, from which a worker makes the same stage; no code is sent.
 
-A stage of a bundle is named by the bundle's path and hash, and what its graph is made of; a worker
-on the same host opens the bundle there and sees that it is the router's by the hash, one on another
-host takes that of its own that has the hash, and both plan the stage by the same functions. A stage
-of no bundle, as the compiler and tests have them, is described, and its graph travels.
+A stage of a bundle is named by the bundle's path and hash, and the parts of its graph. A worker on
+the same host opens the bundle there and compares the hash; one on another host uses its own bundle
+with that hash. Both plan the stage with the same functions. A stage without a bundle, from the
+compiler or tests, is described, and its graph is sent.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from offramp.engine.graphs.external_weights import WeightForm
 from offramp.engine.stages.plan import StageSpec, make_stage, source_stage
 
 _SHOWN: Final = 12
-"""Characters of a hash that messages show."""
+"""Number of characters of a hash that messages show."""
 _NOT_COMPARED: Final = frozenset({"load", "bundle"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageName:
-    """Names a stage of a bundle."""
+    """Name of a stage of a bundle."""
 
     path: str
-    """Of the bundle on the router's host, absolute, its bytes quoted as in URLs."""
+    """Absolute path of the bundle on the router's host, with its bytes quoted as in URLs."""
     manifest_sha256: str
-    """Of the manifest as both ends have read it, which has the hashes of all files."""
+    """Hash of the manifest as both ends read it; the manifest has the hashes of all files."""
     variant: int
     unmodified: bool
     index: int
@@ -54,7 +54,7 @@ class StageName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDescription:
-    """Describes a stage of no bundle, whose graph travels beside it."""
+    """Description of a stage without a bundle, whose graph is sent with it."""
 
     index: int
     first_segment: int
@@ -73,9 +73,9 @@ class StageDescription:
 
 
 def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
-    """Give what a worker makes a stage of: a document, and its graph if that has to travel.
+    """Return a stage's document for a worker, and its graph if it must be sent.
 
-    BackendError if it is a stage of a bundle that was not planned by the bundle alone.
+    BackendError if it is a stage of a bundle that the bundle alone does not determine.
     """
     if spec.bundle is None:
         return describe_graph(spec)
@@ -100,14 +100,14 @@ def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
     ]
     if unlike:
         raise BackendError(
-            f"stage {spec.index} differs in {', '.join(unlike)} from what its bundle makes of it, "
+            f"stage {spec.index} differs in {', '.join(unlike)} from its bundle's plan, "
             "so no worker can make it; serve without workers"
         )
     return json.dumps({"named": to_plain(named)}), b""
 
 
 def describe_graph(spec: StageSpec) -> tuple[str, bytes]:
-    """Give a document of a stage as that of no bundle, and the graph that travels beside it."""
+    """Return the document of a stage as one without a bundle, and the graph sent with it."""
     names = {f.name for f in fields(StageDescription)} - {"weight_form"}
     said = {name: getattr(spec, name) for name in names}
     described = StageDescription(**said, weight_form=spec.weight_form.value)
@@ -115,7 +115,7 @@ def describe_graph(spec: StageSpec) -> tuple[str, bytes]:
 
 
 class BundlesByPath:
-    """The bundles of the router's own host, where it says that they are; each is opened once."""
+    """Bundles of the router's own host, opened once each at the paths that it names."""
 
     def __init__(
         self, open_bundle: Callable[[Path], Bundle] = lambda path: Bundle.open(path).held()
@@ -124,7 +124,7 @@ class BundlesByPath:
         self._opened: dict[Path, Bundle] = {}
 
     def __call__(self, named: StageName) -> Bundle:
-        """Give the variant that a stage is of; BackendError if another bundle is there."""
+        """Return the variant that a stage belongs to; BackendError if another bundle is there."""
         path = Path(os.fsdecode(unquote_to_bytes(named.path)))
         if path not in self._opened:
             self._opened[path] = self._open(path)
@@ -134,13 +134,13 @@ class BundlesByPath:
         bundle = bundle.variant(named.variant)
         if manifest_hash(bundle) != named.manifest_sha256:
             raise BackendError(
-                f"{path} is not the bundle that the server has opened; start it again"
+                f"{path} is not the bundle that the server has opened; start the server again"
             )
         return bundle
 
 
 class BundlesByHash:
-    """The bundles that a worker was started with; a router names them by hash, and no others."""
+    """The bundles that a worker was started with; a router names them by hash."""
 
     def __init__(self, bundles: Sequence[Bundle]) -> None:
         self._names = [f"{b.path.name} {manifest_hash(b)[:_SHOWN]}" for b in bundles]
@@ -152,11 +152,11 @@ class BundlesByHash:
 
     @property
     def described(self) -> str:
-        """List them, each with the beginning of its hash."""
+        """List of the bundles, each with the beginning of its hash."""
         return ", ".join(self._names)
 
     def __call__(self, named: StageName) -> Bundle:
-        """Give the variant that a stage is of; BackendError if it has none."""
+        """Return the variant that a stage belongs to; BackendError if it is missing."""
         found = self._variants.get((named.manifest_sha256, named.variant))
         if found is None:
             name = Path(os.fsdecode(unquote_to_bytes(named.path))).name
@@ -164,21 +164,21 @@ class BundlesByHash:
             which += f" (variant {named.variant})" if named.variant else ""
             raise BackendError(
                 f"this worker has no bundle {which}; copy it there and name it when the worker is "
-                f"started, it has: {self.described}"
+                f"started; it has: {self.described}"
             )
         return found
 
 
 FindBundle: TypeAlias = Callable[[StageName], Bundle]
-"""Gives the variant that a stage is of; BackendError or FrameError if there is none."""
+"""Returns the variant that a stage belongs to; BackendError or FrameError if there is none."""
 
 
 def make_described(
     document: str, graph: bytes, find: FindBundle, *, any_graph: bool = True
 ) -> StageSpec:
-    """Make the stage of a document; without ``any_graph``, of a bundle alone.
+    """Make the stage of a document; without ``any_graph``, only of a bundle.
 
-    FrameError if the document is malformed, BackendError if the bundle is not there.
+    FrameError if the document is malformed, BackendError if the bundle is missing.
     """
     try:
         plain = json.loads(document)
@@ -208,12 +208,12 @@ def make_described(
 
 
 def manifest_hash(bundle: Bundle) -> str:
-    """Hash what a bundle's manifest says, as it was read: of the variant that it shows."""
+    """Return the hash of a bundle's manifest as it was read, for the selected variant."""
     return hashlib.sha256(dump(bundle.manifest)).hexdigest()
 
 
 def _plan(named: StageName, bundle: Bundle) -> StageSpec:
-    """Plan the stage that a name means, of its variant; FrameError if there is none."""
+    """Plan the stage that a name refers to, in its variant; FrameError if there is none."""
     manifest, form = bundle.manifest, WeightForm(named.weight_form)
     if named.unmodified:
         return replace(source_stage(bundle), weight_form=form)

@@ -1,4 +1,4 @@
-"""Connections to workers on other hosts: addresses, TLS, and how a peer that is gone is noticed."""
+"""Connections to workers on other hosts: addresses, TLS, and detection of lost peers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from offramp.engine.common.network import (
 )
 
 _IDLE_S: Final = 10
-"""Seconds of silence after which the system asks the other end for a sign of life."""
+"""Seconds of silence after which the system probes the other end."""
 _BETWEEN_S: Final = 5
 _LEAVE_S: Final = 1.0
-"""Limit of a farewell."""
+"""Time limit, in seconds, of an orderly end."""
 _MOST_ASKED: Final = 3
 _MOST_WAITING: Final = 64
-"""Connections that wait for a worker to start."""
+"""Largest number of connections that wait for a worker to start."""
 _UNACKNOWLEDGED_MS: Final = 1000 * (_IDLE_S + _MOST_ASKED * _BETWEEN_S)
-"""Time after which what was sent and not acknowledged ends a connection."""
+"""Time after which unacknowledged data ends a connection."""
 
 
 class HostPort(NamedTuple):
-    """Where something listens."""
+    """Address of a listening socket."""
 
     host: str
-    """A name, or an address without brackets."""
+    """Host name, or an address without brackets."""
     port: int
 
     def __str__(self) -> str:
@@ -41,12 +41,12 @@ class HostPort(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host is behind it; a name other than ``localhost`` may be any."""
+        """``True`` if it is surely this host; of names, only ``localhost`` is."""
         return is_loopback(self.host)
 
 
 def parse_address(text: str, *, least_port: int = 1) -> HostPort:
-    """Read ``HOST:PORT``, ``[::1]:PORT``; NetworkError."""
+    """Parse ``HOST:PORT``, ``[::1]:PORT``; NetworkError if malformed."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -62,16 +62,16 @@ def parse_address(text: str, *, least_port: int = 1) -> HostPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsTrust:
-    """What a router trusts where connections are encrypted, and what it shows of itself."""
+    """Authorities that a router trusts, and its own certificate."""
 
     ca: Path
-    """Certificates, in PEM, of the authorities that workers' certificates are compared with."""
+    """Certificates, in PEM, of the authorities that verify workers' certificates."""
     certificate: Path | None = None
-    """Its own, for workers that ask for one."""
+    """The router's certificate, for workers that require one."""
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """Make what connections are encrypted with; NetworkError."""
+        """Return the TLS context of connections; NetworkError if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         load_authorities(context, self.ca)
         if self.certificate is not None:
@@ -80,7 +80,7 @@ class TlsTrust:
 
 
 def listen_on(address: HostPort) -> socket.socket:
-    """Give a socket that listens there; OSError."""
+    """Return a socket that listens there; OSError if it cannot."""
     (family, _, _, _, where), *_ = socket.getaddrinfo(
         *address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -96,7 +96,7 @@ def listen_on(address: HostPort) -> socket.socket:
 
 
 def tune(connected: socket.socket) -> None:
-    """Have a connection send at once, and end when the other host is gone without a word."""
+    """Make a connection send immediately, and end when the other host is lost."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -111,14 +111,17 @@ def tune(connected: socket.socket) -> None:
 
 
 def cut(connected: socket.socket) -> None:
-    """End a connection for both ends, whichever thread waits for it."""
+    """End a connection for both ends, and for all threads that wait for it."""
     with contextlib.suppress(OSError):
-        # Not the method of a TLS socket, which would let another thread send in the clear.
+        # The method of a TLS socket would let another thread send without encryption.
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 def take_leave(connected: socket.socket) -> None:
-    """Let the other end read the last word: with what it says unread, the system would unsay it."""
+    """Let the other end read the last message before the connection closes.
+
+    If received data were unread at the close, the system would discard that message.
+    """
     with contextlib.suppress(OSError):
         connected.settimeout(_LEAVE_S)
         socket.socket.shutdown(connected, socket.SHUT_WR)
@@ -126,7 +129,7 @@ def take_leave(connected: socket.socket) -> None:
 
 
 def has_ended(connected: socket.socket) -> bool:
-    """Say, without waiting, whether the other end is gone, or spoke out of turn."""
+    """Return, without waiting, whether the other end is gone or sent unexpected data."""
     try:
         ready = select.poll()
         ready.register(connected, select.POLLIN)

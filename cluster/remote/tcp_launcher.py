@@ -1,8 +1,8 @@
-"""A worker on another host as the router has it: reached over TCP, asked, and let go.
+"""The router's side of a worker on another host, over TCP.
 
-The worker is there already (``eeworker``), and serves one router at a time: what starts here is
-its service of this one. It ends with the connection for orders; each slot has a connection of its
-own, on which tensors travel inline.
+The worker (``eeworker``) runs already, and serves one router at a time: starting one here means to
+be served. The service ends with the connection for orders; each slot has its own connection, with
+inline tensors.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.engine.common.network import tls_reason
 
 REACH_LIMIT_S: Final = 5.0
-"""Limit of a connection's making."""
+"""Time limit to connect."""
 GREET_LIMIT_S: Final = 30.0
-"""Limit of a handshake: a worker whose last router has just left starts anew before it answers."""
+"""Time limit of a handshake: after its last router has left, a worker restarts before it
+answers."""
 PING_S: Final = 10.0
-"""Seconds between signs of life that are asked of a worker that has no order."""
+"""Seconds between signs of life that are requested from a worker without orders."""
 PING_LIMIT_S: Final = 30.0
 MOST_RESULT_BYTES: Final = 1 << 30
-"""Of a run, with all that is carried on: a batch with more is better sent in smaller ones, and a
-worker that is broken, or another's, takes no more of the router's memory for each slot."""
+"""Largest result of a run, with all carried tensors: larger batches should be sent in smaller ones,
+and a faulty or foreign worker cannot use more of the router's memory for each slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    """Where a worker listens, and what opens its door."""
+    """Address of a worker, and the credentials for it."""
 
     address: HostPort
     token: bytes = field(repr=False)
     context: ssl.SSLContext | None
-    """What connections are encrypted with; ``None`` sends all in the clear."""
+    """TLS context of connections; ``None`` does not encrypt."""
     remedy: str = ""
-    """What to do where nobody listens; empty is to start ``eeworker`` there."""
+    """Remedy if the worker cannot be reached; empty is to start ``eeworker`` there."""
     most_result_bytes: int = MOST_RESULT_BYTES
-    """Most that is received of what a run there gave."""
+    """Largest result of a run that is received from there."""
 
     def reach(self) -> tuple[socket.socket, str]:
-        """Connect, and show each other the token: the connection, and the session's name.
+        """Connect and perform the handshake: return the connection, and the session's name.
 
-        WorkerLostError if nobody is there, BackendError if it is the wrong one or will not have us.
+        WorkerLostError if it cannot be reached, BackendError if it is a wrong one or refuses.
         """
         who = f"the worker at {self.address}"
         try:
@@ -82,8 +83,8 @@ class WorkerAddress:
             return BackendError(str(error))
         if isinstance(error, ssl.SSLCertVerificationError):
             return BackendError(
-                f"{who} is not trusted: {tls_reason(error)}; give the authority of its "
-                "certificate, which has to be made for that host, as tls_ca"
+                f"{who} is not trusted: {tls_reason(error)}; set tls_ca to the authority of its "
+                "certificate, which must be issued for that host"
             )
         if isinstance(error, ssl.SSLError):
             return BackendError(
@@ -101,7 +102,7 @@ class WorkerAddress:
 class TcpWorker:
     """One worker on another host; any thread may call any method.
 
-    WorkerLostError if it cannot be reached, BackendError if it refuses to be what ``hello`` says.
+    WorkerLostError if it cannot be reached, BackendError if it refuses the options of ``hello``.
     """
 
     def __init__(self, hello: Hello, address: WorkerAddress, *, ping_s: float = PING_S) -> None:
@@ -110,10 +111,10 @@ class TcpWorker:
         self._why = ""
         self._cpu_s = 0.0
         self._lock = threading.Lock()
-        """Of the list of connections."""
+        """Guards the list of connections."""
         self._slot_sockets: list[socket.socket] = []
         self.stages: set[int] = set()
-        """Those that it has loaded."""
+        """Numbers of the stages that it has loaded."""
         self.lost = False
         self._over = threading.Event()
         self._socket, self._session = address.reach()
@@ -135,17 +136,17 @@ class TcpWorker:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return f"worker {self._address.address}"
 
     @property
     def pid(self) -> int:
-        """The number of its process, on its host."""
+        """Process id, on the worker's host."""
         return self._pid
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked, as far as is known."""
+        """``True`` if it can take orders, as far as is known."""
         if not self.lost and self._orders.lock.acquire(blocking=False):
             try:
                 if has_ended(self._socket):
@@ -155,18 +156,18 @@ class TcpWorker:
         return not self.lost
 
     def cpu_s(self) -> float:
-        """Seconds of processor time that it has had on its host, as far as is known."""
+        """Return the CPU seconds that it has used on its host, as far as is known."""
         if not self.lost and not self._orders.lock.locked():
             with contextlib.suppress(BackendError):
                 self._ping()
         return self._cpu_s
 
     def order(self, message: Message, body: bytes = b"") -> None:
-        """Have an order carried out; BackendError if it cannot be, WorkerLostError."""
+        """Send an order and wait for its end; BackendError if it fails, or WorkerLostError."""
         self._orders.ask(message, ORDER_LIMIT_S, body)
 
     def open_slot(self) -> SlotLink:
-        """Open a slot, with a connection of its own; errors as of :meth:`order`."""
+        """Open a slot with its own connection; errors as :meth:`order`."""
         if self.lost:
             raise self.lose("")
         try:
@@ -191,16 +192,16 @@ class TcpWorker:
             raise self.lose(answer.reason)
 
     def lose(self, reason: str) -> WorkerLostError:
-        """Give a worker up that does not answer, and give the error that says so.
+        """Give up a worker that does not answer, and return the error that states it.
 
-        With its connections the worker's service ends, whatever it does.
+        Closing its connections ends the worker's service in any case.
         """
         self._why = self._why or reason or "its connection ended"
         self._let_go()
         return WorkerLostError(f"{self.name} was lost: {self._why}")
 
     def end(self) -> None:
-        """Let it go at once; it has nothing to put in order."""
+        """Disconnect immediately; the worker has nothing to clean up."""
         self._let_go()
         self._orders.close()
 
@@ -212,10 +213,10 @@ class TcpWorker:
                 cut(connected)
 
     def _ask_for_life(self, every_s: float) -> None:
-        """Ask for a sign of life while there is nothing else to ask: networks fail in silence."""
+        """Request signs of life while there are no orders: networks fail silently."""
         while not self._over.wait(every_s):
             if not self._orders.lock.locked():
-                with contextlib.suppress(BackendError):  # which has given it up
+                with contextlib.suppress(BackendError):  # already handled
                     self._ping()
 
     def _ping(self) -> None:
@@ -225,7 +226,7 @@ class TcpWorker:
 
 
 class TcpLauncher:
-    """Has one worker on another host serve this router."""
+    """Makes one worker on another host serve this router."""
 
     def __init__(
         self,
@@ -238,7 +239,7 @@ class TcpLauncher:
         most_result_bytes: int = MOST_RESULT_BYTES,
         runtime: WorkerRuntime = ON_THE_CPU,
     ) -> None:
-        """NetworkError if certificates cannot be used."""
+        """Keep the address; NetworkError if certificates cannot be used."""
         context = None if tls is None else tls.context()
         self._address = WorkerAddress(
             address=address, token=token, context=context, most_result_bytes=most_result_bytes
@@ -249,16 +250,16 @@ class TcpLauncher:
 
     @property
     def device_type(self) -> str:
-        """The name of its device among a cluster's ``[devices]``; empty if there is no cluster."""
+        """Name of its type in a cluster's ``[devices]``; empty without a cluster."""
         return self._device_type
 
     def describe(self) -> str:
-        """Say where its worker is."""
-        how = "in the clear" if self._address.context is None else "TLS"
+        """Describe its worker's place."""
+        how = "not encrypted" if self._address.context is None else "TLS"
         return f"another process at {self._address.address}, {how}{self.runtime.describe()}"
 
     def start(self, hello: Hello) -> TcpWorker:
-        """Reach it, and have it be what ``hello`` says; BackendError if it cannot be."""
+        """Connect to it, with the options of ``hello``; BackendError if it refuses."""
         return TcpWorker(hello, self._address, ping_s=self._ping_s)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Connections that carry frames, and memory that two processes share; nothing here knows models.
+"""Connections that carry frames, and memory shared by two processes; independent of models.
 
-Rejected: :mod:`multiprocessing.connection`, which unpickles; ``SOCK_SEQPACKET``, whose messages are
-no larger than the socket's buffer, and of which there is none over a network.
+Rejected: :mod:`multiprocessing.connection`, which unpickles; ``SOCK_SEQPACKET``, whose messages
+cannot exceed the socket's buffer, and which networks do not have.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from offramp.cluster.remote.worker_messages import (
 
 _CHUNK: Final = 1 << 16
 _AT_ONCE: Final = 1 << 24
-"""Bytes of a body that memory is taken for before they have come."""
+"""Largest memory, in bytes, allocated for a body before its data have arrived."""
 _MOST_FDS: Final = 4
 _NEARLY: Final = 0.9
-"""Part of a limit that is as good as all of it, and saves calls of the system to set it anew."""
+"""Share of a limit that counts as the whole limit, which saves system calls to set it again."""
 _GONE: Final = getattr(select, "POLLRDHUP", 0)
-"""Event of an end that says no more; that it is gone altogether is told unasked."""
+"""Poll event of a half-closed connection; a full close is always reported."""
 
 
 class ConnectionLostError(Exception):
-    """The other end is gone, or what it says is no frame."""
+    """The other end is gone, or its data are no frame."""
 
 
 class TooLateError(Exception):
@@ -53,18 +53,18 @@ class TooLateError(Exception):
 
 
 class Frame(NamedTuple):
-    """What came over a connection at once."""
+    """A received frame."""
 
     header: bytes
     body: bytearray
     fds: tuple[int, ...] = ()
-    """File descriptors that came along, which are the receiver's now."""
+    """Received file descriptors, which the receiver owns."""
 
 
 class Connection:
     """A connected stream socket; one thread sends and receives at a time.
 
-    ``most_body`` is the most bytes of a body that it receives.
+    ``most_body`` is the largest body that it receives, in bytes.
     """
 
     def __init__(self, connected: socket.socket, *, most_body: int = MOST_BODY) -> None:
@@ -72,12 +72,12 @@ class Connection:
         self._most_body = most_body
         self._in_clear = type(connected) is socket.socket
         self._limit_s: float | None = 0.0
-        """Of what is sent and received; 0 if it is not set yet."""
+        """Time limit of the socket; 0 if it is not set yet."""
         self._left = b""
 
     @classmethod
     def pair(cls) -> tuple[Self, socket.socket]:
-        """Make a connection, and the socket of the other end, for another process."""
+        """Return a connection, and the socket of the other end, for another process."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return cls(ours), theirs
 
@@ -87,9 +87,9 @@ class Connection:
         body: Sequence[NDArray[Any] | bytes] = (),
         limit_s: float | None = None,
     ) -> None:
-        """Send a frame whose body is those arrays, each aligned.
+        """Send a frame whose body is these arrays, each aligned.
 
-        ConnectionLostError; TooLateError if not all of a frame with a body is taken within
+        ConnectionLostError; TooLateError if a frame with a body is not sent whole within
         ``limit_s``.
         """
         pieces: Sequence[Any] = (_framed(header),) if not body else _pieces(header, body)
@@ -103,11 +103,11 @@ class Connection:
                     self._socket.sendall(piece)
         except OSError as error:
             if _is_late(error):
-                raise TooLateError(f"it did not take a message within {limit_s:g} s") from error
+                raise TooLateError(f"it did not accept a message within {limit_s:g} s") from error
             raise ConnectionLostError(str(error)) from error
 
     def send_fds(self, header: bytes, fds: Sequence[int]) -> None:
-        """Send a frame with file descriptors; ConnectionLostError."""
+        """Send a frame with file descriptors; ConnectionLostError if the other end is gone."""
         content = pack_head(header, 0) + header
         try:
             sent = socket.send_fds(self._socket, [content], list(fds))
@@ -118,11 +118,11 @@ class Connection:
     def receive(
         self, limit_s: float | None = None, *, fds: bool = False, most_body: int | None = None
     ) -> Frame:
-        """Wait for a frame, for at most ``limit_s``, or a tenth longer, until all of it is there.
+        """Receive a frame within ``limit_s``, or up to a tenth longer.
 
-        With ``fds`` it may bring file descriptors. ConnectionLostError, TooLateError, or
-        LargeBodyError for a body of more than ``most_body`` bytes, or what the connection receives
-        at most, before anything is allocated for it.
+        With ``fds`` it may carry file descriptors. ConnectionLostError, TooLateError, or
+        LargeBodyError for a body that exceeds ``most_body`` bytes, or the connection's limit,
+        before any memory is allocated for it.
         """
         found: list[int] = []
         try:
@@ -164,7 +164,7 @@ class Connection:
 
     @contextmanager
     def watched(self, gone: Callable[[], None]) -> Iterator[None]:
-        """Have a thread call ``gone`` should the other end leave meanwhile, whatever ours do."""
+        """Make a thread call ``gone`` if the other end leaves in this context."""
         ending, ended = socket.socketpair()
         watched = self._socket.fileno()
         events = select.poll()
@@ -182,12 +182,12 @@ class Connection:
                 yield
             finally:
                 ending.send(b".")
-                thread.join()  # before the number of the descriptor is another's
+                thread.join()  # before the descriptor's number is reused
 
     def _limit(self, limit_s: float | None) -> None:
-        """Have sockets wait no longer; of those in the clear the system sees to it.
+        """Set the socket's time limit; for unencrypted sockets in the operating system.
 
-        A limit of Python's makes a call of the system more of everything that is sent or received.
+        Python's own limit costs an additional system call for every send and receive.
         """
         if not self._in_clear:
             self._socket.settimeout(limit_s)
@@ -199,9 +199,9 @@ class Connection:
         self._limit_s = limit_s
 
     def _shorten_limit(self, ends_s: float | None) -> None:
-        """Have the socket wait until then, or a tenth longer, for what is left of a frame.
+        """Limit the socket's wait for the rest of a frame to this time, or up to a tenth longer.
 
-        TimeoutError if it is then already: whoever drips is late, however soon each piece comes.
+        TimeoutError if the time is over: data in many small pieces do not extend the limit.
         """
         if ends_s is not None:
             left_s = ends_s - time.monotonic()
@@ -211,7 +211,7 @@ class Connection:
                 self._limit(left_s)
 
     def _send_until(self, ends_s: float, pieces: Sequence[Any]) -> None:
-        """Send all of some pieces; the socket has that limit already, for what it takes at once."""
+        """Send all pieces; the socket already has the limit for its first send."""
         waits = False
         for piece in pieces:
             sent = 0
@@ -234,8 +234,8 @@ class Connection:
     def _rest(self, body: bytearray, size: int, ends_s: float | None) -> bytearray:
         """Receive the rest of a body.
 
-        Beyond some MiB no more memory is taken than twice what has come. Rejected: ``MSG_WAITALL``,
-        which made bodies of 300 kB a tenth slower, and cannot be had with TLS.
+        Beyond 16 MiB, at most twice the received size is allocated. Rejected: ``MSG_WAITALL``,
+        which made bodies of 300 kB a tenth slower, and does not exist with TLS.
         """
         have = len(body)
         while have < size:
@@ -251,26 +251,26 @@ class Connection:
 
 
 def _is_late(error: Exception) -> bool:
-    """Say whether a limit is over; the system has a TimeoutError of its own for lost networks."""
+    """Return whether a time limit is over; lost networks raise a TimeoutError with an errno."""
     return isinstance(error, BlockingIOError) or (
         isinstance(error, TimeoutError) and error.errno is None
     )
 
 
 def _timeval(limit_s: float | None) -> bytes:
-    """Give a limit as the system takes it, where 0 is none."""
+    """Encode a limit for the operating system, where 0 is none."""
     micros = 0 if limit_s is None else max(round(1e6 * limit_s), 1)
     return struct.pack("@ll", *divmod(micros, 1_000_000))
 
 
-@lru_cache(maxsize=1024)  # the same are sent again and again
+@lru_cache(maxsize=1024)  # the same headers are sent repeatedly
 def _framed(header: bytes) -> bytes:
-    """Give a frame without a body."""
+    """Return a frame without a body."""
     return pack_head(header, 0) + header
 
 
 def _pieces(header: bytes, body: Sequence[NDArray[Any] | bytes]) -> Sequence[Any]:
-    """Give a frame with a body, in one piece if it is small."""
+    """Return a frame with a body, in one piece if it is small."""
     parts: list[Any] = []
     end = 0
     for part in body:
@@ -282,7 +282,7 @@ def _pieces(header: bytes, body: Sequence[NDArray[Any] | bytes]) -> Sequence[Any
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Give parts in pieces to send; small ones together, as each may wake the other end."""
+    """Yield parts in pieces to send; small ones are joined, because each may wake the other end."""
     small = b""
     for part in parts:
         small += part[:_CHUNK]
@@ -296,9 +296,9 @@ def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]
 
 
 class SharedMemory:
-    """Memory that another process has too, by its file descriptor.
+    """Memory shared with another process by its file descriptor.
 
-    It lasts as long as this or an array in it.
+    It exists while this object or an array in it does.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
@@ -309,7 +309,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
-        """Make new memory, of zeros; OSError if there is none."""
+        """Allocate new memory of zeros; OSError if there is none."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("offramp-worker")
         else:
@@ -323,7 +323,7 @@ class SharedMemory:
             raise
 
     def array(self, form: TensorForm, offset: int) -> NDArray[Any]:
-        """View an array in it; FrameError if it is not all within."""
+        """Return a view of an array in it; FrameError if it is not within."""
         if offset < 0 or offset + form.size_bytes > self.size_bytes:
             raise FrameError(
                 f"array {form.name!r:.60} has {form.size_bytes} bytes at {offset}, expected "
@@ -332,14 +332,14 @@ class SharedMemory:
         return np.ndarray(form.shape, form.dtype, self._map, offset)
 
     def close_fd(self) -> None:
-        """Close the descriptor; what is mapped stays."""
+        """Close the descriptor; the mapping stays."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 class MemoryBlock:
-    """A part of shared memory that is taken as long as this lasts."""
+    """A block of shared memory, reserved while this object exists."""
 
     __slots__ = ("_taken", "size_bytes", "start")
 
@@ -348,7 +348,7 @@ class MemoryBlock:
 
     @property
     def end(self) -> int:
-        """Where it ends."""
+        """End offset."""
         return self.start + self.size_bytes
 
     def __del__(self) -> None:
@@ -356,15 +356,15 @@ class MemoryBlock:
 
 
 class Regions:
-    """Which parts of some memory are taken, and the first that is free; used by one thread."""
+    """The reserved blocks of some memory, with first-fit allocation; used by one thread."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._taken: dict[int, int] = {}
-        """Ends by beginning; blocks leave it whenever and wherever they go."""
+        """Ends by start; blocks remove themselves when they are deleted, in any thread."""
 
     def take(self, size_bytes: int) -> MemoryBlock | None:
-        """Take a part of this size, aligned; ``None`` if there is no room."""
+        """Reserve an aligned block of this size; ``None`` if there is no space."""
         size_bytes = -(-size_bytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT
         start, taken = 0, self._taken
         if taken:

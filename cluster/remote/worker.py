@@ -1,16 +1,15 @@
 """The process that runs stages for a router: ``python -P -m offramp.cluster.remote.worker FD``.
 
-``FD`` is the socket that it was started with; the first message says which backend it is to be.
-That connection is for orders: to load stages, and to serve slots, each of which comes with a
-connection and shared memory of its own, and has a thread. So a stage is loaded beside those that
-run.
+``FD`` is the socket that it was started with; the first message states its backend. That connection
+is for orders: to load stages, and to serve slots, each of which has its own connection, shared
+memory and thread. So a stage is loaded while others run.
 
-It ends with its first connection, whatever it does then, and leaves nothing behind: so it dies with
-its router. Rejected: ``PR_SET_PDEATHSIG``, which follows the thread that started a process, not the
-process, and a stream's thread may end before. Ctrl-C and SIGTERM are the router's to handle: what
-they begin there, the drain, needs workers.
+It ends with its first connection, in any state, and leaves no resources: so it dies with its
+router. Rejected: ``PR_SET_PDEATHSIG``, which follows the thread that started a process, not the
+process; a stream's thread may end before. The router handles Ctrl-C and SIGTERM, because draining
+needs workers.
 
-Imports no runtime until a hello says which.
+It imports no runtime before the hello message.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ MakeBackend: TypeAlias = Callable[[Hello], Backend]
 class Worker:
     """Serves one router until its connection ends.
 
-    ``find`` gives the bundles that stages are of; without ``any_graph`` no stage is of another.
+    ``find`` returns the bundles of stages; without ``any_graph`` other stages are refused.
     """
 
     def __init__(
@@ -82,13 +81,13 @@ class Worker:
         self._stages: dict[int, Stage] = {}
         self._slots: dict[int, ServedSlot] = {}
         self._device = threading.Lock()
-        """Held while a stage is computed: other slots receive and send meanwhile (E3 3.2.2)."""
+        """Held while a stage runs: other slots receive and send in the meantime (E3 3.2.2)."""
 
     def serve(self, silence_s: float | None = None) -> None:
-        """Do what the router orders, until it is gone or says to end.
+        """Execute the router's orders until it is gone or orders the end.
 
-        With ``silence_s``, over a network: file descriptors do not travel there, and TooLateError
-        tells of a router that says nothing for so long.
+        With ``silence_s``, the connection is a network: it carries no file descriptors, and
+        TooLateError is raised for a router that is silent for so long.
         """
         with contextlib.suppress(ConnectionLostError):
             while True:
@@ -99,12 +98,12 @@ class Worker:
                         return
                     answer = self._obey(message, frame)
                 except FrameError as error:
-                    _log.error("an order makes no sense: %s", error)
+                    _log.error("an order is malformed: %s", error)
                     return
                 self._orders.send(encode(answer))
 
     def begin(self, hello: Hello) -> Message:
-        """Be what a router asks for, or say why not."""
+        """Start the backend that a router requests, or return the refusal."""
         if hello.version != __version__:
             return Refused(
                 reason=f"the worker has Offramp {__version__}, the server {hello.version}; "
@@ -117,20 +116,20 @@ class Worker:
         return Ready(pid=os.getpid())
 
     def open_slot(self, number: int, connection: Connection, memory: SharedMemory | None) -> None:
-        """Make a slot that :meth:`serve_slot` serves; BackendError, FrameError."""
+        """Open a slot that :meth:`serve_slot` serves; BackendError, FrameError."""
         if number in self._slots:
-            raise FrameError(f"slot {number} is there already")
+            raise FrameError(f"slot {number} is open already")
         slot = self._ready_backend().open_slot()
         self._slots[number] = ServedSlot(
             connection, slot, memory, self._stages, self._reached, device=self._device
         )
 
     def serve_slot(self, number: int) -> None:
-        """Run what is ordered of a slot until its connection ends."""
+        """Run the ordered stages of a slot until its connection ends."""
         try:
             self._slots[number].serve()
-        except Exception:  # an error of ours: better no worker than one that does not answer
-            _log.exception("a slot cannot go on")
+        except Exception:  # an internal error: the worker must end rather than not answer
+            _log.exception("a slot cannot continue")
             os._exit(1)
         del self._slots[number]
 
@@ -141,7 +140,7 @@ class Worker:
             self._carry_out(message, frame)
         except EngineError as error:
             return Failed(message=str(error))
-        except Exception as error:  # runtimes raise what they like
+        except Exception as error:  # runtimes raise any exception
             return Failed(message=f"a worker failed: {error!r}")
         cpu_s = time.process_time() if isinstance(message, Ping) else 0.0
         return Ready(pid=os.getpid(), cpu_s=cpu_s)
@@ -186,7 +185,7 @@ class Worker:
 
 
 def run(make: MakeBackend, reached: Reached = lambda _point: None) -> NoReturn:
-    """Be a worker, as the command line says, until the router is gone."""
+    """Run a worker with the command line's options until the router is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
@@ -201,22 +200,22 @@ def run(make: MakeBackend, reached: Reached = lambda _point: None) -> NoReturn:
     except (CriterionError, OSError) as error:
         _log.error("cannot start: %s", error)
         sys.exit(1)
-    # A stage that loads, or hangs, does not keep a worker that nobody has.
+    # A stage that loads, or hangs, must not keep an orphaned worker.
     with libraries(given.custom_ops), connection.watched(lambda: os._exit(0)):
         Worker(connection, make, reached).serve()
-        os._exit(0)  # whatever still runs: nobody waits for it
+        os._exit(0)  # ends all other threads
 
 
 def make_local(hello: Hello) -> Backend:
-    """Make the backend that a hello names; BackendError if it cannot run here."""
-    from offramp.engine.backends.factory import make_backend  # noqa: PLC0415 - heavy
+    """Make the backend of a hello message; BackendError if it cannot run here."""
+    from offramp.engine.backends.factory import make_backend  # noqa: PLC0415 - slow to import
 
     return make_backend(
         hello.backend,
         threads=hello.threads,
         devices=parse_devices(hello.device) if hello.device else (),
-        # What the bundle's own policy is certified for: other precisions have policies of theirs,
-        # and one is in force for all workers.
+        # The bundle's own policy is certified for fp32; other precisions have other policies, and
+        # one policy is active for all workers.
         precision="fp32" if hello.backend == "tensorrt" else None,
         graphs=hello.graphs,
         max_rows=hello.max_rows,
@@ -224,10 +223,10 @@ def make_local(hello: Hello) -> Backend:
 
 
 def libraries(paths: Sequence[Path]) -> contextlib.AbstractContextManager[None]:
-    """Give libraries of operators to whatever loads a graph meanwhile."""
+    """Register libraries of operators for graphs that are loaded in this context."""
     if not paths:
         return contextlib.nullcontext()
-    from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415 - heavy
+    from offramp.engine.backends.custom_ops import using_libraries  # noqa: PLC0415 - slow to import
 
     return using_libraries(paths)
 

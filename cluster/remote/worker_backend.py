@@ -1,8 +1,8 @@
-"""A backend whose slots are worker processes: engine and control see no difference.
+"""A backend whose slots are worker processes; engine and control use it like any other.
 
-Each of the workers holds all stages; a stream's slot is one of them. One that is lost is replaced
-by its launcher when its stream opens a slot again, which is where pauses between starts come from
-(:mod:`offramp.engine.serving.stream_health`).
+Each worker holds all stages; a stream's slot is in one of them. A lost worker is replaced by its
+launcher when its stream opens a slot again, with the pauses between starts of
+:mod:`offramp.engine.serving.stream_health`.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from offramp.engine.stages.plan import StageSpec
 _log = logging.getLogger(__name__)
 
 Holds: TypeAlias = Callable[[int, StageSpec], bool]
-"""Whether a worker, numbered from 0, holds a stage."""
+"""Returns whether a worker, numbered from 0, holds a stage."""
 
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
-"""What a worker on the CPU is told to be, by the name of the backend that it stands for."""
+"""Backend option of a worker on the CPU, by the name of the local backend."""
 _NAME_OF: Final = {"tensorrt": "tensorrt", "cuda": "onnxruntime-cuda"}
-"""The name of the backend of a worker on a GPU, by what it is told to be."""
+"""Name of a GPU worker's backend, by its option."""
 _LEAST_ON_GPU_S: Final = 30.0
-"""A GPU plans convolutions, or makes contexts, for every size that it runs for the first time."""
+"""Least limit on a GPU, which plans convolutions, or makes contexts, for every new batch size."""
 
 _CLOSE_S: Final = 5.0
-"""Limit of the wait for a start that is under way, which may have to give up a network first."""
+"""Longest wait for a start in progress, which may have to wait for a network."""
 
 
 class RemoteBackend:
-    """Prepares stages in workers, one of each of ``launchers``: a backend.
+    """Prepares stages in workers, one for each of ``launchers``: a backend.
 
-    ``local`` is a backend of the kind that the workers have, in this process; it says what there is
-    to say of it, and runs nothing. Workers on GPUs run what their launchers say instead, with
-    ``graphs`` and ``max_rows`` as in :func:`.make_backend`. ``least_s`` is the least time after
-    which a stage hangs. Each worker holds all stages, until :meth:`hold` says otherwise.
+    ``local`` is a backend of the workers' kind in this process; it provides facts, and runs
+    nothing. Workers on GPUs have their launchers' backends instead, with ``graphs`` and
+    ``max_rows`` as in :func:`.make_backend`. ``least_s`` is the least time after which a stage
+    counts as hanging. Each worker holds all stages, until :meth:`hold` changes that.
     """
 
     def __init__(
@@ -80,86 +80,86 @@ class RemoteBackend:
         self._numbers = itertools.count(1)
         self._stages: weakref.WeakValueDictionary[int, RemoteStage] = weakref.WeakValueDictionary()
         self._released: deque[int] = deque()
-        """Stages that nobody has any more, and workers still do."""
+        """Stages that have no user any more, and are still loaded in workers."""
         self._seats = [_Seat(launcher) for launcher in launchers]
         self._lock = threading.Lock()
-        """Of the seats' counts."""
+        """Guards the seats' counts."""
         self._lines = LineLimit(lines=1, window_s=60.0)
         self.restarts = 0
-        """Workers that were started in place of one that was lost."""
+        """Number of workers started to replace lost ones."""
 
     @property
     def name(self) -> str:
-        """The names of what executes in the workers, for instance ``onnxruntime-cpu+tensorrt``."""
+        """Names of the workers' backends, for instance ``onnxruntime-cpu+tensorrt``."""
         runtimes = [seat.launcher.runtime for seat in self._seats]
         names = [_NAME_OF.get(runtime.backend, self._local.name) for runtime in runtimes]
         return "+".join(sorted(set(names)))
 
     @property
     def on_cpu(self) -> bool:
-        """Whether all workers run stages on the CPU."""
+        """``True`` if all workers run stages on the CPU."""
         return not any(seat.launcher.runtime.device for seat in self._seats)
 
     @property
     def runtime(self) -> str:
-        """Describe what executes: times measured with it hold for nothing else."""
+        """Description of the runtime; measured times hold for it only."""
         return f"{getattr(self._local, 'runtime', '')}, {len(self._seats)} workers"
 
     @property
     def workers(self) -> int:
-        """How many workers there are to be."""
+        """Number of workers, including lost ones."""
         return len(self._seats)
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """The type of device of each, in the order of the launchers."""
+        """Device type of each worker, in the order of the launchers."""
         return tuple(seat.launcher.device_type for seat in self._seats)
 
     @property
     def there(self) -> tuple[bool, ...]:
-        """Whether each of them can be asked, as far as is known."""
+        """``True`` for each worker that can take orders, as far as is known."""
         found = [seat.worker for seat in self._seats]
         return tuple(worker is not None and worker.alive for worker in found)
 
     @property
     def alive(self) -> list[WorkerHandle]:
-        """Those that are there, as far as is known."""
+        """Workers that are alive, as far as is known."""
         found = [seat.worker for seat in self._seats]
         return [worker for worker in found if worker is not None and worker.alive]
 
     @property
     def in_service(self) -> int:
-        """How many of them are there."""
+        """Number of workers that are alive."""
         return sum(self.there)
 
     @property
     def pids(self) -> list[int]:
-        """The process numbers of those, each on its host."""
+        """Process ids of these workers, each on its host."""
         return [worker.pid for worker in self.alive]
 
     def cpu_clock(self) -> float:
-        """Seconds of processor time of this process and its workers, where that can be known."""
+        """Return the CPU seconds of this process and its workers, as far as known."""
         return time.process_time() + sum(worker.cpu_s() for worker in self.alive)
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give the bundle as the local backend does."""
+        """Return the bundle as the local backend does."""
         return self._local.as_computed(bundle)
 
     def sizes(self, most: int) -> Sequence[int]:
-        """List sizes as the local backend does, or those that GPUs fill batches up to."""
+        """Return sizes as the local backend does, or those that GPUs pad batches to."""
         if all(seat.launcher.runtime.device for seat in self._seats):
             return sorted({padded(rows, most) for rows in range(1, most + 1)})
         return self._local.sizes(most)
 
     def missing(self, stage: RemoteStage) -> None:
-        """Say that nothing has to be built: which engines a worker lacks, only its log says."""
+        """Return ``None``: a worker's missing engines are only in its log."""
 
     def hold(self, holds: Holds) -> None:
-        """Change which workers hold which stages, and have them load and forget accordingly.
+        """Change which workers hold which stages, and make them load and release accordingly.
 
-        What a worker that is lost should hold, it loads when it is back. A stage that none holds
-        any more is released, and loaded once again by who runs it. BackendError if a stage cannot
-        be loaded: the rule is in force all the same.
+        A lost worker loads its stages when it is back. A stage that no worker holds is released,
+        and loaded again when it is run. BackendError if a stage cannot be loaded; the rule is
+        active nevertheless.
         """
         self._holds = holds
         failures = []
@@ -175,9 +175,9 @@ class RemoteBackend:
             raise refused[0]
 
     def prepare(self, spec: StageSpec) -> RemoteStage:
-        """Have all workers load a stage that hold it and are there; others do when they start.
+        """Load a stage in all live workers that hold it; others load it when they start.
 
-        One that somebody still has is the same again. BackendError if it cannot be loaded.
+        An equal stage that is still in use is reused. BackendError if it cannot be loaded.
         """
         made_of = _made_of(spec)
         stage = self._same_as(made_of)
@@ -187,7 +187,7 @@ class RemoteBackend:
             self._stages[stage.number] = stage
             weakref.finalize(stage, self._released.append, stage.number)
         failures = self._load_everywhere(stage)
-        if None not in failures:  # it is enough that one has it: the others will, or are replaced
+        if None not in failures:  # one is enough: the others load it later, or are replaced
             raise next(f for f in failures if f is not None)
         refused = [f for f in failures if f is not None and not isinstance(f, WorkerLostError)]
         if refused:
@@ -195,9 +195,9 @@ class RemoteBackend:
         return stage
 
     def open_slot(self) -> RoutedSlot:
-        """Open a slot of the worker that has fewest, of those that are there if any is.
+        """Open a slot on the worker with the fewest slots, preferring live workers.
 
-        BackendError if it has to be started and cannot be, or cannot load the stages.
+        BackendError if it must be started and cannot be, or cannot load the stages.
         """
         there = self.there
         with self._lock:
@@ -207,7 +207,7 @@ class RemoteBackend:
         return self.open_slot_of(number)
 
     def open_slot_of(self, stream: int) -> RoutedSlot:
-        """Open a slot of the worker of a stream, started anew if it is lost: :meth:`open_slot`."""
+        """Open a slot on a stream's worker, started again if it is lost; see :meth:`open_slot`."""
         number = stream % len(self._seats)
         own = self._open_own_slot(number)
         return RoutedSlot(number, own, route=self._route, open_other=self._open_own_slot)
@@ -230,11 +230,11 @@ class RemoteBackend:
             raise
 
     def _route(self, number: int, stage: RemoteStage) -> int:
-        """Choose the worker that runs a stage: the given one if it holds it, or nobody does."""
+        """Return the worker that runs a stage: the given one if it or none holds the stage."""
         if self._holds(number, stage.spec):
             return number
         able = self._holders(stage.spec)
-        if not able:  # left behind by a change of plans
+        if not able:  # left over from a change of plans
             return number
         there = [n for n in able if (worker := self._seats[n].worker) and worker.alive]
         return (there or able)[0]
@@ -251,7 +251,7 @@ class RemoteBackend:
             seat.launcher.close()
 
     def _hello_to(self, runtime: WorkerRuntime) -> Hello:
-        """Say what a worker is to be."""
+        """Return the options of a worker."""
         if not runtime.device:
             return self._hello
         return replace(self._hello, backend=runtime.backend, device=runtime.device)
@@ -261,7 +261,7 @@ class RemoteBackend:
             seat.open_slots -= 1
 
     def _worker_of(self, number: int) -> WorkerHandle:
-        """Give the worker of a seat; starts one, with all that it holds, where there is none."""
+        """Return a seat's worker; if there is none, start one and load its stages."""
         seat = self._seats[number]
         with seat.lock:
             if seat.worker is not None and seat.worker.alive:
@@ -285,9 +285,9 @@ class RemoteBackend:
             return worker
 
     def _load_all(self, number: int, worker: WorkerHandle) -> None:
-        """Have a worker that starts load what it holds; what does not load fails by itself later.
+        """Load the stages of a starting worker; those that fail are reported when they are run.
 
-        BackendError if nothing loads.
+        BackendError if none loads.
         """
         failures, loaded = list[BackendError](), False
         for stage in sorted(self._known(), key=lambda stage: stage.number):
@@ -300,12 +300,12 @@ class RemoteBackend:
                 raise
             except BackendError as error:
                 failures.append(error)
-                _log.warning("%s goes without a stage: %s", worker.name, error)
+                _log.warning("%s continues without a stage: %s", worker.name, error)
         if failures and not loaded:
             raise failures[0]
 
     def _load_everywhere(self, stage: RemoteStage) -> list[BackendError | None]:
-        """Have all that hold a stage, and are there, load it; gives what came of each."""
+        """Load a stage in all live workers that hold it; return each one's error or ``None``."""
         able = self._holders(stage.spec)
         if not able:
             raise self._held_by_none(stage.spec)
@@ -314,31 +314,31 @@ class RemoteBackend:
             return list(pool.map(lambda n: self._try_load(n, stage), there))
 
     def _known(self) -> list[RemoteStage]:
-        """Give the stages that somebody has, while other threads prepare more."""
+        """Return the stages in use, while other threads prepare more."""
         found = [reference() for reference in self._stages.valuerefs()]
         return [stage for stage in found if stage is not None]
 
     def _same_as(self, made_of: tuple[object, ...]) -> RemoteStage | None:
-        """Find a stage of the same bundle that differs at most in its place and threshold."""
+        """Return a stage of the same bundle that differs at most in its place and threshold."""
         same = (stage for stage in self._known() if made_of and stage.made_of == made_of)
         return next(same, None)
 
     def _holders(self, spec: StageSpec) -> list[int]:
-        """Give the workers that hold a stage, there or not."""
+        """Return the workers that hold a stage, alive or not."""
         return [n for n in range(len(self._seats)) if self._holds(n, spec)]
 
     def _held_by_none(self, spec: StageSpec) -> BackendError:
         return BackendError(
-            f"no worker holds segments {spec.first_segment} to {spec.last_segment}: their plan is "
-            "of other stages"
+            f"no worker holds segments {spec.first_segment} to {spec.last_segment}: their plan has "
+            "other stages"
         )
 
     def _forget(self, number: int, worker: WorkerHandle) -> None:
-        """Have a worker release the stages that it holds no more."""
+        """Release the stages that a worker does not hold any more."""
         for stage in self._known():
             if stage.number in worker.stages and not self._holds(number, stage.spec):
                 worker.stages.discard(stage.number)
-                with contextlib.suppress(BackendError):  # it is lost, and so is the stage
+                with contextlib.suppress(BackendError):  # a lost worker has no stages
                     worker.order(Release(stage=stage.number))
 
     def _try_load(self, number: int, stage: RemoteStage) -> BackendError | None:
@@ -352,12 +352,12 @@ class RemoteBackend:
         return None
 
     def _load(self, worker: WorkerHandle, stage: RemoteStage) -> None:
-        """Have a worker load a stage that it does not have, and forget what nobody has."""
+        """Load a stage in a worker that lacks it, and release unused stages."""
         while (gone := self._next_released()) is not None:
             for seat in self._seats:
                 if seat.worker is not None and gone in seat.worker.stages and seat.worker.alive:
                     seat.worker.stages.discard(gone)
-                    with contextlib.suppress(BackendError):  # it is lost, and so is the stage
+                    with contextlib.suppress(BackendError):  # a lost worker has no stages
                         seat.worker.order(Release(stage=gone))
         if stage.number not in worker.stages:
             try:
@@ -369,10 +369,10 @@ class RemoteBackend:
             worker.stages.add(stage.number)
 
     def _send_graph(self, worker: WorkerHandle, stage: RemoteStage, error: BackendError) -> None:
-        """Send the graph that this process holds of a bundle which the worker does not find.
+        """Send a bundle's graph from this process to a worker that does not find the bundle.
 
         The bundle may have been replaced since it was opened. Raises the worker's ``error`` if it
-        does not take the graph either.
+        does not accept the graph either.
         """
         bundle = stage.spec.bundle
         if bundle is None:
@@ -400,7 +400,7 @@ class RemoteBackend:
 
 
 def _made_of(spec: StageSpec) -> tuple[object, ...]:
-    """Say what a stage of a bundle is made of, reads and gives; of one of no bundle nothing."""
+    """Return the key of a stage of a bundle: parts, inputs and outputs; empty without a bundle."""
     bundle = spec.bundle
     if bundle is None:
         return ()
@@ -409,18 +409,18 @@ def _made_of(spec: StageSpec) -> tuple[object, ...]:
 
 
 class _Seat:
-    """The place of a worker, whichever has it."""
+    """The place of one worker and its successors."""
 
     def __init__(self, launcher: WorkerLauncher) -> None:
         self.launcher = launcher
         self.lock = threading.Lock()
-        """Held while one is started."""
+        """Held while a worker is started."""
         self.worker: WorkerHandle | None = None
         self.absent = False
-        """Whether the last start found nobody: a network may take long to say so."""
+        """``True`` if the last start found no worker: over a network that may take long."""
         self.open_slots = 0
 
     @property
     def may_load(self) -> bool:
-        """Whether to have a stage loaded here now, and not when its stream starts a worker."""
+        """Return whether to load a stage now, rather than when its stream starts a worker."""
         return not self.absent if self.worker is None else self.worker.alive

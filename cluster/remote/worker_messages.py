@@ -1,10 +1,10 @@
 """The messages between a router and its workers, sans I/O; none is ever unpickled.
 
 A frame is a head, a header and a body. The header is one of the messages here: a byte for its kind,
-then JSON, or for the two that every stage takes packed fields. The body holds what is inline: the
-bytes of arrays, one after the other, each at a multiple of :data:`ALIGNMENT`.
+then JSON, or packed fields for the two messages of every stage. The body has the inline arrays:
+their bytes, one after the other, each at a multiple of :data:`ALIGNMENT`.
 
-Whatever is malformed is a :class:`FrameError`: sizes are bounded before anything is allocated.
+Malformed data raise a :class:`FrameError`; sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ MOST_HEADER: Final = 1 << 20
 MOST_BODY: Final = 1 << 32
 ALIGNMENT: Final = 64
 INLINE: Final = -1
-"""The place of an array whose bytes are in the body."""
+"""Place of an array whose bytes are in the body."""
 GIVEN: Final = -2
-"""The place of a carried tensor that the run was given under the same name, and only passed on."""
+"""Place of a carried tensor that is an unchanged input of the run with the same name."""
 DTYPES: Final = tuple(
     np.dtype(name)
     for name in (
@@ -49,11 +49,11 @@ _MOST_DIMENSIONS: Final = 32
 
 
 class FrameError(EngineError):
-    """Bytes that are no message, or one that makes no sense where it came."""
+    """Bytes that are no message, or a message that is not valid at this point."""
 
 
 class LargeBodyError(FrameError):
-    """The head of a frame whose body is larger than the receiver takes; nothing of it is kept."""
+    """The head of a frame whose body exceeds the receiver's limit; its data are dropped."""
 
 
 class TensorForm(NamedTuple):
@@ -70,7 +70,7 @@ class TensorForm(NamedTuple):
 
 
 class PlacedArray(NamedTuple):
-    """An array, and where it is: an offset into shared memory, :data:`INLINE` or :data:`GIVEN`."""
+    """An array and its place: an offset in shared memory, :data:`INLINE` or :data:`GIVEN`."""
 
     form: TensorForm
     place: int
@@ -78,29 +78,29 @@ class PlacedArray(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The first message of a router: what the worker is to be."""
+    """The first message of a router: the worker's options."""
 
     version: str
-    """Of Offramp: both ends have the same."""
+    """Version of Offramp, which must be the same at both ends."""
     backend: str
-    """One of :data:`offramp.engine.backends.BACKENDS`, and not ``auto``."""
+    """One of :data:`offramp.engine.backends.BACKENDS`, except ``auto``."""
     threads: int
     """Intra-op threads of each stage, on the CPU."""
     device: str = ""
-    """The GPU of the worker's host, for instance ``cuda:1``; empty for the CPU."""
+    """GPU of the worker's host, for instance ``cuda:1``; empty for the CPU."""
     graphs: bool = True
-    """Whether stages are captured into CUDA graphs, on a GPU."""
+    """``True`` if stages are captured into CUDA graphs, on a GPU."""
     max_rows: int = 32
-    """Most rows of a batch that will be run, where no engine says it."""
+    """Largest batch (rows) that will be run, where no engine limits it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
-    """The order to load a stage under a number; its graph, if it travels, is the body."""
+    """The order to load a stage under a number; its graph, if it is sent, is the body."""
 
     stage: int
     document: str
-    """Names or describes the stage: see :mod:`.stage_orders`."""
+    """Name or description of the stage: see :mod:`.stage_orders`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,28 +112,28 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSlot:
-    """The order to serve a slot, on the connection that comes along, or give it other memory.
+    """The order to serve a slot on the connection sent with it, or to change its memory.
 
-    File descriptors beside it: the shared memory, and the connection if the slot is new.
+    File descriptors with it: the shared memory, and the connection if the slot is new.
     """
 
     slot: int
     size_bytes: int
-    """Of the shared memory."""
+    """Size of the shared memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinSlot:
-    """The first message of a connection over a network that is to be a slot's, not the orders'."""
+    """The first message of a network connection for a slot, rather than for orders."""
 
     session: str
-    """As the handshake of the connection for orders named it."""
+    """Name of the session from the handshake of the connection for orders."""
     slot: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    """Asks for a sign of life, which both ends wait for."""
+    """Requests a sign of life, which both ends expect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,16 +143,16 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The answer of a worker that did what it was told."""
+    """The answer of a worker that executed an order."""
 
     pid: int
     cpu_s: float = 0.0
-    """Seconds of processor time that it has had, if a ping asked."""
+    """CPU seconds that it has used, if the order was a ping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """The answer of a worker that cannot be what a hello asks for."""
+    """The answer of a worker that cannot accept the options of a hello."""
 
     reason: str
 
@@ -170,19 +170,19 @@ class RunStage(NamedTuple):
     stage: int
     rows: int
     threshold: float | None
-    """As :meth:`offramp.engine.backends.Slot.run` takes it."""
+    """Threshold of :meth:`offramp.engine.backends.Slot.run`."""
     region: tuple[int, int]
-    """Offset and size of the shared memory that results may be written to."""
+    """Offset and size of the shared memory for results."""
     arrays: tuple[PlacedArray, ...]
 
 
 class StageDone(NamedTuple):
-    """The answer: what the stage gave."""
+    """The answer with a stage's results."""
 
     answer: PlacedArray | None
     confidence: PlacedArray
     carried: tuple[PlacedArray, ...] | None
-    """``None`` after the last stage."""
+    """Carried tensors; ``None`` after the last stage."""
 
 
 Message: TypeAlias = (
@@ -217,7 +217,7 @@ _DONE_KIND: Final = _RUN_KIND + 1
 
 
 def encode(message: Message) -> bytes:
-    """Give the header of a message; FrameError for an array of a dtype that does not travel."""
+    """Encode a message's header; FrameError for an array of a dtype that cannot be sent."""
     if isinstance(message, RunStage):
         threshold = math.nan if message.threshold is None else message.threshold
         numbers = (message.stage, message.rows, threshold, *message.region, len(message.arrays))
@@ -235,7 +235,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(header: bytes) -> Message:
-    """Read a header; FrameError if it is malformed."""
+    """Decode a header; FrameError if it is malformed."""
     kind = header[0] if header else 255
     if kind == _RUN_KIND:
         return _decode_run(header)
@@ -255,14 +255,14 @@ def decode(header: bytes) -> Message:
 
 
 def pack_head(header: bytes, body_bytes: int) -> bytes:
-    """Give the head of a frame; FrameError if the frame is too large."""
+    """Encode the head of a frame; FrameError if the frame is too large."""
     _check_sizes(len(header), body_bytes)
     return HEAD.pack(MAGIC, len(header), body_bytes)
 
 
 @lru_cache(maxsize=1024)
 def unpack_head(head: bytes) -> tuple[int, int]:
-    """Read a frame's head: bytes of its header and body. FrameError if it is none."""
+    """Decode a frame's head to the bytes of its header and body; FrameError if it is none."""
     magic, header_bytes, body_bytes = HEAD.unpack(head)
     if magic != MAGIC:
         raise FrameError(f"a frame begins with {magic!r}, expected {MAGIC!r}")
@@ -271,9 +271,9 @@ def unpack_head(head: bytes) -> tuple[int, int]:
 
 
 def inline_offsets(arrays: Sequence[PlacedArray], body_bytes: int) -> list[int]:
-    """Give where in the body each inline array begins, −1 for the others.
+    """Return the offset of each inline array in the body, −1 for other arrays.
 
-    FrameError if they are not what the body holds.
+    FrameError if their total size is not that of the body.
     """
     offsets, end = [], 0
     for form, place in arrays:
@@ -289,17 +289,17 @@ def inline_offsets(arrays: Sequence[PlacedArray], body_bytes: int) -> list[int]:
 
 
 def aligned(offset: int) -> int:
-    """Round up to the next place where an array may begin."""
+    """Round up to the next offset of an array."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def array_in(body: bytearray, form: TensorForm, offset: int) -> NDArray[Any]:
-    """View an inline array."""
+    """Return a view of an inline array."""
     return np.ndarray(form.shape, form.dtype, body, offset)
 
 
 def _quoted(value: Any) -> Any:
-    """Write text in ASCII, whatever is in it: messages of errors have all sorts of characters."""
+    """Escape text to ASCII: error messages may have any characters."""
     return json.dumps(value)[1:-1] if isinstance(value, str) else value
 
 
@@ -347,7 +347,7 @@ def _decode_form(encoded: bytes) -> TensorForm:
         form = TensorForm(encoded[end:].decode(errors="surrogatepass"), dtype, shape)
     except UnicodeDecodeError as error:
         raise FrameError(f"the name of an array is no text: {error}") from error
-    largest = math.prod([max(size, 1) for size in shape])  # numpy multiplies them like this
+    largest = math.prod([max(size, 1) for size in shape])  # as numpy multiplies them
     if min(shape, default=0) < 0 or dtype.itemsize * largest > MOST_BODY:
         raise FrameError(f"an array has the shape {list(shape)!s:.100}")
     return form
@@ -365,7 +365,7 @@ def _decode_arrays(header: bytes, start: int, count: int) -> tuple[PlacedArray, 
         arrays.append(PlacedArray(_decode_form(header[start : start + length]), place))
         start += length
     if start != len(header):
-        raise FrameError(f"a message goes on for {len(header) - start} bytes after its arrays")
+        raise FrameError(f"a message has {len(header) - start} more bytes after its arrays")
     return tuple(arrays)
 
 
@@ -397,4 +397,4 @@ def _decode_done(header: bytes) -> StageDone:
 
 def _check_names(arrays: Sequence[PlacedArray]) -> None:
     if len({form.name for form, _ in arrays}) < len(arrays):
-        raise FrameError("two arrays of a message have one name")
+        raise FrameError("two arrays of a message have the same name")

@@ -1,4 +1,4 @@
-"""A slot that runs its stages in a worker; how tensors get there is its :mod:`.slot_tensors`."""
+"""A slot that runs its stages in a worker; :mod:`.slot_tensors` transfers tensors."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatc
 from offramp.engine.stages.plan import StageSpec
 
 FIRST_LIMIT_S: Final = 60.0
-"""Limit of a stage that was never run: kernels are chosen, memory is allocated."""
+"""Time limit of a stage's first run: kernels are chosen, memory is allocated."""
 LEAST_LIMIT_S: Final = 1.0
 _KEPT_BYTES: Final = 1 << 14
-"""Most that an answer may keep of a message that it came in."""
+"""Most bytes of a message that an answer may keep in memory in addition to its own."""
 HANG_FACTOR: Final = 10.0
-"""A stage that takes this many times longer than it ever took hangs."""
+"""A run hangs when it takes this many times the stage's longest run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownRun:
-    """What a stage gave for a sample that it once ran, for probes, which run that again."""
+    """A stage's result for one sample, reused by probes, which run this sample again."""
 
     given: Mapping[str, NDArray[Any]]
     result: StageResult
 
     def is_of(self, batch: RemoteBatch) -> bool:
-        """Whether a batch is that sample, bit by bit."""
+        """Return whether a batch is that sample, bit for bit."""
         found = batch.tensors
         return found.keys() == self.given.keys() and all(
             (array.dtype, array.shape) == (found[name].dtype, found[name].shape)
@@ -74,25 +74,25 @@ class RemoteStage:
     spec: StageSpec
     document: str
     graph: bytes
-    """Of a stage of no bundle."""
+    """Graph of a stage without a bundle."""
     made_of: tuple[object, ...] = ()
-    """Of a stage of a bundle: what its graph is made of, and what it reads and gives."""
+    """Key of a stage of a bundle: parts of its graph, inputs and outputs."""
     row_bytes: float = 0.0
-    """Most that a row of its results took in shared memory."""
+    """Largest size of a row of its results in shared memory."""
     longest_s: float = 0.0
-    """Longest run so far, that is over."""
+    """Seconds of the longest finished run."""
     largest_bytes: int = 0
-    """Most that it was given in one."""
+    """Largest input of a run, in bytes."""
     known: KnownRun | None = None
-    """The first run of a single sample."""
+    """First run of a single sample."""
 
     def observe(self, given_bytes: int, seconds: float) -> None:
-        """Take note of a run."""
+        """Record a run."""
         self.longest_s = max(self.longest_s, seconds)
         self.largest_bytes = max(self.largest_bytes, given_bytes)
 
     def limit_s(self, given_bytes: int, least_s: float) -> float:
-        """Seconds after which a run hangs: ten times the longest, more for more than ever."""
+        """Return the seconds after which a run hangs: ten times the longest, scaled by size."""
         if not self.largest_bytes:
             return max(FIRST_LIMIT_S, least_s)
         limit_s = HANG_FACTOR * self.longest_s
@@ -104,8 +104,8 @@ class RemoteStage:
 class RemoteSlot:
     """A slot of one worker.
 
-    ``load`` has the worker load a stage that it does not have yet; ``least_s`` is the least time
-    that a stage is given; ``closed`` is called once the slot is.
+    ``load`` loads a stage in a worker that lacks it; ``least_s`` is the least time limit of a
+    stage; ``closed`` is called when the slot is closed.
     """
 
     def __init__(
@@ -123,15 +123,15 @@ class RemoteSlot:
         self._connection, self._tensors = worker.open_slot()
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> RemoteBatch:
-        """Take the arrays as they are; they are copied once a stage is run on them."""
+        """Return a batch of the arrays; they are copied when a stage runs on them."""
         return RemoteBatch(tensors, len(next(iter(tensors.values()))), forms_of(tensors))
 
     def run(
         self, stage: RemoteStage, batch: TensorBatch, threshold: float | None = None
     ) -> StageResult:
-        """Have the worker execute a stage.
+        """Execute a stage in the worker.
 
-        WorkerLostError if the worker ends, or hangs and was ended: the batch is as it was.
+        WorkerLostError if the worker ends, or hangs and is killed: the batch is unchanged.
         """
         assert isinstance(batch, RemoteBatch)
         worker = self._worker
@@ -155,37 +155,37 @@ class RemoteSlot:
         except (TooLateError, FrameError) as error:
             raise worker.lose(f"stage {stage.spec.index}: {error}") from error
         took_s = time.perf_counter() - started_s
-        if took_s <= limit_s:  # both ways may take that long, but not lengthen it for others
+        if took_s <= limit_s:  # sending and receiving may both take limit_s
             stage.observe(given_bytes, took_s)
         return result
 
     def select(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
-        """Copy the given rows, unless they are all there are, to where the worker reads them."""
+        """Copy the given rows, unless they are all, to memory that the worker reads."""
         assert isinstance(batch, RemoteBatch)
         if len(rows) == batch.rows:
             return batch
         tensors, count = batch.tensors, len(rows)
         forms = [TensorForm(n, a.dtype, (count, *a.shape[1:])) for n, a in tensors.items()]
         taken = self._tensors.room(form_set(tuple(forms)), count)
-        for name, array in tensors.items():  # "clip", as "raise" copies twice
+        for name, array in tensors.items():  # "clip", because "raise" copies twice
             array.take(rows, axis=0, out=taken.tensors[name], mode="clip")
         return taken
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
-        """Copy the given rows, to where any slot may take them from."""
+        """Copy the given rows to memory that any slot can read."""
         assert isinstance(batch, RemoteBatch)
         kept = {name: array.take(rows, axis=0) for name, array in batch.tensors.items()}
         return RemoteBatch(kept, len(rows), forms_of(kept))
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> RemoteBatch:
-        """Concatenate rows of the parts, in their order, where the worker reads them."""
+        """Concatenate rows of the parts, in their order, in memory that the worker reads."""
         chosen = []
         for batch, rows in parts:
             assert isinstance(batch, RemoteBatch)
             whole = len(rows) == batch.rows
             tensors = batch.tensors.items()
             chosen.append({n: a if whole else a.take(rows, axis=0) for n, a in tensors})
-        # A criterion whose function failed on a part has no state there, and begins anew.
+        # A criterion whose function failed on one part has no state there: its state starts again.
         names = [name for name in chosen[0] if all(name in tensors for tensors in chosen)]
         count = sum(len(rows) for _, rows in parts)
         firsts = [(name, chosen[0][name]) for name in names]
@@ -196,7 +196,7 @@ class RemoteSlot:
         return merged
 
     def close(self) -> None:
-        """Close the connection, with which the worker's slot ends."""
+        """Close the connection, which ends the worker's slot."""
         self._connection.close()
         self._tensors.close()
         self._closed()
@@ -209,7 +209,7 @@ class RemoteSlot:
         batch: RemoteBatch,
         region: MemoryBlock | None,
     ) -> StageResult:
-        """Give what the worker says; FrameError if it is nothing that the run may lead to."""
+        """Return the worker's result; FrameError if the run cannot have this result."""
         reply = order.replies.get(frame.header)
         if reply is None or reply.body_bytes != len(frame.body):
             reply = self._read(stage, order, frame, batch)
@@ -230,7 +230,7 @@ class RemoteSlot:
         return StageResult(answer, confidence, carry)
 
     def _read(self, stage: RemoteStage, order: Order, frame: Frame, batch: RemoteBatch) -> RunReply:
-        """Take apart what a worker says of a run that it has not said so far; FrameError."""
+        """Parse a worker's reply with a new header; FrameError if it is malformed."""
         done = decode(frame.header)
         if isinstance(done, Failed):
             raise BackendError(done.message)
@@ -238,7 +238,7 @@ class RemoteSlot:
             raise FrameError(f"it answered a run with {type(done).__name__}")
         answers = (done.confidence,) if done.answer is None else (done.answer, done.confidence)
         if any(array.place == GIVEN for array in answers):
-            raise FrameError("it passes an answer on")
+            raise FrameError("it passes an answer unchanged")
         arrays = (*answers, *(done.carried or ()))
         order.check(arrays)
         offsets = inline_offsets(arrays, len(frame.body))
@@ -266,13 +266,13 @@ class RemoteSlot:
         return ReplyArray(form=form, offset=offset, view=view)
 
     def _layout(self, carried: Sequence[PlacedArray], batch: RemoteBatch) -> TensorLayout | None:
-        """Give the layout of what is carried; ``None`` if not all of it is in shared memory."""
+        """Return the layout of the carried tensors; ``None`` if not all are in shared memory."""
         places = []
         for form, place in carried:
             if place == GIVEN:
                 given = batch.tensors.get(form.name)
                 if given is None or (given.dtype, given.shape) != form[1:]:
-                    raise FrameError(f"it passes {form.name!r:.60} on, which it was not given")
+                    raise FrameError(f"it passes {form.name!r:.60} on, which was not an input")
             there = batch.layout.places if batch.layout is not None else {}
             places.append(there.get(form.name, INLINE) if place == GIVEN else place)
         if INLINE in places:
@@ -281,7 +281,7 @@ class RemoteSlot:
 
 
 def _check(spec: StageSpec, done: StageDone, rows: int) -> None:
-    """Refuse, by a FrameError, what a stage cannot have given for so many rows."""
+    """Raise FrameError if a stage cannot have these results for this number of rows."""
     answer, confidence = done.answer, done.confidence.form
     expected = rows if spec.answer is not None else 0
     if (answer is not None) != (spec.answer is not None):
@@ -299,7 +299,7 @@ def _check(spec: StageSpec, done: StageDone, rows: int) -> None:
 
 
 def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
-    """Give an array that is the caller's: not in memory that is used again."""
+    """Return an array that the caller owns, outside of reused memory."""
     if array.view is not None:
         return array.view.copy()
     found = array_in(frame.body, array.form, array.offset)
@@ -307,7 +307,7 @@ def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
 
 
 def _found(array: ReplyArray, frame: Frame, batch: RemoteBatch) -> NDArray[Any]:
-    """Give a tensor that is carried on, wherever it is."""
+    """Return a carried tensor, from its place."""
     if array.view is not None:
         return array.view
     if array.offset < 0:

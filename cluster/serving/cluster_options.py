@@ -1,4 +1,4 @@
-"""What may be asked of an engine about clusters, beside its devices."""
+"""Options of an engine about clusters, in addition to its devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offramp.cluster.planning.forecasting import LAST, METHODS
 from offramp.engine.models.options import EngineOptions, refuse_unless
 
 NAME: Final = "cluster"
-"""Of the extension, among the options of an engine."""
+"""Name of the extension in an engine's options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,10 +18,10 @@ class ClusterOptions:
     """The extension's options of an engine."""
 
     profile_window_s: float = WINDOW_S
-    """Seconds of a window of the batch profile, which plans are made on (E3 3.1)."""
+    """Seconds of a window of the batch profile for plans (E3 3.1)."""
 
     forecast: str = LAST
-    """Which of :data:`.METHODS` forecasts the next window."""
+    """Key of the forecasting method in :data:`.METHODS`."""
 
     def __post_init__(self) -> None:
         a_day = "from 1 to 86400"
@@ -30,6 +30,6 @@ class ClusterOptions:
 
 
 def cluster_options(options: EngineOptions) -> ClusterOptions:
-    """Return the extension's options of an engine, the defaults if it has none."""
+    """Return the extension's options of an engine, by default the default options."""
     found = options.extensions.get(NAME)
     return found if isinstance(found, ClusterOptions) else ClusterOptions()

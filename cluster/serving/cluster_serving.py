@@ -22,24 +22,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedCluster:
-    """Devices whose workers serve a model, and what is asked of the plans that split it."""
+    """Devices whose workers serve a model, and the goal of its plans."""
 
     cluster: Cluster
-    """Times reach up to the largest batch that is served."""
+    """Devices with times for batches up to the largest that is served."""
     goal: PlanningGoal
     plan: ClusterPlan | None = None
-    """That is to be served as it stands; ``None`` has one made, and others after it."""
+    """Plan to serve unchanged; ``None`` plans at the start, and again later."""
     batches_per_worker: int = 1
-    """Streams of each worker."""
+    """Number of streams of each worker."""
 
     def without(self, *refused: RefusedSegments) -> ServedCluster:
-        """Return it without plans that have what could not be loaded."""
+        """Return it with segments excluded that could not be loaded together."""
         goal = replace(self.goal, refused=(*self.goal.refused, *refused))
         return replace(self, goal=goal)
 
 
 def segments_of(error: StageNotLoadedError, device_types: Sequence[str]) -> RefusedSegments:
-    """Return what no device of a worker's type is to be asked to load any more."""
+    """Return the segments that devices of a worker's type must not load any more."""
     return RefusedSegments(device_types[error.device], *error.segments)
 
 
@@ -52,21 +52,21 @@ def plan_splits(
     *,
     steals: bool = True,
 ) -> ServedSplits:
-    """Plan a bundle on workers, by the shares of exits that its records say.
+    """Plan a bundle on workers, with the shares of exits of its records.
 
-    Exits that earn nothing inside a split are off (E3 3.4): their check costs more than the smaller
-    batch saves. Where none earns anything, all stay on, as they let easy rows come early.
+    Exits that save no time inside a split are off (E3 3.4): their check costs more than the smaller
+    batch saves. If no exit saves time, all stay on, because they answer easy rows early.
 
     Args:
-        name: Of the model, for messages.
-        bundle: Its policy is planned for.
+        name: Name of the model, for messages.
+        bundle: Bundle; the exits of its policy are planned for.
         served: Devices and goal.
-        device_types: [workers] The type of each.
-        mode: What becomes of rows that are sure at an exit.
-        steals: Whether devices hold more than their split where there is room.
+        device_types: [workers] device type of each worker.
+        mode: Mode of rows that are confident at an exit.
+        steals: ``True`` if devices hold more than their split where memory allows.
 
     Raises:
-        OptionsError: No plan meets the goal, or the one that is given is of other parts or workers.
+        OptionsError: No plan meets the goal, or the configured one has other parts or workers.
     """
     shares = recorded_shares(bundle)
     model, plan = served_facts(bundle, shares, mode), served.plan
@@ -88,7 +88,7 @@ def plan_splits(
         plan=plan,
         model=served_facts(bundle, {e: s for e, s in shares.items() if e in used} or shares, mode),
         cluster=cluster,
-        goal=replace(served.goal, wrapper=False),  # of the exits that control then has in use
+        goal=replace(served.goal, wrapper=False),  # for the exits that control then uses
         roles=roles,
         kept=served.plan is not None,
         steals=steals,
@@ -97,11 +97,11 @@ def plan_splits(
 
 
 def check_plan(plan: ClusterPlan, model: ModelFacts) -> None:
-    """Refuse, by a PlanError, a plan that is not of all of a model's segments and of its exits."""
+    """Raise PlanError if a plan does not cover all of a model's segments, or has other exits."""
     segments = (plan.splits[0].first_segment, plan.splits[-1].last_segment)
     if segments != (0, model.segments - 1):
         raise PlanError(
-            f"the plan is of segments {segments[0]} to {segments[1]}, expected 0 to "
+            f"the plan has segments {segments[0]} to {segments[1]}, expected 0 to "
             f"{model.segments - 1} as the bundle has; plan again for this bundle"
         )
     unknown = sorted(plan.exits() - {*model.exit_names})
@@ -113,7 +113,7 @@ def check_plan(plan: ClusterPlan, model: ModelFacts) -> None:
 
 
 def check_loaded(plan: ClusterPlan, goal: PlanningGoal) -> None:
-    """Refuse, by a PlanError, a plan with a split that its devices could not load."""
+    """Raise PlanError if a plan has a split that its devices could not load."""
     for split in plan.splits:
         segments = range(split.first_segment, split.last_segment + 1)
         for kind, first, last in goal.refused:
@@ -126,21 +126,21 @@ def check_loaded(plan: ClusterPlan, goal: PlanningGoal) -> None:
 
 def _describe_exits(shares: Mapping[int, float], used: Collection[int]) -> str:
     off = sorted(set(shares) - set(used)) if used else []
-    return f"; exits {', '.join(map(str, off))} earn nothing there, and are off" if off else ""
+    return f"; exits {', '.join(map(str, off))} save no time there, and are off" if off else ""
 
 
 def served_facts(bundle: Bundle, shares: Mapping[int, float], mode: Mode) -> ModelFacts:
-    """Give what plans know of a bundle as it is served: by exit, the ``shares`` that go on.
+    """Return the facts of a served bundle for plans; ``shares`` are those that continue, by exit.
 
-    In release mode all rows run to the end. All exits are on, so of a cascade both models run: the
-    unmodified one alone is no candidate.
+    In release mode all rows run to the end. All exits are on, so both models of a cascade run: the
+    unmodified model alone is no candidate.
     """
     going_on = [1.0 if mode is Mode.RELEASE else share for share in shares.values()]
     return replace(facts_of(bundle, exits=tuple(shares), going_on=going_on), begins=0)
 
 
 def describe_plan(plan: ClusterPlan) -> str:
-    """Say a plan in a line, with what is predicted."""
+    """Describe a plan in one line, with its predictions."""
     splits = "; ".join(
         f"segments {split.first_segment} to {split.last_segment} on "
         + " and ".join(f"{r.count} × {r.device_type}" for r in split.replicas)

@@ -1,4 +1,4 @@
-"""What statistics of a model have of clusters."""
+"""Statistics of a model about clusters."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 PROFILE: Final = "batch_profile"
 PLAN: Final = "plan"
-"""Names of the background tasks that tell it."""
+"""Names of the background tasks that report these statistics."""
 
 
 def profile_of(statistics: ModelStatistics) -> ProfileStatus | None:
-    """Return what exits did in the last window; ``None`` where none runs."""
+    """Return the batch profile's last window; ``None`` if no exit runs."""
     found = statistics.extensions.get(PROFILE)
     return found if isinstance(found, ProfileStatus) else None
 

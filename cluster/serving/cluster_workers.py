@@ -1,4 +1,4 @@
-"""The workers of a cluster, as its file has them: where each is, and what they are shown."""
+"""The workers of a cluster file: their places, devices and credentials."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from offramp.engine.common.errors import BackendError
 from offramp.engine.common.network import NetworkError, tls_reason
 
 RAY: Final = Path("ray")
-"""What stands for a cluster file where Ray alone says what there is."""
+"""Value of a cluster file option where workers are Ray's only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
-    """One worker: what it is, and where."""
+    """One worker: device type and place."""
 
     device_type: str
-    """The name of its type among the cluster's ``[devices]``."""
+    """Name of its type in the cluster's ``[devices]``."""
     address: HostPort | None
-    """Where it listens; ``None`` for one that is started for the router."""
+    """Address that it listens on; ``None`` for one that is started for the router."""
     resources: Mapping[str, float] | None = None
-    """What Ray sets aside for it; ``None`` for a process on the router's own host."""
+    """Resources that Ray reserves for it; ``None`` for a process on the router's own host."""
     runtime: WorkerRuntime = ON_THE_CPU
-    """What it runs stages with."""
+    """Backend and device of its stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +61,21 @@ class ClusterWorkers(WorkerDevices):
 
     places: tuple[WorkerPlace, ...]
     file: ClusterFile | None
-    """Devices, links and goal, which plans are made on; without, no model is split."""
+    """Devices, links and goal for planning; without it, no model is split."""
     profiles: Mapping[str, Profile] = field(default_factory=dict)
-    """Those that the file names."""
+    """Profiles that the file names."""
     plan: ClusterPlan | None = None
-    """That is to be served as it stands."""
+    """Plan to serve unchanged."""
     token: bytes = field(repr=False, default=b"")
-    """The secret that workers on other hosts have too."""
+    """Secret shared with workers on other hosts."""
     tls: TlsTrust | None = None
-    """``None`` reaches those in the clear."""
+    """Trust for TLS; ``None`` connects to them without encryption."""
     ray: RayEntry = field(default_factory=RayEntry)
     """The cluster of the workers that Ray starts."""
 
     @property
     def count(self) -> int:
-        """How many streams they run: one for each batch that a worker has at a time."""
+        """Number of streams: one for each batch that a worker holds at a time."""
         return len(self.places) * self.batches_per_worker
 
     @property
@@ -85,26 +85,26 @@ class ClusterWorkers(WorkerDevices):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether some are on other hosts, or may be."""
+        """``True`` if some are, or may be, on other hosts."""
         return self.local < len(self.places)
 
     @property
     def on_gpus(self) -> bool:
-        """Whether any of them is on a GPU."""
+        """``True`` if any of them uses a GPU."""
         return any(place.runtime.device for place in self.places)
 
     @property
     def local(self) -> int:
-        """How many of them are processes on the router's host."""
+        """Number of workers that are processes on the router's host."""
         return sum(place.address is None and place.resources is None for place in self.places)
 
     def launchers(
         self, command: WorkerCommand, bundles: Sequence[Path] = ()
     ) -> list[WorkerLauncher]:
-        """Give what starts each of them; ``command`` starts those on this host.
+        """Return the launcher of each worker; ``command`` starts those on this host.
 
-        Those of Ray, which serve ``bundles``, have asked for their places then, and the least
-        number that is asked for has them. NetworkError, BackendError.
+        Ray's workers, which serve ``bundles``, have then requested their places, and the least
+        number of them is placed. NetworkError, BackendError.
         """
         needs = actor_needs(bundles)
         actors = [
@@ -141,14 +141,14 @@ class ClusterWorkers(WorkerDevices):
 
     @property
     def most_result_bytes(self) -> int:
-        """Most that is received of what a run gave, of workers that a network is between."""
+        """Largest result of a run that is received over a network, in bytes."""
         mib = None if self.file is None else self.file.router.most_result_mib
         return MOST_RESULT_BYTES if mib is None else mib << 20
 
     def planned_for(self, bundle: Bundle, max_batch_size: int) -> ServedCluster | None:
-        """Give what a bundle's plans are made on; ClusterFileError if a profile is of another.
+        """Return devices and goal for a bundle's plans; ClusterFileError if a profile is another's.
 
-        A device that a profile was measured on is timed by that, others by the bundle's own.
+        Devices with their own profile are timed by it, others by the bundle's profile.
         """
         if self.file is None:
             return None
@@ -165,9 +165,9 @@ class ClusterWorkers(WorkerDevices):
 
 
 def read_cluster_workers(path: Path, plan: Path | None = None) -> ClusterWorkers:
-    """Read the workers of a cluster file, the files that it names, and the plan to serve by.
+    """Read the workers of a cluster file, the files that it names, and the plan to serve.
 
-    PlanError says in a line what is wrong.
+    PlanError with a one-line reason.
     """
     cluster = parse_cluster(read_planning(path, MOST_FILE_BYTES), str(path))
     profiles = read_profiles(cluster, path.parent)
@@ -176,7 +176,7 @@ def read_cluster_workers(path: Path, plan: Path | None = None) -> ClusterWorkers
     entries = cluster.workers or _all_devices(cluster) if ray is not None else cluster.workers
     if not entries:
         raise ClusterFileError(
-            f"{path} [[workers]]: there is none, expected one at least to serve on, for instance "
+            f"{path} [[workers]]: there is none, expected at least one to serve on, for instance "
             f'device = "{cluster.devices[0].name}" and address = "10.0.0.2:7070"'
         )
     places = tuple(
@@ -186,7 +186,7 @@ def read_cluster_workers(path: Path, plan: Path | None = None) -> ClusterWorkers
     )
     if ray is not None and (ray.least or 0) > len(places):
         raise ClusterFileError(
-            f"{path} [router] least = {ray.least}, and there are {len(places)} workers at most; "
+            f"{path} [router] least = {ray.least}, but there are at most {len(places)} workers; "
             "lower it, or add workers"
         )
     ray = ray or RayEntry()
@@ -198,8 +198,8 @@ def read_cluster_workers(path: Path, plan: Path | None = None) -> ClusterWorkers
     for address in addresses:
         if tls is None and not (address.is_loopback or cluster.router.insecure):
             raise ClusterFileError(
-                f"{where} has no tls_ca, and {address} would be reached in the clear; give the "
-                "authority of workers' certificates, or insecure = true where the network itself "
+                f"{where} has no tls_ca, and {address} would be reached unencrypted; set the "
+                "authority of workers' certificates, or insecure = true if the network itself "
                 "is trusted"
             )
     token = _token(cluster.router, path.parent, where)
@@ -215,14 +215,14 @@ def read_cluster_workers(path: Path, plan: Path | None = None) -> ClusterWorkers
 
 
 def ray_workers(address: str | None = None, count: int | None = None) -> ClusterWorkers:
-    """Give workers that Ray starts where it likes, each with a CPU, and each with all stages.
+    """Return workers that Ray places, each with one CPU and all stages.
 
     Args:
-        address: HOST:PORT of the cluster's head; ``None`` is the cluster that this host is of.
-        count: How many at most, one at least; ``None`` is one for each CPU that is free now.
+        address: HOST:PORT of the cluster's head; ``None`` is the cluster of this host.
+        count: Largest number, at least one; ``None`` is one for each CPU that is free now.
 
     Raises:
-        BackendError: No cluster is there, it has no CPU free, or there are too many workers.
+        BackendError: No cluster can be reached, it has no free CPU, or there are too many workers.
     """
     if count is not None and not 0 <= count <= MOST_WORKERS:
         raise BackendError(f"workers is {count}, expected at most {MOST_WORKERS}, at least 0")
@@ -230,8 +230,8 @@ def ray_workers(address: str | None = None, count: int | None = None) -> Cluster
         count = free_cpus(connect(address))
     if not count:
         raise BackendError(
-            "the Ray cluster has no CPU free; end what holds them (ray status), add nodes, or say "
-            "how many workers there are to be (--workers N), which then wait for room"
+            "the Ray cluster has no CPU free; end jobs (ray status), add nodes, or set "
+            "the number of workers (--workers N), which then wait for CPUs"
         )
     place = WorkerPlace(device_type="cpu", address=None, resources=ONE_CPU)
     ray = RayEntry(address=address, least=1)
@@ -239,7 +239,7 @@ def ray_workers(address: str | None = None, count: int | None = None) -> Cluster
 
 
 def _all_devices(cluster: ClusterFile) -> tuple[WorkersEntry, ...]:
-    """Give a worker of each device that there is."""
+    """Return one worker for each device."""
     return tuple(
         WorkersEntry(device=device.name, address=None, count=device.count)
         for device in cluster.devices
@@ -257,8 +257,8 @@ def _places(entry: WorkersEntry, cluster: ClusterFile, where: str) -> list[Worke
         resources = ONE_CPU if said is None else said
     if resources is not None and entry.gpus:
         raise ClusterFileError(
-            f"{where} backend = {entry.backend!r}, and Ray starts that worker, on the CPU; give "
-            "the address of an eeworker, or leave one of launch and backend out"
+            f"{where} backend = {entry.backend!r}, but Ray starts that worker on the CPU; set "
+            "the address of an eeworker, or omit one of launch and backend"
         )
     place = WorkerPlace(device_type=entry.device, address=address, resources=resources)
     if not entry.gpus:

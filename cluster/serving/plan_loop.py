@@ -1,9 +1,9 @@
-"""The loop that plans anew while a split model is served (E3 3.1, 4), beside the streams.
+"""The loop that plans again while a split model is served (E3 3.1, 4), on its own thread.
 
-One thread looks once a second at the workers, at the window of the batch profile that runs, and at
-the clock. When planning is due (:mod:`.planning.replanning`), it plans on the forecast of the batch
-profile and on the workers that are there, and changes the plan if that is worth it
-(:mod:`.split_change`). What goes wrong is logged in a line; serving goes on by the plan in force.
+Once a second the thread checks the workers, the current window of the batch profile, and the clock.
+When planning is due (:mod:`.planning.replanning`), it plans for the forecast of the batch profile
+and the present workers, and changes the plan if the gain suffices (:mod:`.split_change`). Errors
+are logged in one line; serving continues with the active plan.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from offramp.engine.serving.periodic import FailureLog, PeriodicLoop
 _log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
-"""Between two looks."""
+"""Seconds between two checks."""
 _DRAINING_PERIOD_S: Final = 0.02
-"""Between two looks while rows drain."""
+"""Seconds between two checks while rows drain."""
 GONE_AFTER_S: Final = 30.0
-"""A worker that is out of service for so long is a device that is gone."""
+"""Seconds out of service after which a worker's device counts as gone."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Known:
-    """What the loop knows of the last plan."""
+    """State of the loop about the last plan."""
 
     plan: ClusterPlan
-    """Predicted under the last forecast."""
+    """The plan, predicted under the last forecast."""
     going_on: Mapping[int, float]
-    """By exit: the shares of that forecast."""
+    """Shares of that forecast, by exit."""
     gone: frozenset[int] = frozenset()
-    """The workers that it did without."""
+    """Workers that it did not use because they were gone."""
     reason: str
     changes: int = 0
     given_up: int = 0
     changed_at_s: float | None = None
     changed_for: str = ""
-    """Why the last change was made."""
+    """Reason of the last change."""
     failure: str = ""
-    """Of the last change that was given up, since there was another: it is told once."""
+    """Reason of the last failed change since a successful one; it is logged once."""
 
 
 class PlanLoop(PeriodicLoop):
-    """Plans anew for a split model, and changes its plan, until stopped."""
+    """Plans again for a split model, and changes its plan, until stopped."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class PlanLoop(PeriodicLoop):
         self._guard = ReplanGuard(rules)
         splits = served.splits
         shares = dict(zip(splits.model.exit_names, splits.model.going_on, strict=True))
-        reason = "the plan that was given" if splits.kept else "the first plan"
+        reason = "the configured plan" if splits.kept else "the first plan"
         self._known = _Known(plan=splits.plan, going_on=shares, reason=reason)
         self._lost_at_s: dict[int, float] = {}
-        """When workers were first seen to be lost that still are."""
+        """Times at which lost workers were first seen to be lost."""
         self._change: SplitChange | None = None
         self._refused: list[RefusedSegments] = []
-        """What devices could not load."""
+        """Segments that devices could not load."""
         self._failures = FailureLog(_log, "%s: planning failed; its plan stays", served.name)
 
     def start(self) -> None:
@@ -94,13 +94,13 @@ class PlanLoop(PeriodicLoop):
         self.begin()
 
     def stop(self) -> None:
-        """Stop the loop; a change that is under way stays where it is. Blocks for seconds."""
+        """Stop the loop; a change in progress stays incomplete. Blocks for seconds."""
         self.halt()
         self._served.deployments.cancel()
         self.end()
 
     def add(self, key: str, name: str, model: ServedModel) -> None:
-        """Do nothing: a model that is split is the only one, and is not replaced."""
+        """Do nothing: a split model is the only one, and is not replaced."""
 
     def retire(self, key: str) -> None:
         """Do nothing."""
@@ -118,7 +118,7 @@ class PlanLoop(PeriodicLoop):
             self._change = None
 
     def status(self, key: str) -> PlanStatus:  # noqa: ARG002 - there is one model
-        """Give what is known of the plan in force; called by any thread."""
+        """Return the status of the active plan; called by any thread."""
         served, known, splits = self._served, self._known, self._served.splits
         there = served.workers.there
         placed = served.executor.placed(served.name)
@@ -170,13 +170,13 @@ class PlanLoop(PeriodicLoop):
             self._plan(now_s, due, gone)
 
     def _gone(self, now_s: float) -> frozenset[int]:
-        """Give the workers that are out of service for long."""
+        """Return the workers that have been out of service for long."""
         lost = [number for number, there in enumerate(self._served.workers.there) if not there]
         self._lost_at_s = {number: self._lost_at_s.get(number, now_s) for number in lost}
         return frozenset(n for n, at_s in self._lost_at_s.items() if now_s >= at_s + GONE_AFTER_S)
 
     def _due(self, now_s: float, gone: frozenset[int]) -> Due | None:
-        """Say why planning is due; at once where a worker of the plan in force is gone."""
+        """Return why planning is due; now, if a worker of the active plan is gone."""
         if self._lacks(gone) and gone != self._known.gone:
             return "window"
         observed, rows = self._observed()
@@ -193,7 +193,7 @@ class PlanLoop(PeriodicLoop):
         return any(roles[number].segments is not None for number in gone)
 
     def _observed(self) -> tuple[dict[int, float], int]:
-        """Give the shares by exit that went on in the window that runs, and of how many rows."""
+        """Return the shares that continued in the current window, by exit, and their rows."""
         running = self._profiles.running(self._served.name)
         if running is None or not running.windows:
             return {}, 0
@@ -202,13 +202,13 @@ class PlanLoop(PeriodicLoop):
         return found, max(window.decided)
 
     def _plan(self, now_s: float, due: Due, gone: frozenset[int]) -> None:
-        """Plan for what is expected of the workers that are there, and begin a change to it."""
+        """Plan for the forecast on the present workers, and begin a change if needed."""
         served, splits = self._served, self._served.splits
         self._known.gone = gone
         excluded = self._excluded()
         model, cluster = self._facts(due), self._cluster(gone | excluded)
         if cluster is None:
-            self._known.reason = "no worker is there that could be planned for"
+            self._known.reason = "no worker is available to plan for"
             return
         current = _with_exits(splits.plan, model)
         goal = replace(splits.goal, refused=(*splits.goal.refused, *self._refused))
@@ -221,7 +221,7 @@ class PlanLoop(PeriodicLoop):
         self._known.plan = decision.plan
         if not decision.changed and not self._lacks(gone):
             return
-        reason = decision.reason if decision.changed else "workers of the plan in force are gone"
+        reason = decision.reason if decision.changed else "workers of the active plan are gone"
         self._known.reason = reason
         try:
             self._change = SplitChange(
@@ -234,12 +234,12 @@ class PlanLoop(PeriodicLoop):
         _log.info("%s: plans change: %s: %s", served.name, reason, describe_plan(decision.plan))
 
     def _conclude(self, change: SplitChange, now_s: float) -> None:
-        """Say what came of a change that is over."""
+        """Record and log the result of a finished change."""
         self._change = None
         if change.failure is not None:
             self._guard.given_up()
             self._fail(f"the change was given up: {change.failure}")
-            if change.refused is not None:  # the next best plan does without
+            if change.refused is not None:  # the next plan avoids these
                 self._refused.append(change.refused)
                 self._guard.plan_again()
             return
@@ -257,22 +257,22 @@ class PlanLoop(PeriodicLoop):
         known.failure = reason
 
     def _facts(self, due: Due) -> ModelFacts:
-        """Give the model with the shares that are expected, of the exits that run now."""
+        """Return the model with the forecast shares of the exits that run now."""
         served, splits = self._served, self._served.splits
         profile, running = self._profiles.profile(served.name), self._profiles.running(served.name)
         if profile is None or running is None:
             return splits.model
-        if due == "parted":  # the window that runs is the last
+        if due == "parted":  # the current window is the last
             profile = replace(profile, windows=(*profile.windows, *running.windows))
         if not profile.windows:
-            return splits.model  # nothing was observed: what was planned on holds
+            return splits.model  # nothing was observed: keep the planned shares
         forecast = forecast_next(profile, self._forecaster)
         exits = served.executor.deployment(served.name).plan.exits
         shares = {exit_: forecast.going_on[exit_] for exit_ in exits}
         return served_facts(served.deployments.bundle, shares, served.deployments.mode)
 
     def _excluded(self) -> frozenset[int]:
-        """Give the stragglers that the next plan does without (E3 3.3)."""
+        """Return the stragglers that the next plan must not use (E3 3.3)."""
         placed = self._served.executor.placed(self._served.name)
         if placed is None:
             return frozenset()
@@ -281,7 +281,7 @@ class PlanLoop(PeriodicLoop):
         return frozenset(n for n in streams if standing(n) is Standing.EXCLUDED)
 
     def _cluster(self, without: frozenset[int]) -> Cluster | None:
-        """Give the devices of the other workers; ``None`` if there is none."""
+        """Return the devices of the other workers; ``None`` if there are none."""
         splits = self._served.splits
         kinds = [role.device_type for n, role in enumerate(splits.roles) if n not in without]
         if not kinds:
@@ -290,7 +290,7 @@ class PlanLoop(PeriodicLoop):
 
 
 def _with_exits(plan: ClusterPlan, model: ModelFacts) -> ClusterPlan:
-    """Give a plan with the exits that run now: control changes them, whatever was planned."""
+    """Return a plan with the exits that run now, which control may have changed."""
     after = dict(zip(model.exit_names, model.exit_after, strict=True))
     splits = []
     for split in plan.splits:

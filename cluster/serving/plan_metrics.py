@@ -1,4 +1,4 @@
-"""Batch profiles, and the plan of a model that is split, in Prometheus' terms."""
+"""Batch profiles, and the plan of a split model, as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _PLAN_COUNTERS: Final[Readings] = {
 }
 _PLAN_GAUGES: Final[Readings] = {
     "offramp_plan_predicted_rows_per_second": (
-        "Rate of the plan in force at full load, predicted under the last forecast.",
+        "Rate of the active plan at full load, predicted under the last forecast.",
         "rate_rps",
     ),
 }
 _SPLIT_GAUGES: Final[Readings] = {
-    "offramp_split_workers": ("Workers that run a split of the plan in force.", "workers"),
-    "offramp_split_workers_in_service": ("Those of them that are there.", "in_service"),
+    "offramp_split_workers": ("Workers that run a split of the active plan.", "workers"),
+    "offramp_split_workers_in_service": ("Workers of the split that are in service.", "in_service"),
     "offramp_split_workers_slow": (
-        "Those of them that get less work, as others of their type are faster.",
+        "Workers of the split that get less work, as others of their type are faster.",
         "slowed",
     ),
 }
@@ -48,7 +48,7 @@ def cluster_families(models: Sequence[tuple[str, ModelStatistics]]) -> Iterator[
 
 
 def _going_on(models: Sequence[tuple[str, ModelStatistics]]) -> Iterator[Metric]:
-    """The batch profile's last window, observed and as it had been forecast, by exit."""
+    """Yield the batch profile's last window, observed and forecast, by exit."""
     kept = GaugeMetricFamily(
         "offramp_batch_profile_windows",
         "Windows of the batch profile that are kept.",
@@ -56,12 +56,12 @@ def _going_on(models: Sequence[tuple[str, ModelStatistics]]) -> Iterator[Metric]
     )
     observed = GaugeMetricFamily(
         "offramp_exit_going_on_share",
-        "Of the rows answered in the last window, the share that went on behind the exit.",
+        "Share of the rows answered in the last window that continued after the exit.",
         labels=["model", "exit"],
     )
     forecast = GaugeMetricFamily(
         "offramp_exit_going_on_share_forecast",
-        "The same as it had been forecast, conservatively, before that window began.",
+        "Conservative forecast of that share, made before the window began.",
         labels=["model", "exit"],
     )
     for name, model in models:

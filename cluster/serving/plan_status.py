@@ -1,4 +1,4 @@
-"""What there is to see of a split model's plan: who runs what, what was expected, what changed."""
+"""Status of a split model's plan: workers of splits, predictions and changes."""
 
 from __future__ import annotations
 
@@ -7,54 +7,54 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStatus:
-    """One split of the plan in force, and its workers."""
+    """One split of the active plan, and its workers."""
 
     first_segment: int
     last_segment: int
     devices: tuple[tuple[str, int], ...]
-    """Type of device, and how many of it run the split."""
+    """Device types, each with the number of devices that run the split."""
     in_service: int
-    """How many of them are there."""
+    """Number of its workers that are in service."""
     slow: int
-    """Those that get less work, as they are slower than others of their type (E3 3.3)."""
+    """Workers that get less work because they are slower than others of their type (E3 3.3)."""
     excluded: int
-    """Those that get only what none else can run."""
+    """Workers that only get work that no other worker can run."""
 
     @property
     def slowed(self) -> int:
-        """Those that get less work or nearly none."""
+        """Number of workers that get less work or almost none."""
         return self.slow + self.excluded
 
     @property
     def workers(self) -> int:
-        """How many run the split, there or not."""
+        """Number of workers that run the split, in service or not."""
         return sum(count for _, count in self.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStatus:
-    """The plan that a split model is served by."""
+    """The active plan of a split model."""
 
     splits: tuple[SplitStatus, ...]
     spare: int
-    """Workers without a split, which help where they can."""
+    """Number of workers without a split, which help where they can."""
     batch_size: int
     """Rows of a batch at each split."""
     rate_rps: float
     latency_s: float
-    """Both PREDICTED, without queues, under the last forecast; the latency at worst."""
+    """Worst latency; like the rate PREDICTED without queues under the last forecast."""
     shares: tuple[tuple[int, float, float | None], ...]
-    """By exit: share of the rows that goes on behind it, as forecast and as observed in the window
-    that runs; ``None`` if nothing was decided there."""
+    """By exit: share of the rows that continue after it, as forecast and as observed in the current
+    window; ``None`` if nothing was decided there."""
     changes: int
-    """Changes of plans that are over and were made."""
+    """Number of completed changes of plans."""
     given_up: int
-    """Changes that were begun, or were to be, and given up."""
+    """Number of changes that failed, before or after they began."""
     changing: bool
-    """Whether one is under way."""
+    """``True`` if a change is in progress."""
     reason: str
-    """Why the plan was changed or kept when it was last looked at, in words."""
+    """Reason of the last decision to change or keep the plan, in words."""
     changed_s: float | None
     """Seconds since the last change; ``None`` if there was none."""
     changed_for: str = ""
-    """Why that was made, in words."""
+    """Reason of that change, in words."""

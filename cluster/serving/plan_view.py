@@ -1,4 +1,4 @@
-"""The plan and the batch profile of a split model, in the words of the status page."""
+"""The plan and the batch profile of a split model, as texts of the status page."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class SplitView:
     devices: str
     in_service: str
     lacking: bool
-    """Whether a worker of it is not there, or gets less work."""
+    """``True`` if one of its workers is out of service, or gets less work."""
     slow: str
-    """Those that get less work than others."""
+    """Number of workers that get less work than others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView:
-    """The plan in force."""
+    """The active plan."""
 
     splits: tuple[SplitView, ...]
     predicted: str
     exits: tuple[tuple[str, float | None, float], ...]
-    """By exit: the share of rows that goes on in the window that runs, 0 to 1, and the forecast
-    that the plan rests on."""
+    """By exit: the share of rows that continue in the current window, 0 to 1, and the forecast used
+    for the plan."""
     state: str
-    """Whether plans change now, when they last did, and why or why not."""
+    """Current and last change of plans, with the reasons."""
 
 
 def view_plan(plan: PlanStatus | None, ago: Callable[[float], str]) -> PlanView | None:
-    """Put a plan into words and figures; ``ago`` says a time in seconds. ``None`` has none."""
+    """Describe a plan in words; ``ago`` formats seconds. ``None`` returns ``None``."""
     if plan is None:
         return None
     spare = f"; {plan.spare} spare, which help where they can" if plan.spare else ""
@@ -79,20 +79,20 @@ class ProfileView:
 
     heading: str
     windows: str
-    """How many are kept, and of what the forecast was made."""
+    """Number of kept windows, and the method of the forecast."""
     exits: tuple[tuple[str, float, float | None], ...]
-    """By exit: the share of rows that went on, 0 to 1, and what had been forecast."""
+    """By exit: the share of rows that continued, 0 to 1, and the forecast share."""
 
 
 def view_profile(profile: ProfileStatus | None) -> ProfileView | None:
-    """Describe a batch profile; ``None`` where there is no window."""
+    """Describe a batch profile; ``None`` if there is no window."""
     if profile is None or not profile.windows:
         return None
     window = f"{profile.window_s:g} s"
     kept = f"{profile.windows:,} {'window is' if profile.windows == 1 else 'windows are'} kept"
     if not profile.going_on:
         return ProfileView(
-            heading=f"Rows that go on behind each exit, by windows of {window}",
+            heading=f"Rows that continue after each exit, by windows of {window}",
             windows=f"{kept} from before; none is over since the start.",
             exits=(),
         )
@@ -100,7 +100,7 @@ def view_profile(profile: ProfileStatus | None) -> ProfileView | None:
     if profile.forecast is not None:
         forecast = f"forecast before it began by {profile.method}, conservatively"
     return ProfileView(
-        heading=f"Rows that went on behind each exit in the last window of {window}",
+        heading=f"Rows that continued after each exit in the last window of {window}",
         windows=f"{kept}; {forecast}.",
         exits=tuple((exit_label(k), share, told) for k, share, told in profile.shares()),
     )

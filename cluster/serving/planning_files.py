@@ -1,4 +1,4 @@
-"""Reads the files that plans are made of, which others than us may have written."""
+"""Reads the files for planning, which others may have written."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def read_planning(path: Path, most_bytes: int) -> bytes:
         return read_limited(path, most_bytes)
     except OSError as error:
         raise PlanError(
-            f"{path}: cannot be read: {error.strerror}; name a file that is there"
+            f"{path}: cannot be read: {error.strerror}; name an existing file"
         ) from error
 
 
 def read_plan(path: Path) -> ClusterPlan:
-    """Read a plan that ``eecompile plan --json`` wrote; PlanError if it is none."""
+    """Read a plan from ``eecompile plan --json``; PlanError if it is none."""
     content = read_planning(path, _MOST_PLAN_BYTES)
     return parse_plan(content.decode(errors="replace"), str(path))
 

@@ -1,8 +1,7 @@
-"""The file that keeps a model's batch profile over restarts, as ``eecompile plan`` reads it.
+"""The file that keeps a model's batch profile across restarts, readable by ``eecompile plan``.
 
-It lies beside the controller's state and by the same rules: one for each served name and host,
-which one server at a time writes. Whatever is wrong with it, serving starts, and the windows begin
-anew.
+It is next to the controller's state and has the same rules: one for each served name and host,
+written by one server at a time. If it cannot be used, serving starts, with a new series of windows.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ PROFILE_SUFFIX: Final = ".batch-profile.json"
 
 
 class ProfileFile(OwnedFile):
-    """Where a server keeps the batch profile of one model, and finds it again."""
+    """The file of one model's batch profile: saves and loads it."""
 
     suffix = PROFILE_SUFFIX
     lock_suffix = ".batch-profile.lock"
 
     def __init__(self, path: Path) -> None:
-        """Keep the profile at ``path``."""
+        """Keep the path of the profile."""
         super().__init__(path)
         self._unwritable = False
-        """Whether the last attempt to save failed: one warning is enough until one succeeds."""
+        """``True`` if the last save failed: one warning is enough until a save succeeds."""
 
     def load(self, *, bundle: str, exits: int, window_s: float) -> BatchProfile | None:
-        """Take the file for this server, and read it; ``None`` if there is nothing to go on from.
+        """Lock the file for this server, and read it; ``None`` if there is no usable profile.
 
-        ``bundle`` is the hash that it must be of. A line in the log says why it is of no use.
+        ``bundle`` is the hash of its bundle. A log line states why a profile is not used.
         """
         self.take()
         try:
@@ -49,10 +48,10 @@ class ProfileFile(OwnedFile):
         except FileNotFoundError:
             return None
         except OSError as error:
-            _log.warning("%s cannot be read (%s); the batch profile begins anew", self.path, error)
+            _log.warning("%s cannot be read (%s); a new batch profile begins", self.path, error)
             return None
-        except ValueError as error:  # BatchProfileError, or bytes that are no text
-            _log.warning("%s is damaged or something else (%.200s); the batch profile begins anew",
+        except ValueError as error:  # BatchProfileError, or bytes that are not UTF-8
+            _log.warning("%s is damaged or something else (%.200s); a new batch profile begins",
                          self.path, error)  # fmt: skip
             return None
         found = (kept.bundle, kept.profile.exits, kept.profile.window_s)
@@ -60,7 +59,7 @@ class ProfileFile(OwnedFile):
             return kept.profile
         _log.info(
             "%s is of bundle %.18r with %d exits, in windows of %g s; now %.18r with %d, %g s: "
-            "the batch profile begins anew",
+            "a new batch profile begins",
             self.path,
             *found,
             bundle,
@@ -70,7 +69,7 @@ class ProfileFile(OwnedFile):
         return None
 
     def save(self, profile: BatchProfile, bundle: str) -> bool:
-        """Keep a profile, unless another server keeps the file; says whether it is kept."""
+        """Save a profile, unless another server owns the file; return whether it was saved."""
         if not self.take():
             return False
         try:

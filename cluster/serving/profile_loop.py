@@ -1,8 +1,8 @@
-"""The loop that records batch profiles while models are served (E3 3.1), beside the streams.
+"""The loop that records batch profiles during serving (E3 3.1), on its own thread.
 
-At the end of each window one thread takes what was counted since the last: streams count as they
-always do, and wait for nothing. Then it keeps the windows beside the bundle, and forecasts the next
-one, as a plan made now would.
+At the end of each window the thread reads the streams' counters, for which streams do not wait.
+Then it saves the windows next to the bundle, and forecasts the next window, as a plan made now
+would.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ class _Recorded:
     """The batch profile of one model in the loop."""
 
     key: str
-    """Of the executor."""
+    """Key of the model in the executor."""
     name: str
-    """For messages."""
+    """Name of the model, for messages."""
     bundle: str
     """Hash of the bundle's manifest."""
     exits: int
-    """Of the bundle."""
+    """Number of exits of the bundle."""
     file: ProfileFile | None
     keeps_file: bool = True
-    """Whether the file is this model's, if it has one."""
+    """``True`` if this model owns the file, if there is one."""
     recorder: BatchProfileRecorder
     seen: dict[tuple[int, ...], Departures] = field(default_factory=dict)
     """Counts at the end of the last window, by the exits in use."""
     kept: bool = True
-    """Whether the file has all windows that are over."""
+    """``True`` if the file has all finished windows."""
     forecast: ShareForecast | None = None
-    """For the window that runs now."""
+    """Forecast for the current window."""
     status: ProfileStatus
 
 
 class ProfileLoop(PeriodicLoop):
-    """Records the batch profile of every model that has exits to run, until stopped.
+    """Records the batch profile of every model with active exits, until stopped.
 
-    Models are known by the executor's key; that of the first ones is their name. ``wall`` tells the
-    time since the epoch, ``clock`` steadily.
+    Models are identified by the executor's key, which for the first ones is their name. ``wall``
+    returns the time since the epoch, ``clock`` a steady time.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class ProfileLoop(PeriodicLoop):
         self._forecaster = forecaster
         self._clock = clock
         self._epoch_s = wall() - clock()
-        """Windows begin by this: a wall clock that is set must not tear one."""
+        """Offset of the steady clock: setting the wall clock must not split a window."""
         self._begin_s = clock()
         self._recorded = {
             name: _make(name, name, model, window_s, _file_of(name, model))
             for name, model in models.items()
             if model.exits
         }
-        """By key; changed by whoever has :attr:`_turn` and :attr:`_lock`."""
+        """Recorded models by key; changed while holding :attr:`_turn` and :attr:`_lock`."""
         self._turn = threading.Lock()
         """Held while a window ends, files are written, or a model is added or removed."""
         self._lock = threading.Lock()
@@ -100,7 +100,7 @@ class ProfileLoop(PeriodicLoop):
             self.begin()
 
     def stop(self) -> None:
-        """Stop the loop; the window that is not over is lost. Blocks for seconds at most."""
+        """Stop the loop; the current window is lost. Blocks for seconds at most."""
         self.end()
         for recorded in self._recorded.values():
             _end(recorded)
@@ -108,8 +108,8 @@ class ProfileLoop(PeriodicLoop):
     def add(self, key: str, name: str, model: ServedModel) -> None:
         """Record one more model, which the executor has; may block for a second.
 
-        Where the model that it replaces keeps its profile in the same file, that is saved now, and
-        the file is the new model's from here on.
+        If the model that it replaces uses the same file, that profile is saved now, and the new
+        model owns the file from then on.
         """
         if not model.exits:
             return
@@ -127,12 +127,12 @@ class ProfileLoop(PeriodicLoop):
                 self.begin()
 
     def retire(self, key: str) -> None:
-        """Do nothing: what comes before a version is over is of use."""
+        """Do nothing: windows until a version's end are useful."""
 
     def remove(self, key: str, *, save: bool = True) -> None:
-        """Forget a model; the window that is not over is lost. Blocks for moments.
+        """Remove a model; the current window is lost. Blocks for milliseconds.
 
-        Without ``save``, a model that used the same file before has it again.
+        Without ``save``, a model that used the same file before owns it again.
         """
         with self._turn:
             with self._lock:
@@ -145,24 +145,24 @@ class ProfileLoop(PeriodicLoop):
                 other.keeps_file = True
 
     def _sharing(self, file: ProfileFile | None) -> list[_Recorded]:
-        """Return what is recorded in a file."""
+        """Return the records that use a file."""
         recorded = self._recorded.values()
         return [r for r in recorded if file and r.file and r.file.path == file.path]
 
     def status(self, model: str) -> ProfileStatus | None:
-        """Give what is known of the last window; ``None`` of a model without exits to run."""
+        """Return the status of the last window; ``None`` for a model without active exits."""
         recorded = self._recorded.get(model)
         return None if recorded is None else recorded.status
 
     def profile(self, model: str) -> BatchProfile | None:
-        """Give the windows that are over; ``None`` of a model without exits to run."""
+        """Return the finished windows; ``None`` for a model without active exits."""
         if (recorded := self._recorded.get(model)) is None:
             return None
         with self._lock:
             return recorded.recorder.profile()
 
     def running(self, model: str) -> BatchProfile | None:
-        """Give the window that is not over, alone; without any if nothing was decided in it."""
+        """Return only the current window; no window if nothing was decided in it."""
         if (recorded := self._recorded.get(model)) is None:
             return None
         with self._lock:
@@ -171,7 +171,7 @@ class ProfileLoop(PeriodicLoop):
             return running.profile()
 
     def pause_s(self) -> float:
-        """Return the seconds until the window is over."""
+        """Return the seconds until the window ends."""
         return max(self._begin_s + self._window_s - self._clock(), 0.0)
 
     def look(self) -> None:
@@ -183,13 +183,13 @@ class ProfileLoop(PeriodicLoop):
             for recorded in self._recorded.values():
                 try:
                     self._end_window_of(recorded, self._epoch_s + begun_s)
-                except Exception:  # serving goes on, and so do the other models
+                except Exception:  # serving and the other models continue
                     _log.exception("%s: a window of the batch profile is lost", recorded.name)
 
     def _counted(
         self, recorded: _Recorded
     ) -> tuple[list[Departures], dict[tuple[int, ...], Departures]]:
-        """Count since the end of the last window, and in all."""
+        """Return the counts since the end of the last window, and the total ones."""
         before, counted = recorded.seen, self._executor.snapshot(recorded.key).departures
         since = [now - before[now.exits] if now.exits in before else now for now in counted]
         return since, {now.exits: now for now in counted}
@@ -200,7 +200,7 @@ class ProfileLoop(PeriodicLoop):
             seen, recorded.seen = self._counted(recorded)
             added = recorder.add(start_s, seen)
         if not added:
-            return  # nothing was decided: the forecast stands for the next window
+            return  # nothing was decided: the forecast applies to the next window
         made, profile = recorded.forecast, recorder.profile()
         (*_, last) = profile.going_on().tolist()
         recorded.status = ProfileStatus(
@@ -215,7 +215,7 @@ class ProfileLoop(PeriodicLoop):
         recorded.forecast = self._forecast(recorded)
 
     def _forecast(self, recorded: _Recorded) -> ShareForecast | None:
-        """Forecast the window that begins; ``None`` without any before it."""
+        """Forecast the window that begins; ``None`` if there is no earlier one."""
         profile = recorded.recorder.profile()
         return forecast_next(profile, self._forecaster) if profile.windows else None
 
@@ -227,12 +227,12 @@ def _file_of(name: str, model: ServedModel) -> ProfileFile | None:
 def _make(
     key: str, name: str, model: ServedModel, window_s: float, file: ProfileFile | None
 ) -> _Recorded:
-    """Go on from what was kept of a model, if it was kept for the same."""
+    """Return a model's record, continued from its file if that is for the same bundle."""
     past = None
     if file is not None:
         past = file.load(bundle=model.bundle, exits=model.exits, window_s=window_s)
         if past is not None:
-            _log.info("%s: goes on from %d windows in %s", name, len(past.windows), file)
+            _log.info("%s: continues from %d windows in %s", name, len(past.windows), file)
     recorder = BatchProfileRecorder(model.exits, window_s=window_s, past=past)
     windows = len(recorder.profile().windows)
     return _Recorded(
@@ -247,7 +247,7 @@ def _make(
 
 
 def _end(recorded: _Recorded) -> None:
-    """Keep the windows that are over, and leave the file to whoever comes next."""
+    """Save the finished windows, and release the file."""
     _keep(recorded)
     if recorded.file is not None:
         recorded.file.release()

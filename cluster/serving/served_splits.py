@@ -1,4 +1,4 @@
-"""A cluster's plan as it is served: what each stream is in it, and what that means for stages."""
+"""A cluster's plan as it is served: the role of each stream, and the placement of stages."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class ServedSplits:
 
     plan: ClusterPlan
     model: ModelFacts
-    """With the exits' shares that it was planned on."""
+    """Facts with the exits' shares that the plan was made for."""
     cluster: Cluster
-    """All devices that there are; times reach up to the largest batch that is served."""
+    """All devices, with times for batches up to the largest that is served."""
     goal: PlanningGoal
-    """What is asked of the plan, and of those that follow it."""
+    """Goal of the plan, and of later plans."""
     roles: tuple[StreamRole, ...]
-    """[workers]."""
+    """Role of each worker."""
     batches_per_worker: int = 1
-    """Streams of each worker; stream s is of worker s modulo their number."""
+    """Streams of each worker; stream s belongs to worker s modulo their number."""
     kept: bool = False
-    """Whether the plan was given, and is not to be changed."""
+    """``True`` if the plan was configured, and must not change."""
     steals: bool = True
-    """Whether devices hold, beside their split, what else there is room for."""
+    """``True`` if devices hold further segments besides their split, as far as memory allows."""
     held: tuple[frozenset[int], ...] = ()
-    """[workers] segments whose weights each has; empty is found once, from the above."""
+    """[workers] segments whose weights each has; if empty, computed from the other fields."""
 
     def __post_init__(self) -> None:
         if not self.held:
@@ -45,22 +45,22 @@ class ServedSplits:
 
     @property
     def borders(self) -> frozenset[int]:
-        """The segments behind which stages have to end."""
+        """Segments after which stages must end."""
         return borders_of(self.plan)
 
     @property
     def exits(self) -> frozenset[int]:
-        """The exits that the plan was made with."""
+        """Exits that the plan was made with."""
         return frozenset(self.model.exit_names)
 
     def batch_size(self, most: int) -> int:
-        """Rows of a batch: the plan's, as E3 keeps it constant at every split; ``most`` at most."""
+        """Return the plan's rows of a batch, constant at every split (E3); at most ``most``."""
         return min(self.plan.batch_size, most)
 
     def placement(self, stages: Plan, max_batch_size: int, overhead_s: float) -> Placement:
         """Place the stages of a policy; PlanError if the splits do not end where stages do.
 
-        ``overhead_s`` is what each stage costs beyond its graph.
+        ``overhead_s`` is the time of each stage in addition to its graph.
         """
         return place_plan(
             self.plan,
@@ -74,15 +74,15 @@ class ServedSplits:
         )
 
     def holds(self, stream: int, spec: StageSpec) -> bool:
-        """Whether a stream's device has, or may load, a stage: one that ends as the splits do."""
+        """Return whether a stream's device has, or may load, a stage that ends where splits end."""
         inside = self.held[stream] >= {*range(spec.first_segment, spec.last_segment + 1)}
         return inside and ends_with(spec, self.borders)
 
 
 def ends_with(spec: StageSpec, borders: Collection[int]) -> bool:
-    """Whether a stage may be of a plan whose splits end behind these segments.
+    """Return whether a stage fits a plan whose splits end after these segments.
 
-    Stages of other plans are cut elsewhere, and a device that has them has the weights twice.
+    Stages of other plans have other cuts, and a device that holds both has the weights twice.
     """
     torn = any(spec.first_segment <= border < spec.last_segment for border in borders)
     return not torn and (spec.exit is not None or spec.last_segment in borders)

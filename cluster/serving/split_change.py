@@ -1,8 +1,8 @@
-"""Changing the plan of a split model while it serves: no row is without a worker at any step.
+"""Change of a split model's plan while it serves: no row is without a worker at any step.
 
-E3 leaves that to its platform (4). The steps are those of :mod:`.planning.transition`, taken
-together by kind: all that stop, then all that load, the switch, and what is unloaded behind it. A
-worker of bounded memory gives up what it may only steal for as long as that takes.
+E3 leaves that to its platform (4). The steps are those of :mod:`.planning.transition`, grouped by
+kind: all stops, then all loads, the switch, and the unloads after it. A worker with limited memory
+releases the segments that it only steals for the duration of the change.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from offramp.engine.stages.plan import StageSpec
 _log = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S: Final = 60.0
-"""How long the rows of workers that shall stop may take; then the plan in force stays."""
+"""Time limit for rows of workers that stop; after it, the active plan stays."""
 _TRIES: Final = 5
-"""Times that stages are prepared for the exits in use, should these change meanwhile."""
+"""Attempts to prepare stages for the exits in use, if these change during the preparation."""
 
 Holds: TypeAlias = Callable[[int, StageSpec], bool]
-"""Whether a worker, numbered from 0, holds a stage."""
+"""Returns whether a worker, numbered from 0, holds a stage."""
 _Waits: TypeAlias = Generator[None, None, None]
-"""Steps of a change; yields where rows have to drain first."""
+"""Steps of a change; yields while rows must drain."""
 
 
 class StageHolders(Protocol):
-    """Workers that hold parts of a model, one of each stream, as a change of plans needs them."""
+    """Workers that hold parts of a model, as needed by a change of plans."""
 
     @property
     def there(self) -> tuple[bool, ...]:
-        """Whether each can be asked, as far as is known."""
+        """``True`` for each worker that can take orders, as far as is known."""
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """The type of device of each."""
+        """Device type of each worker."""
 
     def hold(self, holds: Holds, /) -> None:
-        """Have workers load and forget stages by a rule; BackendError if one cannot be loaded."""
+        """Make workers load and release stages by a rule; BackendError if one cannot be loaded."""
 
 
 class SplitChangeError(EngineError):
-    """A change of plans that was given up; one line says why."""
+    """A change of plans failed; the message is one line with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitServing:
-    """A split model as it is served: what a change of its plan works on."""
+    """The parts of a served split model that a change of its plan uses."""
 
     name: str
     executor: Executor
@@ -77,37 +77,37 @@ class SplitServing:
 
     @property
     def splits(self) -> ServedSplits:
-        """The splits in force."""
+        """The active splits."""
         splits = self.deployments.splits
         assert isinstance(splits, ServedSplits), f"{self.name} is not split"
         return splits
 
     def serve_by(self, splits: ServedSplits) -> int:
-        """Start batches by these splits from now on; gives the number of the deployment."""
+        """Start batches by these splits from now on; return the number of the deployment."""
         deployments, policy = self.deployments, self.scheduling
         return serve_by(self.executor, self.name, deployments, splits, policy).number
 
     def hold(self, holds: Holds) -> None:
-        """Have workers hold stages by a rule, and nothing that came before; BackendError."""
+        """Make workers hold only stages by a rule, of wanted deployments; BackendError."""
         self.workers.hold(lambda n, spec: holds(n, spec) and self.deployments.wants(spec))
 
     def forget_unused(self) -> None:
-        """Forget the stages that are not of the plan in force."""
+        """Forget the stages that the active plan does not use."""
         self.deployments.keep_only(self.executor.deployment(self.name).plan)
 
     def drained(self, number: int) -> bool:
-        """Whether all that was started under deployments before this one is over."""
+        """Return whether all work of earlier deployments is finished."""
         return min(self.executor.plans(self.name)) >= number
 
     def is_served(self, gone: Container[int] = ()) -> bool:
-        """Whether each split of the plan in force has a worker that is not ``gone``."""
+        """Return whether each split of the active plan has a worker that is not ``gone``."""
         roles = [role for number, role in enumerate(self.splits.roles) if number not in gone]
         return set(splits_of(self.splits.plan)) <= {role.segments for role in roles}
 
     def states(self, gone: Container[int] = (), excluded: Container[int] = ()) -> list[WorkerState]:
-        """Say what each worker is in the plan in force, if that is served without the ``gone``.
+        """Return each worker's state in the active plan, if that is served without the ``gone``.
 
-        The next plan does without these and the ``excluded``.
+        The next plan uses neither these nor the ``excluded``.
         """
         splits, served = self.splits, self.is_served(gone)
         memory = {kind.name: kind.memory_bytes for kind in splits.cluster.types}
@@ -125,11 +125,11 @@ class SplitServing:
 
 
 class SplitChange:
-    """One change, from the splits in force to others; :meth:`advance` until it is over.
+    """One change, from the active splits to others; call :meth:`advance` until it is over.
 
-    Until the switch it can be given up: a stage that cannot be loaded, a split that no worker is
-    there for, rows that do not drain. Then the plan in force stays, as it was. Where a split of it
-    has no worker any more, there is nothing to keep served: workers load at once, and rows wait.
+    Before the switch it can fail: a stage cannot be loaded, a split has no worker, rows do not
+    drain. Then the active plan stays unchanged. If a split of it has no worker any more, it cannot
+    be kept served: workers load immediately, and rows wait.
     """
 
     def __init__(
@@ -142,15 +142,15 @@ class SplitChange:
         excluded: Container[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Plan the change to ``plan``, made for ``model``, which does without some workers.
+        """Plan the change to ``plan``, made for ``model``, without some workers.
 
-        Those that are ``gone`` do not serve any more, the ``excluded`` serve to the switch.
-        TransitionError if the workers cannot come there while they serve.
+        The ``gone`` do not serve any more, the ``excluded`` serve until the switch. TransitionError
+        if the workers cannot reach the plan while they serve.
         """
         self._served = served
         self._before = before = served.splits
         self._keeps = served.is_served(gone)
-        """Whether the plan in force is to be served to the switch."""
+        """``True`` if the active plan must be served until the switch."""
         self.steps = plan_transition(
             before.plan if self._keeps else None,
             plan,
@@ -163,15 +163,15 @@ class SplitChange:
         self._late = _late(self.steps)
         self._clock = clock
         self.failure: str | None = None
-        """Why it was given up, once it is over."""
+        """Reason of a failed change, after its end."""
         self.refused: RefusedSegments | None = None
-        """What a worker could not load of its split in the next plan, if that is why."""
+        """Segments of its next split that a worker could not load, if that is the reason."""
         self.switched = False
-        """Whether the next plan is in force."""
+        """``True`` if the next plan is active."""
         self._going = self._change()
 
     def advance(self) -> bool:
-        """Go on as far as can be now; says whether it is over. Loads in the calling thread."""
+        """Continue as far as possible; return whether the change is over. Loads in this thread."""
         return next(self._going, True) is True
 
     def _change(self) -> _Waits:
@@ -192,16 +192,16 @@ class SplitChange:
         until_s = self._clock() + DRAIN_LIMIT_S
         while not served.drained(number) and self._clock() < until_s:
             yield
-        if not served.drained(number):  # it is run by whoever is free, and loads it for that
+        if not served.drained(number):  # free workers run it, and load it for that
             served.executor.open_old_plans(served.name)
         served.forget_unused()
         try:
-            served.hold(joining.holds)  # what is left is unloaded before more is loaded
+            served.hold(joining.holds)  # unload before loading more
             served.hold(self._after.holds)
             served.serve_by(self._after)
         except (EngineError, ValueError) as error:
-            _log.error("%s: what workers may steal is not loaded: %s", served.name, error)
-            with contextlib.suppress(EngineError):  # told already
+            _log.error("%s: segments that workers may steal are not loaded: %s", served.name, error)
+            with contextlib.suppress(EngineError):  # logged already
                 served.hold(joining.holds)
 
     def _note_refusal(self, error: StageNotLoadedError) -> None:
@@ -210,7 +210,7 @@ class SplitChange:
             self.refused = RefusedSegments(role.device_type, *error.segments)
 
     def _make_room(self, narrowed: ServedSplits) -> _Waits:
-        """Have workers stop that have no room for another split, and all stop stealing."""
+        """Stop workers without memory for another split, and stop all stealing."""
         served = self._served
         served.forget_unused()
         if narrowed.held != self._before.held:
@@ -218,13 +218,13 @@ class SplitChange:
             while not served.drained(number):
                 if self._clock() >= until_s:
                     raise SplitChangeError(
-                        f"rows of the plan in force did not drain within {DRAIN_LIMIT_S:g} s"
+                        f"rows of the active plan did not drain within {DRAIN_LIMIT_S:g} s"
                     )
                 yield
         served.hold(narrowed.holds)
 
     def _load(self, narrowed: ServedSplits, joining: ServedSplits) -> None:
-        """Have workers load their splits of the next plan, beside those that they run."""
+        """Load the next plan's splits in workers, which still run their current ones."""
         self._prepare(self._exits(), narrowed, joining)
         there = self._served.workers.there
         for first, last in splits_of(joining.plan):
@@ -232,12 +232,12 @@ class SplitChange:
                 role.segments == (first, last) and there[number]
                 for number, role in enumerate(joining.roles)
             ):
-                raise SplitChangeError(f"no worker of segments {first} to {last} is there any more")
+                raise SplitChangeError(f"no worker of segments {first} to {last} is left")
 
     def _prepare(
         self, exits: tuple[int, ...], narrowed: ServedSplits, joining: ServedSplits
     ) -> None:
-        """Have the stages of the next plan loaded, each where it will run, and nowhere else."""
+        """Load the stages of the next plan, each only where it will run."""
         served = self._served
         current = {spec.unit for spec in served.executor.deployment(served.name).plan.stages}
         coming = served.deployments.units(exits, joining)
@@ -251,7 +251,7 @@ class SplitChange:
         served.deployments.prepare(exits, joining)
 
     def _switch(self, narrowed: ServedSplits, joining: ServedSplits) -> int:
-        """Put the next plan in force, for whichever exits are in use by now."""
+        """Activate the next plan, for the exits that are in use by now."""
         served = self._served
         for _ in range(_TRIES):
             with served.deployments.swapping:
@@ -259,10 +259,10 @@ class SplitChange:
                 if served.deployments.prepared(exits, joining):
                     return served.serve_by(joining)
             self._prepare(exits, narrowed, joining)
-        raise SplitChangeError(f"the exits in use changed {_TRIES} times meanwhile")
+        raise SplitChangeError(f"the exits in use changed {_TRIES} times during the change")
 
     def _give_up(self) -> None:
-        """Serve by the plan in force as before: what stopped for the next one loads again."""
+        """Serve by the active plan as before: workers that stopped load their splits again."""
         served = self._served
         served.forget_unused()
         try:
@@ -275,19 +275,19 @@ class SplitChange:
         return self._served.executor.deployment(self._served.name).plan.exits
 
     def _narrowed(self) -> ServedSplits:
-        """Give the plan in force without the workers that stop, and without what is only stolen."""
+        """Return the active plan without the workers that stop, and without stealing."""
         stopping = {int(s.worker) for s in self.steps.steps if s.action is Action.STOP}
         roles = [_out(r) if n in stopping else r for n, r in enumerate(self._before.roles)]
         return _narrow(replace(self._before, roles=tuple(roles)))
 
     def _joining(self) -> ServedSplits:
-        """Give the next plan without the workers that join it late, and without stealing."""
+        """Return the next plan without the workers that join it late, and without stealing."""
         roles = [_out(r) if n in self._late else r for n, r in enumerate(self._after.roles)]
         return _narrow(replace(self._after, roles=tuple(roles)))
 
 
 def _roles(before: tuple[StreamRole, ...], steps: PlanTransition) -> tuple[StreamRole, ...]:
-    """Give each stream its role in the next plan; those that it does without are spare."""
+    """Return each stream's role in the next plan; unused streams are spare."""
     taken = dict(steps.roles)
     return tuple(
         StreamRole(role.device_type, taken.get(str(number))) for number, role in enumerate(before)
@@ -295,7 +295,7 @@ def _roles(before: tuple[StreamRole, ...], steps: PlanTransition) -> tuple[Strea
 
 
 def _late(steps: PlanTransition) -> frozenset[int]:
-    """Give the workers that load behind the switch."""
+    """Return the workers that load after the switch."""
     actions = [step.action for step in steps.steps]
     behind = steps.steps[actions.index(Action.SWITCH) :]
     return frozenset(int(step.worker) for step in behind if step.action is Action.LOAD)
@@ -306,7 +306,7 @@ def _out(role: StreamRole) -> StreamRole:
 
 
 def _narrow(splits: ServedSplits) -> ServedSplits:
-    """Let each device hold its split alone, unless it has room for everything twice."""
+    """Make each device hold only its split, unless its memory suffices for everything twice."""
     memory = {kind.name: kind.memory_bytes for kind in splits.cluster.types}
     twice_bytes = 2 * sum(splits.model.weight_bytes)
     everything = frozenset(range(splits.model.segments))

@@ -18,13 +18,13 @@ from offramp.engine.models.options import MOST_THREADS, ON_CPU, EngineOptions
 from offramp.engine.stages.backend_protocol import Backend
 
 MOST_WORKERS: Final = MOST_THREADS
-"""Of a router, as of threads of a process: more is a slip of the hand."""
+"""Most workers of a router, as threads of a process; more is assumed to be a mistake."""
 WORKERS_ON_CPU: Final = (
     "that is for workers on the CPU; give --backend onnxruntime or openvino, and name GPUs in a "
     'cluster file ([[workers]] device = "cuda:0", backend = "tensorrt"), or run without workers '
     "(--device cuda:0,cuda:1)"
 )
-"""Why a backend is refused."""
+"""Reason why a backend is refused."""
 
 
 class WorkerDevices:
@@ -32,22 +32,22 @@ class WorkerDevices:
 
     @property
     def count(self) -> int:
-        """How many streams the workers run, on whatever hosts."""
+        """Number of streams that the workers run, on all hosts."""
         raise NotImplementedError
 
     @property
     def local(self) -> int:
-        """How many workers are processes on the router's host."""
+        """Number of workers that are processes on the router's host."""
         return self.count
 
     @property
     def elsewhere(self) -> bool:
-        """Whether some are on other hosts."""
+        """``True`` if some are on other hosts."""
         return False
 
     @property
     def on_gpus(self) -> bool:
-        """Whether any of them is on a GPU."""
+        """``True`` if any of them uses a GPU."""
         return False
 
     def launchers(
@@ -55,7 +55,7 @@ class WorkerDevices:
         command: WorkerCommand,
         bundles: Sequence[Path] = (),  # noqa: ARG002 - those of Ray are shown them
     ) -> list[WorkerLauncher]:
-        """Return what starts each of them; ``command`` starts those on this host."""
+        """Return the launcher of each worker; ``command`` starts those on this host."""
         return [LocalLauncher(command)] * self.count
 
     def planned_for(
@@ -63,24 +63,24 @@ class WorkerDevices:
         bundle: Bundle,  # noqa: ARG002
         max_batch_size: int,  # noqa: ARG002
     ) -> ServedCluster | None:
-        """Return what a bundle's plans are made on; ``None`` has each worker hold all stages."""
+        """Return devices and goal of a bundle's plans; ``None`` if each worker holds all stages."""
         return None
 
     def check(self, options: EngineOptions) -> None:
-        """Refuse, by a ValueError, options that do not go with workers."""
+        """Raise ValueError for options that do not fit workers."""
         if not 0 <= self.count <= MOST_WORKERS:
             raise ValueError(f"workers is {self.count}, expected at most {MOST_WORKERS}")
         if options.streams not in (1, self.count):
             raise ValueError(
                 f"streams is {options.streams} and there are {self.count} workers: each worker "
-                "is one stream; leave streams out"
+                "is one stream; omit streams"
             )
         if options.backend not in ("auto", *ON_CPU):
             raise ValueError(f"backend is {options.backend}, and {WORKERS_ON_CPU}")
         if self.on_gpus and options.precision not in (None, "fp32"):
             raise ValueError(
                 f"precision is {options.precision}, and workers on GPUs run engines in fp32, which "
-                "the bundle's own policy is certified for; leave precision out"
+                "the bundle's own policy is certified for; omit precision"
             )
 
     def open(
@@ -108,12 +108,12 @@ class WorkerDevices:
         options: EngineOptions,
         refused: Sequence[StageNotLoadedError] = (),
     ) -> ServedSplits | None:
-        """Split a model by a plan, if there is what plans are made on; OptionsError."""
+        """Split a model by a plan, if devices and goal are configured; OptionsError."""
         served = self.planned_for(bundle, options.of(name).max_batch_size)
         if served is None or not isinstance(backend, RemoteBackend):
             return None
         kinds = backend.device_types
-        # What was refused at first may be what devices hold only to take work from others.
+        # The first refusal may concern segments that devices hold only to steal work.
         served = served.without(*(segments_of(error, kinds) for error in refused[1:]))
         splits = plan_splits(name, bundle, served, kinds, options.mode, steals=not refused)
         backend.hold(splits.holds)
@@ -129,7 +129,7 @@ class LocalWorkers(WorkerDevices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenedWorkers(WorkerDevices):
-    """Workers of a backend that the caller opens, and what plans are made on."""
+    """Workers of a backend that the caller opens, with devices and goal for plans."""
 
     count: int
     served: ServedCluster | None = None
@@ -139,5 +139,5 @@ class OpenedWorkers(WorkerDevices):
         bundle: Bundle,  # noqa: ARG002
         max_batch_size: int,  # noqa: ARG002
     ) -> ServedCluster | None:
-        """Return what was given."""
+        """Return the configured devices and goal."""
         return self.served

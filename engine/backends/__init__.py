@@ -1,4 +1,4 @@
-"""Backends execute stages, a module each; :mod:`.stages.backend_protocol` has their protocols."""
+"""Backends, which execute stages: one module each. Protocols: :mod:`.stages.backend_protocol`."""
 
 from offramp.engine.backends.factory import BACKENDS, make_backend
 from offramp.engine.stages.backend_protocol import Backend, Slot, StageResult, TensorBatch

@@ -1,7 +1,7 @@
-"""Which of the CPU's runtimes serves some bundles faster, measured where they will be served.
+"""Comparison of the CPU runtimes on the machine that serves: which is faster for given bundles.
 
-Neither is faster everywhere: on one machine OpenVINO took 0.7 of ONNX Runtime's time on a BERT and
-1.15 on a small CNN. So both run the model, whole and in its stages, in turns.
+Neither runtime is always faster: on one machine OpenVINO took 0.7 of ONNX Runtime's time on a BERT
+and 1.15 on a small CNN. So both run the whole model and its stages, alternately.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from offramp.engine.stages.pipeline import Pipeline, zeros
 from offramp.engine.stages.plan import Mode, make_plan
 
 _EFFORT: Final = Effort(least=5, most=60, seconds=1.0, half_width=0.0)
-"""For each bundle; until it is decided."""
+"""Effort for each bundle; measuring stops earlier once the result is clear."""
 _MOST_ROWS: Final = 8
 LEAST_GAIN: Final = 0.05
-"""Share of the time that a runtime has to save, for sure, to be chosen: a tie is broken in favour
-of the one that the bundle was certified and profiled with."""
+"""Share of the time that a runtime must certainly save to be chosen. In a tie ONNX Runtime is
+chosen, with which the bundle was certified and profiled."""
 
 
 def relative_time(
@@ -37,11 +37,12 @@ def relative_time(
     max_rows: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, float]:
-    """Give the time that ``other`` takes for a bundle's model, over that which ``ours`` takes.
+    """Return the time that ``other`` takes for a bundle's model, divided by that of ``ours``.
 
-    The geometric mean over the source model and the stages of the bundle's policy with nobody
-    leaving, each at a batch of one and of eight (or ``max_rows``, if that is less); and how far it
-    may be off, in the same unit. BackendError if one of them cannot run a stage.
+    The first number is the geometric mean over the source model and the stages of the bundle's
+    policy (no sample leaves), each at a batch of one and of eight (or ``max_rows``, if less). The
+    second is the half-width of its confidence interval, in the same unit. BackendError if a backend
+    cannot run a stage.
     """
     plans = [make_plan(bundle, mode=Mode.OFF), make_plan(bundle, bundle.policy, Mode.LEAVE)]
     sizes = sorted({1, min(_MOST_ROWS, max_rows)})
@@ -69,10 +70,10 @@ def _undecided(rounds: Sequence[Rounds]) -> float:
 
 def _mean(rounds: Sequence[Rounds]) -> tuple[float, float]:
     if not all((r.times_ms > 0).all() for r in rounds):
-        return 1.0, math.inf  # the clock stood still, as a virtual one may: nothing was measured
+        return 1.0, math.inf  # the clock did not advance (a virtual clock): no measurement
     ratios = [r.ratios()[0] for r in rounds]
     mean = float(np.exp(np.mean([np.log(ratio.value) for ratio in ratios])))
-    # as if all were off in the same direction: what disturbs one disturbs the others
+    # Errors are assumed to have the same direction: a disturbance of one affects the others, too.
     return mean, mean * float(np.mean([ratio.half_width / ratio.value for ratio in ratios]))
 
 

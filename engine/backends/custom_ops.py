@@ -1,8 +1,9 @@
-"""Libraries with operators of the user's own, which every session of ONNX Runtime gets.
+"""Libraries of custom operators, which are registered with every session of ONNX Runtime.
 
-A process has one set of them, as its command line names it (``--custom-ops``): whatever loads a
-graph makes its options here, so that none can forget them. Rejected: handing the set through all
-that runs a graph, some twenty places of compiler, calibration, server and bench.
+A process has one set of them, named on its command line (``--custom-ops``). All code that loads a
+graph makes its session options here, so that the libraries cannot be forgotten. Rejected: passing
+the set through all code that runs a graph, about twenty places of compiler, calibration, server and
+benchmarks.
 """
 
 from __future__ import annotations
@@ -26,38 +27,38 @@ from offramp.engine.graphs.external_weights import name_weights
 _log = logging.getLogger(__name__)
 
 FLAG: Final = "--custom-ops LIB.so"
-"""What gives a library, in messages."""
+"""The option that names a library, for messages."""
 _EXTENSIONS: Final = (
     "for ai.onnx.contrib pip install onnxruntime-extensions, whose get_library_path() names it"
 )
 _UNKNOWN: Final = re.compile(r"(?P<domain>[^\s:]*):(?P<name>[^\s(]+)\(-?\d+\) is not a registered")
-"""How ONNX Runtime says that it has no operator of a domain and name."""
+"""ONNX Runtime's message that an operator of a domain and name is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedLibrary:
-    """A library that sessions are given."""
+    """A library that is registered with sessions."""
 
     path: Path
     sha256: str
-    """Of its content, when it was named."""
+    """SHA-256 of the file's content when the library was loaded."""
 
 
 _libraries: tuple[LoadedLibrary, ...] = ()
 
 
 def libraries() -> tuple[LoadedLibrary, ...]:
-    """Give the libraries of this process, in the order in which they were named."""
+    """Return the libraries of this process, in the order in which they were named."""
     return _libraries
 
 
 @contextmanager
 def using_libraries(paths: Sequence[Path]) -> Iterator[None]:
-    """Give these libraries to all sessions that are made meanwhile, instead of any others.
+    """Register these libraries with all sessions made in this context, instead of any others.
 
-    This runs code of theirs. BackendError if one is no such library.
+    This runs code of the libraries. BackendError if a file is no such library.
     """
-    global _libraries  # noqa: PLW0603 - a process's one set, see above
+    global _libraries  # noqa: PLW0603 - one set a process, see above
     named = {library.sha256: library for library in map(_loaded, paths)}
     before, _libraries = _libraries, tuple(named.values())
     try:
@@ -69,9 +70,9 @@ def using_libraries(paths: Sequence[Path]) -> Iterator[None]:
 def session_options(
     only: Sequence[LoadedLibrary] | None = None, *, weights: Path | None = None
 ) -> ort.SessionOptions:
-    """Make the options of a session, with the process's libraries, or ``only`` some of them.
+    """Return the options of a session, with the process's libraries, or ``only`` some of them.
 
-    Weights that a graph names in a file are found too, in the folder ``weights`` if it is given.
+    ``weights``, if given, is the folder of the weights that a graph stores outside of its file.
     """
     options = ort.SessionOptions()
     for library in _libraries if only is None else only:
@@ -83,11 +84,12 @@ def session_options(
 def load_session(model: bytes | str, options: ort.SessionOptions) -> ort.InferenceSession:
     """Load a graph, or the file of one, on the CPU.
 
-    Raises ONNX Runtime's own exceptions; a BackendError that tells the remedy where the graph has
-    an operator of nobody's.
+    Raises ONNX Runtime's own exceptions; for an operator that no library has, a BackendError with
+    the remedy.
     """
     try:
-        # Without the second attempt on what there is no other of, which it tells on standard output
+        # Disables ONNX Runtime's second attempt, which is useless here and prints to standard
+        # output.
         return ort.InferenceSession(
             model, options, providers=["CPUExecutionProvider"], enable_fallback=0
         )
@@ -98,23 +100,23 @@ def load_session(model: bytes | str, options: ort.SessionOptions) -> ort.Inferen
 
 
 def unknown_operators(names: Sequence[tuple[str, str]]) -> str:
-    """Say which operators, by domain and name, nobody has given, and how to give them."""
+    """Return the message about operators (domain, name) that no library has, with the remedy."""
     told = ", ".join(f"{name} of domain {domain}" for domain, name in names)
     given = ", ".join(library.path.name for library in _libraries)
     have = f"; {given} {'have' if len(_libraries) > 1 else 'has'} no such" if given else ""
     hint = f" ({_EXTENSIONS})" if any(domain == "ai.onnx.contrib" for domain, _ in names) else ""
     return (
-        f"ONNX Runtime {ort.__version__} has no operator {told}{have}: give the library that has "
+        f"ONNX Runtime {ort.__version__} has no operator {told}{have}: load the library that has "
         f"it with {FLAG}{hint}"
     )
 
 
 def open_runnable(path: Path) -> Bundle:
-    """Open a bundle whose graphs can be loaded with the process's libraries, or say what lacks.
+    """Open a bundle whose graphs can be loaded with the process's libraries.
 
     Raises:
-        BundleError: It is absent, damaged or of another version.
-        BackendError: A library that it needs was not given.
+        BundleError: The bundle is absent, damaged or of another version.
+        BackendError: A library that the bundle needs was not given.
     """
     bundle = Bundle.open(path)
     require_libraries(bundle.manifest, path)
@@ -122,10 +124,10 @@ def open_runnable(path: Path) -> Bundle:
 
 
 def require_libraries(manifest: Manifest, path: Path) -> None:
-    """Refuse a bundle, by a BackendError, of which a library was not given.
+    """Raise BackendError if the process lacks a library that the bundle needs.
 
-    One of another content stands for one that was built otherwise, for instance for another kind
-    of processor: it is taken, with a warning.
+    A library with another content counts as a different build of the needed one, for instance for
+    another processor: it is accepted with a warning.
     """
     hashes = {needed.sha256 for needed in manifest.custom_ops}
     spare = [given for given in _libraries if given.sha256 not in hashes]
@@ -135,12 +137,12 @@ def require_libraries(manifest: Manifest, path: Path) -> None:
         told = "; ".join(needed.describe() for needed in lacking)
         raise BackendError(
             f"{path} needs operators of a library that was not given: {told}; give it with "
-            f"{FLAG}. A library is code: take it from whom you would take a program from"
+            f"{FLAG}. A library is code: only use one from a trusted source"
         )
     for needed in lacking:
         _log.warning(
-            "%s: was compiled with another library than %s: %s. Its answers may be others: "
-            "eecompile verify tells",
+            "%s: was compiled with another library than %s: %s. Its answers may differ: "
+            "check with eecompile verify",
             path,
             ", ".join(f"{o.path.name} (sha256 {o.sha256[:12]}…)" for o in spare),
             needed.describe(),

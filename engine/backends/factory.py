@@ -1,4 +1,4 @@
-"""The choice of a backend, by name or the best there is; heavy imports stay behind this seam."""
+"""The choice of a backend, by name or automatically; heavy imports are made only here."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 CPU = "onnxruntime-cpu"
-"""Name of the embedded default, which bundles are compiled and certified with."""
+"""Name of the default backend; bundles are compiled and certified with it."""
 CPU_RUNTIMES: Final = frozenset({CPU, "openvino-cpu"})
-"""Names of the backends whose streams are the machine's cores."""
+"""Names of the backends whose streams run on the machine's cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,21 +59,22 @@ def make_backend(
     max_rows: int = 32,
     bundles: Sequence[Path] = (),
 ) -> Backend:
-    """Make a backend, and log which and why.
+    """Make a backend, and log the choice and its reason.
 
-    BackendError if there is no such backend, or it cannot run here; one line says what is missing.
+    BackendError if there is no such backend, or it cannot run here; one line states what is
+    missing.
 
     Args:
         name: One of :data:`BACKENDS`.
         threads: Intra-op threads of each running stage, on the CPU.
-        streams: How many stages will run at the same time, where that has to be known before.
-        devices: Numbers of the GPUs, where one is used; several are of one model, and streams are
-            dealt out to them in turn. ``auto`` without any takes a backend on the CPU.
-        precision: Of TensorRT's engines; ``None`` is the least that a bundle has.
-        graphs: Whether stages are captured into CUDA graphs, where one is used.
-        max_rows: Most rows of a batch that will be run, where no engine says it.
-        bundles: What will be served: ``auto`` takes TensorRT only if all of them have engines
-            for the GPU, and kernels that were compiled with engines are not compiled again.
+        streams: Number of stages that run at the same time, for runtimes that must know it early.
+        devices: Numbers of the GPUs, which must be of one model; streams are assigned to them in
+            turn. With none, ``auto`` chooses a backend on the CPU.
+        precision: Precision of TensorRT's engines; ``None`` is the lowest that a bundle has.
+        graphs: Whether stages are captured into CUDA graphs, on a GPU.
+        max_rows: Largest batch (rows) that will be run, where no engine limits it.
+        bundles: Bundles to serve. ``auto`` chooses TensorRT only if all have engines for the GPU;
+            kernels that were compiled with engines are not compiled again.
     """
     options = _Options(
         threads=threads,
@@ -97,11 +98,11 @@ def make_backend(
 
 def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
     reasons = [] if options.devices else ["no GPU is to be used"]
-    several = len(options.devices) > 1  # these very ones were asked for: no CPU in their place
+    several = len(options.devices) > 1  # devices named by the user: no CPU instead
     try:
         for device in options.devices:
             probe.find_device(device)
-    except BackendError as error:  # the one reason against all that need a GPU
+    except BackendError as error:  # one reason that excludes all backends on GPUs
         if several:
             raise
         reasons.append(str(error))
@@ -117,18 +118,18 @@ def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
         except BackendError as error:
             reasons.append(str(error))
             continue
-        why = "; ".join(reasons) or "the fastest, and all is there for it"
+        why = "; ".join(reasons) or "the fastest, and nothing is missing"
         _LOG.info("backend: %s (%s)", backend.name, why)
         return backend
     raise BackendError("; ".join(reasons))
 
 
 def _on_each(make: Callable[[_Options, int], Backend]) -> Callable[[_Options], Backend]:
-    """Turn what makes a backend on a GPU into what makes one on all the GPUs of the options."""
+    """Return a factory that makes a backend on every GPU of the options."""
 
     def make_all(options: _Options) -> Backend:
         if not options.devices:
-            raise BackendError("that backend runs on a GPU, and none is named; give cuda:0, …")
+            raise BackendError("that backend runs on a GPU, and none is named; name cuda:0, …")
         if len(options.devices) == 1:
             return make(options, options.devices[0])
         from offramp.engine.backends.several_devices import SeveralDevices  # noqa: PLC0415
@@ -146,7 +147,7 @@ def _on_each(make: Callable[[_Options, int], Backend]) -> Callable[[_Options], B
 
 
 def _require_alike(devices: Sequence[int]) -> None:
-    """Refuse GPUs of several models: times and engines are of one."""
+    """Refuse GPUs of different models: times and engines hold for one model only."""
     models = {f"cuda:{index}": probe.find_device(index).name for index in devices}
     if len(set(models.values())) > 1:
         told = ", ".join(f"{device} is {model}" for device, model in models.items())
@@ -209,7 +210,7 @@ def _on_gpu(
     from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
 
     cubins = _cubins(device, options.bundles)
-    first = next(cubins)  # before anything is taken of the GPU
+    first = next(cubins)  # before any GPU memory is allocated
     with ExitStack() as failed:
         driver = PyCudaDriver(device.index)
         failed.callback(driver.close)
@@ -227,7 +228,7 @@ def _on_gpu(
 def _with_kernels(
     factory: ExecutableFactory, driver: Driver, options: _Options, cubins: Iterator[bytes]
 ) -> Backend:
-    """Make a backend with the first machine code that the driver loads."""
+    """Make a backend with the first machine code that the driver can load."""
     from offramp.engine.cuda.cuda_backend import CudaBackend  # noqa: PLC0415
     from offramp.engine.cuda.driver import DeviceLostError  # noqa: PLC0415
 
@@ -244,19 +245,18 @@ def _with_kernels(
 
 
 def kernels_for(device: probe.Device, bundles: Sequence[Path]) -> bytes:
-    """Get our kernels' machine code: of the bundles' engines if it is there, else compiled.
+    """Return our kernels' machine code, from the bundles' engines if available, else compiled.
 
-    Only what was compiled of exactly these sources is taken. BackendError if they cannot be
-    compiled.
+    Only code compiled from exactly these sources is used. BackendError if they cannot be compiled.
     """
     return next(_cubins(device, bundles))
 
 
 def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
-    """Offer our kernels' machine code, each different; what is compiled here comes last.
+    """Yield different machine codes of our kernels; the code compiled here comes last.
 
-    That of a bundle may be of a newer CUDA than this driver's, which then does not load it: nobody
-    wrote down which CUDA it was.
+    A bundle's code may come from a newer CUDA than this driver supports; the driver then refuses
+    it. Bundles do not record the CUDA version.
     """
     source = source_hash()
     given: set[bytes] = set()
@@ -278,10 +278,10 @@ def _cubins(device: probe.Device, bundles: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _operator_libraries(bundles: Sequence[Path]) -> list[OperatorLibrary]:
-    """List what bundles need; BackendError where one of the libraries was not given."""
+    """Return the libraries that bundles need; BackendError if one was not given."""
     found: list[OperatorLibrary] = []
     for path in bundles:
-        with contextlib.suppress(BundleError):  # whoever opens it says what is wrong with it
+        with contextlib.suppress(BundleError):  # reported when the bundle is opened
             manifest = read_manifest(path)
             if manifest.custom_ops:
                 from offramp.engine.backends.custom_ops import require_libraries  # noqa: PLC0415
@@ -292,19 +292,19 @@ def _operator_libraries(bundles: Sequence[Path]) -> list[OperatorLibrary]:
 
 
 def _refuse_operators(name: str, needed: Sequence[OperatorLibrary]) -> None:
-    """Refuse operators of libraries where a backend takes none: a BackendError."""
+    """Raise BackendError if operators of libraries are needed and a backend takes none."""
     if needed and not _ENTRIES[name].custom_ops:
         told = "; ".join(library.describe() for library in needed)
         raise BackendError(
-            f"backend {name} takes no libraries of operators, and the model needs {told}: serve "
+            f"backend {name} takes no libraries of operators; the model needs {told}: serve "
             "it on the CPU with --backend onnxruntime"
         )
 
 
 def _require_plain(options: _Options) -> None:
-    """Refuse bundles of a precision that is for CPUs, before one is loaded."""
+    """Refuse bundles of a precision for CPUs, before one is loaded."""
     for path in options.bundles:
-        with contextlib.suppress(BundleError):  # whoever opens it says what is wrong with it
+        with contextlib.suppress(BundleError):  # reported when the bundle is opened
             require_plain(read_manifest(path), path)
 
 
@@ -327,17 +327,17 @@ def _require_engines(options: _Options) -> None:
 
 
 def _compares_openvino(options: _Options) -> bool:
-    """Whether OpenVINO is here, and something to compare it on."""
+    """Return whether OpenVINO is installed and there is a bundle to compare on."""
     return bool(options.bundles) and find_spec("openvino") is not None
 
 
 def _require_faster(options: _Options) -> None:
-    """Refuse, where OpenVINO is not surely faster than ONNX Runtime for what will be served."""
+    """Raise BackendError unless OpenVINO is significantly faster than ONNX Runtime."""
     from offramp.engine.backends.cpu_choice import LEAST_GAIN, relative_time  # noqa: PLC0415
     from offramp.engine.stages.loaded import TOGETHER_BYTES, fits_together  # noqa: PLC0415
 
     try:
-        for path in options.bundles:  # before whole bundles are read and runtimes are started
+        for path in options.bundles:  # before bundles are read whole and runtimes start
             if is_rounded(read_manifest(path)):
                 raise BackendError(
                     f"{path} is not all of float32, and certified with ONNX Runtime's kernels"
@@ -349,7 +349,7 @@ def _require_faster(options: _Options) -> None:
                     f"{bundle.path} has more than {TOGETHER_BYTES >> 20} MiB of weights, too many "
                     "to be loaded by both and compared; --backend openvino serves it by OpenVINO"
                 )
-    except BundleError as error:  # whoever opens it to serve it says the same
+    except BundleError as error:  # opening it to serve it raises the same error
         raise BackendError(str(error)) from error
     ours, other = _cpu(options), _openvino(options)
     found = [relative_time(b, ours, other, max_rows=options.max_rows) for b in bundles]
@@ -370,15 +370,16 @@ def _tensorrt_version() -> str:
 
 class _Entry(NamedTuple):
     make: Callable[[_Options], Backend]
-    """Imports what the backend needs; raises a :class:`BackendError` that says what is missing."""
+    """Factory that imports what the backend needs; a :class:`BackendError` states what is
+    missing."""
     needs_gpu: bool = False
-    """Whether ``auto`` leaves it out where no NVIDIA GPU is."""
+    """Whether ``auto`` skips it on machines without an NVIDIA GPU."""
     is_candidate: Callable[[_Options], bool] = lambda _: True
-    """Whether ``auto`` looks at it, or passes it over without a word."""
+    """Whether ``auto`` considers it; if not, it is skipped without a message."""
     require: Callable[[_Options], None] = lambda _: None
-    """What ``auto`` asks besides: raises a :class:`BackendError` if another serves better."""
+    """Additional check of ``auto``: raises a :class:`BackendError` if another backend is better."""
     custom_ops: bool = False
-    """Whether it takes libraries of operators."""
+    """Whether it takes libraries of custom operators."""
 
 
 _ENTRIES: Final[Mapping[str, _Entry]] = {
@@ -387,7 +388,7 @@ _ENTRIES: Final[Mapping[str, _Entry]] = {
     "openvino": _Entry(_openvino, is_candidate=_compares_openvino, require=_require_faster),
     "onnxruntime": _Entry(_cpu, custom_ops=True),
 }
-"""By name, in the order in which ``auto`` tries them."""
+"""Backends by name, in the order in which ``auto`` tries them."""
 
 BACKENDS: Final = ("auto", *_ENTRIES)
-"""What ``--backend`` takes; ``auto`` is the best that this machine has."""
+"""Values of ``--backend``; ``auto`` is the best backend of this machine."""

@@ -1,6 +1,6 @@
-"""What backends of the machine's cores share: batches of numpy arrays, slots, and stages.
+"""Batches of numpy arrays, slots and stages that all backends on CPU cores share.
 
-A runtime loads a graph (:class:`LoadedGraph`); everything around it is the same for all of them.
+A runtime only loads a graph (:class:`LoadedGraph`); everything else is the same for all runtimes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _EMPTY = np.empty(0, np.float32)
 _ZERO = np.float32(0)
 
 Execute: TypeAlias = Callable[[Sequence[str], Mapping[str, NDArray[Any]], None], list[Any]]
-"""Takes the names of outputs, and inputs by name; gives arrays that are the caller's."""
+"""Takes the names of outputs, and inputs by name; returns arrays that the caller owns."""
 
 
-@dataclass(slots=True)  # not frozen: one is made every stage, and that takes four times as long
+@dataclass(slots=True)  # not frozen, which takes 4 times as long to make: one a stage
 class HostBatch:
     """Rows of named arrays of equal first dimension."""
 
@@ -48,14 +48,14 @@ class HostBatch:
 
 
 class LoadedGraph(NamedTuple):
-    """A graph as a runtime has loaded it."""
+    """A graph that a runtime has loaded."""
 
     read: Collection[str]
     """Names of its inputs."""
     given: Collection[str]
     """Names of its outputs."""
     execute: Execute
-    """Thread-safe."""
+    """Function that runs the graph; thread-safe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,17 @@ class HostStage:
     spec: StageSpec
     execute: Execute
     added: bool
-    """Whether the graph gives a confidence that was added when it was prepared."""
+    """Whether the graph outputs a confidence that was added when the stage was prepared."""
     inputs: tuple[str, ...]
     fetched: tuple[str, ...]
-    """Outputs of the graph: answer and confidence first, if there are any, then ``computed``."""
+    """Outputs of the graph: answer and confidence first, if they exist, then ``computed``."""
     computed: tuple[str, ...]
-    """Carried tensors that the graph gives."""
+    """Carried tensors that are outputs of the graph."""
     passed: tuple[str, ...]
-    """Carried tensors that it does not give: graph inputs, and what earlier stages gave."""
+    """Carried tensors that are not outputs of the graph: graph inputs, outputs of earlier
+    stages."""
     criterion: HostCriterion | None = None
-    """What says how sure the answer is, where the graph does not."""
+    """Criterion that computes the confidence, where the graph does not."""
 
 
 def load_stage(
@@ -84,12 +85,12 @@ def load_stage(
     *,
     maps_weights: bool = False,
 ) -> HostStage:
-    """Load a stage's graph, which gives a confidence too where that can be added.
+    """Load a stage's graph, with a confidence output added where possible.
 
-    ``runtime`` is a name for messages; if it ``maps_weights``, ``load`` gets graphs that name them,
-    and the folder where they are; the form is that of the stage, unless it
-    holds all of its weights itself. BackendError if the graph cannot be loaded, or does not read
-    and give what the manifest says.
+    ``runtime`` is a name for messages. If it ``maps_weights``, ``load`` gets graphs that name their
+    weights, and the folder of the weights; the form is that of the stage, unless the graph holds
+    all of its weights itself. BackendError if the graph cannot be loaded, or its inputs and outputs
+    differ from the manifest's.
     """
     added = False
     try:
@@ -110,7 +111,7 @@ def load_stage(
     passed = tuple(name for name in spec.carried if name not in given)
     if not (set(read) <= set(spec.inputs) and set(answered) <= set(given)):
         raise BackendError(
-            f"{runtime} cannot load stage {spec.index}: it reads {sorted(read)} and gives "
+            f"{runtime} cannot load stage {spec.index}: its inputs are {sorted(read)}, its outputs "
             f"{sorted(given)}, the manifest says {sorted(spec.inputs)} and {list(answered)}; "
             "compile the model again"
         )
@@ -124,22 +125,22 @@ def load_stage(
 
 
 class HostBackend:
-    """A backend of the machine's cores: all but :meth:`load`, which a runtime has to give."""
+    """A backend on the machine's cores; a runtime implements only :meth:`load`."""
 
     name: ClassVar[str]
     on_cpu = True
     runtime_name: ClassVar[str]
-    """For messages."""
+    """Name for messages."""
     maps_weights: ClassVar[bool] = False
     """Whether :meth:`load` takes graphs that name their weights in a file."""
 
     def __init__(self, *, version: str, threads: int) -> None:
-        """Take the runtime's version, and how many threads each stage has."""
+        """Keep the runtime's version, and the number of threads of each stage."""
         self._version, self._threads = version, threads
 
     @property
     def runtime(self) -> str:
-        """Describe what executes: times measured with it hold for nothing else."""
+        """Description of the runtime; measured times hold for it only."""
         return f"{self.runtime_name} {self._version}, {self._threads} threads"
 
     def load(
@@ -148,30 +149,30 @@ class HostBackend:
         weights: Path | None = None,
         form: WeightForm = WeightForm.PACKED,
     ) -> LoadedGraph:
-        """Load a serialised graph; raises whatever the runtime does.
+        """Load a serialised graph; raises the runtime's exceptions.
 
-        ``weights`` is the folder of those that it names, which it may if :attr:`maps_weights`;
-        ``form`` is how these are to be in memory, for such runtimes.
+        ``weights`` is the folder of weights that the graph may name if :attr:`maps_weights`;
+        ``form`` is the form of these in memory, for such runtimes.
         """
         raise NotImplementedError
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give the bundle itself: its graphs are run as they are."""
+        """Return the bundle itself: its graphs are run unchanged."""
         return bundle
 
     def sizes(self, most: int) -> Sequence[int]:
-        """List all sizes: memory is allocated, or kernels are chosen, the first time."""
+        """Return all sizes: a first run of each allocates memory or chooses kernels."""
         return range(1, most + 1)
 
     def missing(self, stage: HostStage) -> None:
-        """Say that nothing has to be built: graphs run as they are."""
+        """Return ``None``: nothing has to be built."""
 
     def prepare(self, spec: StageSpec) -> HostStage:
-        """Load a stage, which gives a confidence too where that can be added."""
+        """Load a stage, with a confidence output added where possible."""
         return load_stage(spec, self.runtime_name, self.load, maps_weights=self.maps_weights)
 
     def open_slot(self) -> HostSlot:
-        """Open a slot; those of a CPU hold nothing."""
+        """Open a slot; slots of a CPU hold no resources."""
         return HostSlot()
 
     def close(self) -> None:
@@ -182,7 +183,7 @@ class HostSlot:
     """Runs stages on the calling thread."""
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> HostBatch:
-        """Take the arrays as they are."""
+        """Return a batch of the same arrays, without copies."""
         return HostBatch(tensors, len(next(iter(tensors.values()))))
 
     def run(
@@ -193,8 +194,8 @@ class HostSlot:
     ) -> StageResult:
         """Execute a stage on the calling thread."""
         assert isinstance(batch, HostBatch)
-        # What stands here runs with cold caches, between the convolutions of two stages: every
-        # call of numpy costs 10 to 30 µs. So no more of them, and no more Python, than it takes.
+        # This code runs between the convolutions of two stages, with cold caches: every call of
+        # numpy takes 10 to 30 µs. So it makes as few calls as possible.
         spec, tensors = stage.spec, batch.tensors
         try:
             outputs = stage.execute(stage.fetched, {n: tensors[n] for n in stage.inputs}, None)
@@ -206,7 +207,7 @@ class HostSlot:
             answer, confidence, *outputs = outputs
         elif stage.added:
             answer, confidence, *outputs = outputs
-            confidence = np.fmax(confidence, _ZERO)  # in place of NaN
+            confidence = np.fmax(confidence, _ZERO)  # instead of NaN
         elif spec.answer is not None:
             answer, *outputs = outputs
             confidence = confidence_of(answer, spec.form, spec.task)
@@ -215,7 +216,7 @@ class HostSlot:
             confidence, state = stage.criterion.serve(answer, state_in(tensors))
         if not spec.carried:
             return StageResult(answer, confidence, None)
-        carried = dict(zip(stage.computed, outputs))  # noqa: B905, as long as was asked for
+        carried = dict(zip(stage.computed, outputs))  # noqa: B905, as many as were fetched
         for name in stage.passed:
             carried[name] = tensors[name]
         for name, array in state.items():
@@ -231,16 +232,16 @@ class HostSlot:
         return HostBatch(kept, len(rows))
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> HostBatch:
-        """Copy the given rows; host memory is every slot's."""
+        """Copy the given rows; all slots can read host memory."""
         return self.select(batch, rows)
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> HostBatch:
         """Concatenate rows of the parts, in their order."""
         chosen = [self.select(batch, rows).tensors for batch, rows in parts]
-        # A criterion whose function failed on a part has no state there, and begins anew.
+        # A criterion whose function failed on one part has no state there: its state starts again.
         names = [name for name in chosen[0] if all(name in tensors for tensors in chosen)]
         joined = {name: np.concatenate([tensors[name] for tensors in chosen]) for name in names}
         return HostBatch(joined, sum(len(rows) for _, rows in parts))
 
     def close(self) -> None:
-        """Do nothing: a slot of a CPU holds nothing."""
+        """Do nothing: slots of a CPU hold no resources."""

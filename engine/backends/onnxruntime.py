@@ -1,11 +1,11 @@
-"""The backend of ONNX Runtime on the CPU: the embedded default.
+"""The backend of ONNX Runtime on the CPU, the default.
 
-A batch is a dict of numpy arrays. ``InferenceSession.run`` on numpy was measured faster than IO
-binding for small CNNs, so that is what is used. The full optimisation level stays on (blocked
-convolution layouts: extended only is 1.6 to 2 times slower on CNNs), unless weights are shared.
+A batch is a dict of numpy arrays. ``InferenceSession.run`` on numpy was faster than IO binding for
+small CNNs. The full optimisation level stays on (blocked convolution layouts; extended only is 1.6
+to 2 times slower on CNNs), unless weights are shared.
 
-Stages of one graph are one session, whoever asks for them: behind each variant of a bundle stands
-the same unmodified model.
+Stages with the same graph share one session: for instance, all variants of a bundle contain the
+same unmodified model.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ ONE_NODE: Final = (
     b"Z\x0f\n\x01x\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01"
     b"b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
 )
-"""An ONNX model, y = Abs(x) of one float32; the package onnx is not there to make it."""
+"""An ONNX model, y = Abs(x) of one float32; the package onnx may not be installed."""
 _ONE_NUMBER: Final = {"x": np.zeros(1, np.float32)}
 _USES_IT: Final = ("session.use_env_allocators", "1")
-"""Configures a session to use the process's arena."""
+"""Session setting to use the process's arena."""
 
 
 _Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]
-"""Of a session: its graph's hash, the form and the folder of its weights, and which file is there,
-as a bundle may be replaced by another at the same place."""
+"""Key of a session: its graph's hash, form and folder of its weights, and identity of the weight
+file, as a bundle at the same path may be replaced."""
 
 
 def make_session(
@@ -48,31 +48,33 @@ def make_session(
     weights: Path | None = None,
     form: WeightForm = WeightForm.PACKED,
 ) -> ort.InferenceSession:
-    """Load a graph as Offramp runs it on the CPU; weights that it names are in a folder."""
+    """Make a session on the CPU; ``weights`` is the folder of weights that the graph names."""
     options = session_options(weights=weights)
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # failures are raised, and logged by whoever runs a stage
+    options.log_severity_level = 4  # failures are raised, and logged where stages are run
     if form is WeightForm.SHARED:
         run_on_file(options)
     if has_half_precision(model) or form is WeightForm.SHARED:
         # ONNX Runtime 1.30 and 1.31 crashed in their blocked layouts of float16 convolutions.
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    # Stages share one arena, so that a stage writes where the one before it has just read. With an
-    # arena each, every stage starts on cold memory (5 % of a small CNN at a batch of one with three
-    # exits; 2.6 % shared), and memory patterns would give each its own block of the arena again.
+    # Stages share one arena, so that a stage writes where the previous one has just read. With one
+    # arena each, every stage starts on cold memory (costs 5 % of a small CNN's time at a batch of
+    # one with three exits; 2.6 % when shared). Memory patterns would separate the memory of stages
+    # again.
     _share_arena()
     options.add_session_config_entry(*_USES_IT)
     options.enable_mem_pattern = False
-    # Every stage has a pool of its own; pools that spin after a run steal the next one's cores.
+    # Every stage has its own thread pool; pools that spin after a run would take the next one's
+    # cores.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     return load_session(model if form is WeightForm.SHARED else enter_blocked(model), options)
 
 
 def shrink_arena() -> None:
-    """Give the system the memory that the shared arena keeps and no session uses.
+    """Release the memory that the shared arena keeps and no session uses.
 
-    Else it keeps what the largest batch of any session took, for as long as the process lives.
+    Otherwise it keeps the memory of the largest batch of any session until the process ends.
     """
     run = ort.RunOptions()
     run.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
@@ -81,10 +83,10 @@ def shrink_arena() -> None:
 
 @functools.cache
 def _share_arena() -> ort.InferenceSession:
-    """Register the process's arena for sessions that ask for it; done once, before the first.
+    """Register the process's arena for sessions that use it; done once, before the first.
 
-    Gives a session that has it and does next to nothing: arenas shrink at the end of a run. They
-    keep their first piece for ever, so that session is the first to run, and the piece is small.
+    Returns a session of one node on this arena: arenas shrink at the end of a run. An arena never
+    releases its first block, so this session runs first, and that block is small.
     """
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
@@ -99,12 +101,12 @@ def _share_arena() -> ort.InferenceSession:
 
 
 def _native(session: ort.InferenceSession) -> Any:
-    """Get the native session, whose ``run`` ``session.run`` calls in the end.
+    """Return the native session, on which ``session.run`` calls ``run`` after other work.
 
-    That looks at the names of all inputs first, at every run; so does the native session itself.
-    Between two convolutions, with cold caches, that was 20 µs, 0.6 % of a small CNN a stage.
+    ``session.run`` first checks the names of all inputs, which the native session does again. With
+    cold caches that was 20 µs a stage, 0.6 % of a small CNN.
     """
-    return session._sess  # noqa: SLF001 - there is no other way to it
+    return session._sess  # noqa: SLF001 - there is no public access
 
 
 def _key(model: bytes, weights: Path | None, form: WeightForm) -> _Key:
@@ -125,7 +127,7 @@ class OnnxRuntimeBackend(HostBackend):
     def __init__(self, *, threads: int = 1) -> None:
         super().__init__(version=ort.__version__, threads=threads)
         self._sessions: weakref.WeakValueDictionary[_Key, Any] = weakref.WeakValueDictionary()
-        """Native sessions that some stage still has; that two threads load one twice is no harm."""
+        """Native sessions that a stage still uses; two threads may load the same one twice."""
 
     def load(
         self,

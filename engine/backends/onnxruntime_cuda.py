@@ -1,13 +1,13 @@
-"""The backend of ONNX Runtime's CUDA provider: for GPUs without TensorRT.
+"""The backend of ONNX Runtime's CUDA provider, for GPUs without TensorRT.
 
-Every slot has sessions of its own for each stage, which work on the slot's stream, read and write
-the slot's buffers in place, and do not wait for the device. Memory between the operators is ONNX
-Runtime's own; it grows with the first run of each size. A stage with convolutions has a session,
-with its weights, for each of the few sizes that its batches are filled up to
-(:mod:`offramp.engine.cuda.batch_sizes`); any other has one.
+Every slot has its own sessions for each stage. They work on the slot's stream, read and write the
+slot's buffers in place, and do not wait for the device. ONNX Runtime manages the memory between
+operators; it grows with the first run of each size. A stage with convolutions has a session, with a
+copy of its weights, for each of the few sizes that its batches are padded to
+(:mod:`offramp.engine.cuda.batch_sizes`); any other stage has one session.
 
-Operators that the provider lacks, and sums of a few sizes, ONNX Runtime runs on the CPU. That it
-leaves the GPU aside as a whole, as it does when its CUDA libraries do not load, is refused.
+ONNX Runtime runs operators that the provider lacks, and arithmetic on shapes, on the CPU. A
+fallback of the whole graph to the CPU, as when its CUDA libraries do not load, is an error.
 """
 
 from __future__ import annotations
@@ -38,31 +38,30 @@ PROVIDER = "CUDAExecutionProvider"
 _CUDA_MEMORY = "Cuda"
 """ONNX Runtime's name of a GPU's memory."""
 _ERRORS = 3
-"""ONNX Runtime's number of the severity that is logged."""
+"""ONNX Runtime's number of the lowest severity that is logged."""
 _CONVOLUTIONS = frozenset({"Conv", "ConvTranspose", "FusedConv"})
 _INSTALL = "pip uninstall -y onnxruntime && pip install onnxruntime-gpu"
 
 
 def require_provider() -> None:
-    """Check that this ONNX Runtime can use GPUs, and load the libraries of CUDA that it needs.
+    """Check that this ONNX Runtime can use GPUs, and load the CUDA libraries that it needs.
 
-    Those of pip packages are in no folder that the loader looks into. BackendError if it cannot.
+    The loader does not search the folders of pip packages. BackendError if GPUs cannot be used.
     """
     if PROVIDER not in ort.get_available_providers():
         raise BackendError(
-            f"ONNX Runtime {ort.__version__} has no {PROVIDER}, that of onnxruntime-gpu has: "
-            f"{_INSTALL}"
+            f"ONNX Runtime {ort.__version__} has no {PROVIDER}; onnxruntime-gpu has it: {_INSTALL}"
         )
-    ort.set_default_logger_severity(_ERRORS)  # it warns at every session that a plug-in is lacking
+    ort.set_default_logger_severity(_ERRORS)  # it warns about a missing plug-in at every session
     said = StringIO()
-    with redirect_stdout(said):  # it prints, and our standard output may be read by programs
+    with redirect_stdout(said):  # it prints to standard output, which programs may parse
         getattr(ort, "preload_dlls", lambda: None)()
     for line in said.getvalue().splitlines():
         _LOG.warning("ONNX Runtime: %s", line)
 
 
 def try_provider(device: int) -> None:
-    """Run a graph of one node on a GPU, which shows whether the provider works there."""
+    """Run a graph of one node on a GPU, to check that the provider works there."""
     try:
         make_cuda_session(ONE_NODE, device).run(None, {"x": np.zeros(1, np.float32)})
     except BackendError as error:
@@ -76,7 +75,7 @@ def try_provider(device: int) -> None:
 class OnnxRuntimeCudaFactory:
     """Prepares stages: an :class:`offramp.engine.cuda.executable.ExecutableFactory`.
 
-    Slots have memory for batches of ``max_rows``, and no more.
+    Slots have memory for batches of up to ``max_rows``.
     """
 
     name = "onnxruntime-cuda"
@@ -87,15 +86,15 @@ class OnnxRuntimeCudaFactory:
         self._sizes = BundleSizes()
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Leave every type as it is."""
+        """Return the same type."""
         return dtype
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give the bundle itself: graphs are run as they are."""
+        """Return the bundle itself: graphs are run unchanged."""
         return bundle
 
     def prepare(self, spec: StageSpec) -> OnnxRuntimeCudaStage:
-        """Look at a stage's graph; what takes device memory is made when it is opened."""
+        """Analyse a stage's graph; device memory is allocated when the stage is opened."""
         model = spec.load()
         try:
             shapes = GraphShapes(model)
@@ -132,12 +131,12 @@ def _has_convolutions(model: bytes) -> bool:
 
 
 def _fixed_sizes(shapes: GraphShapes) -> dict[str, Shape]:
-    """Shapes of one row, of a graph that is of no bundle; it must not leave them open."""
+    """Return the shapes of one row for a graph without a bundle; BackendError if sizes are open."""
     fixed: dict[str, Shape] = {}
     for name, argument in shapes.inputs.items():
         sizes = tuple(size for size in argument.shape[1:] if isinstance(size, int))
         if len(sizes) < len(argument.shape) - 1:
-            raise BackendError(f"it is of no bundle, so the sizes of {name} are not known")
+            raise BackendError(f"it belongs to no bundle, so the sizes of {name} are not known")
         fixed[name] = sizes
     return fixed
 
@@ -147,32 +146,33 @@ class OnnxRuntimeCudaStage:
     """A stage's graph: a :class:`offramp.engine.cuda.executable.PreparedStage`."""
 
     capturable: ClassVar = False
-    """ONNX Runtime allocates and waits as it likes."""
+    """ONNX Runtime allocates memory and waits during a run."""
     scratch_bytes: ClassVar = 0
-    """Sessions have memory of their own."""
+    """Sessions allocate their own memory."""
     missing: ClassVar = None
     """Nothing has to be built."""
 
     spec: StageSpec
     model: bytes
     shapes: GraphShapes
-    """The graph's; used by one thread at a time."""
+    """Shapes of the graph; used by one thread at a time."""
     inputs: tuple[TensorInfo, ...]
-    """What its graph reads."""
+    """Inputs of the graph."""
     outputs: tuple[TensorInfo, ...]
-    """What is wanted of what it gives."""
+    """Outputs of the graph that the stage needs."""
     max_rows: int
     device: int
     pads: bool
-    """Whether it has convolutions, which are planned anew whenever the batch size changes."""
+    """Whether it has convolutions; ONNX Runtime plans these again whenever the batch size
+    changes."""
     _lock: Lock = field(default_factory=Lock)
 
     def room(self, rows: int) -> int:  # noqa: ARG002 - it takes any size
-        """All that slots have memory for."""
+        """Return the rows that slots have memory for."""
         return self.max_rows
 
     def open(self, slot: SlotResources) -> OnnxRuntimeCudaRun:
-        """Make what runs it in a slot."""
+        """Make the executable of a slot."""
         return OnnxRuntimeCudaRun(self, self.session(slot), slot)
 
     def session(self, slot: SlotResources) -> ort.InferenceSession:
@@ -185,7 +185,7 @@ class OnnxRuntimeCudaStage:
             ) from error
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        """Tell the shapes of the outputs; thread-safe."""
+        """Return the shapes of the outputs; thread-safe."""
         with self._lock:
             found = self.shapes.of(inputs)
         return {info.name: found[info.name] for info in self.outputs}
@@ -195,10 +195,10 @@ class OnnxRuntimeCudaStage:
 
 
 class OnnxRuntimeCudaRun:
-    """What runs a stage in a slot: an :class:`offramp.engine.cuda.executable.Executable`.
+    """A stage in a slot: an :class:`offramp.engine.cuda.executable.Executable`.
 
-    ``first`` is its first session. A stage that pads has one for every size that comes, since a
-    session that meets another size than before plans all its convolutions anew.
+    ``first`` is its first session. A stage that pads has one session for every size, because a
+    session plans all its convolutions again when the size changes.
     """
 
     def __init__(
@@ -210,14 +210,14 @@ class OnnxRuntimeCudaRun:
         self._uploaded: StreamEvent | None = slot.driver.event() if self._copied else None
         self._spare: ort.InferenceSession | None = first
         self._sessions: dict[int, _BoundSession] = {}
-        """By rows, or by 0 where one is for all."""
+        """Sessions by rows; the key is 0 where one session serves all sizes."""
         self._closed = False
         self._options = ort.RunOptions()
-        # The slot waits for its stream by an event; without this every run would wait by itself.
+        # The slot waits for its stream by an event; without this setting every run would wait, too.
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        """Tell the shapes of the outputs; the first time of each size by running, if need be."""
+        """Return the shapes of the outputs; the first call of a size may run the graph."""
         return self._stage.output_shapes(inputs)
 
     def enqueue(
@@ -226,9 +226,9 @@ class OnnxRuntimeCudaRun:
         addresses: Mapping[str, int],
         stream: Stream,
         *,
-        graph: int | None = None,  # noqa: ARG002 - there are none
+        graph: int | None = None,  # noqa: ARG002 - no graphs here
     ) -> None:
-        """Run the session; what it does on the device is enqueued on the slot's stream."""
+        """Run the session; its work on the device is enqueued on the slot's stream."""
         if self._closed:
             raise BackendError(f"stage {self._stage.spec.index} was closed before")
         rows = next((inputs[info.name][0] for info in self._stage.inputs), 0)
@@ -244,7 +244,7 @@ class OnnxRuntimeCudaRun:
             ) from error
 
     def forget(self, graph: int) -> None:
-        """Do nothing: there are no graphs."""
+        """Do nothing: there are no CUDA graphs."""
 
     def close(self) -> None:
         """Release the sessions."""
@@ -263,9 +263,10 @@ class OnnxRuntimeCudaRun:
         return found
 
     def _wait_for_copied(self, session: _BoundSession, stream: Stream) -> None:
-        """Have inputs that binding copies ready, and bound anew: at every run they differ.
+        """Wait for inputs that binding copies, and bind them again: they differ in every run.
 
-        The copy knows nothing of the slot's stream, so the host waits for what writes them.
+        The copy is not ordered on the slot's stream, so the host waits for the work that writes
+        them.
         """
         if self._uploaded is not None:
             self._slot.driver.record(self._uploaded, stream)
@@ -275,7 +276,7 @@ class OnnxRuntimeCudaRun:
 
 
 class _BoundSession:
-    """A session with what is bound to it."""
+    """A session with its bound tensors."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self.session = session
@@ -290,7 +291,7 @@ class _BoundSession:
         outputs: Mapping[str, Shape],
         addresses: Mapping[str, int],
     ) -> None:
-        """Bind what is not bound so already."""
+        """Bind tensors whose shape or address has changed."""
         for tensors, shapes, bind in (
             (stage.inputs, inputs, self.binding.bind_input),
             (stage.outputs, outputs, self.binding.bind_output),
@@ -303,10 +304,10 @@ class _BoundSession:
 
 
 def _copied_when_bound(session: ort.InferenceSession) -> frozenset[str]:
-    """Inputs that a graph wants in the CPU's memory: binding one copies it there, at once."""
+    """Return the inputs that a graph reads from CPU memory; binding one copies it immediately."""
     names = [argument.name for argument in session.get_inputs()]
     memories = getattr(session, "get_input_memory_infos", None)
-    if memories is None:  # an older ONNX Runtime: any of them may be
+    if memories is None:  # an older ONNX Runtime: each may be one
         return frozenset(names)
     places = [memory.name for memory in memories()]
     return frozenset(n for n, p in zip(names, places, strict=True) if p != _CUDA_MEMORY)
@@ -320,16 +321,16 @@ def make_cuda_session(
     BackendError if ONNX Runtime would run it on the CPU.
     """
     options = ort.SessionOptions()
-    options.intra_op_num_threads = 1  # of what is left to the CPU: sums of sizes
+    options.intra_op_num_threads = 1  # for the operators left on the CPU: shape arithmetic
     options.inter_op_num_threads = 1
     options.log_severity_level = _ERRORS
     settings = {
         "device_id": str(device),
-        # The search that is the default tries all algorithms at every new batch size, in service.
+        # The default search tries all algorithms at every new batch size, while serving.
         "cudnn_conv_algo_search": "HEURISTIC",
-        # A session a size: none shall hold twice the memory that it takes.
+        # There is a session per size: none may allocate twice the memory that it needs.
         "arena_extend_strategy": "kSameAsRequested",
-        # Thresholds were found in float32; TF32 multiplies 10 bits.
+        # Thresholds were found in float32; TF32 multiplies with 10 bits.
         "use_tf32": "0",
     }
     if stream is not None:
@@ -339,7 +340,7 @@ def make_cuda_session(
     )
     if PROVIDER not in session.get_providers():
         raise BackendError(
-            f"its CUDA provider does not load, which needs CUDA and cuDNN of the version that "
+            f"its CUDA provider does not load; it needs CUDA and cuDNN of the version that "
             f"onnxruntime-gpu {ort.__version__} was built with; ORT's log says what is missing"
         )
     return session

@@ -1,8 +1,8 @@
-"""The backend of OpenVINO on the CPU, for those who have installed it.
+"""The optional backend of OpenVINO on the CPU.
 
-On transformers it was measured faster than ONNX Runtime (``benchmarks/other_runtime.py``), on small
-CNNs hardly or not. Graphs are the very same, computed in float32 wherever they do not say
-otherwise: left to itself, OpenVINO takes bfloat16 where the CPU has it.
+OpenVINO was measured faster than ONNX Runtime on transformers (``benchmarks/other_runtime.py``),
+but hardly on small CNNs. Both run the same graphs, in float32 unless a graph specifies another
+type: OpenVINO's default is bfloat16 on CPUs that have it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ _INSTALL = "pip install '.[openvino]' (for the dot: Offramp's source folder or w
 def require_openvino() -> str:
     """Import OpenVINO and return its version; BackendError if that fails."""
     with optional_import("openvino", install=_INSTALL, raises=BackendError):
-        import openvino  # noqa: PLC0415 - an extra, and it takes a moment
+        import openvino  # noqa: PLC0415 - optional, and slow to import
     return str(openvino.__version__).partition("-")[0]
 
 
 class OpenVinoBackend(HostBackend):
-    """Prepares stages as models that OpenVINO compiled for the CPU: a backend.
+    """A backend that compiles stages with OpenVINO for the CPU.
 
-    ``streams`` is how many stages run at the same time, each in ``threads`` threads; more wait for
-    each other.
+    ``streams`` stages run at the same time, each in ``threads`` threads; further ones wait.
     """
 
     name = "openvino-cpu"
     runtime_name = "OpenVINO"
 
     def __init__(self, *, threads: int = 1, streams: int = 1) -> None:
-        """Take the cores; BackendError if OpenVINO is not here."""
+        """Start OpenVINO's core; BackendError if OpenVINO is not installed."""
         super().__init__(version=require_openvino(), threads=threads)
         import openvino  # noqa: PLC0415
 
@@ -53,7 +52,7 @@ class OpenVinoBackend(HostBackend):
             "NUM_STREAMS": streams,
             "INFERENCE_NUM_THREADS": threads * streams,
             "INFERENCE_PRECISION_HINT": "f32",
-            "ENABLE_CPU_PINNING": False,  # threads are ours, and other work has its turn on them
+            "ENABLE_CPU_PINNING": False,  # the threads are ours and also do other work
         }
 
     def load(
@@ -62,14 +61,14 @@ class OpenVinoBackend(HostBackend):
         weights: Path | None = None,  # noqa: ARG002
         form: WeightForm = WeightForm.PACKED,  # noqa: ARG002
     ) -> LoadedGraph:
-        """Load a serialised graph; raises whatever OpenVINO does."""
+        """Load a serialised graph; raises OpenVINO's exceptions."""
         compiled = self._core.compile_model(self._core.read_model(model), "CPU", self._settings)
         graph = _Graph(compiled, ModelProto.FromString(model).graph)
         return LoadedGraph(read=graph.read, given=graph.given, execute=graph.execute)
 
 
 class _Graph:
-    """A compiled model, with as many requests as have ever run at the same time."""
+    """A compiled model, with as many infer requests as have run at the same time."""
 
     def __init__(self, compiled: openvino.CompiledModel, graph: Any) -> None:
         self._compiled = compiled
@@ -81,8 +80,8 @@ class _Graph:
     def execute(
         self, names: Sequence[str], tensors: Mapping[str, NDArray[Any]], _: None
     ) -> list[NDArray[Any]]:
-        """Run once, and copy the outputs: a request writes the next ones into the same memory."""
-        # The request's own ways to take and give arrays by name cost twice as much time (55 µs).
+        """Run once, and copy the outputs: the next run of a request overwrites them."""
+        # The request's own methods for arrays by name took twice as long (55 µs).
         try:
             request = self._idle.pop()
         except IndexError:
@@ -91,19 +90,19 @@ class _Graph:
             request.set_input_tensor(place, _tensor(tensors[name]))
         request.infer(share_outputs=True)
         found = [request.get_output_tensor(self._outputs[name]).data.copy() for name in names]
-        self._idle.append(request)  # not one that failed
+        self._idle.append(request)  # a failed request is not reused
         return found
 
 
 def _places(ports: Sequence[openvino.ConstOutput], declared: Sequence[Any]) -> dict[str, int]:
-    """Tell which port has each declared name; what was optimised away gave its names to others."""
+    """Return the port of each declared name; tensors optimised away pass their names to others."""
     names = {tensor.name for tensor in declared}
     return {name: place for place, port in enumerate(ports) for name in port.get_names() & names}
 
 
 def _tensor(array: NDArray[Any]) -> openvino.Tensor:
-    """Give the array's memory to OpenVINO, or a copy where it refuses that."""
-    import openvino  # noqa: PLC0415 - loaded long ago
+    """Return a tensor on the array's memory, or on a copy where OpenVINO refuses that."""
+    import openvino  # noqa: PLC0415 - already loaded
 
     flags = array.flags
     return openvino.Tensor(array, shared_memory=flags.writeable and flags.c_contiguous)

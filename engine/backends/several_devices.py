@@ -1,14 +1,14 @@
-"""Several devices of one kind as one backend: each stream keeps to a device.
+"""Several devices of one kind as one backend; each stream stays on one device.
 
-Stream *s* runs on device *s* modulo their number, with the slots, memory and engines that the
-device's own backend has. Stages are prepared on every device. Rows that were buffered on one device
-may be merged on another, which fetches them through the host
+Stream *s* runs on device *s* modulo their number, with the slots, memory and engines of the
+device's own backend. Stages are prepared on every device. Rows that were buffered on one device may
+be merged on another, which copies them through the host
 (:meth:`offramp.engine.cuda.slot.CudaSlot.merge`).
 
-A device that fails takes its own streams out of service, by the checks that every stream has
-(:mod:`offramp.engine.serving.stream_health`), and what the others run or prepare goes on. Its
-streams are tried again after pauses. A CUDA context that is lost stays lost until the process ends;
-a device that has to come back by itself is given to a worker, which is a process of its own.
+If a device fails, the health checks (:mod:`offramp.engine.serving.stream_health`) take its streams
+out of service; the other devices continue. Its streams are tried again after pauses. A lost CUDA
+context stays lost until the process ends; to recover a device without a restart of the server, give
+it to a worker, which is a separate process.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Device:
     name: str
-    """For instance ``cuda:0``."""
+    """Name of the device, for instance ``cuda:0``."""
     backend: Backend
     open_slots: int = 0
     failed: bool = False
-    """Whether the last stage or start there failed: what any device can do, others do then."""
+    """Whether the last stage or start there failed; work for any device then goes to others."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _SharedStage:
-    """A stage as each device has it."""
+    """A stage as prepared on each device."""
 
     spec: StageSpec
     parts: dict[str, Stage]
-    """By the name of the device; one that could not prepare it is missing, and tries again."""
+    """Prepared stages by device; one that failed to prepare is missing, and tries again."""
 
 
 class SeveralDevices:
     """Runs stages on several devices: a :class:`.Backend`, and a :class:`.SlotsByStream`.
 
-    Takes over ``backends``, by the name of the device, to be closed with it; they are of one kind
-    and on equal devices, so that predictions and thresholds hold for all.
+    It owns and closes ``backends``, by name of the device. They are of one kind and on equal
+    devices, so that predictions and thresholds hold for all.
     """
 
     on_cpu = False
@@ -71,32 +71,32 @@ class SeveralDevices:
     def __init__(self, backends: Mapping[str, Backend]) -> None:
         self._devices = [_Device(name=n, backend=backend) for n, backend in backends.items()]
         self._lock = threading.Lock()
-        """Of the counts of open slots."""
+        """Guards the counts of open slots."""
         _log.info("streams are dealt out to %s in turn", ", ".join(backends))
 
     @property
     def name(self) -> str:
-        """The name that the backend has on each device, for instance ``tensorrt``."""
+        """The backend's name on each device, for instance ``tensorrt``."""
         return self._devices[0].backend.name
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names of the devices, in the order in which streams are dealt out."""
+        """Names of the devices, in the order in which streams are assigned."""
         return tuple(device.name for device in self._devices)
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give a bundle as the first device computes it; the others are equal."""
+        """Return a bundle as the first device computes it; the others are equal."""
         return self._devices[0].backend.as_computed(bundle)
 
     def sizes(self, most: int) -> Sequence[int]:
-        """List the sizes of all devices, rising."""
+        """Return the sizes of all devices, ascending."""
         return sorted({size for device in self._devices for size in device.backend.sizes(most)})
 
     def prepare(self, spec: StageSpec) -> _SharedStage:
         """Load a stage on every device.
 
-        BackendError if none can load it; a device that cannot, while another can, tries again when
-        one of its streams is to run the stage.
+        BackendError if no device can load it. A device that cannot, while another can, tries again
+        when one of its streams is to run the stage.
         """
         with ThreadPoolExecutor(len(self._devices)) as pool:
             found = list(pool.map(lambda device: _try(device.backend.prepare, spec), self._devices))
@@ -113,7 +113,7 @@ class SeveralDevices:
         return stage
 
     def missing(self, stage: _SharedStage) -> MissingEngine | None:
-        """Name the engine that would run a stage faster: of the first device that lacks one."""
+        """Return the missing engine of the first device that lacks one, else ``None``."""
         for device in self._devices:
             part = stage.parts.get(device.name)
             lacking = None if part is None else device.backend.missing(part)
@@ -122,9 +122,9 @@ class SeveralDevices:
         return None
 
     def open_slot(self) -> SlotOnDevice:
-        """Open a slot of the device that has fewest, of those that did not fail last.
+        """Open a slot on the device with the fewest slots; devices that failed last come last.
 
-        BackendError if none can open one.
+        BackendError if no device can open one.
         """
         with self._lock:
             ordered = sorted(self._devices, key=lambda device: (device.failed, device.open_slots))
@@ -136,11 +136,11 @@ class SeveralDevices:
         return self._open(ordered[-1])
 
     def open_slot_of(self, stream: int) -> SlotOnDevice:
-        """Open a slot of the device of a stream; BackendError if there is no memory for it."""
+        """Open a slot on a stream's device; BackendError if there is not enough memory."""
         return self._open(self._devices[stream % len(self._devices)])
 
     def close(self) -> None:
-        """Close every device's backend, whatever goes wrong with another's."""
+        """Close every device's backend, even if closing another one fails."""
         with ExitStack() as releases:
             for device in self._devices:
                 releases.callback(device.backend.close)
@@ -165,7 +165,7 @@ class SeveralDevices:
 class SlotOnDevice:
     """A slot of one of several devices: a :class:`.Slot`.
 
-    ``closed`` is called once it is closed.
+    ``closed`` is called after it is closed.
     """
 
     def __init__(self, device: _Device, slot: Slot, closed: Callable[[], None]) -> None:
@@ -175,17 +175,17 @@ class SlotOnDevice:
 
     @property
     def device(self) -> str:
-        """The name of its device."""
+        """Name of the slot's device."""
         return self._device.name
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> TensorBatch:
-        """Take the inputs to the device."""
+        """Copy the inputs to the device."""
         return self._slot.upload(tensors)
 
     def run(
         self, stage: _SharedStage, batch: TensorBatch, threshold: float | None = None
     ) -> StageResult:
-        """Execute a stage as this device has it; loads it where it has not.
+        """Execute the device's copy of a stage; load the stage if the device lacks it.
 
         WorkerLostError if the device is lost: no fault of the batch, which goes on elsewhere.
         """
@@ -205,7 +205,7 @@ class SlotOnDevice:
         return result
 
     def select(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
-        """Keep the given rows, on the device."""
+        """Return a batch of the given rows, on the device."""
         return self._slot.select(batch, rows)
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
@@ -213,11 +213,11 @@ class SlotOnDevice:
         return self._slot.buffer(batch, rows)
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> TensorBatch:
-        """Bring buffered rows together on the device."""
+        """Join buffered rows on the device."""
         return self._slot.merge(parts)
 
     def close(self) -> None:
-        """Close it; may be called again."""
+        """Close the slot; may be called again."""
         closed, self._closed = self._closed, lambda: None
         try:
             self._slot.close()

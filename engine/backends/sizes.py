@@ -1,6 +1,6 @@
-"""Shapes of a bundle's tensors, found by running, for backends whose graphs do not tell them.
+"""Shapes of a bundle's tensors, found by running the model on the CPU.
 
-Shape inference loses sizes at a ``Reshape``, so the model itself is asked, once, on the CPU.
+Shape inference loses sizes at a ``Reshape``, so some graphs lack them. The model is run once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offramp.engine.cuda.executable import Shape
 from offramp.engine.graphs.assembly import assemble
 
 PROBED_ROWS = 2
-"""Small, and not 1, which broadcasts."""
+"""Rows of the run: small, and not 1, which broadcasts."""
 
 _NUMPY = {
     "tensor(float)": np.float32,
@@ -35,11 +35,11 @@ _NUMPY = {
     "tensor(uint64)": np.uint64,
     "tensor(bool)": np.bool_,
 }
-"""ONNX Runtime's names of types."""
+"""Numpy types by ONNX Runtime's names."""
 
 
 class Argument(Protocol):
-    """An input or output, as ONNX Runtime describes it."""
+    """An input or output, as described by ONNX Runtime."""
 
     name: str
     type: str
@@ -47,7 +47,7 @@ class Argument(Protocol):
 
 
 def dtype_of(argument: Argument) -> np.dtype[Any]:
-    """Tell the numpy type of an input or output; BackendError if numpy has no such type."""
+    """Return the numpy type of an input or output; BackendError if numpy has no such type."""
     found = _NUMPY.get(argument.type)
     if found is None:
         raise BackendError(f"{argument.name} is a {argument.type}; known are {', '.join(_NUMPY)}")
@@ -55,15 +55,15 @@ def dtype_of(argument: Argument) -> np.dtype[Any]:
 
 
 class BundleSizes:
-    """Sample shapes of the models' inputs and cut tensors, as calibrated; thread-safe."""
+    """Sample shapes of models' inputs and cut tensors, as calibrated; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._known: dict[str, dict[str, Shape]] = {}
-        """By hash of the source model."""
+        """Shapes by hash of the source model."""
 
     def of(self, bundle: Bundle) -> Mapping[str, Shape]:
-        """Tell the shapes of one row, without the batch, by tensor name; the first time slow."""
+        """Return the shapes of one row, without the batch, by tensor; first call is slow."""
         manifest = bundle.manifest
         digest = parts_digest(manifest, 0, len(manifest.segments) - 1, None)
         with self._lock:
@@ -76,18 +76,19 @@ class GraphShapes:
     """Shapes of a graph's outputs for any shapes of its inputs; used by one thread at a time."""
 
     def __init__(self, model: bytes) -> None:
-        """Look at a serialised ONNX model; BackendError if ONNX Runtime cannot load it."""
+        """Load a serialised ONNX model; BackendError if ONNX Runtime cannot load it."""
         self._model = model
         session = _session(model)
         self.inputs: dict[str, Argument] = {a.name: a for a in session.get_inputs()}
         self.outputs: dict[str, Argument] = {a.name: a for a in session.get_outputs()}
         self._known: dict[tuple[Shape, ...], dict[str, Shape]] = {}
-        """Shapes of one row of the outputs by those of the inputs."""
+        """Shapes of one row of the outputs, by shapes of the inputs."""
 
     def of(self, inputs: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Tell the shapes of all outputs; BackendError if the graph does not take such inputs.
+        """Return the shapes of all outputs; BackendError if the graph does not take such inputs.
 
-        By the names that sizes have in the graph; where those are lost, by running it on zeros.
+        They are derived from the graph's symbolic sizes; where these are lost, by running it on
+        zeros.
         """
         key = tuple(inputs[name][1:] for name in self.inputs)
         if key not in self._known:

@@ -1,12 +1,12 @@
-"""The backend of TensorRT: its engines run the stages of a bundle on a GPU.
+"""The backend of TensorRT: engines run the stages of a bundle on a GPU.
 
-A stage is run by one engine, or by those of its segments one after the other
+A stage is run by one engine, or by its segments' engines one after the other
 (:mod:`offramp.engine.tensorrt.lookup`). In a slot each engine has a context for every profile, so
-that nothing is allocated while serving, and all contexts of a slot work in the slot's one scratch
-memory: they run in order on its stream.
+that nothing is allocated while serving. All contexts of a slot share its one scratch memory,
+because they run in order on its stream.
 
-A CUDA graph holds only as long as the context that it was captured from stays as it was. So every
-graph gets contexts of its own, which never change and go with it.
+A CUDA graph is valid only while the context that it was captured from is unchanged. So every graph
+has its own contexts, which never change and are released with it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from offramp.engine.tensorrt.lookup import EnginePlace, as_computed, find_engine
 from offramp.engine.tensorrt.scratch_layout import ScratchLayout
 
 _MOST_SHAPES = 4096
-"""Of an engine in a slot; with inputs of many lengths there is no end of them."""
+"""Most known shapes of an engine in a slot; inputs of variable length have unlimited shapes."""
 
 
 class TensorRTFactory:
     """Prepares stages as engines: an :class:`offramp.engine.cuda.executable.ExecutableFactory`.
 
-    Engines have ``precision``, or the least that a bundle has. With ``graphs``, stages can be
-    captured into CUDA graphs. Ask :func:`offramp.engine.tensorrt.probe.require` first, and call
-    :func:`offramp.engine.tensorrt.compat.load`.
+    Engines have ``precision``, or the lowest that a bundle has. With ``graphs``, stages can be
+    captured into CUDA graphs. Call :func:`offramp.engine.tensorrt.probe.require` and
+    :func:`offramp.engine.tensorrt.compat.load` before.
     """
 
     name = "tensorrt"
@@ -64,7 +64,7 @@ class TensorRTFactory:
         )
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """TensorRT has no float64, and 8.6 no int64."""
+        """Return the type that TensorRT computes with: it has no float64, and 8.6 no int64."""
         if dtype == np.float64:
             return np.dtype(np.float32)
         if dtype == np.int64 and self._is_old:
@@ -72,13 +72,14 @@ class TensorRTFactory:
         return dtype
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give a bundle with what was certified of its engines' precision."""
+        """Return a bundle with the certified results of its engines' precision."""
         return as_computed(bundle, self._place)
 
     def prepare(self, spec: StageSpec) -> TensorRTStage:
         """Load the engines of a stage; a BackendError has the remedy.
 
-        The bundle may have none for this GPU, TensorRT and model, or TensorRT does not load them.
+        It is raised if the bundle has no engine for this GPU, TensorRT and model, or if TensorRT
+        cannot load one.
         """
         with ExitStack() as releases:
             engines, found = [], find_engines(spec, self._place)
@@ -106,8 +107,8 @@ class TensorRTFactory:
 class TensorRTStage:
     """A chain of engines: a :class:`offramp.engine.cuda.executable.PreparedStage`.
 
-    The engines were taken; :meth:`close` gives them back. ``remedy`` is the command that builds
-    them anew, for messages. BackendError if they do not compute the stage.
+    The engines were taken from the library; :meth:`close` returns them. ``remedy`` is the command
+    that builds them again, for messages. BackendError if they do not compute the stage.
     """
 
     def __init__(
@@ -121,28 +122,29 @@ class TensorRTStage:
     ) -> None:
         self.spec = spec
         self.missing = missing
-        """The one engine that it would be, were it built."""
+        """The single engine that would replace the chain, if it is not built."""
         self.capturable = capturable
-        """Capture may fail at the first try still."""
+        """Whether capture is possible; it may still fail at the first attempt."""
         self.pads = capturable
-        """Every size takes a graph, and a context of every engine, which takes long to make."""
+        """Whether batches are padded: every size takes a graph, and slow new contexts of all
+        engines."""
         self.remedy = remedy
         self._taken = taken
         engines = [each.engine for each in taken]
         wanted = [n for n in (spec.answer, spec.confidence, *spec.carried) if n is not None]
         last = engines[-1]
         self.outputs = tuple(_info(last, name) for name in wanted if name in last.outputs)
-        """Of the last engine, those that the stage is to give."""
+        """Outputs of the last engine that the stage returns."""
         self.inputs = _outer_inputs(engines)
-        """Of all engines, those that none of them gives."""
+        """Inputs of all engines that no engine of the chain computes."""
         self._check(wanted)
         self.max_rows = min(engine.max_rows for engine in engines)
         self.layout = ScratchLayout(engines, {info.name for info in self.outputs})
         self.scratch_bytes = self.layout.size_bytes
-        """TensorRT's, and what is between the engines of a chain."""
+        """Scratch memory of TensorRT, and of tensors between the engines of a chain, in bytes."""
 
     def room(self, rows: int) -> int:
-        """The end of the profiles that such a batch runs in: they may have gaps behind."""
+        """Return the last batch size of the profiles that hold the rows; gaps may follow it."""
         ends = [
             next((p.last_batch for p in each.engine.entry.profiles if p.takes(rows)), rows)
             for each in self._taken
@@ -159,7 +161,7 @@ class TensorRTStage:
         return TensorRTRun(self, self._taken, slot)
 
     def close(self) -> None:
-        """Give the engines back; may be called again."""
+        """Return the engines to the library; may be called again."""
         taken, self._taken = self._taken, ()
         for each in taken:
             each.give_back()
@@ -173,7 +175,7 @@ class TensorRTStage:
         if lacking or foreign:
             names = ", ".join([*lacking, *sorted(foreign)])
             raise BackendError(
-                f"the engines of stage {self.spec.index} are not of this model, see {names}; "
+                f"the engines of stage {self.spec.index} do not fit this model, see {names}; "
                 f"{self.remedy}"
             )
 
@@ -185,7 +187,7 @@ class TensorRTStage:
 class TensorRTRun:
     """A stage in a slot: an :class:`offramp.engine.cuda.executable.Executable`.
 
-    It has a context for every engine and profile, which TensorRT may refuse for want of memory.
+    It has a context for every engine and profile; TensorRT may refuse these when memory is short.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class TensorRTRun:
             releases.pop_all()
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        """Tell the shapes of the outputs, and of what is between the engines."""
+        """Return the shapes of the outputs, computed through all engines."""
         known: dict[str, Shape] = dict(inputs)
         for link in self._links:
             known |= self._shapes(link, known)
@@ -241,7 +243,7 @@ class TensorRTRun:
             takes = "; ".join(link.takes())
             raise BackendError(
                 f"stage {self._stage.spec.index}: no profile of engine {link.engine.entry.unit} "
-                f"holds {sizes}; it takes {takes}; give --batch-profiles or --buckets and "
+                f"holds {sizes}; it takes {takes}; use --batch-profiles or --buckets and "
                 f"{self._stage.remedy}"
             )
         return found
@@ -254,9 +256,9 @@ class _Link:
         self._slot = slot
         self._scratch_bytes = scratch_bytes
         self._known: dict[tuple[Shape, ...], tuple[int, Mapping[str, Shape]]] = {}
-        """Profile and shapes of the outputs, by those of the inputs."""
+        """Profile and shapes of the outputs, by shapes of the inputs."""
         self._kept: dict[int, EngineContext] = {}
-        """By graph: a context that only ever has its shapes and addresses."""
+        """Contexts by graph; each is used with that graph's shapes and addresses only."""
         self.engine = shared.engine
         self._contexts: list[EngineContext] = []
         try:
@@ -267,7 +269,7 @@ class _Link:
             raise
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape] | None:
-        """Tell the shapes of the outputs; ``None`` if no profile holds the inputs."""
+        """Return the shapes of the outputs; ``None`` if no profile holds the inputs."""
         found = self._find(inputs)
         return None if found is None else found[1]
 
@@ -291,7 +293,7 @@ class _Link:
             context.close()
 
     def takes(self) -> list[str]:
-        """Describe what the profiles hold, for messages."""
+        """Describe the input ranges of the profiles, for messages."""
         return [
             ", ".join(f"{n} {list(r.least)} to {list(r.most)}" for n, r in profile.inputs.items())
             for profile in self.engine.entry.profiles
@@ -342,7 +344,7 @@ def _outer_inputs(engines: Sequence[LoadedEngine]) -> tuple[TensorInfo, ...]:
 
 
 def _profile_for(engine: LoadedEngine, inputs: Mapping[str, Shape]) -> int | None:
-    """Choose a profile as ``EngineEntry.profile_for`` does, by inputs that the engine has."""
+    """Return the first profile that holds the inputs, as ``EngineEntry.profile_for`` does."""
     for index, profile in enumerate(engine.entry.profiles):
         if all(profile.inputs[name].holds(inputs[name]) for name in engine.inputs):
             return index

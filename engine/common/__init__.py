@@ -1,1 +1,1 @@
-"""What all packages of the engine share: errors, clocks, processes, state files, extensions."""
+"""Modules that all packages of the engine share: errors, clocks, processes, state files."""

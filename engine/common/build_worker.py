@@ -1,11 +1,11 @@
-"""The process that builds engines beside a server: ``python -m .common.build_worker …``.
+"""The process that builds engines during serving: ``python -m .common.build_worker …``.
 
-It is ``eecompile`` with the arguments given, at a lower priority, and ends with its standard input:
-should the server be killed, nobody is left to end a build that keeps memory of its GPU. The engine
-in work is lost then, nothing else (:mod:`offramp.bundle.engines`).
+It runs ``eecompile`` with the given arguments at a lower priority, and ends when its standard input
+closes: if the server is killed, no build stays that occupies GPU memory. Only the engine being
+built is lost then (:mod:`offramp.bundle.engines`).
 
-The compiler is run as the program that it is. The engine knows its name and its command line, not
-its modules: a machine that serves need not have it installed.
+The compiler is run as a program. The engine knows its name and its command line, not its modules: a
+machine that serves need not have it installed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COMPILER: Final = "offramp.compiler.commands.cli"
 
 
 def main() -> None:
-    """Run the compiler; its exit status is this process's."""
+    """Run the compiler; its exit status is that of this process."""
     step_back()
     run_compiler()
 

@@ -1,4 +1,4 @@
-"""The compiler in a process of its own: the engine knows its command line, and nothing else."""
+"""Runs the compiler in a separate process; the engine knows only its command line."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from offramp.engine.common.job_runner import environment_of_child
 _STOP_S: Final = 5.0
 _WORKER: Final = "offramp.engine.common.build_worker"
 _SHOWN: Final = 300
-"""Characters of what a build that failed said last."""
+"""Most characters shown of the last line that a failed build printed."""
 
 
 class BuildProcess:
-    """``eecompile`` in a process of its own; OSError if the system refuses to start it."""
+    """An ``eecompile`` process; OSError if the system cannot start it."""
 
     def __init__(self, arguments: Sequence[str], *, worker: str | None = None) -> None:
-        """Run a module, by default that of builds, with arguments for ``eecompile``."""
+        """Start a module, by default the build worker, with arguments for ``eecompile``."""
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
@@ -37,11 +37,11 @@ class BuildProcess:
             raise
 
     def poll(self) -> int | None:
-        """Give the exit status, ``None`` before the end."""
+        """Return the exit status, ``None`` while it runs."""
         return self._process.poll()
 
     def wait(self) -> int:
-        """Wait for the end, and return the exit status; any thread may kill it meanwhile."""
+        """Wait for the end, and return the exit status; another thread may kill the process."""
         return self._process.wait()
 
     def last_words(self, most: int = _SHOWN) -> str:
@@ -50,16 +50,16 @@ class BuildProcess:
         lines = self._said.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
         ours = [line for line in said if line.startswith("eecompile: ")]
-        return (ours or said or ["nothing was said"])[-1][:most]
+        return (ours or said or ["no output"])[-1][:most]
 
     def lines(self, prefix: str) -> list[str]:
-        """Return the lines of its output that begin with a prefix, without it."""
+        """Return the lines of its output that begin with a prefix, without the prefix."""
         self._said.seek(0)
         said = self._said.read().decode(errors="replace").splitlines()
         return [line.removeprefix(prefix) for line in said if line.startswith(prefix)]
 
     def end(self) -> None:
-        """Kill it: what it leaves behind is whole at any time."""
+        """Kill the process; the files that it wrote are complete at any time."""
         with contextlib.suppress(OSError):
             self._process.kill()
         if self._process.stdin is not None:

@@ -1,12 +1,11 @@
-"""Keeps what a controller knows over restarts: one file beside the bundle, whole or absent.
+"""Saves a controller's state across restarts: one file next to the bundle, whole or absent.
 
-It is an archive of numpy, without pickles: the arrays, and one JSON text with everything else, in
-which ``{"$array": 3}`` stands for the array called ``array_3``. Where it lies, and which of several
-servers writes it, is up to :mod:`.state_file`.
+The file is a numpy archive without pickles: the arrays, and one JSON text with everything else, in
+which ``{"$array": 3}`` refers to the array called ``array_3``. :mod:`.state_file` determines its
+place, and which of several servers writes it.
 
-A state only helps to start faster. So whatever is wrong with the file, serving starts and goes on
-without it, and the log says why. It is read only under the circumstances that it was kept under
-(the fingerprint).
+A state only shortens the start. So if the file cannot be used, serving starts without it, and the
+log states why. It is read only under the circumstances in which it was saved (the fingerprint).
 """
 
 from __future__ import annotations
@@ -32,23 +31,24 @@ _log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 2
 MAX_BYTES: Final = 32 * 2**20
-"""Of a file, and of all that is packed in it: thousands of times what any controller keeps."""
+"""Largest size of a file, and of its unpacked content: thousands of times a usual state."""
 _DOCUMENT: Final = "document"
 """Member that holds the JSON text, ASCII."""
 _ARRAY: Final = "array_"
 _REFERENCE: Final = "$array"
 _unwritable: set[Path] = set()
-"""Files that the last attempt to save failed on: one warning is enough until one succeeds."""
+"""Files whose last save failed: one warning is logged until a save succeeds."""
 
 
 class _UnusableError(Exception):
-    """The file is not what :func:`save_state` wrote."""
+    """Raised if the file was not written by :func:`save_state`."""
 
 
 def identity_of(bundle: Bundle) -> dict[str, str]:
-    """Give what tells a bundle from any other, for a fingerprint: the SHA-256 of its manifest.
+    """Return the identity of a bundle, for a fingerprint: the SHA-256 of its manifest.
 
-    It changes with any of the files, the policy's and the weights' too: it holds their hashes.
+    It changes with any of the files, also the policy and the weights: the manifest holds their
+    hashes.
     """
     content = json.dumps(to_plain(bundle.manifest), sort_keys=True).encode()
     return {"bundle": hashlib.sha256(content).hexdigest()}
@@ -57,18 +57,18 @@ def identity_of(bundle: Bundle) -> dict[str, str]:
 def save_state(
     path: str | os.PathLike[str], state: Mapping[str, Any], *, fingerprint: Mapping[str, str]
 ) -> bool:
-    """Keep a state, in place of the one kept before; readers find either, whole.
+    """Save a state, replacing the one saved before; readers find either, whole.
 
     Args:
         path: The file.
         state: ``None``, bools, ints, floats (NaN and infinities too), strings and numpy arrays, in
-            lists and in mappings by string, to any depth. These come back as they were, arrays with
-            dtype and shape. Tuples come back as lists, numpy's scalars as Python's. Nobody may
-            change it meanwhile. A TypeError names the place of anything else.
-        fingerprint: The circumstances that the state was found under, and is of use under.
+            lists and in mappings with string keys, to any depth. They are restored unchanged,
+            arrays with dtype and shape; tuples are restored as lists, numpy's scalars as Python's.
+            It must not change during the call. A TypeError names the place of anything else.
+        fingerprint: Circumstances in which the state was found, and may be used.
 
     Returns:
-        Whether it is kept. If the file system refuses, a warning says so, once.
+        Whether it was saved. If the file system refuses, a warning is logged, once.
     """
     place = Path(path)
     arrays: list[NDArray[Any]] = []
@@ -86,7 +86,7 @@ def save_state(
     except OSError as error:
         if place not in _unwritable:
             _unwritable.add(place)
-            remedy = "what is learned is lost with the server; make its folder writable"
+            remedy = "the learned state is lost when the server ends; make its folder writable"
             _log.warning("%s cannot be written (%s): %s", place, error, remedy)
         return False
     _unwritable.discard(place)
@@ -96,10 +96,10 @@ def save_state(
 def load_state(
     path: str | os.PathLike[str], *, fingerprint: Mapping[str, str]
 ) -> Mapping[str, Any] | None:
-    """Give the state that was kept under the same circumstances.
+    """Return the state that was saved under the same circumstances.
 
-    ``None`` if there is none, if it was kept under other circumstances or by another version (the
-    log says which), or if the file cannot be read or is not a state (a warning).
+    ``None`` if there is none, if it was saved under other circumstances or by another version
+    (logged at INFO), or if the file cannot be read or is not a state (a warning).
     """
     place = Path(path)
     try:
@@ -109,7 +109,7 @@ def load_state(
     except OSError as error:
         _log.warning("%s cannot be read (%s); starting afresh", place, error)
         return None
-    except Exception as error:  # zipfile, zlib, numpy and json raise many kinds for damage
+    except Exception as error:  # zipfile, zlib, numpy and json raise many types for damaged files
         found = f"{type(error).__name__}: {error}"
         _log.warning("%s is damaged or something else (%.200s); starting afresh", place, found)
         return None
@@ -135,7 +135,7 @@ def _read(place: Path, fingerprint: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _differences(kept: Mapping[str, Any], now: Mapping[str, str]) -> str:
-    """Name what differs, with both values; empty if nothing does."""
+    """Return the names that differ, with both values; empty if none does."""
     names = sorted(name for name in kept.keys() | now.keys() if kept.get(name) != now.get(name))
     return ", ".join(
         f"{name} ({kept.get(name, 'none')!s:.16}, now {now.get(name, 'none')!s:.16})"
@@ -144,7 +144,7 @@ def _differences(kept: Mapping[str, Any], now: Mapping[str, str]) -> str:
 
 
 def _encode(value: Any, where: str, arrays: list[NDArray[Any]]) -> Any:
-    """Give JSON values; arrays go to ``arrays``."""
+    """Return JSON values; arrays are appended to ``arrays``."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -169,7 +169,7 @@ def _encode(value: Any, where: str, arrays: list[NDArray[Any]]) -> Any:
 
 
 def _escape(key: Any, where: str) -> str:
-    """Double the ``$`` that a key begins with, so that none reads as a reference."""
+    """Double a key's leading ``$``, so that no key reads as a reference."""
     if not isinstance(key, str):
         raise TypeError(f"{where} has the key {key!r}; expected strings")
     return f"${key}" if key.startswith("$") else key

@@ -17,9 +17,9 @@ CPUINFO: Final = Path("/proc/cpuinfo")
 
 
 def common_facts(packages: Mapping[str, str]) -> dict[str, Any]:
-    """Give what every report says of the machine and the run, as JSON values.
+    """Return the facts about the machine and the run that every report has, as JSON values.
 
-    ``packages`` are versions by package; which are worth naming, the report knows.
+    ``packages`` are versions by package; each report chooses the packages.
     """
     return {
         "cpu": cpu_model(),
@@ -34,7 +34,7 @@ def common_facts(packages: Mapping[str, str]) -> dict[str, Any]:
 
 
 def package_version(package: str) -> str | None:
-    """Give the version of an installed package; ``None`` where it is not installed."""
+    """Return the version of an installed package; ``None`` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -42,20 +42,20 @@ def package_version(package: str) -> str | None:
 
 
 def cpu_model(cpuinfo: Path = CPUINFO) -> str:
-    """Name the processor, as far as the system tells."""
+    """Return the name of the processor, as far as the system knows it."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     named = [line for line in lines if line.startswith("model name")]
-    # where there is no name, as on ARM, implementer and part tell CPUs apart
+    # ARM has no model name; implementer and part distinguish CPUs there.
     named = named[:1] or sorted({line for line in lines if line.startswith("CPU ")})
     words = " ".join(line.partition(":")[2].strip() for line in named)
     return words or platform.processor() or platform.machine()
 
 
 def cpu_features(cpuinfo: Path = CPUINFO) -> CpuFeatures:
-    """Read what the CPU has from Linux's ``/proc/cpuinfo``; unknown elsewhere."""
+    """Return the CPU's features from Linux's ``/proc/cpuinfo``; unknown on other systems."""
     machine = platform.machine()
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -74,7 +74,7 @@ _core_limit: int | None = None
 
 
 def available_cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -83,6 +83,6 @@ def available_cores() -> int:
 
 
 def limit_cores(cores: int) -> None:
-    """Have :func:`available_cores` count no more than so many in this process."""
-    global _core_limit  # noqa: PLW0603 - of the process, as its affinity is
+    """Limit the count that :func:`available_cores` returns in this process."""
+    global _core_limit  # noqa: PLW0603 - a setting of the process, as its affinity
     _core_limit = max(1, cores)

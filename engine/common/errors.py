@@ -1,8 +1,8 @@
-"""Errors of the engine, named by whose fault they are.
+"""Errors of the engine, grouped by the party at fault.
 
-The caller's (:class:`InvalidRequestError`), nobody's (:class:`CapacityError`), ours or the model's
-(:class:`BackendError`), or of whoever started the engine (:class:`OptionsError`). A controller's
-job that has no result is a ``JobError`` of :mod:`.job_runner`.
+The caller is at fault (:class:`InvalidRequestError`), nobody (:class:`CapacityError`), the server
+or the model (:class:`BackendError`), or the person who started the engine (:class:`OptionsError`).
+A controller's job without a result is a ``JobError`` of :mod:`.job_runner`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class EngineError(Exception):
 
 
 class InvalidRequestError(EngineError):
-    """The request is wrong; sending it again will not help, mending it will."""
+    """The request is wrong; it must be changed before it is sent again."""
 
 
 class ModelNotServedError(InvalidRequestError):
@@ -25,7 +25,7 @@ class ModelNotServedError(InvalidRequestError):
 
     @classmethod
     def of(cls, name: str, served: Iterable[str]) -> Self:
-        """Return the error of a name, with the nearest of the names that are served."""
+        """Return the error for a name, with the most similar served name."""
         names = sorted(served)
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -34,15 +34,15 @@ class ModelNotServedError(InvalidRequestError):
 
 
 class BadInputError(InvalidRequestError):
-    """A tensor's name, shape, dtype or content is not what the model takes."""
+    """A tensor's name, shape, dtype or content does not fit the model."""
 
 
 class CapacityError(EngineError):
-    """The request was right, but there was no room or no time: try again later, or send less."""
+    """The request was valid, but queue space or time was short: retry later, or send less."""
 
 
 class QueueFullError(CapacityError):
-    """The bounded queue has no room for the request's samples."""
+    """The bounded queue cannot hold the request's samples."""
 
 
 class DeadlineExceededError(CapacityError):
@@ -54,33 +54,36 @@ class DrainingError(CapacityError):
 
 
 class BackendError(EngineError):
-    """The backend could not load or execute a stage; of its batch only."""
+    """The backend could not load or execute a stage; only that stage's batch fails."""
 
 
 class WorkerLostError(BackendError):
-    """The process that ran a stage ended, or hung and was ended; its batch is resumed elsewhere."""
+    """The process that ran a stage ended, or hung and was killed; another one resumes its batch."""
 
 
 class StageNotLoadedError(BackendError):
-    """A device could not load a stage: its memory does not hold it, for instance."""
+    """A device could not load a stage, for instance because its memory is too small."""
 
     def __init__(self, message: str, *, device: int, segments: tuple[int, int]) -> None:
-        """``device`` is counted as the streams are; ``segments`` are the stage's first and last."""
+        """Keep the device's number, and the stage's first and last segment.
+
+        Devices are counted as streams are.
+        """
         super().__init__(message)
         self.device = device
         self.segments = segments
 
 
 class TensorsLostError(BackendError):
-    """What a batch was to go on with went with the device that had it; it starts from its inputs.
+    """The tensors that a batch continues from were lost with their device; the batch starts again.
 
-    No fault of the batch, nor of the stream that was to run it.
+    Neither the batch nor its next stream is at fault.
     """
 
 
 class OutOfServiceError(BackendError):
-    """No stream of the device can run anything now; they are tried again. Another server may."""
+    """No stream of the device can run anything now; streams are tried again. Try another server."""
 
 
 class OptionsError(EngineError, ValueError):
-    """An option of the engine does not fit the model that it is for."""
+    """An option of the engine does not fit its model."""

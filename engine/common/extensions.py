@@ -1,8 +1,8 @@
-"""Extensions: packages beside the core that add to its commands, found by a table of names.
+"""Extensions: packages outside the core that add to its commands, found by a table of names.
 
-The core imports none of them, and runs without. What one adds to a host (``engine``, ``control``,
-``server``, ``compiler``) is the object ``EXTENSION`` of its module ``for_HOST``, imported when the
-host is used; by which protocol, each host says.
+The core imports none of them and runs without them. An extension's addition to a host (``engine``,
+``control``, ``server``, ``compiler``) is the object ``EXTENSION`` of its module ``for_HOST``, which
+is imported when the host is used; each host defines the protocol of that object.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ EXTENSIONS: Final = (
     "offramp.generation",
     "offramp.supernet",
 )
-"""Packages that are looked for."""
+"""Packages that are searched for."""
 
 
 @cache
 def extensions_for(host: str) -> tuple[Any, ...]:
-    """Import what the extensions that are installed add to a host."""
+    """Import and return the additions of all installed extensions to a host."""
     here = [name for name in EXTENSIONS if find_spec(name) is not None]
     modules = [f"{name}.for_{host}" for name in here]
     return tuple(import_module(m).EXTENSION for m in modules if find_spec(m) is not None)

@@ -1,14 +1,13 @@
-"""Runs the jobs of controllers in a process of their own, so that no batch waits for one.
+"""Runs the jobs of controllers in a separate process, so that no batch waits for one.
 
-A tuning in a thread of the server takes the interpreter's lock again and again, and delays every
-stream that comes back from a kernel meanwhile: by a millisecond and more at the 99th percentile,
-against a fifth of one beside a child. So each runner has one child process, at lower priority, that
-computes one job after the other.
+A tuning in a thread of the server takes the interpreter's lock repeatedly and delays every stream
+that returns from a kernel: by 1 ms and more at the 99th percentile, against 0.2 ms with a child
+process. So each runner has one child process, at lower priority, that computes one job after the
+other.
 
-Rejected: :mod:`multiprocessing`, whose spawn and forkserver import the ``__main__`` of the user's
-script again (without a guard that starts a second server), and whose fork copies the locks of
-threads and of ONNX Runtime in whatever state they are; a child for each job, which is a fifth of a
-second of imports each time.
+Rejected: :mod:`multiprocessing`, whose spawn and forkserver import the user's ``__main__`` script
+again (without a guard that starts a second server), and whose fork copies the locks of threads and
+of ONNX Runtime in any state; a child for each job, which needs 0.2 s of imports each time.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from offramp.engine.control.controller import Job
 _log = logging.getLogger(__name__)
 
 LIMIT_S: Final = 60.0
-"""Limit of a job by default: some hundred times what a tuning takes."""
+"""Default time limit of a job: about a hundred times the time of a tuning."""
 _START_S: Final = 60.0
-"""Limit of a child's start, on a machine that is busy with what goes first."""
+"""Time limit of a child's start, sufficient on a machine busy with work of higher priority."""
 _STOP_S: Final = 5.0
-"""Limit of what takes moments, but must not be waited for without end."""
+"""Time limit of operations that usually take milliseconds."""
 _WORKER: Final = "offramp.engine.common.job_worker"
 _THREADS: Final = (
     "MKL_NUM_THREADS",
@@ -46,7 +45,7 @@ _THREADS: Final = (
     "OPENBLAS_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-"""Set to 1: a job must not spread over the cores that the streams use."""
+"""Environment variables set to 1: a job must not use the cores of the streams."""
 
 
 class JobError(EngineError):
@@ -55,7 +54,7 @@ class JobError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Task:
-    """A job that waits for its turn."""
+    """A queued job."""
 
     purpose: str
     message: bytes | None
@@ -70,12 +69,12 @@ class _Task:
 class JobRunner:
     """Computes jobs in one child process, in order of submission.
 
-    The child starts with the first job, or with :meth:`start`. If it dies, or a job takes longer
-    than ``limit_s`` once it is its turn, that job fails and the next one has a new child. Where no
-    child can be started, jobs run in a thread here, without a limit of time, and a line in the log
-    says so.
+    The child starts with the first job, or with :meth:`start`. If it dies, or a job runs longer
+    than ``limit_s``, that job fails and the next one gets a new child. If no child can be started,
+    jobs run in a thread of this process, without a time limit, and a warning is logged.
 
-    Any thread may call any method; all but :meth:`close` raise :class:`JobError` once it is closed.
+    Any thread may call any method; all but :meth:`close` raise :class:`JobError` after it is
+    closed.
     """
 
     def __init__(self, *, limit_s: float = LIMIT_S) -> None:
@@ -84,41 +83,41 @@ class JobRunner:
         self._limit_s = limit_s
         self._turns: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        """Of the next three; never held while waiting for anything."""
+        """Guards the next three attributes; never held while waiting."""
         self._tasks: dict[Future[Any], _Task] = {}
-        """Not through yet."""
+        """Unfinished tasks."""
         self._child: _Child | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="jobs", daemon=True)
         self._alone = False
-        """The last child could not be started; the thread's own."""
+        """Whether the last child could not be started; used by the thread only."""
 
     def start(self) -> Future[Any]:
-        """Start the child now, to save the first job the wait; done when it takes jobs."""
+        """Start the child now, so that the first job does not wait; done when it takes jobs."""
         return self._put(_Task(purpose="starting", message=None))
 
     def submit(self, job: Job) -> Future[Any]:
-        """Compute a job when those before it are through.
+        """Compute a job after the jobs before it.
 
-        Its arguments are copied before this returns. The future gives what the function returned,
-        or raises :class:`JobError`, the traceback in its notes; its callbacks run in the runner's
-        thread. Cancelling takes effect until the job starts. TypeError if the function is not one
-        of an importable module, or the arguments cannot be pickled.
+        Its arguments are copied before this returns. The future has the function's result, or
+        raises :class:`JobError` with the traceback in its notes; its callbacks run in the runner's
+        thread. A job can be cancelled until it starts. TypeError if the function is not one of an
+        importable module, or the arguments cannot be pickled.
         """
         _check_function(job)
         try:
             message = pickle.dumps((job.function, job.arguments), pickle.HIGHEST_PROTOCOL)
-        except Exception as error:  # whatever a __reduce__ raises
+        except Exception as error:  # any error that a __reduce__ raises
             raise TypeError(
                 f"{job.purpose}: the arguments cannot be sent to another process "
-                f"({describe(error)}); give arrays, dataclasses and plain values"
+                f"({describe(error)}); pass arrays, dataclasses and plain values"
             ) from error
         return self._put(_Task(purpose=job.purpose, message=message))
 
     def close(self) -> None:
-        """End the child, whatever it does; jobs that are not through fail with :class:`JobError`.
+        """Kill the child; unfinished jobs fail with :class:`JobError`.
 
-        Blocks for moments. Only a job that runs in a thread here is left to itself.
+        Blocks for milliseconds. A job that runs in a thread of this process is not stopped.
         """
         with self._lock:
             self._closed = True
@@ -151,7 +150,7 @@ class JobRunner:
         return task.future
 
     def _work(self) -> None:
-        """Take tasks until closed; the only thread that uses the child's pipes."""
+        """Run tasks until closed; the only thread that uses the child's pipes."""
         while (task := self._turns.get()) is not None and not self._closed:
             if task.future.set_running_or_notify_cancel():
                 self._settle(task)
@@ -164,7 +163,7 @@ class JobRunner:
             result = self._compute(task)
         except JobError as error:
             task.fail(_closed_error(task) if self._closed else error)
-        except Exception as error:  # no memory, no thread: of this job only
+        except Exception as error:  # no memory, no thread: fails this job only
             self._replace_child(None)
             task.fail(JobError(f"{task.purpose}: {describe(error)}"))
         else:
@@ -182,7 +181,7 @@ class JobRunner:
                 reply = child.ask(task.message, self._limit_s)
             except _ChildError as error:
                 raise JobError(f"{task.purpose}: {error}") from error
-        done, result, trace = pickle.loads(reply)  # noqa: S301  (of our child: see job_worker)
+        done, result, trace = pickle.loads(reply)  # noqa: S301  (from our child: see job_worker)
         if done:
             return result
         failure = JobError(f"{task.purpose}: {result}")
@@ -190,7 +189,7 @@ class JobRunner:
         raise failure
 
     def _usable_child(self) -> _Child | None:
-        """The child, a new one if need be; ``None`` if none can be started."""
+        """Return the child, started if needed; ``None`` if none can be started."""
         if self._child is not None and self._child.usable:
             return self._child
         self._replace_child(None)
@@ -201,7 +200,7 @@ class JobRunner:
         except (OSError, _ChildError) as error:
             self._replace_child(None)
             if self._closed:
-                raise JobError("closed amid the start") from error
+                raise JobError("closed during the start") from error
             if not self._alone:
                 instead = "they run in a thread, and may delay batches"
                 _log.warning("no process can be started for jobs (%s); %s", error, instead)
@@ -221,61 +220,62 @@ class JobRunner:
 
 
 class _ChildError(Exception):
-    """The child did not answer, and will not."""
+    """The child did not answer and is unusable."""
 
 
 class _Child:
-    """A process that runs :mod:`.job_worker`; one thread asks, any may kill.
+    """A process that runs :mod:`.job_worker`; one thread sends messages, any may kill it.
 
-    OSError if the system refuses to start it.
+    OSError if the system cannot start it.
     """
 
     def __init__(self) -> None:
         if not sys.executable:
             raise OSError("the path of the Python interpreter is unknown")
         self._broken = False
-        self._process = subprocess.Popen(  # noqa: S603  (our own module, no words of others)
-            # -P: what lies in the working directory is not imported unless it is here, too.
+        self._process = subprocess.Popen(  # noqa: S603  (our own module and arguments)
+            # -P: modules of the working directory are not imported unless sys.path has it here,
+            # too.
             [sys.executable, "-P", "-m", _WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment_of_child(),
-            # Elsewhere the child lowers its priority itself. It stays in our session: schedulers
-            # that weigh sessions against each other would give another one half of a core.
+            # On other systems the child lowers its own priority. It stays in our session:
+            # schedulers that share cores among sessions would give another session half of a core.
             creationflags=getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0),
         )
 
     @property
     def usable(self) -> bool:
-        """Whether it can be asked, as far as is known."""
+        """Whether it can be sent messages, as far as is known."""
         return not self._broken and self._process.poll() is None
 
     def greet(self) -> None:
-        """Wait until it takes jobs; _ChildError if it ends, is too slow, or is something else."""
+        """Wait until it takes jobs; _ChildError if it ends, is too slow, or is another program."""
         said = self.ask(None, _START_S)
         if said != READY:
             raise _ChildError(f"{sys.executable} said {said!r:.40}, expected {READY!r}")
 
     def kill(self) -> None:
-        """End it at once; it has nothing to put in order."""
+        """Kill it immediately; it has nothing to clean up."""
         with contextlib.suppress(OSError):
             self._process.kill()
 
     def end(self) -> None:
-        """Kill it, and let go of all that it took."""
+        """Kill it, and release its pipes."""
         self.kill()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with contextlib.suppress(OSError):  # what was not sent yet cannot be
+        with contextlib.suppress(OSError):  # unsent data is lost
             self._process.stdin.close()
         self._process.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
 
     def ask(self, message: bytes | None, limit_s: float) -> bytes:
-        """Have a message answered; ``None`` waits for what the child says first.
+        """Send a message and return the answer; ``None`` waits for the child's first message.
 
-        _ChildError if it took longer than ``limit_s`` and was killed, or ended by itself.
+        _ChildError if it took longer than ``limit_s`` and was killed, or if it ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -293,10 +293,10 @@ class _Child:
             raise _ChildError(late if expired.is_set() else self._fate()) from error
         except ValueError as error:
             self._broken = True
-            raise _ChildError(f"something else speaks for its process: {error}") from error
+            raise _ChildError(f"something else writes to its output: {error}") from error
         finally:
             timer.cancel()
-            timer.join()  # it may be about to kill
+            timer.join()  # it may be about to kill the child
             self._broken = self._broken or expired.is_set()
 
     def _expire(self, expired: threading.Event) -> None:
@@ -314,7 +314,7 @@ class _Child:
 
 
 def environment_of_child() -> dict[str, str]:
-    """Give our environment, in which a child finds the same modules and numpy has one thread."""
+    """Return this process's environment, with the same module path and one thread for numpy."""
     found = os.pathsep.join(os.path.abspath(place) for place in sys.path)  # noqa: PTH100 ("" too)
     return {**os.environ, **dict.fromkeys(_THREADS, "1"), "PYTHONPATH": found}
 
@@ -327,14 +327,14 @@ def _signal_name(number: int) -> str:
 
 
 def _check_function(job: Job) -> None:
-    """Refuse what another process cannot find by its name."""
+    """Raise TypeError for a function that another process cannot find by its name."""
     module = getattr(job.function, "__module__", None)
     name = getattr(job.function, "__qualname__", None)
     found = getattr(sys.modules.get(str(module)), str(name), None)
     if found is not job.function or module == "__main__":
         raise TypeError(
             f"{job.purpose}: {job.function!r} is not a function at the top of an importable "
-            "module; move it there, and give what it encloses as an argument"
+            "module; move it there, and pass the variables that it encloses as arguments"
         )
 
 

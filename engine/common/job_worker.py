@@ -1,18 +1,18 @@
 """The process that computes jobs for :mod:`.job_runner`: ``python -m .common.job_worker``.
 
-Reads messages from standard input and writes one answer each to standard output, in order, until
+It reads messages from standard input and writes one answer each to standard output, in order, until
 its input ends. A message is its length (8 bytes, little-endian) and a pickle:
 
-* asked: ``(function, arguments)``;
-* answered: ``(True, result, "")`` or ``(False, "ValueError: what", traceback)``;
+* request: ``(function, arguments)``;
+* answer: ``(True, result, "")`` or ``(False, "ValueError: what", traceback)``;
 * before all answers, :data:`READY`.
 
-Pickles are fine here: both ends are the same program of the same user, the pipes have no name that
-anybody else could open, and nothing that came over the network is ever unpickled; who could write
-into these pipes could as well write into the memory of either process. No pickle is ever a file.
+Pickles are safe here: both ends are the same program of the same user, nobody else can open the
+unnamed pipes, and no data from the network is unpickled. Whoever could write into these pipes could
+also write into the memory of either process. Pickles are never files.
 
-Imports only the standard library by itself: what a job needs is imported when its function is
-unpickled, at the lower priority that the process has by then.
+The module itself imports only the standard library: a job's modules are imported when its function
+is unpickled, after the process has lowered its priority.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ import traceback
 from typing import IO, Any, Final, NoReturn
 
 READY: Final = b"ready"
-"""Sent once, as soon as jobs are taken."""
+"""Sent once, as soon as jobs are accepted."""
 NICENESS: Final = 10
-"""Added to the priority value of the parent: streams that run batches go first."""
+"""Added to the parent's nice value: streams that run batches have priority."""
 _LENGTH: Final = struct.Struct("<Q")
 _MOST_BYTES: Final = 1 << 40
-"""No message is that long; eight letters that somebody printed are a longer one."""
+"""Larger than any message, and smaller than eight printed letters read as a length."""
 
 
 def write_message(stream: IO[bytes], content: bytes) -> None:
-    """Send a message whole; OSError if nobody reads any more."""
+    """Send a whole message; OSError if the reader is gone."""
     stream.write(_LENGTH.pack(len(content)))
     stream.write(content)
     stream.flush()
@@ -54,7 +54,7 @@ def read_message(stream: IO[bytes]) -> bytes:
 
 
 def answer(message: bytes) -> bytes:
-    """Compute what a message asks for; whatever goes wrong with it is the answer."""
+    """Compute a requested job and return the answer; an error is an answer, too."""
     try:
         function, arguments = pickle.loads(message)  # noqa: S301  (from the parent: see above)
         result = function(*arguments)
@@ -64,7 +64,7 @@ def answer(message: bytes) -> bytes:
 
 
 def describe(error: BaseException) -> str:
-    """Give an error in a line: ``ValueError: what``."""
+    """Describe an error in one line: ``ValueError: what``."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
@@ -83,14 +83,14 @@ def main() -> NoReturn:
 
 
 def step_back() -> None:
-    """Leave the processor to the parent, and its interrupts too."""
+    """Lower this process's priority, and ignore interrupts, which the parent handles."""
     with contextlib.suppress(OSError, AttributeError):  # there is no os.nice on Windows
         os.nice(NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole foreground group
 
 
 def _take_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """Keep the pipes for messages: what a job prints goes to standard error."""
+    """Reserve the pipes for messages: output that a job prints goes to standard error."""
     nothing = os.open(os.devnull, os.O_RDWR)
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
@@ -101,10 +101,9 @@ def _take_streams() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _listen(requests: IO[bytes], messages: queue.SimpleQueue[Any]) -> None:
-    """Pass messages on; end the process with its input, even amid a job.
+    """Queue messages; end the process when its input ends, even during a job.
 
-    A thread of its own, because an orphan in a long job would not see for itself that nobody
-    waits for the result.
+    This needs its own thread: an orphan in a long job would not notice that its parent is gone.
     """
     while True:
         try:

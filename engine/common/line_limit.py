@@ -1,4 +1,4 @@
-"""Log lines: those that clients cause are limited, and none makes the thread that logs it wait."""
+"""Log lines: those caused by clients are limited, and logging never blocks a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, TextIO
 
 LINES: Final = 5
-"""Of a kind within :data:`WINDOW_S`; the others are counted."""
+"""Lines of a kind that are written within :data:`WINDOW_S`; further ones are counted."""
 WINDOW_S: Final = 1.0
 
 _MAX_CHARS: Final = 500
@@ -22,7 +22,7 @@ _CONTROL: Final = dict.fromkeys((*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x202
 
 
 def one_line(text: str, max_chars: int = _MAX_CHARS) -> str:
-    """What a client sent, fit for a log: no line breaks or other control characters, and short."""
+    """Return a client's text as one short line, without line breaks and control characters."""
     short = text if len(text) <= max_chars else f"{text[:max_chars]}…"
     return short.translate(_CONTROL)
 
@@ -35,7 +35,7 @@ class _Window:
 
 
 class LineLimit:
-    """Decides which lines are written; kinds are from a fixed set."""
+    """Decides which lines are written; there are few, fixed kinds."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class LineLimit:
         self._windows: dict[object, _Window] = {}
 
     def admit(self, kind: object) -> str | None:
-        """What to append to the next line of a kind; ``None`` if it is not to be written."""
+        """Return the suffix of the next line of a kind; ``None`` if it is not written."""
         now_s = self._clock()
         window = self._windows.get(kind)
         if window is None or now_s - window.began_s >= self._window_s:
@@ -64,13 +64,13 @@ class LineLimit:
 
 
 _LOST_CALL: Final = "ExecuteBatchError raised in core"
-"""How gRPC begins to tell that the client of an answer has left; the access log has it too."""
+"""Beginning of gRPC's message that a client has left; the access log records this, too."""
 
 
 class OneLineFilter(logging.Filter):
-    """Limits the records of a logger, and leaves out their tracebacks.
+    """Limits the records of a logger, and removes their tracebacks.
 
-    A kind is a place in the code that logs. That a client did not wait for its answer is no record.
+    Records from one place in the code are one kind. Messages that a client left early are dropped.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class OneLineFilter(logging.Filter):
         self._limit = LineLimit()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let a record pass as one line, or not at all."""
+        """Return whether to write a record, which is reduced to one line."""
         if str(record.msg).startswith(_LOST_CALL):
             return False
         suffix = self._limit.admit((record.levelno, record.pathname, record.lineno))
@@ -93,17 +93,17 @@ class OneLineFilter(logging.Filter):
 
 
 MOST_LINES: Final = 10_000
-"""Lines that wait to be written; those beyond are dropped and counted."""
+"""Most lines that wait to be written; further ones are dropped and counted."""
 _FLUSH_S: Final = 1.0
-"""Longest wait for the reader of the log when the process ends."""
+"""Longest wait, in seconds, for queued lines when the process ends."""
 
 
 class QueuedHandler(logging.Handler):
-    """Writes lines to a stream from a thread of its own, so that no other thread waits for it.
+    """Writes lines to a stream from its own thread, so that no other thread waits for it.
 
-    A pipe that nobody reads, or a terminal that is stopped, blocks who writes to it; that must not
-    be the event loop. Lines that find :data:`MOST_LINES` others waiting are dropped, and a line
-    says how many were.
+    A pipe that is not read, or a stopped terminal, blocks its writer, which must not be the event
+    loop. When :data:`MOST_LINES` lines wait, further ones are dropped, and a line reports their
+    number.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -126,7 +126,7 @@ class QueuedHandler(logging.Handler):
             self._dropped = 0
 
     def flush(self) -> None:
-        """Wait until all lines are written, for a second at most."""
+        """Wait until all lines are written, for one second at most."""
         written = self._lines.all_tasks_done
         with written:
             written.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
@@ -136,13 +136,13 @@ class QueuedHandler(logging.Handler):
             line = self._lines.get()
             try:
                 self._write(line)
-            except (OSError, ValueError):  # nobody will ever read it, or the stream is closed
+            except (OSError, ValueError):  # the reader is gone, or the stream is closed
                 pass
             finally:
                 self._lines.task_done()
 
     def _write(self, line: str) -> None:
-        """Write past the stream's buffer, whose lock would be held at the end of the process."""
+        """Write without the stream's buffer, whose lock would be held at the end of the process."""
         stream = self._stream
         try:
             descriptor = stream.fileno()
@@ -153,5 +153,5 @@ class QueuedHandler(logging.Handler):
         while content:
             try:
                 content = content[os.write(descriptor, content) :]
-            except BlockingIOError:  # whoever else has the pipe made it so
+            except BlockingIOError:  # another owner of the pipe made it non-blocking
                 select.select((), (descriptor,), ())

@@ -16,18 +16,18 @@ class NetworkError(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsIdentity:
-    """The certificate that a server shows, and the clients that it trusts."""
+    """A server's certificate, and the authorities of clients that it trusts."""
 
     certificate: Path
     key: Path
     ca: Path | None = None
-    """Authorities that clients' certificates are compared with; ``None`` asks for none."""
+    """Authorities that verify clients' certificates; ``None`` requires none."""
 
     def context(self) -> ssl.SSLContext:
-        """Make what connections are encrypted with; NetworkError."""
+        """Make the TLS context of connections; NetworkError if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         load_certificate(context, self.certificate, self.key)
-        context.num_tickets = 0  # no client resumes, and the first answer is no ticket
+        context.num_tickets = 0  # no client resumes sessions; the first answer must not be a ticket
         if self.ca is not None:
             load_authorities(context, self.ca)
             context.verify_mode = ssl.CERT_REQUIRED
@@ -35,7 +35,7 @@ class TlsIdentity:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine is behind a host; a name but ``localhost`` may be any."""
+    """Return whether a host is surely this machine; of names, only ``localhost`` is."""
     try:
         return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
     except ValueError:
@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
 
 
 def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | None) -> None:
-    """Load a certificate and its key; NetworkError."""
+    """Load a certificate and its key; NetworkError if they cannot be used."""
     try:
         context.load_cert_chain(certificate, key, password=lambda: "")  # never ask a terminal
     except (OSError, ValueError) as error:
@@ -54,7 +54,7 @@ def load_certificate(context: ssl.SSLContext, certificate: Path, key: Path | Non
 
 
 def load_authorities(context: ssl.SSLContext, ca: Path) -> None:
-    """Load certificates of authorities; NetworkError."""
+    """Load certificates of authorities; NetworkError if they cannot be used."""
     try:
         context.load_verify_locations(ca)
     except (OSError, ValueError) as error:
@@ -65,7 +65,7 @@ def load_authorities(context: ssl.SSLContext, ca: Path) -> None:
 
 
 def tls_reason(error: Exception) -> str:
-    """Return in words why TLS failed."""
+    """Describe in words why TLS failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

@@ -1,16 +1,15 @@
-"""The file that keeps a controller's state: one for each served name and host, beside the bundle.
+"""The file with a controller's state: one for each served name and host, next to the bundle.
 
-What else a server keeps there is an :class:`OwnedFile` too.
+Other files that a server keeps there are :class:`OwnedFile`, too.
 
-The bundle itself never changes, its hashes are checked; next to ``resnet.ee``, served as ``resnet``
-on the host ``one``, there is ``resnet.ee.resnet@one.state.npz``. So two servers, or two names, of
-one bundle each go on from what they saw themselves.
+The bundle itself never changes, because its hashes are checked. Next to ``resnet.ee``, served as
+``resnet`` on the host ``one``, there is ``resnet.ee.resnet@one.state.npz``. So two servers, or two
+names, of one bundle each continue from their own observations.
 
-Where a second server of the same name runs on the same host, the first keeps the file, and the
-second writes nothing until the first has gone. That is what a rolling restart does: the new server
-reads the file, and writes it from when the old one has ended. (As long as it serves, a server has
-a lock on a file of its own beside the state. Without such locks the last one to save wins, with a
-whole state.)
+If a second server of the same name runs on the same host, the first owns the file, and the second
+writes nothing until the first has ended. This happens in a rolling restart: the new server reads
+the file, and writes it after the old one has ended. (A serving process holds a lock on a separate
+file next to the state. Without such locks the last server to save wins, with a whole state.)
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _log = logging.getLogger(__name__)
 SUFFIX: Final = ".state.npz"
 LOCK_SUFFIX: Final = ".state.lock"
 _LONGEST: Final = 60
-"""Characters of a name or host that are kept as they are; file systems allow 255 of all."""
+"""Most characters of a name or host in the file name; file systems allow 255 in total."""
 
 
 class OwnedFile:
-    """A file beside a bundle that one server at a time writes: of one served name on one host."""
+    """A file next to a bundle, of one served name on one host; one server at a time writes it."""
 
     suffix: ClassVar[str]
     lock_suffix: ClassVar[str]
@@ -47,9 +46,9 @@ class OwnedFile:
             path.with_name(path.name.removesuffix(self.suffix) + self.lock_suffix)
         )
         self._waits = False
-        """Whether it was said that another server keeps the file."""
+        """Whether the log has reported that another server owns the file."""
         self._told = False
-        """Whether it was said that there is no lock."""
+        """Whether the log has reported that there is no lock."""
 
     def __str__(self) -> str:
         return self.path.name
@@ -62,11 +61,11 @@ class OwnedFile:
         return cls(place.with_name(file))
 
     def release(self) -> None:
-        """Leave the file to the next server."""
+        """Release the file for the next server."""
         self._lock.release()
 
     def take(self) -> bool:
-        """Take the file for this server, unless another one keeps it; says whether it is ours."""
+        """Lock the file for this server, unless another one owns it; return whether it is ours."""
         is_ours = self._lock.take()
         if self._lock.problem is not None and not self._told:
             self._told = True
@@ -78,25 +77,25 @@ class OwnedFile:
             )
         if not is_ours and not self._waits:
             _log.warning(
-                "%s is kept by another server of this name on this host: what this one learns is "
-                "not kept until that has ended; serve it under another name (--model NAME=PATH), "
+                "%s belongs to another server of this name on this host: what this one learns is "
+                "not saved until that has ended; serve it under another name (--model NAME=PATH), "
                 "or with --no-state",
                 self.path,
             )
         elif is_ours and self._waits:
-            _log.info("%s is kept by this server now", self.path)
+            _log.info("%s belongs to this server now", self.path)
         self._waits = not is_ours
         return is_ours
 
 
 class StateFile(OwnedFile):
-    """Where a server keeps the state of one controller, and finds it again."""
+    """The file of one controller's state: saves and loads it."""
 
     suffix = SUFFIX
     lock_suffix = LOCK_SUFFIX
 
     def load(self, fingerprint: Mapping[str, str]) -> Mapping[str, Any] | None:
-        """Take the file for this server, and read it; ``None`` if there is nothing to go on from.
+        """Lock the file for this server, and read it; ``None`` if there is no usable state.
 
         See :func:`.control_state.load_state`.
         """
@@ -104,7 +103,7 @@ class StateFile(OwnedFile):
         return load_state(self.path, fingerprint=fingerprint)
 
     def save(self, state: Mapping[str, Any], fingerprint: Mapping[str, str]) -> bool:
-        """Keep a state, unless another server keeps the file; says whether it is kept.
+        """Save a state, unless another server owns the file; return whether it was saved.
 
         See :func:`.control_state.save_state`.
         """
@@ -112,10 +111,10 @@ class StateFile(OwnedFile):
 
 
 def _flat(word: str) -> str:
-    """Give a word as a part of a file name, different for different words.
+    """Encode a word as a part of a file name; different words give different parts.
 
-    All but letters, digits and ``_.-~`` is percent-encoded; of a long word a hash stands for the
-    rest.
+    All characters but letters, digits and ``_.-~`` are percent-encoded; the end of a long word is
+    replaced by a hash.
     """
     flat = quote(word, safe="", errors="surrogatepass")
     if len(flat) <= _LONGEST:

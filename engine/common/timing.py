@@ -1,8 +1,7 @@
-"""Timing that holds on a busy machine: paired rounds, and estimates with a spread.
+"""Timing for busy machines: paired rounds, and estimates with a spread.
 
-Everything that is compared runs once a round, and is compared within the round: with the model
-timed a moment before or after, at the same clock rate and beside the same neighbours. Medians over
-rounds then ignore rounds in which something else got in between.
+All compared systems run once a round and are compared within the round: they run moments apart, at
+the same clock rate and with the same other load. Medians over rounds then ignore disturbed rounds.
 """
 
 from __future__ import annotations
@@ -19,44 +18,44 @@ import numpy as np
 from offramp.certify import FloatArray
 
 Timer = Callable[[], float]
-"""Runs something once; gives its milliseconds."""
+"""Runs a system once; returns its time in milliseconds."""
 
 WARM_UP_ROUNDS = 2
 LEVEL = 0.95
-"""The confidence level of every interval."""
+"""Confidence level of every interval."""
 
 
 def clock_of(threads: int) -> Callable[[], float]:
-    """Give the clock, in seconds, for what runs on so many threads and ends in the one that asks.
+    """Return the clock, in seconds, for work on this many threads that ends in the calling thread.
 
-    One thread is timed by its own CPU time, of which neighbours take nothing. By the wall, two
-    processes on a core made the border of a small model, 0.07 ms, look like 2.5 ms: a batch that is
-    preempted once is late by more than borders and heads take. What several threads compute at the
-    same time only the wall can tell.
+    One thread is timed by its own CPU time, which excludes other processes. By wall time, with two
+    processes on a core, the border of a small model, 0.07 ms, appeared as 2.5 ms: one preemption of
+    a batch takes longer than borders and heads. Parallel work of several threads can only be timed
+    by wall time.
     """
     return time.thread_time if threads == 1 else time.perf_counter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How long to measure: until estimates are narrow enough, or time is up."""
+    """Effort of a measurement: it ends when estimates are narrow enough, or time is up."""
 
     least: int = 6
-    """Sweeps over all batch sizes that are always run."""
+    """Smallest number of sweeps over all batch sizes."""
     most: int = 40
-    """Sweeps that are never passed."""
+    """Largest number of sweeps."""
     seconds: float = 2.0
-    """After which no sweep begins, once there are ``least``."""
+    """Seconds after which no sweep begins, once there are ``least``."""
     half_width: float = 0.004
-    """What is narrow enough: half of an interval, as a share of the scale it is judged by."""
+    """Sufficient half-width of an interval, as a share of its scale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rounds:
-    """Milliseconds of some systems at one batch size, all of them in every round."""
+    """Times of some systems at one batch size; every round has all systems."""
 
     times_ms: FloatArray
-    """float64[rounds, systems]; the first system is the one that others are compared with."""
+    """Milliseconds, float64[rounds, systems]; the other systems are compared with the first."""
 
     @property
     def count(self) -> int:
@@ -64,36 +63,36 @@ class Rounds:
         return len(self.times_ms)
 
     def base(self) -> Estimate:
-        """The first system's own time, in ms; its width is that of its median over rounds."""
+        """Return the first system's time, in ms, with the width of its median over rounds."""
         return estimate(self.times_ms[:, 0])
 
     def ratios(self) -> list[Estimate]:
-        """[systems - 1]: time over the first system's in the same round."""
+        """Return, for each other system, its time over the first one's in the same round."""
         ratio = self.times_ms[:, 1:] / self.times_ms[:, :1]
         return [estimate(column) for column in ratio.T]
 
     def differences(self) -> list[Estimate]:
-        """[systems - 1]: ms beyond the first system's in the same round."""
+        """Return, for each other system, its time less the first one's in the same round, in ms."""
         beyond = self.times_ms[:, 1:] - self.times_ms[:, :1]
         return [estimate(column) for column in beyond.T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A median over rounds, and how sure it is."""
+    """A median over rounds, with its uncertainty."""
 
     value: float
     half_width: float
-    """Half of the interval of order statistics that holds the median with :data:`LEVEL`, in the
-    unit of ``value``; with too few rounds for that, half of their range."""
+    """Half-width of the interval of order statistics that holds the median with :data:`LEVEL`, in
+    the unit of ``value``; with too few rounds for that, half of their range."""
     rounds: int
 
 
 def estimate(values: FloatArray) -> Estimate:
-    """Take the median of float64[rounds], with the interval that order statistics give it.
+    """Return the median of float64[rounds], with its interval from order statistics.
 
-    The interval assumes nothing of how times are spread: the number of rounds below the true
-    median is binomial (David and Nagaraja, Order Statistics, 7.1).
+    The interval assumes no distribution of times: the number of rounds below the true median is
+    binomial (David and Nagaraja, Order Statistics, 7.1).
     """
     ordered = np.sort(values)
     rank = _rank(len(ordered))
@@ -105,7 +104,7 @@ def estimate(values: FloatArray) -> Estimate:
 
 
 def _rank(rounds: int) -> int:
-    """Largest r so that the r-th smallest and r-th largest hold the median with LEVEL."""
+    """Return the largest r for which the r-th smallest and largest hold the median with LEVEL."""
     below, rank = 0.0, 0
     for r in range(rounds // 2):
         below += comb(rounds, r) / 2**rounds
@@ -117,24 +116,24 @@ def _rank(rounds: int) -> int:
 
 @dataclass(slots=True)
 class Sweeps:
-    """The order in which systems are run, sweep after sweep, and the rule that ends it.
+    """The order in which systems run, sweep after sweep, and the rule to stop.
 
-    A sweep visits every batch size, so that whatever disturbs the machine for a while does so at
-    all of them. Within a round the systems take turns in being first, since whoever is first
-    finds cold caches.
+    A sweep covers every batch size, so that a temporary disturbance affects all of them. The first
+    system of a round finds cold caches, so another system is first in each round.
     """
 
     systems: int
     repeats: Sequence[int]
-    """Rounds of each batch size in a sweep; more of the short ones, which noise hits harder."""
+    """Rounds of each batch size in a sweep; short ones, which noise affects more, have more
+    rounds."""
     effort: Effort
     done: int = 0
 
     def order(self) -> Iterator[tuple[int, list[int]]]:
-        """Give the rounds of the next sweep: batch size's index, and systems in running order."""
+        """Yield the rounds of the next sweep: batch size's index, and systems in running order."""
         for size, repeats in enumerate(self.repeats):
             for repeat in range(repeats):
-                # counted for each size: a count over all of them may fit the number of systems
+                # counted for each size: a common count may be a multiple of the number of systems
                 first = (self.done * repeats + repeat) % self.systems
                 yield size, [(first + place) % self.systems for place in range(self.systems)]
         self.done += 1
@@ -145,7 +144,7 @@ class Sweeps:
         rounds: Sequence[Rounds],
         half_widths: Callable[[Sequence[Rounds]], float],
     ) -> bool:
-        """Whether to stop: ``half_widths`` gives the widest of what is wanted, as a share."""
+        """Return whether to stop; ``half_widths`` returns the widest interval, as a share."""
         if self.done < self.effort.least:
             return False
         if self.done >= self.effort.most or elapsed_s >= self.effort.seconds:
@@ -154,7 +153,7 @@ class Sweeps:
 
 
 def repeats_of(batch_sizes: Sequence[int]) -> list[int]:
-    """Rounds of each batch size in a sweep: about as long at each, at most 4."""
+    """Return the rounds of each batch size in a sweep: about equal time each, at most 4."""
     return [max(1, min(4, batch_sizes[-1] // (2 * size))) for size in batch_sizes]
 
 
@@ -164,16 +163,16 @@ class MachineLoad:
 
     wall_s: float
     own_cpu_s: float
-    """Seconds of this process, of all its threads."""
+    """CPU seconds of this process, in all its threads."""
 
     @property
     def own_share(self) -> float:
-        """Cores that this process had in the mean; below 1 something else had them."""
+        """Mean number of cores that this process used; below 1, other processes took time."""
         return self.own_cpu_s / self.wall_s if self.wall_s else 1.0
 
 
 class Timed(NamedTuple):
-    """Rounds by batch size, and what the machine did meanwhile."""
+    """Rounds by batch size, and the load of the machine during them."""
 
     rounds: Sequence[Rounds]
     load: MachineLoad
@@ -190,18 +189,18 @@ def time_rounds(
     progress: Callable[[int], None] = lambda _: None,
     one_by_one: bool = False,
 ) -> Timed:
-    """Run interleaved rounds until what is wanted is narrow enough, or time is up.
+    """Run interleaved rounds until the estimates are narrow enough, or time is up.
 
     Args:
-        timers: [batch sizes][systems]; the first system is what others are compared with.
+        timers: [batch sizes][systems]; the other systems are compared with the first.
         repeats: [batch sizes]: rounds in a sweep.
-        effort: How long.
-        half_widths: Of what is wanted, the widest, as a share; given the rounds so far.
+        effort: When to stop.
+        half_widths: Returns the widest wanted interval of the rounds so far, as a share.
         clock: Seconds.
-        cpu_clock: Seconds of this process.
-        progress: Called with 1 after each of the sweeps that are run at least.
-        one_by_one: Run all of a system's rounds in a sweep before the next system's: where they
-            cannot all be loaded at once.
+        cpu_clock: CPU seconds of this process.
+        progress: Called with 1 after each of the first ``effort.least`` sweeps.
+        one_by_one: Run all of a system's rounds in a sweep before the next system's, if the systems
+            cannot all be loaded at the same time.
     """
     sweeps = Sweeps(systems=len(timers[0]), repeats=repeats, effort=effort)
     order = _by_system if one_by_one else list[_Run]
@@ -231,7 +230,7 @@ def time_rounds(
 
 
 _Run: TypeAlias = "tuple[int, int, list[float]]"
-"""A system's place, that of a batch size, and the milliseconds of the round, by system."""
+"""System's index, batch size's index, and the milliseconds of the round by system."""
 
 
 def _by_system(runs: Iterable[_Run]) -> list[_Run]:
@@ -244,9 +243,9 @@ MOST_DRIFT = 0.05
 
 
 def disturbances(what: str, load: MachineLoad, rounds: Sequence[Rounds]) -> tuple[str, ...]:
-    """Say in what ways a machine was disturbed while ``what`` was measured; empty if it was not.
+    """Describe how the machine was disturbed while ``what`` was measured; empty if it was not.
 
-    Of the rounds, one a batch size, the first system is looked at.
+    Only the first system of the rounds (one item a batch size) is considered.
     """
     notes = []
     if load.own_share < LEAST_OWN_SHARE:
@@ -261,12 +260,12 @@ def disturbances(what: str, load: MachineLoad, rounds: Sequence[Rounds]) -> tupl
     drift = float(np.median([_drift(r.times_ms[:, 0]) for r in rounds]))
     if abs(drift) > MOST_DRIFT:
         notes.append(f"{what}: the machine became {abs(drift):.0%} "
-                     f"{'slower' if drift > 0 else 'faster'} meanwhile")  # fmt: skip
+                     f"{'slower' if drift > 0 else 'faster'} during the measurement")  # fmt: skip
     return tuple(notes)
 
 
 def _drift(times_ms: FloatArray) -> float:
-    """Give how much slower the second half was, as a share."""
+    """Return the slowdown of the second half, as a share."""
     half = len(times_ms) // 2
     if not half:
         return 0.0

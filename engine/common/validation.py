@@ -1,4 +1,4 @@
-"""Checks of requests and data sets against what a model takes, in one wording."""
+"""Checks of requests and data sets against a model's inputs, with the same messages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def check_request(
     max_samples: int,
     unread: Collection[str] = (),
 ) -> str | None:
-    """Say what is wrong with a request; ``None`` if nothing is.
+    """Return the error of a request; ``None`` if it is valid.
 
-    ``specs`` are the model's inputs, ``unread`` the names of those that nothing reads; the deadline
-    is absolute; the queue holds ``max_samples``.
+    ``specs`` are the model's inputs, ``unread`` the names of inputs that no node reads; the
+    deadline is absolute; the queue holds ``max_samples``.
     """
     if wrong := check_tensors(specs, tensors, unread=unread):
         return wrong
@@ -50,11 +50,11 @@ def check_tensors(
     *,
     unread: Collection[str] = (),
 ) -> str | None:
-    """Say what is wrong with ``tensors``; ``None`` if nothing is.
+    """Return the error of ``tensors``; ``None`` if they are valid.
 
-    Names and dtypes must be equal, fixed sizes too; a symbolic size must be the same wherever
-    its symbol stands. There must be at least one sample. Inputs that nothing reads (``unread``, by
-    name) may be left out.
+    Names, dtypes and fixed sizes must be equal; a symbolic size must be the same for all uses of
+    its symbol. There must be at least one sample. Inputs that no node reads (``unread``, by name)
+    may be omitted.
     """
     if wrong := _check_names(specs, tensors, unread):
         return wrong

@@ -1,1 +1,1 @@
-"""Graphs of stages, put together from a bundle's segments and exits."""
+"""Graphs of stages, assembled from a bundle's segments and exits."""

@@ -1,20 +1,20 @@
-"""The assembly of segments and an exit into the one graph of a stage.
+"""Assembly of segments and an exit into the single graph of a stage.
 
-Every segment and exit names its tensors as the source model does (exits under a prefix of their
-own), so that a stage is the plain union of its parts: nodes and initializers that several parts
-recompute, such as a mask bias, are the same and are kept once. One graph instead of a chain
-matters: a border costs layout changes and lost fusion (6 to 10 % on CNNs).
+Every segment and exit names its tensors as the source model does (an exit's own tensors have a
+prefix), so a stage is the union of its parts: nodes and initializers that several parts recompute,
+such as a mask bias, are identical and are kept once. One graph is faster than a chain: a border
+costs layout changes and lost fusion (6 to 10 % on CNNs).
 
 *Quantised borders.* ONNX Runtime's integer convolutions on CPUs read and write maps with the
-channels last, in a byte a value. A float32 border in between costs a conversion and a transposition
-on either side, which for a small CNN is more than the exit. So where a stage ends with
+channels last, one byte a value. A float32 border between them costs a conversion and a
+transposition on both sides, which for a small CNN is more than the exit. So where a stage ends with
 ``DequantizeLinear`` and the next one begins with a ``QuantizeLinear`` of the same constants, the
 bytes between the two are carried, channels last: the transpositions cancel those that ONNX Runtime
-puts around its convolutions. Values are the same to the bit.
+adds around its convolutions. Values are bit-identical.
 
-*Schema.* Serving must not need the ``onnx`` package. Protobuf keeps the fields that a schema does
-not know, so a subset of ONNX's in a private descriptor pool (field numbers of onnx.proto3, stable
-since IR version 3) can take graphs apart, join them and add operators.
+*Schema.* Serving must not need the ``onnx`` package. Protobuf keeps fields that a schema does not
+know, so a subset of ONNX's schema in a private descriptor pool (field numbers of onnx.proto3,
+stable since IR version 3) suffices to split and join graphs and to add operators.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from offramp.bundle import Exit, Segment
 def assemble(parts: Sequence[bytes], outputs: Sequence[str]) -> bytes:
     """Join serialised ONNX models whose tensors share one namespace, in the order of execution.
 
-    They share IR version and opset (the first one's are kept). The joined model gives ``outputs``,
-    in this order; its inputs are what no part computes. Raises ValueError if no part gives an
-    output.
+    They share IR version and opset (the first model's are kept). The outputs of the joined model
+    are ``outputs``, in this order; its inputs are the tensors that no part computes. ValueError if
+    no part computes an output.
     """
     models = [ModelProto.FromString(part) for part in parts]
     joined = models[0]
@@ -43,7 +43,7 @@ def assemble(parts: Sequence[bytes], outputs: Sequence[str]) -> bytes:
     known = _by_name(model.graph.value_info for model in models)
     missing = [name for name in outputs if name not in described]
     if missing:
-        raise ValueError(f"no part gives {missing}; they give {sorted(described)}")
+        raise ValueError(f"no part computes {missing}; their outputs are {sorted(described)}")
 
     graph = joined.graph
     _replace(graph.node, nodes)
@@ -61,12 +61,12 @@ CONFIDENCE = "offramp/confidence"
 
 
 def with_confidence(model: bytes, logits: str) -> bytes | None:
-    """Add the largest probability of logits to what a graph gives, as :data:`CONFIDENCE`.
+    """Add the largest probability of logits to a graph's outputs, as :data:`CONFIDENCE`.
 
-    Two operators in the graph cost less than the seven calls of numpy that do it outside
-    (:func:`.answers.exit_check.confidence_of`). It is NaN where that gives 0: where a logit
-    is NaN or plus infinity. ``None`` where the logits are not known to be a float32 matrix, or the
-    opset is older than 13 (which we refuse to compile).
+    Two operators in the graph cost less than the seven numpy calls outside of it
+    (:func:`.answers.exit_check.confidence_of`). The output is NaN where that function returns 0:
+    where a logit is NaN or plus infinity. Returns ``None`` if the logits are not known to be a
+    float32 matrix, or the opset is older than 13 (which is not compiled).
     """
     proto = ModelProto.FromString(model)
     graph = proto.graph
@@ -117,12 +117,12 @@ def _replace(field: Any, items: Any) -> None:
 _PACKAGE = "offramp.onnx_subset"
 
 FLOAT32, UINT8, INT8, INT64, FLOAT16 = 1, 2, 3, 7, 10
-"""``TensorProto.DataType``."""
+"""Values of ``TensorProto.DataType``."""
 INT, INTS = 2, 7
-"""``AttributeProto.AttributeType`` of an integer, and of a list of them."""
+"""Values of ``AttributeProto.AttributeType`` for an integer, and a list of integers."""
 
 _FIELDS = {
-    # message: name, number and type of each field; a star says that it is repeated
+    # message: name, number and type of each field; a star marks a repeated field
     "TensorProto": "dims 1 int64*, data_type 2 int32, int64_data 7 int64*, name 8 string",
     "DimensionProto": "dim_value 1 int64",
     "ShapeProto": "dim 1 DimensionProto*",
@@ -175,7 +175,7 @@ ModelProto: Any = _MESSAGES["ModelProto"]
 
 
 def has_half_precision(model: bytes) -> bool:
-    """Whether any weight of a serialised model is float16."""
+    """Return whether any weight of a serialised model is float16."""
     weights = ModelProto.FromString(model).graph.initializer
     return any(weight.data_type == FLOAT16 for weight in weights)
 
@@ -186,11 +186,11 @@ _BYTES: Final = frozenset({INT8, UINT8})
 
 
 def carries_steps(before: bytes, after: bytes, tensor: str) -> bool:
-    """Whether a map between two serialised graphs can be carried as integers.
+    """Return whether a map between two serialised graphs can be carried as integers.
 
-    ``before`` gives ``tensor`` float32 [n, channels, height, width] out of ``DequantizeLinear``,
-    with one scale for all of it, and whatever reads it in ``after`` quantises it by the same
-    constants.
+    In ``before``, ``tensor`` (float32 [n, channels, height, width]) must be the output of
+    ``DequantizeLinear`` with one scale; in ``after``, all its readers must quantise it with the
+    same constants.
     """
     giving, taking = ModelProto.FromString(before).graph, ModelProto.FromString(after).graph
     given = {output.name: output.type.tensor_type for output in giving.output}.get(tensor)
@@ -207,9 +207,9 @@ def carries_steps(before: bytes, after: bytes, tensor: str) -> bool:
 
 
 def give_steps(model: bytes, tensor: str) -> bytes:
-    """Give the integers of an output, channels last, under its name.
+    """Make an output the quantised integers, channels last, under the same name.
 
-    Other readers in the graph, such as a head, go on to read its values.
+    Other readers in the graph, such as a head, still read the float values.
     """
     proto = ModelProto.FromString(model)
     graph = proto.graph
@@ -228,7 +228,7 @@ def give_steps(model: bytes, tensor: str) -> bytes:
 
 
 def take_steps(model: bytes, tensor: str) -> bytes:
-    """Read an input as integers, channels last, in place of quantising its values."""
+    """Make an input the quantised integers, channels last; the graph no longer quantises it."""
     proto = ModelProto.FromString(model)
     graph = proto.graph
     readers = _readers(graph, tensor)
@@ -255,14 +255,14 @@ def _readers(graph: Any, tensor: str) -> list[Any]:
 
 
 def _zero_point(graph: Any, node: Any) -> Any:
-    """The constant third input, by which the integers' type is known."""
+    """Return the constant third input, whose type is that of the integers."""
     return next(weight for weight in graph.initializer if weight.name == node.input[2])
 
 
 def _scalars(graph: Any, node: Any) -> tuple[bytes, ...] | None:
-    """Scale and zero point, but for their names; ``None`` unless both are constants of one value.
+    """Return scale and zero point without names; ``None`` unless both are scalar constants.
 
-    Zero points of other types than a byte are none of ours.
+    Zero points of types other than a byte are not supported: ``None``.
     """
     constants = {weight.name: weight for weight in graph.initializer}
     found = [constants[name] for name in node.input[1:] if name in constants]
@@ -294,7 +294,7 @@ def _transpose(node: Any, read: str, made: str, order: tuple[int, ...]) -> None:
 
 
 def _describe(described: Any, dtype: int) -> None:
-    """State a map of integers with the channels last, where one of floats was stated."""
+    """Change the declared type of a float map to integers with the channels last."""
     tensor = described.type.tensor_type
     tensor.elem_type = dtype
     dims = [type(dim).FromString(dim.SerializeToString()) for dim in tensor.shape.dim]
@@ -303,7 +303,7 @@ def _describe(described: Any, dtype: int) -> None:
 
 
 ReadPart: TypeAlias = Callable[[str], bytes]
-"""Gives the graph of a part by its file: whole, or naming its weights."""
+"""Returns the graph of a part, given its file: with its weights, or naming their file."""
 
 
 def assemble_stage(
@@ -313,9 +313,10 @@ def assemble_stage(
     inner: slice,
     read: ReadPart,
 ) -> bytes:
-    """Join the inner ones of some segments with an exit, and carry integers where it can be done.
+    """Join some segments with an exit, and carry integers at the borders where possible.
 
-    ``around`` are, in a cascade, the neighbours too that a cut tensor comes from or goes to.
+    ``around`` has, in a cascade, also the neighbours that a cut tensor comes from or goes to;
+    ``inner`` selects the segments to join.
     """
     files = [read(segment.file) for segment in around]
     parts, outputs = files[inner], list(given)

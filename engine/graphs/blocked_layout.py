@@ -1,12 +1,12 @@
 """A rewrite that keeps a stage in the blocked layout of ONNX Runtime's convolutions on CPUs.
 
-ONNX Runtime runs convolutions on CPUs on tensors whose channels lie in blocks (NCHWc), and
-reorders where plain tensors come in and go out. A stage's input comes in plain. A convolution
-reorders a copy of it for itself, but a skip connection reads it as it is, and the sum of a plain
-and a blocked tensor is neither fused into the convolution nor blocked; so the next block's skip
-connection is plain again, and so on to the end of the stage. Pooling with a 1x1 window changes
-nothing, and ONNX Runtime always does it in blocks: put between an input and its readers, it makes
-all of them read one blocked tensor.
+ONNX Runtime runs convolutions on CPUs on tensors whose channels are in blocks (NCHWc), and reorders
+plain tensors at their input and output. A stage's input is plain. A convolution reorders its own
+copy, but a skip connection reads the plain tensor, and the sum of a plain and a blocked tensor is
+neither fused into the convolution nor blocked; so the next block's skip connection is plain again,
+and so on to the end of the stage. Pooling with a 1x1 window changes no value, and ONNX Runtime
+always computes it in blocks: inserted between an input and its readers, it makes all of them read
+one blocked tensor.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any
 from offramp.engine.graphs.assembly import FLOAT32, INTS, ModelProto, NodeProto
 
 SMALLEST_BLOCK = 8
-"""Channels in a block where vectors are short; 16 where they are long."""
+"""Channels in a block on CPUs with short vectors; 16 with long ones."""
 
-# What ONNX Runtime 1.31 computes in blocks: these always, ...
+# Operators that ONNX Runtime 1.31 computes in blocks: always, ...
 _ALWAYS = frozenset({"Conv", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"})
-# ... these where their first input is in blocks, ...
+# ... if their first input is in blocks, ...
 _FOLLOWING = frozenset(
     {"Relu", "Sigmoid", "Tanh", "HardSigmoid", "HardSwish", "Gelu", "Identity"}
     | {"BatchNormalization"}
 )
-# ... these where they are fused into the convolution whose output they read, ...
+# ... if they are fused into the convolution whose output they read, ...
 _FUSED = frozenset({"Clip", "LeakyRelu"})
-# ... and these where all of their inputs are.
+# ... and if all of their inputs are in blocks.
 _JOINING = frozenset({"Add", "Sum", "Mul", "Concat"})
 
 
 def enter_blocked(model: bytes, *, block: int = SMALLEST_BLOCK) -> bytes:
     """Make a graph's inputs enter the blocked layout once, before all of their readers.
 
-    Gives the model with an identity pooling after every float32 input [n, channels, height, width]
-    that is joined with blocked tensors (:data:`_JOINING`); ``model`` itself where there is no such
-    input: first stages, transformers, float16 and explicitly quantised graphs. The values are the
-    same, but that minus infinity becomes the lowest finite number. ``block`` is the channels in a
-    block of the CPU that the graph is for: a map whose channels are no multiple of it is left
-    alone, as its pooling would be a plain copy.
+    Returns the model with an identity pooling after every float32 input [n, channels, height,
+    width] that is joined with blocked tensors (:data:`_JOINING`); ``model`` itself if there is no
+    such input: first stages, transformers, float16 and explicitly quantised graphs. Values are the
+    same, except that minus infinity becomes the lowest finite number. ``block`` is the number of
+    channels in a block on the target CPU; maps whose channels are not a multiple of it are
+    unchanged, because their pooling would be a plain copy.
     """
     proto = ModelProto.FromString(model)
     graph = proto.graph
@@ -64,7 +64,7 @@ def _is_map(value: Any, block: int) -> bool:
 
 
 def _joins_more(graph: Any, name: str) -> bool:
-    """Whether a join of blocked and plain tensors becomes one of blocked tensors only."""
+    """Return whether pooling this input makes a join of blocked and plain tensors all blocked."""
     before, after = _in_blocks(graph, ()), _in_blocks(graph, (name,))
     return any(
         node.op_type in _JOINING
@@ -76,7 +76,7 @@ def _joins_more(graph: Any, name: str) -> bool:
 
 
 def _in_blocks(graph: Any, entering: Iterable[str]) -> set[str]:
-    """Tensors in blocks if ``entering`` are; nodes come in the order of execution."""
+    """Return the tensors in blocks if ``entering`` are; nodes are in the order of execution."""
     blocked = set(entering)
     convolved: set[str] = set()
     for node in graph.node:
@@ -95,7 +95,7 @@ def _in_blocks(graph: Any, entering: Iterable[str]) -> set[str]:
 
 
 def _pool_first(graph: Any, renamed: Mapping[str, str]) -> None:
-    """Pool inputs with a 1x1 window under new names, which all nodes read instead."""
+    """Insert a 1x1 pooling after inputs, under new names that all nodes read instead."""
     for node in graph.node:
         for position, name in enumerate(node.input):
             if name in renamed:

@@ -1,16 +1,17 @@
-"""Weights that several graphs share in one file: a bundle's, or a model's while it is compiled.
+"""Weights that several graphs share in one file: a bundle's, or a model's during compilation.
 
-A graph may name a file for its weights instead of holding them (ONNX's external data). ONNX Runtime
-maps them from there: sessions beside each other do not hold a copy each of what they do not pack
-anew, and none parses weights out of the graph, which took more memory than the weights themselves.
+A graph may name a file for its weights instead of containing them (ONNX's external data). ONNX
+Runtime maps that file: parallel sessions share all weights that they do not repack, and none parses
+weights out of the graph, which took more memory than the weights themselves.
 
-What kernels want otherwise they pack when they are loaded, into a copy of each session's own
-(:attr:`WeightForm.PACKED`). Sessions may do without, run on the mapped file itself, and take longer
-(:attr:`WeightForm.SHARED`): many subnets of a supernet then hold its weights once (SuperServe, 3).
+When a session loads, it packs weights for its kernels into its own copy
+(:attr:`WeightForm.PACKED`). It can instead run on the mapped file, more slowly
+(:attr:`WeightForm.SHARED`): then the subnets of a supernet share one copy of its weights
+(SuperServe, 3).
 
-A name in a file from elsewhere must lead nowhere: a bundle's graphs are looked at before a session
-is made of them (:mod:`offramp.bundle.graph_weights`). And the file must always hold the true bytes,
-as ONNX Runtime may read it even where the values were given to it otherwise.
+File names in graphs of unknown origin are a risk: a bundle's graphs are checked before a session is
+made of them (:mod:`offramp.bundle.graph_weights`). The file must always hold the true bytes,
+because ONNX Runtime may read it even if the values were also passed in another way.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ _MAKE_WEIGHTS: Final = (
     *("ConvMulFusion", "ConvAddFusion", "ConvBNFusion", "MatmulBNFusion"),
     *("AttentionFusion", "GemmTransposeFusion", "TransposeOptimizer", "ConstantFolding"),
 )
-"""Optimisers that make new weights of old ones, which no file has: of a layer and the scale and
-shift behind it, as SubnetNorm has them; of the three products of an attention; turned ones; those
-that come in parts."""
+"""Optimisers that compute new weights, which no file has: of a layer and the scale and shift after
+it, as in SubnetNorm; of the three products of an attention; transposed ones; weights in parts."""
 _RUN_ON_FILE: Final = (
     ("session.use_external_initializer_file_buffers_directly", "1"),
     ("session.disable_prepacking", "1"),
@@ -41,17 +41,17 @@ _folder: ContextVar[Path | None] = ContextVar("_folder", default=None)
 
 
 class WeightForm(StrEnum):
-    """How a session has its weights in memory."""
+    """Form of a session's weights in memory."""
 
     PACKED = "packed"
-    """As its kernels like them best, in copies of its own."""
+    """Packed for the kernels, in copies of each session."""
     SHARED = "shared"
-    """As they are in the file, which all sessions map; those that are in the graph are private."""
+    """Unchanged in the file, which all sessions map; weights inside the graph are private."""
 
 
 @contextmanager
 def weights_in(folder: Path) -> Iterator[None]:
-    """Have graphs that are loaded meanwhile, in this context, find named weights in a folder."""
+    """Make graphs that are loaded in this context find their named weights in a folder."""
     token = _folder.set(folder)
     try:
         yield
@@ -61,10 +61,11 @@ def weights_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def graphs_of(bundle: Bundle) -> Iterator[Callable[[str], bytes]]:
-    """Give what reads a bundle's graphs, by file, as sessions of this context take them.
+    """Yield a function that reads a bundle's graphs, by file, for sessions of this context.
 
-    They name their weights, which ONNX Runtime maps. Where it cannot find them they have all in
-    them, as other runtimes need them: of 2 GiB at most then. Errors as of :meth:`.Bundle.read`.
+    The graphs name their weights, which ONNX Runtime maps. If it cannot find the file, the graphs
+    contain their weights, as other runtimes need them: at most 2 GiB then. Errors as of
+    :meth:`.Bundle.read`.
     """
     folder = bundle.weight_folder()
     if folder is None or not is_text(folder):
@@ -75,7 +76,7 @@ def graphs_of(bundle: Bundle) -> Iterator[Callable[[str], bytes]]:
 
 
 def is_text(folder: Path) -> bool:
-    """Whether ONNX Runtime's settings can hold the name of a folder: names may be no UTF-8."""
+    """Return whether a folder's name is UTF-8, as ONNX Runtime's settings require."""
     try:
         str(folder).encode()
     except UnicodeEncodeError:
@@ -84,12 +85,12 @@ def is_text(folder: Path) -> bool:
 
 
 def weight_folder() -> Path | None:
-    """Give the folder of :func:`weights_in`; ``None`` outside of it."""
+    """Return the folder of :func:`weights_in`; ``None`` outside of it."""
     return _folder.get()
 
 
 def name_weights(options: Any, folder: Path | None = None) -> None:
-    """Tell the options of a session of ONNX Runtime where named weights are, if anywhere.
+    """Set the folder of named weights in the options of an ONNX Runtime session, if there is one.
 
     Without ``folder`` it is that of :func:`weights_in`.
     """
@@ -99,9 +100,9 @@ def name_weights(options: Any, folder: Path | None = None) -> None:
 
 
 def run_on_file(options: Any) -> None:
-    """Have a session of ONNX Runtime run on the weights that it maps, and make no others of them.
+    """Make a session of ONNX Runtime run on the weights that it maps, without packed copies.
 
-    Blocked layouts of convolutions have to be off beside it: their weights are always copies.
+    Blocked layouts of convolutions must be off, too: their weights are always copies.
     """
     for key, value in _RUN_ON_FILE:
         options.add_session_config_entry(key, value)

@@ -1,4 +1,4 @@
-"""The compilation of a recorded model, as a process of its own."""
+"""The compilation of a recorded model, in a separate process."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from offramp.engine.learning.compile_worker import IDLE, NICE
 _log = logging.getLogger(__name__)
 
 PROGRESS_NAME: Final = "progress.jsonl"
-"""File of a learn folder that a compilation tells its progress in."""
+"""File of a learn folder with a compilation's progress."""
 _WORKER: Final = "offramp.engine.learning.compile_worker"
 _NEEDED: Final = ("onnx", "onnx_graphsurgeon", "onnxslim", "torch")
 """Packages of the extra ``compile``."""
 _READ_BYTES: Final = 4096
 _LEAST_IDLE_SHARE: Final = 0.25
-"""Share of idle time from which a process that only takes idle time gets on."""
+"""Share of idle time from which a process of idle priority makes progress."""
 _STAT: Final = Path("/proc/stat")
 _IDLE: Final = (3, 4)
-"""Columns of idle time, and of time spent waiting for the disk."""
+"""Columns of idle time, and of waiting for the disk."""
 _LEAST_TICKS: Final = 500
-"""Ticks of all processors that a share is taken over: some seconds."""
+"""Fewest ticks of all processors for a share: a few seconds."""
 
 
 class Compilation(Protocol):
-    """A compilation at work."""
+    """A running compilation."""
 
     def poll(self) -> int | None:
         """Return the exit status, ``None`` before the end."""
@@ -45,39 +45,39 @@ class Compilation(Protocol):
         ...
 
     def end(self) -> None:
-        """End it, whatever it does."""
+        """Kill it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileProgress:
-    """How far a compilation is."""
+    """Progress of a compilation."""
 
     step: int
     steps: int
     title: str
     share: float
-    """Of this step."""
+    """Completed share of this step."""
 
     def describe(self) -> str:
-        """``step 4 of 9: Train the heads, 40 %``."""
+        """Describe the progress: ``step 4 of 9: Train the heads, 40 %``."""
         of = f" of {self.steps}" if self.steps else ""
         return f"step {self.step}{of}: {self.title}, {100 * self.share:.0f} %"
 
 
 def start_compilation(arguments: Sequence[str], cores: int, priority: str) -> Compilation:
-    """Start ``eecompile`` in a process of low priority; OSError if that is refused."""
+    """Start ``eecompile`` in a process of low priority; OSError if it cannot start."""
     return BuildProcess([str(cores), priority, *arguments], worker=_WORKER)
 
 
 def priority_for(idle_share: float | None) -> str:
-    """Return the priority of a compilation on a machine that is idle for such a share of time."""
+    """Return a compilation's priority on a machine that is idle for this share of time."""
     is_busy = idle_share is not None and idle_share < _LEAST_IDLE_SHARE
     return NICE if is_busy else IDLE
 
 
 def missing_packages() -> list[str]:
-    """Return the packages that compiling needs and that are not installed; none is imported."""
+    """Return the packages that compiling lacks, without importing any."""
     importlib.invalidate_caches()
     return [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
@@ -90,19 +90,19 @@ def compile_arguments(
     progress: Path,
     asked: Sequence[str],
 ) -> list[str]:
-    """Return the arguments of ``eecompile``; ``asked`` are those that the server passes on."""
+    """Return the arguments of ``eecompile``; ``asked`` are options that the server passes on."""
     return [
         str(model.absolute()),
         f"--data={data.absolute()}",
         f"--output={output.absolute()}",
         f"--progress-file={progress.absolute()}",
-        "--backend=onnxruntime",  # engines would take the GPU's memory from what is served
+        "--backend=onnxruntime",  # building engines would use GPU memory of serving
         *asked,
     ]
 
 
 def read_progress(path: Path) -> CompileProgress | None:
-    """Return what a compilation said last of its progress; ``None`` if it said nothing yet."""
+    """Return the last reported progress of a compilation; ``None`` if there is none yet."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, IndexError):
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -119,7 +119,7 @@ def read_progress(path: Path) -> CompileProgress | None:
 
 
 def describe_end(status: int, last_words: str) -> str:
-    """Say how a compilation ended that wrote no bundle."""
+    """Describe the end of a compilation that wrote no bundle."""
     if status < 0:
         try:
             name = signal.Signals(-status).name
@@ -127,7 +127,7 @@ def describe_end(status: int, last_words: str) -> str:
             name = f"signal {-status}"
         return f"its process was ended by {name}"
     if not status:
-        return "it wrote no bundle that is whole"
+        return "it wrote no complete bundle"
     return f"{last_words.removeprefix('eecompile: ')} (exit status {status})"
 
 
@@ -135,14 +135,14 @@ class IdleShare:
     """Measures the share of time that the machine's processors are idle."""
 
     def __init__(self, stat: Path = _STAT) -> None:
-        """Begin to measure; ``stat`` is the file that Linux tells it in."""
+        """Begin to measure; ``stat`` is Linux's file of processor times."""
         self._stat = stat
         self._before = self._read()
         self.share: float | None = None
-        """Share over the last seconds; ``None`` where it is not known."""
+        """Share over the last seconds; ``None`` if unknown."""
 
     def look(self) -> None:
-        """Take the share since the last look, once that is long enough."""
+        """Update the share since the last call, if enough time has passed."""
         now, before = self._read(), self._before
         if now is None or before is None or sum(now) - sum(before) < _LEAST_TICKS:
             return

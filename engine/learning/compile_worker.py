@@ -1,12 +1,12 @@
-"""The process that compiles beside a server: ``python -m … CORES idle|nice …``.
+"""The process that compiles during serving: ``python -m … CORES idle|nice …``.
 
-It is ``eecompile`` with the arguments that follow, on so many cores, and ends with its standard
-input, as :mod:`offramp.engine.common.build_worker` does.
+It runs ``eecompile`` with the remaining arguments, on this number of cores, and ends when its
+standard input closes, as :mod:`offramp.engine.common.build_worker` does.
 
-``idle``: its threads run only while nothing else wants their core (SCHED_IDLE; where there is none,
-at niceness 19). On a machine that is never idle it would not get on at all: there it has a small
-share of the processor, by niceness 10 (``nice``). Its reads and writes of the disk come last. It
-stays in the session of the server: Linux shares the processor between sessions before it looks at
+``idle``: its threads run only while no other thread needs their core (SCHED_IDLE; without it,
+niceness 19). On a machine that is never idle it would make no progress; there it gets a small share
+of the processor, by niceness 10 (``nice``). Its disk accesses have idle priority. It stays in the
+session of the server, because Linux shares the processor between sessions before it considers
 niceness.
 """
 
@@ -34,7 +34,7 @@ _IOPRIO_IDLE: Final = 3 << 13
 
 
 def main() -> None:
-    """Run the compiler; its exit status is this process's."""
+    """Run the compiler; its exit status is that of this process."""
     cores, priority = int(sys.argv.pop(1)), sys.argv.pop(1)
     leave_processor(priority)
     limit_cores(cores)
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def leave_processor(priority: str) -> None:
-    """Lower the priority of this process, as far as the system lets it."""
+    """Lower the priority of this process, as far as the system allows."""
     niceness = _NICENESS if priority == NICE else _IDLE_NICENESS
     try:
         if priority == IDLE:

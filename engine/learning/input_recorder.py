@@ -1,8 +1,8 @@
-"""Records a sample of a model's inputs beside serving.
+"""Records a sample of a model's inputs during serving.
 
-On the event loop only two things happen: the reservoir decides which samples are wanted, and those
-are copied. A thread writes them. Where it does not keep up, samples are dropped and counted:
-serving neither waits nor takes more memory.
+On the event loop only two things happen: the reservoir selects samples, and these are copied. A
+thread writes them. If it cannot keep up, samples are dropped and counted: serving neither waits nor
+uses more memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from offramp.engine.learning.reservoir import Reservoir
 _log = logging.getLogger(__name__)
 
 MOST_PENDING_BYTES: Final = 2**26
-"""Of samples that wait to be written."""
+"""Largest size of samples that wait to be written."""
 MOST_PENDING: Final = 4096
 _STOP_S: Final = 10.0
 _JUDGED: Final = 1000
-"""Samples drawn that tell whether inputs only repeat."""
+"""Number of drawn samples for the decision whether inputs repeat."""
 _REPEATING_SHARE: Final = 0.95
-"""Share of them that are recorded already, from which on they do."""
+"""Share of already recorded samples among these from which inputs count as repeating."""
 
 
 class _Pending(NamedTuple):
@@ -40,12 +40,12 @@ class _Pending(NamedTuple):
     sample: Sample
     size_bytes: int
     answer: NDArray[Any]
-    """[1, …]: what the model answered."""
+    """The model's answer, [1, …]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedCounts:
-    """What a recorder has, and what it could not record."""
+    """Counts of recorded samples, and of samples that were not recorded."""
 
     wanted: int
     recorded: int = 0
@@ -58,11 +58,11 @@ class RecordedCounts:
 class InputRecorder:
     """Keeps a uniform sample of a model's answered inputs in a log.
 
-    ``decided`` says which answers [n, …] decide anything: what the model answers with NaN cannot
-    be compiled with. All methods but the thread's own are called on the event loop.
+    ``decided`` returns which answers [n, …] are valid: samples with NaN answers cannot be used for
+    compiling. All methods except the thread's are called on the event loop.
 
-    The sample becomes smaller than asked for where the disk may hold no more, and where inputs only
-    repeat: then what is different among them is recorded, if it is at least ``least``.
+    The sample becomes smaller than requested if the disk limit is reached, and if inputs only
+    repeat: then the distinct ones are recorded, if there are at least ``least``.
     """
 
     def __init__(
@@ -74,29 +74,29 @@ class InputRecorder:
         least: int = 1,
         seed: int | None = None,
     ) -> None:
-        """Go on with the samples that the log has; starts the thread."""
-        capacity = max(samples, 1 + max(log.live, default=0))  # more were asked for before
+        """Continue with the samples in the log; starts the thread."""
+        capacity = max(samples, 1 + max(log.live, default=0))  # the log may be larger
         self._reservoir = Reservoir(capacity, seen=log.seen, filled=log.live.keys(), seed=seed)
         self._names = [name for name, _ in log.header.inputs]
         self._log, self._decided, self._least = log, decided, least
         self._pending: deque[_Pending | None] = deque()
         self._pending_bytes = 0
         self._wake = threading.Condition()
-        """Guards the two above."""
+        """Guards the two attributes above."""
         self._returned: deque[int] = deque()
         """Slots that the thread could not fill."""
         self._dropped = self._copies = self._unanswered = 0
         self._crowded = False
-        """Whether the samples kept take all that they may."""
+        """``True`` if the kept samples reach the size limit."""
         self._repeating = False
-        """Whether inputs only repeat."""
+        """``True`` if inputs only repeat."""
         self._judged = self._repeated = 0
         self._failing = False
         self._thread = threading.Thread(target=self._work, name="recording", daemon=True)
         self._thread.start()
 
     def observe(self, inputs: Mapping[str, NDArray[Any]], answers: NDArray[Any]) -> None:
-        """Record of a request that was answered what is wanted; takes microseconds."""
+        """Record the wanted samples of an answered request; takes microseconds."""
         while self._returned:
             self._reservoir.give_back(self._returned.popleft())
         for row, slot in self._reservoir.offer(len(answers)):
@@ -109,7 +109,7 @@ class InputRecorder:
             self._put(_Pending(slot, self._reservoir.seen, sample, size, answer))
 
     def counts(self) -> RecordedCounts:
-        """Return how far the recording is."""
+        """Return the counts of the recording."""
         self._shrink_if_due()
         return RecordedCounts(
             recorded=min(len(self._log.live), self._reservoir.capacity),
@@ -121,19 +121,17 @@ class InputRecorder:
         )
 
     def _shrink_if_due(self) -> None:
-        """Be content with the samples that are kept, where no more are to be had."""
+        """Reduce the wanted number to the kept samples, if no more are available."""
         kept, wanted = len(self._log.live), self._reservoir.capacity
         repeats = self._repeating and kept >= self._least
         if self._pending or not 0 < kept < wanted or not (self._crowded or repeats):
             return
-        why = "the disk may hold no more" if self._crowded else "inputs only repeat"
-        _log.warning(
-            "%s: %d samples have to do in place of %d: %s", self._log.path, kept, wanted, why
-        )
+        why = "the size limit is reached" if self._crowded else "inputs only repeat"
+        _log.warning("%s: %d samples are used instead of %d: %s", self._log.path, kept, wanted, why)
         self._reservoir.shrink(self._log.live.keys())
 
     def close(self, *, remove: bool = False) -> None:
-        """Write what waits, and close the log, or remove it; blocks for moments."""
+        """Write waiting samples, and close the log, or remove it; blocks for milliseconds."""
         with self._wake:
             if remove:
                 self._pending.clear()
@@ -186,7 +184,7 @@ class InputRecorder:
         except NoRoomError:
             self._dropped += 1
             self._crowded = True
-        except Exception as error:  # serving goes on, and so does the rest of the recording
+        except Exception as error:  # serving and recording continue
             self._dropped += 1
             if not self._failing:
                 _log.warning("%s: samples cannot be recorded: %s", self._log.path, error)

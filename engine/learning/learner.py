@@ -1,4 +1,4 @@
-"""Learns exits for one model while it serves: records, compiles, switches, and begins again."""
+"""Learns exits for one model during serving: records, compiles, switches, and restarts."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _log = logging.getLogger(__name__)
 
 COMPILE_REMEDY: Final = "pip install 'offramp[compile]'"
 _TENTHS: Final = 10
-"""Lines of the log that tell how far a recording is."""
+"""Number of log lines about the progress of a recording."""
 
 
 class ModelLearner:
-    """The learning of one model; all methods but :meth:`prepare` are of the event loop's thread."""
+    """The learning of one model; all methods except :meth:`prepare` run on the event loop."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class ModelLearner:
         arguments: Sequence[str],
         least: int,
     ) -> None:
-        """Go on from a state.
+        """Continue from a state.
 
-        ``arguments`` are options of ``eecompile``, ``least`` the fewest samples that a promise
-        takes.
+        ``arguments`` are options of ``eecompile``; ``least`` is the fewest samples that the promise
+        needs.
         """
         self.name, self.model, self._folder, self._options = name, model, folder, options
         self._arguments, self._least = arguments, least
@@ -77,7 +77,7 @@ class ModelLearner:
         self._compilation: Compilation | None = None
         self._attempts = self._told = self._told_step = 0
         self._dropped = self._copies = self._unanswered = 0
-        """Of recordings that are closed."""
+        """Counts of closed recordings."""
         self._saved: LearnState | None = None
         served = folder.open_bundle(state.serving)
         self._certified = "" if served is None else words.describe_promise(served)
@@ -88,17 +88,17 @@ class ModelLearner:
 
     @property
     def path(self) -> Path:
-        """What to serve at the start: the learned bundle, or the model's file."""
+        """Path to serve at the start: the learned bundle, or the model's file."""
         serving = self._state.serving
         return self._folder.bundle(serving) if serving else self.model
 
     @property
     def compiling(self) -> bool:
-        """Whether a compilation runs."""
+        """``True`` while a compilation runs."""
         return self._compilation is not None
 
     async def start(self, engine: LearningEngine) -> None:
-        """Begin, with an engine that serves :attr:`path`; OptionsError if that cannot be."""
+        """Begin, with an engine that serves :attr:`path`; OptionsError if that is impossible."""
         self._engine = engine
         info = engine.model(self.name)
         self._fit(info)
@@ -109,7 +109,7 @@ class ModelLearner:
         )
         if missing := missing_packages():
             _log.warning(
-                "%s: nothing can be compiled without %s: %s; inputs are recorded until then",
+                "%s: compiling needs %s: %s; inputs are recorded until then",
                 self.name, ", ".join(missing), COMPILE_REMEDY,
             )  # fmt: skip
         if not self._life.phase.records and not self._options.keep:
@@ -127,12 +127,12 @@ class ModelLearner:
         await self._save()
 
     async def look(self, *, may_compile: bool) -> None:
-        """Look once, and do what is due; whatever fails, serving goes on."""
+        """Check once, and do the next action if one is due; errors do not stop serving."""
         try:
             await self._step(may_compile=may_compile)
         except Exception as error:
             if not self._failing:
-                _log.exception("%s: learning failed; serving goes on", self.name)
+                _log.exception("%s: learning failed; serving continues", self.name)
             self._failing = True
             if self._life.phase in (Phase.COMPILING, Phase.SWITCHING) and not self.compiling:
                 self._life.failed(f"{type(error).__name__}: {error}", self._clock())
@@ -140,7 +140,7 @@ class ModelLearner:
             self._failing = False
 
     def status(self) -> LearningStatus:
-        """Return a snapshot."""
+        """Return a snapshot of the learning's status."""
         counts, life = self._counts(), self._life
         progress = read_progress(self._folder.progress) if self.compiling else None
         return LearningStatus(
@@ -160,7 +160,7 @@ class ModelLearner:
         )
 
     async def close(self) -> None:
-        """End the compilation, write what is recorded, and let go of the folder."""
+        """End the compilation, write recorded samples, and release the folder."""
         if self._compilation is not None:
             await asyncio.to_thread(self._compilation.end)
         if self._recorder is not None:
@@ -168,7 +168,7 @@ class ModelLearner:
         self.release()
 
     def release(self) -> None:
-        """Let another server use the folder."""
+        """Release the folder for another server."""
         self._folder.release()
 
     async def _step(self, *, may_compile: bool) -> None:
@@ -182,7 +182,7 @@ class ModelLearner:
         self._idle.look()
         counts = self._counts()
         self._tell(counts)
-        if self._recorder is not None and counts.wanted < self._least:  # the disk may hold no more
+        if self._recorder is not None and counts.wanted < self._least:  # the size limit is reached
             await self._do(life.stop(self._too_large(counts)))
             return
         sample = Progressed(recorded=counts.recorded, wanted=counts.wanted)
@@ -192,14 +192,14 @@ class ModelLearner:
             await self._do(action, drops=before is Phase.RELEARNING)
 
     async def _do(self, action: LearnAction, *, drops: bool = False) -> None:
-        """Do what the life cycle decided; ``drops`` is whether what was recorded is of no use."""
+        """Execute an action of the life cycle; ``drops`` discards the recording."""
         match action:
             case LearnAction.COMPILE:
                 await self._compile()
             case LearnAction.SWITCH:
                 await self._switch()
             case LearnAction.RECORD:
-                _log.warning("%s: exits answer nothing any more; learning again", self.name)
+                _log.warning("%s: exits answer no more requests; learning again", self.name)
                 await asyncio.to_thread(self._folder.remove_recording)
                 self._told = 0
                 try:
@@ -211,7 +211,7 @@ class ModelLearner:
         await self._save()
 
     async def _record(self) -> None:
-        """Record from now on; goes on with what the folder has."""
+        """Record from now on, in addition to samples in the folder."""
         assert self._engine is not None
         assert self._header is not None
         limit = self._options.limit_bytes
@@ -220,7 +220,7 @@ class ModelLearner:
         )
         if log.lost:
             _log.warning(
-                "%s: %d records of %s were damaged or cut off, and are left out",
+                "%s: %d records of %s were damaged or cut off, and are omitted",
                 self.name, log.lost, log.path,
             )  # fmt: skip
         answer = self._engine.model(self.name).answer
@@ -249,7 +249,7 @@ class ModelLearner:
             return
         number = self._folder.next_number()
         self._state = replace(self._state, compiling=number)
-        await self._save()  # if killed from here on, the next server finds what was finished
+        await self._save()  # if killed from here on, the next server finds finished bundles
         self._folder.progress.unlink(missing_ok=True)
         arguments = compile_arguments(
             model=self.model,
@@ -270,7 +270,7 @@ class ModelLearner:
         )  # fmt: skip
 
     async def _start_compilation(self, arguments: Sequence[str], cores: int, priority: str) -> None:
-        """Start the process; if cancelled meanwhile, it is there for :meth:`close` to end."""
+        """Start the process; if cancelled during the start, :meth:`close` ends it."""
         starting = asyncio.create_task(
             asyncio.to_thread(self._start_process, arguments, cores, priority)
         )
@@ -311,7 +311,7 @@ class ModelLearner:
         try:
             await self._engine.replace(self.name, self._folder.bundle(number))
         except DrainingError:
-            return  # the next server finds the bundle, and serves it
+            return  # the next server serves the bundle
         except (EngineError, BundleError, OSError) as error:
             await self._failed(f"the compiled bundle cannot be served: {error}")
             return
@@ -323,7 +323,7 @@ class ModelLearner:
         await asyncio.to_thread(self._folder.remove_others, number)
 
     async def _failed(self, reason: str) -> None:
-        """Note a failed attempt, of which nothing is kept."""
+        """Record a failed attempt, and remove its files."""
         self._life.failed(reason, self._clock())
         await asyncio.to_thread(self._folder.remove_others, self._state.serving)
         _log.warning("%s: %s", self.name, self._text())
@@ -335,7 +335,7 @@ class ModelLearner:
         self._life.exits.look(alarms=alarms, answered=early + end.answered, early=early)
 
     def _fit(self, info: ModelInfo) -> None:
-        """Want no more samples than the limit has room for; OptionsError if those are too few."""
+        """Reduce the number of samples to the size limit; OptionsError if these are too few."""
         read = [spec for spec in info.inputs if spec.name not in info.unread]
         size = sample_bytes((spec.shape, spec.dtype) for spec in read)
         room = int(LIVE_SHARE * self._options.limit_bytes) // size if size else self._wanted
@@ -343,20 +343,20 @@ class ModelLearner:
             takes = math.ceil(100 * self._least * size / LIVE_SHARE / 2**30) / 100
             raise OptionsError(
                 f"{self.name}: {self._options.max_gib:g} GiB hold {room:,} samples of "
-                f"{size:,} bytes, and the promise takes at least {self._least:,}; give "
+                f"{size:,} bytes, but the promise needs at least {self._least:,}; use "
                 f"--learn-gib {takes:g} or more"
             )
         if room < self._wanted:
             _log.warning(
-                "%s: %g GiB (--learn-gib) hold %s samples; %s were asked for",
+                "%s: %g GiB (--learn-gib) hold %s samples; %s were requested",
                 self.name, self._options.max_gib, f"{room:,}", f"{self._wanted:,}",
             )  # fmt: skip
             self._wanted = room
 
     def _too_large(self, counts: RecordedCounts) -> str:
         return (
-            f"{self._options.max_gib:g} GiB hold {counts.recorded:,} of these samples, and the "
-            f"promise takes at least {self._least:,}; start again with a larger --learn-gib"
+            f"{self._options.max_gib:g} GiB hold {counts.recorded:,} of these samples, but the "
+            f"promise needs at least {self._least:,}; start again with a larger --learn-gib"
         )
 
     def _counts(self) -> RecordedCounts:
@@ -365,7 +365,7 @@ class ModelLearner:
         return self._recorder.counts()
 
     def _tell(self, counts: RecordedCounts) -> None:
-        """Say in the log how far a recording is, now and then."""
+        """Log the progress of a recording, at intervals."""
         tenth = _TENTHS * counts.recorded // max(counts.wanted, 1)
         if self._recorder is not None and tenth > self._told:
             self._told = tenth
@@ -392,7 +392,7 @@ class ModelLearner:
         )
 
     async def _save(self) -> None:
-        """Keep the state, if it is another one than before."""
+        """Save the state, if it has changed."""
         life = self._life
         state = replace(self._state, phase=life.phase, failures=life.failures, reason=life.reason)
         if state != self._saved:

@@ -1,4 +1,4 @@
-"""What learning needs of an engine."""
+"""The part of the engine that learning uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Observer: TypeAlias = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
 
 
 class LearningEngine(Protocol):
-    """What learning needs of an engine."""
+    """The methods of an engine that learning uses."""
 
     def model(self, name: str) -> ModelInfo:
         """Describe a served model."""
@@ -25,7 +25,7 @@ class LearningEngine(Protocol):
         """Return a snapshot of every model's counters."""
 
     def observe_inputs(self, name: str, observer: Observer | None) -> None:
-        """Show the observer what is answered from now on."""
+        """Show the observer all requests that are answered from now on."""
 
     async def replace(self, name: str, path: Path) -> None:
         """Serve another bundle under a name from now on."""

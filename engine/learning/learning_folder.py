@@ -1,13 +1,13 @@
-"""The folder that learning has for a model: its place, its owner, and the files in it.
+"""The folder for learning of a model: its place, its owner, and its files.
 
 ::
 
-    MODEL.learn/       0700, of one server at a time
-      lock             while a server uses it
-      learning.json    how far learning came
+    MODEL.learn/       0700, used by one server at a time
+      lock             held while a server uses it
+      learning.json    state of learning
       inputs.log       recorded inputs, until they are compiled
-      progress.jsonl   of the compilation that runs
-      1.ee, 2.ee …     compiled bundles: the one that serves, or the one that is compiled
+      progress.jsonl   progress of the running compilation
+      1.ee, 2.ee …     compiled bundles: the one that serves, or the one being compiled
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offramp.proto.wire_format import WireError
 
 SUFFIX: Final = ".learn"
 _OURS: Final = re.compile(r"\.?(\d+)\.ee(\..*)?")
-"""Bundles by number, what servers keep beside them, and bundles that were not written whole."""
+"""Names of numbered bundles, of servers' files next to them, and of unfinished bundles."""
 _PIECE_BYTES: Final = 2**20
 
 
@@ -41,53 +41,53 @@ class LearnFolder:
     """A learn folder that this process has locked."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder, or take over what is there; OptionsError if that cannot be."""
+        """Make the folder, or use an existing one; OptionsError if that is impossible."""
         self.path = path
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = path.stat()
             if found.st_uid != os.geteuid():
                 raise OptionsError(
-                    f"{path} belongs to user {found.st_uid}, and this server runs as user "
+                    f"{path} belongs to user {found.st_uid}, but this server runs as user "
                     f"{os.geteuid()}; name a folder of your own (--learn-folder)"
                 )
             if stat.S_IMODE(found.st_mode) != 0o700:
                 path.chmod(0o700)
         except OSError as error:
             raise OptionsError(
-                f"{path} cannot be used to learn in: {error.strerror}; name a folder that can be "
+                f"{path} cannot be used for learning: {error.strerror}; name a folder that can be "
                 "written (--learn-folder)"
             ) from error
-        self._lock = FileLock(path / "lock")  # only now: it would be somebody else's file
+        self._lock = FileLock(path / "lock")  # only now: the folder could belong to another user
         if not self._lock.take():
             raise OptionsError(
                 f"{path} is in use by another server; stop that, or name another folder "
                 "(--learn-folder)"
             )
-        self.progress.unlink(missing_ok=True)  # of a server that was killed
+        self.progress.unlink(missing_ok=True)  # left by a killed server
 
     @property
     def progress(self) -> Path:
-        """The file that compilations tell their progress in."""
+        """File with the progress of compilations."""
         return self.path / PROGRESS_NAME
 
     def bundle(self, number: int) -> Path:
-        """Return the place of a compiled bundle."""
+        """Return the path of a compiled bundle."""
         return self.path / f"{number}.ee"
 
     def open_bundle(self, number: int) -> Bundle | None:
-        """Open a compiled bundle; ``None`` if there is none that is whole."""
+        """Open a compiled bundle; ``None`` if there is no complete one."""
         try:
             return Bundle.open(self.bundle(number)) if number else None
         except BundleError:
             return None
 
     def next_number(self) -> int:
-        """Return a number that no bundle has had."""
+        """Return an unused bundle number."""
         return 1 + max((number for number, _ in self._numbered()), default=0)
 
     def remove_others(self, *numbers: int) -> None:
-        """Remove all bundles but these, what was kept beside them, and what was not finished."""
+        """Remove all bundles except these, their neighbour files, and unfinished bundles."""
         for number, place in list(self._numbered()):
             if number not in numbers or place.name.startswith("."):
                 _remove(place)
@@ -98,7 +98,7 @@ class LearnFolder:
             _remove(self.path / name)
 
     def release(self) -> None:
-        """Let another server use the folder."""
+        """Release the folder for another server."""
         self._lock.release()
 
     def _numbered(self) -> Iterator[tuple[int, Path]]:
@@ -115,11 +115,11 @@ def folder_of(model: Path, name: str, folder: Path | None) -> Path:
 
 
 def model_sha256(model: Path) -> str:
-    """Return the hash of an ONNX file and of the files that hold its weights; OSError."""
+    """Return the hash of an ONNX file and of its weight files; OSError if unreadable."""
     with open_regular(model) as file:
         content = file.read()
     digest = hashlib.sha256(content)
-    with contextlib.suppress(WireError):  # whoever reads the model says what is wrong with it
+    with contextlib.suppress(WireError):  # reported when the model is read
         for location in sorted(external_locations(content)):
             if _is_inside(location):
                 with open_regular(model.parent / location) as file:

@@ -1,4 +1,4 @@
-"""The learning of all models of an engine: what is served at the start, and one loop for all."""
+"""Learning for all models of an engine: the paths served at the start, and one loop for all."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from offramp.engine.stages.plan import Mode
 _log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 0.5
-"""Between two looks at a model."""
+"""Seconds between two checks of a model."""
 
 
 class Learning:
-    """The learners of an engine's models; used on the event loop but for :meth:`prepare`."""
+    """The learners of an engine's models; used on the event loop, except :meth:`prepare`."""
 
     def __init__(
         self, learners: Mapping[str, ModelLearner], options: EngineOptions | None = None
     ) -> None:
-        """Use :meth:`prepare`; ``options`` are those of models that come later."""
+        """Use :meth:`prepare`; ``options`` are for models that are loaded later."""
         self._learners = dict(learners)
         self._options = options
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
     def prepare(cls, models: Mapping[str, Path], options: EngineOptions) -> Self:
-        """Take the learn folders of the models that are ONNX files; OptionsError, nothing taken.
+        """Lock the learn folders of the models that are ONNX files; OptionsError, and none locked.
 
-        Where the options do not ask for learning, nothing is learned.
+        Without learning in the options, nothing is learned.
         """
         learners: dict[str, ModelLearner] = {}
         if (learning := options.learning) is None:
             return cls(learners)
         if options.mode is Mode.OFF:
             raise OptionsError(
-                "mode is off, in which no exit ever answers, and learning makes exits; leave one "
-                "of the two out"
+                "mode is off, in which no exit answers, and learning makes exits; omit one "
+                "of the two"
             )
         try:
             for name, model in models.items():
@@ -66,13 +66,13 @@ class Learning:
             raise
         if models and not learners:
             raise OptionsError(
-                "there is nothing to learn: all models are bundles, which have their exits "
-                "already; name the ONNX file that one was compiled from, or leave out --learn"
+                "there is nothing to learn: all models are bundles, which have exits "
+                "already; name the ONNX file that one was compiled from, or omit --learn"
             )
         return cls(learners, options)
 
     def paths(self, models: Mapping[str, Path]) -> dict[str, Path]:
-        """Return what to serve at the start: of models that were learned, their bundles."""
+        """Return the paths to serve at the start: for learned models, their bundles."""
         learned = {name: learner.path for name, learner in self._learners.items()}
         return {**models, **learned}
 
@@ -87,17 +87,17 @@ class Learning:
     async def changed(
         self, engine: LearningEngine, name: str, model: Path, options: ModelOptions | None
     ) -> AsyncIterator[Path]:
-        """Yield the path to load for a model that comes, or comes in the place of another.
+        """Yield the path to load for a new or replaced model.
 
-        Its learning begins once it is loaded. If that fails, the learning of what was served before
-        goes on.
+        Its learning begins after it is loaded. If loading fails, learning of the earlier model
+        continues.
         """
         if self._options is None or self._options.learning is None:
             yield model
             return
         before = self._learners.pop(name, None)
         if before is not None:
-            await before.close()  # lets go of the folder
+            await before.close()  # releases the folder
         of_model, learning = options or self._options.of(name), self._options.learning
         learner = None
         try:
@@ -117,7 +117,7 @@ class Learning:
             await self._begin(engine, name, learner)
 
     async def forget(self, name: str) -> None:
-        """Learn nothing more of a model; what was recorded is kept."""
+        """Stop learning for a model; recorded inputs are kept."""
         if (learner := self._learners.pop(name, None)) is not None:
             await learner.close()
 
@@ -126,12 +126,12 @@ class Learning:
         self._learners[name] = learner
 
     def status(self, model: str) -> LearningStatus | None:
-        """Return what is known of a model's learning; ``None`` where it does not learn."""
+        """Return the learning status of a model; ``None`` if it does not learn."""
         learner = self._learners.get(model)
         return None if learner is None else learner.status()
 
     async def close(self) -> None:
-        """Stop, keep what was recorded, and let go of the folders."""
+        """Stop, save recorded inputs, and release the folders."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -151,11 +151,11 @@ class Learning:
 def _learner_of(
     name: str, model: Path, options: ModelOptions, learning: LearnOptions
 ) -> ModelLearner | None:
-    """Return the learner of a model; ``None`` where it is a bundle, or is not to be learned."""
+    """Return the learner of a model; ``None`` if it is a bundle, or must not learn."""
     if not options.learn:
         return None
     if not is_onnx_file(model):
-        _log.warning("%s: not learned, as %s is a bundle", name, model)
+        _log.warning("%s: not learned, because %s is a bundle", name, model)
         return None
     return prepare_learner(name, model, options, learning)
 
@@ -163,14 +163,14 @@ def _learner_of(
 def prepare_learner(
     name: str, model: Path, options: ModelOptions, learning: LearnOptions
 ) -> ModelLearner:
-    """Take the folder of a model, and go on from what it has; OptionsError."""
+    """Lock the folder of a model, and continue from its state; OptionsError."""
     bound = options.max_disagreement or DEFAULT_DISAGREEMENT
     least = least_samples(bound, options.confidence)
     if learning.samples < least:
         raise OptionsError(
             f"{name}: {learning.samples:,} samples are too few to learn from: the promise of "
-            f"{100 * bound:g} % at {100 * options.confidence:g} % takes at least {least:,}; give "
-            f"--learn-samples {least} or more (10,000 serve well)"
+            f"{100 * bound:g} % at {100 * options.confidence:g} % needs at least {least:,}; use "
+            f"--learn-samples {least} or more (10,000 are a good number)"
         )
     try:
         digest = model_sha256(model)
@@ -187,7 +187,7 @@ def prepare_learner(
 
 
 def _asked(options: ModelOptions, bound: float) -> tuple[str, ...]:
-    """Return the options of ``eecompile`` that follow from those of serving."""
+    """Return the options of ``eecompile`` that follow from the serving options."""
     asked = [f"--max-disagreement={bound:g}", f"--confidence={options.confidence:g}"]
     if options.answer is not None:
         asked.append(f"--answer={options.answer}")
@@ -197,12 +197,12 @@ def _asked(options: ModelOptions, bound: float) -> tuple[str, ...]:
 
 
 def _found_state(name: str, folder: LearnFolder, digest: str, asked: Sequence[str]) -> LearnState:
-    """Return the state to go on from, and remove what does not belong to it."""
+    """Return the state to continue from, and remove files that do not belong to it."""
     state = LearnState.load(folder.path)
     new = LearnState(model_sha256=digest, asked=tuple(asked))
     if state is not None and state.model_sha256 != digest:
         _log.warning(
-            "%s: the model is another one than %s is of; what was learned of that is removed",
+            "%s: the model differs from that of %s; the results for the old model are removed",
             name,
             folder.path,
         )
@@ -213,14 +213,14 @@ def _found_state(name: str, folder: LearnFolder, digest: str, asked: Sequence[st
         return new
     state = _checked(name, folder, state)
     if state.phase is Phase.NOTHING_PAYS and state.asked != new.asked:
-        _log.info("%s: other options are given than no exit paid with; learning again", name)
+        _log.info("%s: options have changed since no exit was useful; learning again", name)
         state = replace(state, phase=Phase.RECORDING, reason="")
     folder.remove_others(state.serving, state.compiling)
     return replace(state, asked=new.asked)
 
 
 def _checked(name: str, folder: LearnFolder, state: LearnState) -> LearnState:
-    """Return the state with the bundles that are there: one may have been finished, or damaged."""
+    """Return the state, corrected for bundles that were finished or are damaged."""
     if state.phase in (Phase.COMPILING, Phase.SWITCHING):
         finished = folder.open_bundle(state.compiling)
         if finished is not None and finished.policy.active:

@@ -1,4 +1,4 @@
-"""The life cycle of learning, sans I/O: when to record, compile, switch, and begin again.
+"""The life cycle of learning, sans I/O: when to record, compile, switch, and restart.
 
     recording      a sample of what is asked is recorded until it is full
     compiling      a process compiles the model with it
@@ -20,17 +20,17 @@ from enum import StrEnum
 from typing import Final
 
 FIRST_RETRY_S: Final = 10.0
-"""From the first failure to the next attempt; then a minute, doubled each time."""
+"""Seconds from the first failure to the next attempt; then 60, doubled each time."""
 _RETRY_S: Final = 60.0
 _LONGEST_RETRY_S: Final = 3600.0
 _JUDGED_ANSWERS: Final = 1000
-"""Answers that tell whether exits answer."""
+"""Number of answers for the decision whether exits answer."""
 _WITHHELD_SHARE: Final = 0.01
-"""Share of answers below which exits answer nothing to speak of."""
+"""Share of answers below which exits count as not answering."""
 
 
 class Phase(StrEnum):
-    """Where learning is."""
+    """Phase of learning."""
 
     RECORDING = "recording"
     COMPILING = "compiling"
@@ -43,50 +43,50 @@ class Phase(StrEnum):
 
     @property
     def records(self) -> bool:
-        """Whether inputs are recorded: until there is a bundle, attempts go on with newer ones."""
+        """``True`` in phases that record; until there is a bundle, attempts use newer inputs."""
         return self in (Phase.RECORDING, Phase.COMPILING, Phase.WAITING, Phase.RELEARNING)
 
 
 class LearnAction(StrEnum):
-    """What the driver has to do next."""
+    """Next action of the driver."""
 
     COMPILE = "compile"
     SWITCH = "switch"
     RECORD = "record"
     """Begin a new recording."""
     FORGET = "forget"
-    """Stop recording; what was recorded is of no more use."""
+    """Stop recording; recorded inputs are not needed any more."""
 
 
 def retry_delay_s(failures: int) -> float:
-    """Return how long to wait after so many failures in a row, at least one."""
+    """Return the seconds to wait after this number of consecutive failures, at least one."""
     if failures <= 1:
         return FIRST_RETRY_S
     return float(min(_RETRY_S * 2 ** min(failures - 2, 16), _LONGEST_RETRY_S))
 
 
 class ExitWatch:
-    """Tells from counters of a served bundle whether its exits still answer.
+    """Detects from counters of a served bundle whether its exits still answer.
 
-    A drift alarm switches them off until thresholds are certified again. Inputs far outside of
-    what calibration saw are answered by the model's end without an alarm.
+    A drift alarm switches them off until thresholds are certified again. Inputs far outside of the
+    calibration data are answered by the model's end without an alarm.
     """
 
     def __init__(self) -> None:
-        """Begin with the first counters that are shown."""
+        """Begin with the first counters."""
         self._alarms: int | None = None
         self._answered = self._early = 0
         self.alarmed = False
-        """Whether there was an alarm since the last :meth:`begin`."""
+        """``True`` if there was an alarm since the last :meth:`begin`."""
         self.withheld: bool | None = None
-        """Whether exits answered almost nothing of the last 1,000 answers; ``None`` before."""
+        """``True`` if exits answered almost none of the last 1,000 requests; ``None`` before."""
 
     def begin(self) -> None:
-        """Judge only what is answered from now on."""
+        """Consider only requests that are answered from now on."""
         self.alarmed, self.withheld = False, None
 
     def look(self, *, alarms: int, answered: int, early: int) -> None:
-        """Look at the counters: drift alarms, all answers, and those by exits."""
+        """Update from the counters: drift alarms, all answers, and answers by exits."""
         if self._alarms is None or alarms > self._alarms:
             self.alarmed = self._alarms is not None
             self._alarms, self._answered, self._early = alarms, answered, early
@@ -99,36 +99,36 @@ class ExitWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progressed:
-    """What is known of a recording, at a step."""
+    """Progress of a recording."""
 
     recorded: int
     wanted: int
 
     @property
     def full(self) -> bool:
-        """Whether there are enough samples."""
+        """``True`` if there are enough samples."""
         return self.recorded >= self.wanted
 
 
 class LifeCycle:
-    """Decides what comes next; times are seconds of one steady clock."""
+    """Decides the next action; times are seconds of one steady clock."""
 
     def __init__(self, phase: Phase = Phase.RECORDING, *, failures: int = 0) -> None:
-        """Go on from a phase; what was compiling or switching is begun again."""
+        """Continue from a phase; compiling and switching restart."""
         again = (Phase.COMPILING, Phase.WAITING, Phase.SWITCHING, Phase.STOPPED)
         self.phase = Phase.RECORDING if phase in again else phase
         self.failures = failures
-        """Attempts to compile that failed in a row."""
+        """Number of consecutive failed attempts to compile."""
         self.retry_s: float | None = None
-        """When the next attempt is due; ``None`` unless waiting."""
+        """Time of the next attempt; ``None`` unless waiting."""
         self.reason = ""
-        """Why learning waits, stopped, or found nothing that pays."""
+        """Reason why learning waits, has stopped, or found no useful exit."""
         self.exits = ExitWatch()
 
     def step(
         self, now_s: float, sample: Progressed, *, may_compile: bool = True
     ) -> LearnAction | None:
-        """Decide what to do; ``may_compile`` is whether another model's compilation allows it."""
+        """Return the next action; ``may_compile`` is ``False`` while another model compiles."""
         exits, enough, action = self.exits, sample.full and may_compile, None
         match self.phase:
             case Phase.RECORDING if enough:
@@ -147,24 +147,24 @@ class LifeCycle:
         return action
 
     def compiled(self, *, pays: bool, reason: str = "") -> LearnAction:
-        """Note that there is a bundle; ``reason`` is why no exit of it pays."""
+        """Record that there is a bundle; ``reason`` is why none of its exits saves time."""
         self.failures, self.reason = 0, reason
         self.phase = Phase.SWITCHING if pays else Phase.NOTHING_PAYS
         self.exits.begin()
         return LearnAction.SWITCH if pays else LearnAction.FORGET
 
     def switched(self) -> None:
-        """Note that the bundle serves; what was recorded is of no more use."""
+        """Record that the bundle serves; recorded inputs are not needed any more."""
         self.phase, self.exits = Phase.SERVING, ExitWatch()
 
     def failed(self, reason: str, now_s: float) -> None:
-        """Note that an attempt to compile or to switch failed."""
+        """Record that an attempt to compile or to switch failed."""
         self.failures += 1
         self.phase, self.reason = Phase.WAITING, reason
         self.retry_s = now_s + retry_delay_s(self.failures)
 
     def stop(self, reason: str) -> LearnAction:
-        """Give up, until a person has changed something."""
+        """Stop until a person has changed the cause."""
         self.phase, self.reason = Phase.STOPPED, reason
         return LearnAction.FORGET
 

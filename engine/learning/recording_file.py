@@ -1,12 +1,12 @@
 """The file of recorded inputs: an append-only log of samples with checksums.
 
-``inputs.log`` begins with a header: which model the inputs were for, and their names and types.
-Records follow, one a sample: its slot, how many samples had passed until then, the shape and the
-bytes of each input, and two CRC-32. The newest record of a slot counts. A file that was cut off in
-the middle of a record, or has a damaged one, loses that record and nothing before it.
+``inputs.log`` begins with a header: the model, and the names and types of its inputs. Records
+follow, one a sample: its slot, the number of samples seen until then, the shape and the bytes of
+each input, and two CRC-32. The newest record of a slot is valid. If the file is cut off in the
+middle of a record, or a record is damaged, only that record is lost.
 
-The file and its folder can be read by their owner alone. This module imports numpy alone, as the
-compiler reads such files too.
+Only the owner can read the file and its folder. This module imports only numpy, because the
+compiler reads such files, too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 LOG_NAME: Final = "inputs.log"
 _MAGIC: Final = b"eeinput1"
 _HEAD: Final = struct.Struct("<8sII")
-"""Magic, length of the JSON that follows, its CRC-32."""
+"""Magic, length of the following JSON, its CRC-32."""
 RECORD: Final = struct.Struct("<4sIQQI")
-"""Mark, slot, samples until then, length of the body, its CRC-32; the CRC-32 of these follows."""
+"""Mark, slot, samples until then, length of the body, its CRC-32; their CRC-32 follows."""
 CRC: Final = struct.Struct("<I")
 MARK: Final = b"row:"
 RECORD_BYTES: Final = RECORD.size + CRC.size
@@ -44,37 +44,37 @@ class RecordingError(Exception):
 
 
 class SamplePlace(NamedTuple):
-    """Where in the log a sample is."""
+    """Place of a sample in the log."""
 
     offset: int
-    """Of its body."""
+    """Offset of its body."""
     length: int
     seen: int
-    """Samples that had passed then."""
+    """Number of samples seen until then."""
 
     @property
     def record_bytes(self) -> int:
-        """What its record takes in the file."""
+        """Size of its record in the file, in bytes."""
         return RECORD_BYTES + self.length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingHeader:
-    """What a recording is of."""
+    """Model and inputs of a recording."""
 
     model_sha256: str
     """Hash of the model's file."""
     inputs: tuple[tuple[str, str], ...]
-    """Name and dtype of every input that is recorded."""
+    """Name and dtype of every recorded input."""
 
     def encode(self) -> bytes:
-        """Return the beginning of the file."""
+        """Encode the beginning of the file."""
         text = json.dumps({"model": self.model_sha256, "inputs": self.inputs}).encode()
         return _HEAD.pack(_MAGIC, len(text), zlib.crc32(text)) + text
 
     @classmethod
     def decode(cls, log: memoryview, path: Path) -> tuple[Self, int]:
-        """Read the beginning of a file; returns it and where it ends, or raises RecordingError."""
+        """Decode the beginning of a file; return it and its end, or raise RecordingError."""
         try:
             magic, length, crc = _HEAD.unpack_from(log)
             text = bytes(log[_HEAD.size : _HEAD.size + length])
@@ -84,22 +84,22 @@ class RecordingHeader:
             return cls(model_sha256=str(plain["model"]), inputs=inputs), _HEAD.size + length
         except (struct.error, ValueError, TypeError, KeyError) as error:
             raise RecordingError(
-                f"{path} is no recording of inputs, or its beginning is damaged; remove it, and "
+                f"{path} is not a recording of inputs, or its beginning is damaged; remove it, and "
                 "let eeserve --learn record again"
             ) from error
 
 
 def record_bytes(inputs: Iterable[tuple[Sequence[int], int]]) -> int:
-    """Return the bytes of a record, of the shape and the item size of every input."""
+    """Return the bytes of a record, given the shape and the item size of every input."""
     return RECORD_BYTES + sum(
         CRC.size + 8 * len(shape) + math.prod(shape) * item for shape, item in inputs
     )
 
 
 def sample_bytes(specs: Iterable[tuple[Sequence[int | str], str]]) -> int:
-    """Return what a record of a model's sample takes; 0 where samples differ in size.
+    """Return the bytes of a model's sample in a record; 0 if samples differ in size.
 
-    ``specs`` are shape, with the batch, and dtype of every input.
+    ``specs`` are the shape, with the batch, and the dtype of every input.
     """
     shapes = []
     for shape, dtype in specs:
@@ -111,17 +111,17 @@ def sample_bytes(specs: Iterable[tuple[Sequence[int | str], str]]) -> int:
 
 
 class FoundSamples(NamedTuple):
-    """What a scan of a log found."""
+    """Result of a scan of a log."""
 
     header: RecordingHeader
     live: dict[int, SamplePlace]
-    """By slot."""
+    """Newest records by slot."""
     seen: int
-    """Samples that had passed at the last record."""
+    """Number of samples seen until the last record."""
     end: int
-    """Where the last whole record ends."""
+    """Offset of the end of the last whole record."""
     damaged: int
-    """Records whose body is not what its CRC-32 says."""
+    """Number of records whose body does not match its CRC-32."""
 
 
 def scan_log(log: memoryview, path: Path) -> FoundSamples:
@@ -147,7 +147,7 @@ def scan_log(log: memoryview, path: Path) -> FoundSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """The samples of a recording, in the order in which they came, as the mapped file has them."""
+    """The samples of a recording, in order of arrival, in the mapped file."""
 
     path: Path
     header: RecordingHeader
@@ -181,18 +181,18 @@ class Recorded:
             at += CRC.size + 8 * axes
             size = math.prod(shape) * np.dtype(dtype).itemsize
             if at + size > place.offset + place.length:
-                raise RecordingError(f"{self.path}: sample {row} is shorter than its shape says")
+                raise RecordingError(f"{self.path}: sample {row} is shorter than its shape")
             yield shape, self.log[at : at + size]
             at += size
 
 
 def is_recording(folder: Path) -> bool:
-    """Whether a folder holds recorded inputs."""
+    """Return whether a folder has recorded inputs."""
     return (folder / LOG_NAME).is_file()
 
 
 def read_recording(folder: Path) -> Recorded:
-    """Map the recording of a folder, which may be written meanwhile; RecordingError, OSError."""
+    """Map the recording of a folder, which may grow; RecordingError, OSError."""
     path = folder / LOG_NAME
     try:
         with open_log(path, read_only=True) as file:
@@ -210,9 +210,9 @@ def read_recording(folder: Path) -> Recorded:
 
 
 def open_log(path: Path, *, anew: bool = False, read_only: bool = False) -> BinaryIO:
-    """Open a regular file of ours; RecordingError if it is somebody else's, or a link.
+    """Open a regular file of this user; RecordingError if it is another user's, or a link.
 
-    A new file can be read and written by its owner alone.
+    Only the owner can read and write a new file.
     """
     flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
     flags |= (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -229,16 +229,16 @@ def open_log(path: Path, *, anew: bool = False, read_only: bool = False) -> Bina
 
 def _check_ours(found: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise RecordingError(f"{path} is no regular file; remove it")
+        raise RecordingError(f"{path} is not a regular file; remove it")
     if found.st_uid != os.geteuid():
         raise RecordingError(
-            f"{path} belongs to user {found.st_uid}, and this process runs as user "
+            f"{path} belongs to user {found.st_uid}, but this process runs as user "
             f"{os.geteuid()}; name a folder of your own (--learn-folder)"
         )
 
 
 def shapes_by_count(recorded: Recorded) -> Mapping[tuple[tuple[int, ...], ...], list[int]]:
-    """Return the rows of each combination of shapes, the most frequent one first."""
+    """Return the rows of each combination of shapes, the most frequent first."""
     rows: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for row in range(len(recorded)):
         rows.setdefault(recorded.shapes(row), []).append(row)

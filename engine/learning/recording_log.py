@@ -1,4 +1,4 @@
-"""Writes recorded inputs: appends to a log, and rewrites it when it has grown too large."""
+"""Writes recorded inputs: appends to a log, and rewrites it when it is too large."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from offramp.engine.learning.recording_file import (
 )
 
 _NEW: Final = f"{LOG_NAME}.new"
-"""A log that is being rewritten, until it takes the place of the other."""
+"""Name of a log while it is rewritten, before it replaces the other."""
 _SLACK_BYTES: Final = 2**26
-"""Replaced records that a log may hold beside as many bytes as it needs."""
+"""Bytes of replaced records that a log may have in addition to twice the needed bytes."""
 LIVE_SHARE: Final = 0.45
-"""Share of the limit that the samples kept may take: while a log is rewritten there are two."""
+"""Share of the size limit for the kept samples: during a rewrite there are two logs."""
 _LOG_SHARE: Final = 1 - LIVE_SHARE
 
 Sample: TypeAlias = Sequence[tuple[tuple[int, ...], bytes]]
@@ -38,7 +38,7 @@ Sample: TypeAlias = Sequence[tuple[tuple[int, ...], bytes]]
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Return a sample as the body of a record."""
+    """Encode a sample as the body of a record."""
     pieces = []
     for shape, content in sample:
         pieces += [struct.pack(f"<I{len(shape)}Q", len(shape), *shape), content]
@@ -48,25 +48,25 @@ def encode_sample(sample: Sample) -> bytes:
 class RecordingLog:
     """The log of a folder, open for appending; used by one thread.
 
-    ``limit_bytes`` is the most that the folder's recording takes, while it is rewritten too.
+    ``limit_bytes`` is the size limit of the folder's recording, including a rewrite.
     """
 
     def __init__(self, folder: Path, header: RecordingHeader, *, limit_bytes: int) -> None:
-        """Go on with the log of the folder, or begin one; RecordingError, OSError.
+        """Continue the log of the folder, or begin one; RecordingError, OSError.
 
-        A log of another model, or of other inputs, is begun again.
+        A log of another model, or of other inputs, is replaced.
         """
         self._folder, self.header, self._limit = folder, header, limit_bytes
         self.path = folder / LOG_NAME
         self._digests: dict[int, bytes] = {}
         self._known: set[bytes] = set()
         self.live: dict[int, SamplePlace] = {}
-        """Where the sample of each slot is."""
+        """Place of each slot's sample."""
         self.live_bytes = 0
         self.seen = 0
-        """Samples that had passed when the last one was kept."""
+        """Number of samples seen until the last one that was kept."""
         self.lost = 0
-        """Records that were damaged or cut off when the log was opened."""
+        """Number of records that were damaged or cut off when the log was opened."""
         (folder / _NEW).unlink(missing_ok=True)
         self._file = open_log(self.path)
         try:
@@ -77,14 +77,14 @@ class RecordingLog:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file, in bytes."""
         return self._end
 
     def append(self, slot: int, seen: int, sample: Sample) -> bool:
-        """Keep a sample in a slot, in place of the one that it has; OSError, nothing lost.
+        """Write a sample to a slot, replacing the slot's old sample; OSError, and no loss.
 
-        Returns ``False`` where the same sample is kept already. Raises NoRoomError where the limit
-        leaves no room for it.
+        Returns ``False`` if the same sample is kept already. Raises NoRoomError if the size limit
+        would be exceeded.
         """
         body = encode_sample(sample)
         digest = hashlib.blake2b(body, digest_size=16).digest()
@@ -144,13 +144,13 @@ class RecordingLog:
         try:
             _write_all(self._file.fileno(), record, self._end)
         except OSError:
-            with contextlib.suppress(OSError):  # a torn record is cut off at the next start, too
+            with contextlib.suppress(OSError):  # the next start removes a torn record, too
                 os.truncate(self._file.fileno(), self._end)
             raise
         self._end += len(record)
 
     def _rewrite(self) -> None:
-        """Write the samples kept into a new log, and put it in the place of this one."""
+        """Write the kept samples to a new log, and replace this one."""
         new = self._folder / _NEW
         with open_log(new, anew=True) as file, _mapped(self._file) as log:
             places, at = {}, 0
@@ -174,10 +174,10 @@ class RecordingLog:
 
 
 class NoRoomError(Exception):
-    """A sample does not fit within the limit of its recording."""
+    """A sample would exceed the size limit of its recording."""
 
     def __init__(self, needed_bytes: int) -> None:
-        """Say how many bytes the samples would take together."""
+        """Keep the size of all samples together."""
         super().__init__(f"the samples would take {needed_bytes:,} bytes")
 
 

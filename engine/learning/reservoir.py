@@ -1,4 +1,4 @@
-"""A uniform sample of a stream whose length is unknown (Vitter 1985, Algorithm R); sans I/O."""
+"""A uniform sample of a stream of unknown length (Vitter 1985, Algorithm R); sans I/O."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Collection
 class Reservoir:
     """Decides which rows of a stream are kept, and in which slot.
 
-    The first ``capacity`` rows fill the slots. From then on row number t replaces the row of a
-    slot drawn at random with probability ``capacity / t``. So after any number of rows, each of
-    them is in the sample with the same probability.
+    The first ``capacity`` rows fill the slots. Later, row number t replaces the row of a random
+    slot with probability ``capacity / t``. So after any number of rows, each of them is in the
+    sample with the same probability.
 
-    A row that was wanted and could not be kept leaves its slot free; the next row fills it.
+    If a wanted row cannot be kept, its slot stays free, and the next row fills it.
     """
 
     def __init__(
@@ -25,21 +25,21 @@ class Reservoir:
         filled: Collection[int] = (),
         seed: int | None = None,
     ) -> None:
-        """Go on after ``seen`` rows, of which some fill the slots ``filled``.
+        """Continue after ``seen`` rows, of which some fill the slots ``filled``.
 
-        ``seed`` makes the draws repeatable; ``None`` takes one from the system.
+        ``seed`` makes the draws repeatable; ``None`` uses the system's randomness.
         """
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}, expected at least 1")
         self.seen = max(seen, len(filled))
-        """Rows of the stream so far."""
+        """Number of rows of the stream so far."""
         self._slots = list(range(capacity))
         self._free = deque(slot for slot in self._slots if slot not in filled)
-        self._draw = random.Random(seed).random  # noqa: S311 - nothing secret
+        self._draw = random.Random(seed).random  # noqa: S311 - not for security
 
     @property
     def capacity(self) -> int:
-        """Rows that the sample has once all slots are filled."""
+        """Number of rows in the sample after all slots are filled."""
         return len(self._slots)
 
     def offer(self, rows: int) -> list[tuple[int, int]]:
@@ -55,12 +55,12 @@ class Reservoir:
         ]
 
     def give_back(self, slot: int) -> None:
-        """Take back a slot that holds nothing, as the row for it could not be kept."""
+        """Free a slot whose row could not be kept."""
         if slot in self._slots and slot not in self._free:
             self._free.append(slot)
 
     def shrink(self, slots: Collection[int]) -> None:
-        """Keep to some of the slots, all of them filled."""
+        """Reduce the sample to some slots, all of them filled."""
         if not slots:
             raise ValueError("a sample without slots holds nothing; expected at least one slot")
         self._slots = sorted(slots)

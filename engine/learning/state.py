@@ -1,4 +1,4 @@
-"""The file that says how far learning came: ``learning.json`` of a learn folder."""
+"""The file with the state of learning: ``learning.json`` of a learn folder."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _MOST_BYTES: Final = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnState:
-    """What a server has to know that goes on where another one ended."""
+    """State from which the next server continues."""
 
     model_sha256: str
-    """Hash of the model's file, and of the files that hold its weights."""
+    """Hash of the model's file, and of its weight files."""
     phase: Phase = Phase.RECORDING
     serving: int = 0
-    """Number of the bundle that serves; 0 is the unmodified model."""
+    """Number of the serving bundle; 0 is the unmodified model."""
     compiling: int = 0
-    """Number of the bundle that was compiled last, whether it was finished or not; 0: none."""
+    """Number of the bundle compiled last, finished or not; 0 is none."""
     failures: int = 0
-    """Attempts that failed in a row."""
+    """Number of consecutive failed attempts."""
     reason: str = ""
-    """Why nothing pays."""
+    """Reason why no exit is useful."""
     since_unix_s: float = 0.0
-    """When the bundle began to serve."""
+    """Time at which the bundle began to serve."""
     asked: tuple[str, ...] = ()
-    """What bundles are compiled with, by which it is seen that other options are given."""
+    """Compile options of bundles, to detect changed options."""
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """Read the file; ``None`` if there is none, or nothing that can be used."""
+        """Read the file; ``None`` if there is none, or it is unusable."""
         path = folder / STATE_NAME
         try:
             plain = parse_json(read_limited(path, _MOST_BYTES), path.name)
@@ -50,11 +50,11 @@ class LearnState:
         except FileNotFoundError:
             return None
         except (OSError, BundleError, ValueError, TypeError, KeyError, AttributeError) as error:
-            _log.warning("%s is of no use (%.200s); learning starts again", path, error)
+            _log.warning("%s cannot be used (%.200s); learning starts again", path, error)
             return None
 
     def served(self, number: int) -> Self:
-        """Return the state in which a bundle begins to serve."""
+        """Return the state after a bundle begins to serve."""
         return replace(
             self, phase=Phase.SERVING, serving=number, reason="", since_unix_s=time.time()
         )
@@ -80,4 +80,4 @@ _KINDS: Final = {
     "reason": str,
     "since_unix_s": int | float,
 }
-"""Types of the fields that are read as they are."""
+"""Types of the fields that are read without conversion."""

@@ -18,22 +18,22 @@ def describe_state(
     retry_unix_s: float,
     has_exits: bool,
 ) -> str:
-    """Put a phase into words; the other arguments are what some of the phases tell."""
-    going_on = "the exits stay as they are" if has_exits else "the unmodified model serves on"
+    """Describe a phase in words; the other arguments are parts of some phases' texts."""
+    going_on = "the exits stay unchanged" if has_exits else "the unmodified model stays"
     return {
         Phase.RECORDING: recorded,
         Phase.COMPILING: f"compiling, {progress}" if progress else "compiling",
         Phase.WAITING: f"compiling failed: {life.reason}; again at {clock_time(retry_unix_s)}",
         Phase.SWITCHING: f"{certified}; loading",
         Phase.SERVING: f"{certified}; serving with exits since {clock_time(since_unix_s)}",
-        Phase.RELEARNING: f"exits answer nothing any more, learning again: {recorded}",
+        Phase.RELEARNING: f"exits answer no more requests, learning again: {recorded}",
         Phase.NOTHING_PAYS: f"no exit pays: {life.reason}; {going_on}",
         Phase.STOPPED: f"stopped: {life.reason}",
     }[life.phase]
 
 
 def describe_promise(bundle: Bundle) -> str:
-    """``certified: disagreement ≤ 1 % at 95 %, predicted to save 63 %``."""
+    """Describe a promise: ``certified: disagreement ≤ 1 % at 95 %, predicted to save 63 %``."""
     promise = bundle.policy.promise
     if promise is None:
         return "not certified"
@@ -51,6 +51,6 @@ def why_idle(bundle: Bundle) -> str:
 
 
 def clock_time(unix_s: float) -> str:
-    """``14:02``, with the date where it is not today's."""
+    """Format a time: ``14:02``, with the date if it is not today's."""
     then, today = time.localtime(unix_s), time.localtime()
     return time.strftime("%H:%M" if then[:3] == today[:3] else "%Y-%m-%d %H:%M", then)

@@ -1,4 +1,4 @@
-"""ONNX files that are served as they are, each wrapped into a bundle without exits.
+"""ONNX files that are served unchanged, each wrapped into a bundle without exits.
 
 ::
 

@@ -1,7 +1,7 @@
 """The temporary folder of wrapped ONNX files, which is removed when the engine closes.
 
-A process keeps a lock beside its folder for as long as it lives. A killed process cannot remove its
-folder; the next one that makes such a folder finds the lock free, and removes it.
+A process holds a lock next to its folder while it runs. If it is killed, its folder stays; the next
+process that makes such a folder finds the lock free, and removes that folder.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WrappedFiles:
     """Bundles of ONNX files, wrapped one at a time; used by one thread."""
 
     def __init__(self) -> None:
-        """Make nothing yet: most engines serve no ONNX file."""
+        """Create nothing yet: most engines serve no ONNX file."""
         self._folder: Path | None = None
         self._lock: FileLock | None = None
         self._count = 0
@@ -65,14 +65,14 @@ class WrappedFiles:
             sweep(parent)
             folder = parent / f"{PREFIX}{secrets.token_hex(8)}"
             self._lock = FileLock(folder.with_name(folder.name + _LOCK))
-            self._lock.take()  # before the folder is there, so that nobody sweeps it
+            self._lock.take()  # before the folder exists: no other process may sweep it
             try:
                 folder.mkdir(mode=0o700)
             except OSError as error:
                 self.close()
                 raise OnnxFileError(
                     f"{parent}: no folder can be made there for the bundles of ONNX files "
-                    f"({error.strerror}); name another one by TMPDIR"
+                    f"({error.strerror}); name another one with TMPDIR"
                 ) from error
             self._folder = folder
         return self._folder
@@ -80,7 +80,7 @@ class WrappedFiles:
 
 def sweep(parent: Path) -> None:
     """Remove the folders of this user's processes that were killed."""
-    if not hasattr(os, "getuid"):  # Windows, where files have no such locks
+    if not hasattr(os, "getuid"):  # Windows, where there are no such file locks
         return
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):

@@ -15,21 +15,21 @@ _log = logging.getLogger(__name__)
 
 SUFFIX: Final = ".onnx"
 _MOST_WORDS: Final = 2000
-"""Characters of the compiler's error that are passed on."""
+"""Most characters of the compiler's error that are passed on."""
 _PREFIX: Final = "eecompile: "
 NOTE: Final = "note: "
-"""Beginning of the lines of ``eecompile wrap`` on what is served otherwise than declared."""
+"""Prefix of the lines of ``eecompile wrap`` about differences from the declared model."""
 
 
 class OnnxFileError(EngineError):
-    """An ONNX file that cannot be served as it is; the message names the file and the remedy."""
+    """An ONNX file that cannot be served unchanged; the message names the file and the remedy."""
 
 
 def is_onnx_file(path: Path) -> bool:
     """Return whether a path to serve is an ONNX file rather than a bundle, which is a folder.
 
-    Every regular file is taken for one, and so is a missing file called ``.onnx``: reading it tells
-    what is wrong with it.
+    Every regular file counts as one, and so does a missing file called ``.onnx``: reading it raises
+    the error.
     """
     return path.is_file() or (path.suffix == SUFFIX and not path.is_dir())
 
@@ -37,12 +37,12 @@ def is_onnx_file(path: Path) -> bool:
 async def wrap(
     path: Path, output: Path, *, answer: str | None = None, task: str | None = None
 ) -> None:
-    """Write the bundle of an ONNX file to ``output``, where nothing may be yet.
+    """Write the bundle of an ONNX file to ``output``, which must not exist.
 
     ``answer`` names the output to serve, which a file with several outputs needs; ``task`` is the
-    kind of the answer, by its shape where it is ``None``. The libraries of
-    custom operators that this process uses are used there too. The process ends with this one, or
-    when the caller is cancelled; ``output`` is a whole bundle or absent.
+    kind of the answer, or ``None`` to derive it from its shape. The libraries of custom operators
+    that this process uses are used there too. The process ends with this one, or when the caller is
+    cancelled; ``output`` is a whole bundle or absent.
 
     Raises:
         OnnxFileError: The file cannot be wrapped, a package is missing, or no process starts.
@@ -80,6 +80,6 @@ def _reason(path: Path, status: int, said: str) -> str:
         return said.removeprefix(_PREFIX).replace(str(path.absolute()), str(path))
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     return (
-        f"{path}: the process that reads it {how} and said: {said}; "
-        f"look at what eecompile wrap {path} says"
+        f"{path}: the process that reads it {how}; its last output: {said}; "
+        f"run eecompile wrap {path} to see all"
     )

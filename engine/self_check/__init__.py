@@ -1,19 +1,19 @@
-"""Checks of a backend on the machine that will serve: what no fake of a device can know.
+"""Checks of a backend on the machine that will serve, which no fake device can replace.
 
 ::
 
-    run          the whole check: makes the backend, runs all in about a minute, closes it
-    stages       what stages answer and hand on, how sure they are, who leaves
-    rows         what selecting, buffering and merging keep
-    slots        side by side, as CUDA graphs, after failures
+    run          the whole check: makes the backend, runs all checks in about a minute, closes it
+    stages       answers, carried tensors, confidences and exits of stages
+    rows         results of selecting, buffering and merging
+    slots        parallel slots, CUDA graphs, slots after failures
     kernels      our kernels against numpy
     resources    memory, descriptors, threads; closing
-    subject      a bundle on the backend: its stages, inputs for them, and the truth
-    bench        device memory and a stream of a check's own
-    results      what each check found, the environment, and the report
+    subject      a bundle on the backend: its stages, inputs for them, and references
+    bench        device memory and a stream of a check
+    results      results of checks, the environment, and the report
 
-The truth is a bundle's segments one after the other in plain ONNX Runtime on the CPU, numpy for the
-kernels, and, for whatever only moves rows about, the backend's own tensors, bit for bit.
+The reference is a bundle's segments one after the other in plain ONNX Runtime on the CPU, numpy for
+the kernels, and, for operations that only move rows, the backend's own tensors, bit for bit.
 """
 
 from offramp.engine.self_check.check_results import CheckVerdict, SelfCheckReport

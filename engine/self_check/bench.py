@@ -1,4 +1,4 @@
-"""Device memory and a stream of a check's own, beside those of the slots."""
+"""Device memory and a stream of a check, separate from those of the slots."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from offramp.engine.cuda.stream import DeviceKernels
 from offramp.engine.kernels.kernel_arguments import Launch
 
 UNTOUCHED = 0xC3
-"""What memory holds that nobody has written."""
+"""Content of memory that has not been written."""
 
 
 class DeviceBench:
-    """Places arrays on a device, launches our kernels there, and brings results back.
+    """Places arrays on a device, launches our kernels there, and copies results back.
 
-    A context manager: the driver is current within, and all memory is given back at its end.
+    It is a context manager: the driver is current inside, and all memory is freed at its end.
     """
 
     def __init__(self, driver: Driver, kernels: DeviceKernels) -> None:
@@ -53,7 +53,7 @@ class DeviceBench:
         self._releases.close()
 
     def place(self, array: NDArray[Any]) -> int:
-        """Copy an array to memory of the device's; gives its address."""
+        """Copy an array to device memory; return its address."""
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         address = self._driver.allocate(max(raw.size, 1))
         self._releases.callback(self._driver.free, address)
@@ -68,11 +68,11 @@ class DeviceBench:
         return address
 
     def room(self, size_bytes: int) -> int:
-        """Take memory that holds :data:`UNTOUCHED`; gives its address."""
+        """Allocate memory filled with :data:`UNTOUCHED`; return its address."""
         return self.place(np.full(size_bytes, UNTOUCHED, np.uint8))
 
     def fetch(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
-        """Copy memory of the device to an array; the host has waited for what writes it."""
+        """Copy device memory to an array; work that writes it must be finished."""
         if not size_bytes:
             return np.empty(0, np.uint8)
         pinned = self._driver.allocate_pinned(size_bytes)
@@ -84,7 +84,7 @@ class DeviceBench:
             pinned.free()
 
     def row_buffers(self, rows: int) -> RowBuffers:
-        """Make the kernels' scratch and results for batches of ``rows``, as a slot has them."""
+        """Return the kernels' scratch and results for batches of ``rows``, as in a slot."""
         buffers = RowBuffers(self._driver)
         self._releases.callback(buffers.free)
         buffers.reserve(rows)
@@ -104,7 +104,7 @@ class DeviceBench:
 
 
 def bench_of(backend: Backend) -> DeviceBench | None:
-    """Make a bench beside a backend's slots; ``None`` if it is none of a GPU."""
+    """Return a bench for a backend on a GPU; ``None`` for others."""
     return (
         DeviceBench(backend.driver, backend.kernels) if isinstance(backend, CudaBackend) else None
     )
@@ -113,7 +113,7 @@ def bench_of(backend: Backend) -> DeviceBench | None:
 def read_tensors(
     backend: Backend, slot: Slot, batch: TensorBatch
 ) -> dict[str, NDArray[Any]] | None:
-    """Copy a batch's tensors to the host, by name; ``None`` if its backend keeps them to itself."""
+    """Copy a batch's tensors to the host, by name; ``None`` if the backend does not expose them."""
     if isinstance(batch, HostBatch):
         return {name: array.copy() for name, array in batch.tensors.items()}
     if isinstance(backend, CudaBackend) and isinstance(slot, CudaSlot):

@@ -1,6 +1,7 @@
-"""Results of a self-check: what each check asserts and found, on which environment, and the report.
+"""Results of a self-check: claims and facts of each check, the environment, and the report.
 
-The environment is the device and its driver, and what every measurement says of its machine.
+The environment is the device and its driver, and the facts of the machine that every measurement
+has.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from offramp.engine.cuda.cuda_backend import CudaBackend
 from offramp.engine.tensorrt import probe
 
 Facts: TypeAlias = dict[str, Any]
-"""What a check measured, as JSON values."""
+"""Measured facts of a check, as JSON values."""
 
 _T = TypeVar("_T")
 
 
 class CheckVerdict(StrEnum):
-    """How a check ended."""
+    """Result of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -34,7 +35,7 @@ class CheckVerdict(StrEnum):
 
 
 class CheckFailedError(Exception):
-    """What a check asserts does not hold; the facts say by how much."""
+    """The claim of a check does not hold; the facts have the difference."""
 
     def __init__(self, reason: str, facts: Facts | None = None) -> None:
         super().__init__(reason)
@@ -42,28 +43,28 @@ class CheckFailedError(Exception):
 
 
 class CheckSkippedError(Exception):
-    """A check does not apply here; the message says why."""
+    """A check does not apply here; the message has the reason."""
 
 
 class TimeLimit:
-    """The time that a check may take: its first case is run, and others while there is some left.
+    """Time limit of a check: its first case always runs, others while time is left.
 
-    ``clock`` gives seconds.
+    ``clock`` returns seconds.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.left_out = 0
-        """Cases that there was no time for."""
+        """Number of cases that were skipped for lack of time."""
         self._clock = clock
         self._end_s = clock() + seconds
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left, 0 at the least."""
+        """Seconds that are left, at least 0."""
         return max(0.0, self._end_s - self._clock())
 
     def cases(self, cases: Iterable[_T]) -> Iterator[_T]:
-        """Give cases while there is time, and count the others."""
+        """Yield cases while there is time, and count the others."""
         for index, case in enumerate(cases):
             if index and not self.left_s:
                 self.left_out += 1
@@ -73,34 +74,34 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that is asserted, of a bundle's stages or of the backend itself."""
+    """One claim, about a bundle's stages or the backend itself."""
 
     name: str
     asserts: str
-    """What holds if it passes, in one line."""
+    """The claim, in one line."""
     run: Callable[[TimeLimit], Facts]
     """Measures; raises CheckFailedError or CheckSkippedError. Any other exception is a failure."""
     bundle: str | None = None
-    """Name of the model whose stages are run; ``None`` where none is."""
+    """Name of the model whose stages are run; ``None`` if none is."""
     share: float = 1.0
-    """Of the time for all checks, relative to the others."""
+    """Share of the time for all checks, relative to the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """What became of a check."""
+    """Result of a check."""
 
     name: str
     asserts: str
     bundle: str | None
     verdict: CheckVerdict
     reason: str
-    """Why it failed or was skipped; empty where it passed."""
+    """Reason of a failure or a skip; empty if it passed."""
     facts: Facts
     seconds: float
 
     def line(self) -> str:
-        """Describe it in a line, for people."""
+        """Describe it in one line."""
         what = self.reason or self.asserts
         if self.verdict is CheckVerdict.PASSED and "largest_difference" in self.facts:
             worst, allowed = self.facts["largest_difference"], self.facts.get("allowed")
@@ -112,28 +113,28 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheckReport:
-    """All results, and what they were found on."""
+    """All results, and their environment."""
 
     environment: Mapping[str, Any]
     results: tuple[CheckResult, ...]
     hangs: bool = False
-    """Whether a check did not come to its end, so that the process may not end by itself."""
+    """``True`` if a check did not end, so that the process may not end by itself."""
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed, and some passed."""
+        """``True`` if no check failed, and some passed."""
         verdicts = {result.verdict for result in self.results}
         return CheckVerdict.PASSED in verdicts and CheckVerdict.FAILED not in verdicts
 
     def summary(self) -> str:
-        """Count them in a line."""
+        """Count the verdicts in one line."""
         counts = {v: sum(r.verdict is v for r in self.results) for v in CheckVerdict}
         said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         failed = [r.name for r in self.results if r.verdict is CheckVerdict.FAILED]
         return f"{said}{': ' if failed else ''}{', '.join(dict.fromkeys(failed))}"
 
     def document(self) -> dict[str, Any]:
-        """Give everything as JSON values."""
+        """Return everything as JSON values."""
         return {
             "passed": self.passed,
             "summary": self.summary(),
@@ -143,7 +144,7 @@ class SelfCheckReport:
 
 
 def _plain(value: Any) -> Any:
-    """Give what JSON has no numbers for, such as an infinite difference, as text."""
+    """Convert numbers that JSON lacks, such as infinity, to text."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -166,9 +167,9 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def describe_environment(backend: Backend, device: str, **settings: Any) -> dict[str, Any]:
-    """Give what a self-check ran on, as JSON values; asks for nothing that is not there.
+    """Return the environment of a self-check, as JSON values, as far as it is known.
 
-    ``device`` is the GPU's name, such as ``cuda:0``; ``settings`` are added as they are.
+    ``device`` is the GPU's name, such as ``cuda:0``; ``settings`` are added unchanged.
     """
     return {
         "backend": backend.name,
@@ -195,7 +196,7 @@ def _device(backend: Backend, device: str) -> dict[str, Any] | None:
     }
     try:
         found = probe.find_device(probe.parse_device(device))
-    except BackendError:  # as with a driver that is no real one
+    except BackendError:  # for instance with a fake driver
         return described
     return {**described, "cuda_of_driver": list(found.driver_version)}
 

@@ -23,16 +23,16 @@ from offramp.engine.self_check.bench import UNTOUCHED, DeviceBench
 from offramp.engine.self_check.check_results import CheckFailedError, Facts, TimeLimit
 
 _RTOL = 1e-5
-"""Of confidences. Both sides add up float32 values, each in an order of its own."""
+"""Relative tolerance of confidences: both sides add float32 values in different orders."""
 _ROW_BYTES = (4096, 2064, 100, 17, 3, 1)
-"""Rows of every kind of alignment."""
+"""Row sizes of every kind of alignment."""
 _ROWS = (1, 2, 33, 300, 1025)
-"""Batches of less than a warp to more than the largest block."""
+"""Batch sizes from less than a warp to more than the largest block."""
 _CLASSES = (10, 1, 2, 1000, 5000)
 _SCORE_TYPES: tuple[ScoreType, ...] = ("float32", "float16")
 _INF, _NAN = float("inf"), float("nan")
 _EDGES = (
-    (1.0, 2.0, 2.0, 0.0),  # a tie of the largest
+    (1.0, 2.0, 2.0, 0.0),  # a tie for the largest
     (_NAN, 2.0, _NAN, 0.0),
     (1.0, 2.0, _NAN, _INF),
     (_INF, 2.0, _INF, 0.0),
@@ -41,25 +41,25 @@ _EDGES = (
     (7.0, 7.0, 7.0, 7.0),
     (0.0, -0.0, 0.0, -0.0),
     (0.25, 0.75, 0.0, 0.0),
-    (1.5, 0.0, -1.0, -2.0),  # no probability
+    (1.5, 0.0, -1.0, -2.0),  # not probabilities
     (65504.0, -65504.0, 1.0, 0.0),
 )
 
 
 class _Found(NamedTuple):
-    """What a stage end left behind."""
+    """Results of a stage end."""
 
     confidence: NDArray[np.float32]
     survivors: NDArray[np.int32]
     copied: tuple[NDArray[np.uint8], ...]
-    """[rows, row_bytes] of every tensor's target."""
+    """Target of every tensor, [rows, row_bytes]."""
 
 
 class _Scores(NamedTuple):
     kind: CheckKind
     score_type: ScoreType
     stored: NDArray[Any]
-    """[rows, classes], as on the device."""
+    """Scores on the device, [rows, classes]."""
 
     def describe(self) -> str:
         rows, classes = self.stored.shape
@@ -67,7 +67,7 @@ class _Scores(NamedTuple):
 
 
 def check_exit_check_kernel(bench: DeviceBench, limit: TimeLimit) -> Facts:
-    """Hold confidences and who goes on against numpy, on usual and unusual scores."""
+    """Compare confidences and survivors with numpy, on usual and unusual scores."""
     facts: Facts = {"allowed": _RTOL, "launches": 0, "rows": 0, "largest_difference": 0.0}
     for scores in limit.cases(_scores()):
         with bench:
@@ -85,7 +85,7 @@ def check_exit_check_kernel(bench: DeviceBench, limit: TimeLimit) -> Facts:
 
 
 def check_compaction_kernel(bench: DeviceBench, limit: TimeLimit) -> Facts:
-    """Hold rows that are brought together, and gathered, against numpy: none, all, one, some."""
+    """Compare compacted and gathered rows with numpy: none, all, one, some."""
     facts: Facts = {"launches": 0, "rows": 0}
     rng = np.random.default_rng(0)
     for rows, pattern in limit.cases(product(reversed(_ROWS), range(6))):
@@ -107,7 +107,7 @@ def check_compaction_kernel(bench: DeviceBench, limit: TimeLimit) -> Facts:
 
 
 def _scores() -> Iterator[_Scores]:
-    """Edge cases first, then batches of every size with as many classes."""
+    """Yield edge cases, then batches of every size with different numbers of classes."""
     rng = np.random.default_rng(1)
     values: NDArray[np.float32]
     kinds = (CheckKind.LOGITS, CheckKind.PROBABILITIES)
@@ -128,7 +128,7 @@ def _stored(values: NDArray[np.float32], score_type: ScoreType) -> NDArray[Any]:
 
 
 def _leaves(rows: int, pattern: int, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """[rows]: none, all, all but one, one, every other, or any."""
+    """Return which rows leave, [rows]: none, all, all but one, one, every other, or random."""
     number = np.arange(rows)
     return (
         np.zeros(rows, np.bool_),
@@ -223,7 +223,7 @@ def _hold_reduction(scores: _Scores, found: _Found, facts: Facts) -> None:
 
 
 def _hold_survivors(scores: _Scores, found: _Found, threshold: float, facts: Facts) -> None:
-    """By the kernel's own confidences, so that a threshold can equal one exactly."""
+    """Compare survivors by the kernel's own confidences, so that a threshold can equal one."""
     goes_on = ~(found.confidence >= np.float32(threshold))
     expected = np.flatnonzero(goes_on)
     if found.survivors.tolist() != expected.tolist():
@@ -233,7 +233,7 @@ def _hold_survivors(scores: _Scores, found: _Found, threshold: float, facts: Fac
             f"{scores.describe()} with threshold {threshold!r}: row {row}, "
             f"{float(found.confidence[row])!r} sure, "
             f"{'stays' if row in found.survivors else 'leaves'}; {len(expected)} rows were to go "
-            f"on, {len(found.survivors)} do, in their order",
+            f"on, {len(found.survivors)} did, in their order",
             facts,
         )
 

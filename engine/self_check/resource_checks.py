@@ -1,4 +1,4 @@
-"""Checks of what is taken and given back: memory, descriptors, threads, slots, the backend."""
+"""Checks of resources: memory, descriptors, threads, slots, and closing the backend."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _PROCESS = Path("/proc/self")
 _QUARTERS = 4
 _LOOKS = 3
 _MOST_ROUNDS = 250
-"""Of a quarter."""
+"""Largest number of rounds in a quarter."""
 _LEAST_RESIDENT_BYTES = 4 << 20
-"""Growth in all that is told from the noise of the host's allocators."""
+"""Least total growth that exceeds the noise of the host's allocators."""
 _WARM_UPS = 3
-"""Of every batch size: at the third a graph is launched."""
+"""Runs of every batch size: the third one launches a graph."""
 _CYCLES = 3
 
 
 class ResourceUsage(NamedTuple):
-    """What the process holds; ``None`` where the system does not tell."""
+    """Resources of the process; ``None`` where the system does not report them."""
 
     device_bytes: int | None
-    """Used on the device, by all processes."""
+    """Bytes used on the device, by all processes."""
     resident_bytes: int | None
     descriptors: int | None
     threads: int | None
 
 
 def usage_of(backend: Backend) -> ResourceUsage:
-    """Take stock, after Python's garbage is collected."""
+    """Measure the resources, after collecting Python's garbage."""
     gc.collect()
     device_bytes = None
     if isinstance(backend, CudaBackend):
@@ -59,10 +59,10 @@ def usage_of(backend: Backend) -> ResourceUsage:
 
 
 def check_memory(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Run rounds of batches of all sizes: memory, descriptors and threads do not grow with them.
+    """Run rounds of batches of all sizes: memory, descriptors and threads must not grow.
 
-    Memory grows with every quarter of the rounds if each leaks, and only then. What seems to is
-    looked at again: allocators take their time to have all that they keep.
+    Only a leak makes memory grow in every quarter of the rounds. Apparent growth is measured again,
+    because allocators need time to reach their final size.
     """
     with subject.slot() as slot:
         for index in range(_WARM_UPS * len(subject.sizes)):
@@ -91,7 +91,7 @@ def _over_quarters(subject: CheckSubject, slot: Slot, rounds: int) -> list[Resou
 
 
 def check_close(backend: Backend, subjects: Sequence[CheckSubject], _limit: TimeLimit) -> Facts:
-    """Open, use and close slots, then close the backend: all that they took is given back."""
+    """Open, use and close slots, then close the backend: all resources must be released."""
     seen = []
     for _ in range(1 + _CYCLES):
         for subject in subjects:
@@ -108,20 +108,20 @@ def check_close(backend: Backend, subjects: Sequence[CheckSubject], _limit: Time
         backend.close()
     except Exception as error:
         raise CheckFailedError(f"the backend cannot be closed: {error}", facts) from error
-    # What the host's allocators keep of a slot says nothing; over many rounds it is looked at.
+    # The resident memory of few slots is noise; check_memory measures it over many rounds.
     seen = [usage._replace(resident_bytes=None) for usage in seen]
     _refuse_growth(seen, "slots that were opened, used and closed", facts)
     return facts
 
 
 def _rounds(subject: CheckSubject, limit: TimeLimit, round_s: float) -> int:
-    """How many rounds a quarter may have: two of each batch size at least."""
+    """Return the number of rounds in a quarter: at least two of each batch size."""
     fitting = int(limit.left_s / max(round_s, 1e-6)) // _QUARTERS
     return max(2 * len(subject.sizes), min(fitting, _MOST_ROUNDS))
 
 
 def _round(subject: CheckSubject, slot: Slot, index: int) -> None:
-    """Run a batch to its end, and another whose rows are buffered and merged on the way."""
+    """Run a batch to its end, and another whose rows are buffered and merged between stages."""
     size = subject.sizes[index % len(subject.sizes)]
     inputs = take(subject.samples, slice(0, size))
     for _ in subject.parting.run(slot, inputs):
@@ -146,7 +146,7 @@ def _refuse_growth(seen: Sequence[ResourceUsage], what: str, facts: Facts) -> No
 
 
 def _growing(seen: Sequence[ResourceUsage]) -> dict[str, list[int]]:
-    """Tell what became more from each look to the next, by name."""
+    """Return the resources that grew at each measurement, by name."""
     found = {}
     for name in ResourceUsage._fields:
         values = [getattr(usage, name) for usage in seen]

@@ -1,4 +1,4 @@
-"""Checks of rows between stages: what selecting, buffering and merging keep, bit for bit."""
+"""Checks of rows between stages: selected, buffered and merged rows, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Tensors = Mapping[str, NDArray[Any]]
 
 
 def check_select(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Select rows after every stage, and after an exit: they are those rows, in their order."""
+    """Select rows after every stage, and after an exit: content and order must be kept."""
     facts: Facts = {"selections": 0, "rows": 0}
     count, carrying = subject.max_rows, _carrying(subject)
     cases = [(stage, rows) for rows in _row_sets(count) for stage in carrying]
@@ -44,9 +44,9 @@ def check_select(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_merge(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Buffer rows of two slots and merge some: all are there, part after part.
+    """Buffer rows of two slots and merge some: all must be present, part after part.
 
-    Buffered rows outlive the next upload of their slot, and the slot.
+    Buffered rows must outlive the next upload of their slot, and the slot.
     """
     facts: Facts = {"merges": 0, "rows": 0}
     count = subject.max_rows
@@ -85,7 +85,7 @@ def check_merge(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def _check_survivors(subject: CheckSubject, stage: int, facts: Facts) -> None:
-    """Select those that stay after an exit, as a batch that is served does."""
+    """Select the rows that stay after an exit, as serving does."""
     count = subject.max_rows
     with subject.slot() as slot:
         batch = subject.before(slot, take(subject.samples, slice(0, count)), stage)
@@ -106,26 +106,26 @@ def _check_survivors(subject: CheckSubject, stage: int, facts: Facts) -> None:
 def _carrying(subject: CheckSubject) -> list[int]:
     stages = [spec.index for spec in subject.plan.stages if not spec.final]
     if not stages:
-        raise CheckSkippedError("the model is one stage: nothing goes on")
+        raise CheckSkippedError("the model is one stage: nothing is carried")
     return stages
 
 
 def _row_sets(count: int) -> list[Rows]:
-    """The first, the last, every other, all but the first, all; those that there are."""
+    """Return existing sets of the first, the last, every other, all but the first, and all rows."""
     every = np.arange(count)
     sets = [every[::2], every[1:], every[:1], every[-1:], every]
     return [rows for rows in sets if len(rows)]
 
 
 def _some_of(count: int, index: int) -> Rows:
-    """All rows of some parts, and some of others."""
+    """Return all rows of some parts, and some of others."""
     return np.arange(count) if index % 2 else np.arange(0, count, 2)
 
 
 def _fitting(
     parts: list[TensorBatch], taken: list[Rows], most: int
 ) -> tuple[list[tuple[TensorBatch, Rows]], int]:
-    """As many rows of the parts, in their order, as a batch may have; and how many are left."""
+    """Return as many rows of the parts, in order, as a batch may have, and the number left."""
     fitting, rest = [], 0
     for part, rows in zip(parts, taken, strict=True):
         kept = rows[:most]
@@ -136,7 +136,7 @@ def _fitting(
 
 
 def _overwrite(subject: CheckSubject, slot: Slot) -> None:
-    """Run something else in a slot, so that what it held is not there any more."""
+    """Run other inputs in a slot, so that its old content is overwritten."""
     for _ in subject.follow(slot, take(subject.samples, slice(-1, None))):
         pass
 
@@ -157,9 +157,9 @@ def _hold(
     found: _Tensors,
     facts: Facts,
 ) -> None:
-    """Hold rows that were kept against those of the whole, bit for bit."""
+    """Compare kept rows with those of the whole, bit for bit."""
     if len(kept) != len(rows):
-        raise CheckFailedError(f"{where}: {len(rows)} rows were asked for, {len(kept)} came", facts)
+        raise CheckFailedError(f"{where}: {len(rows)} rows requested, {len(kept)} returned", facts)
     for name, array in whole.items():
         wanted, given = array[rows], found[name]
         if given.shape != wanted.shape:

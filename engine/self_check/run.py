@@ -1,4 +1,4 @@
-"""The self-check: a backend is made, everything is checked in about a minute, and it is closed."""
+"""The self-check: makes a backend, checks everything in about a minute, and closes it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from offramp.engine.tensorrt.lookup import PREFERRED, TOLERANCES
 from offramp.engine.tensorrt.probe import parse_devices
 
 SECONDS: Final = 45.0
-"""For all checks. Loading stages, and the reference's answers, come on top."""
+"""Seconds for all checks, without loading stages and the reference's answers."""
 HANGS_AFTER_S: Final = 120.0
-"""A check that takes so much longer than its share of :data:`SECONDS` is taken not to end. It runs
-its first case, and warms up, in any case."""
+"""Additional seconds after which a check counts as hanging, beyond its share of :data:`SECONDS`. A
+check runs its first case, and warms up, in any case."""
 _LOADING: Final = 10
-"""Times :data:`SECONDS` that loading one bundle may take before it is taken not to end."""
+"""Multiple of :data:`SECONDS` after which loading one bundle counts as hanging."""
 _CPU_TOLERANCE: Final = 1e-4
-"""Of stages on the CPU, which sum in another order where they are one graph."""
+"""Tolerance of stages on the CPU, whose sums have another order in one graph."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,15 +60,16 @@ def run_self_check(
     seconds: float = SECONDS,
     hangs_after_s: float = HANGS_AFTER_S,
 ) -> SelfCheckReport:
-    """Check the backend that options name, with the stages of bundles, and close it.
+    """Check the backend of the options, with the stages of bundles, and close it.
 
     Args:
         models: Bundles by name, as they would be served.
-        options: As for serving.
+        options: Options as for serving.
         make: Makes the backend.
-        say: Is told each line of progress.
-        seconds: For all checks together.
-        hangs_after_s: When a single one is taken not to end; nothing is checked after it.
+        say: Called with each line of progress.
+        seconds: Seconds for all checks together.
+        hangs_after_s: Additional seconds after which a check counts as hanging; the remaining
+            checks are then skipped.
 
     Raises:
         BundleError: A bundle is absent, damaged or of another version.
@@ -76,7 +77,7 @@ def run_self_check(
     """
     if len(parse_devices(options.device)) > 1:
         raise BackendError(
-            f"device is {options.device}, and a self-check is of one GPU; run it once for each"
+            f"device is {options.device}, but a self-check uses one GPU; run it once for each"
         )
     bundles = {name: Bundle.open(path) for name, path in models.items()}
     backend = make(models, options)
@@ -110,20 +111,20 @@ def run_self_check(
 
 
 _LOAD = "every stage is loaded, and the reference answers the samples"
-_CLOSE = "slots and backend give back all that they took"
+_CLOSE = "slots and backend release all resources"
 
 
 def _of_device(backend: Backend) -> Iterator[Check]:
-    """The checks of our kernels, where there are any."""
+    """Yield the checks of our kernels."""
     for name, asserts, function in (
         (
             "exit-check-kernel",
-            "the kernel finds numpy's confidences and survivors",
+            "the kernel computes numpy's confidences and survivors",
             kernels.check_exit_check_kernel,
         ),
         (
             "compaction-kernel",
-            "the kernels bring just the rows together that go on, in their order",
+            "the kernels compact exactly the surviving rows, in order",
             kernels.check_compaction_kernel,
         ),
     ):
@@ -141,11 +142,11 @@ _OnBench = Callable[..., Facts]
 _OF_MODELS: Final[tuple[tuple[str, str, float, _OnBench], ...]] = (
     (
         "answers",
-        "stages answer, and are as sure, as the segments one by one in plain ONNX Runtime",
+        "answers and confidences of stages equal those of the segments in plain ONNX Runtime",
         3.0,
         stage_checks.check_answers,
     ),
-    ("carry", "stages hand on what the segments hand on", 1.5, stage_checks.check_carry),
+    ("carry", "stages carry the same tensors as the segments", 1.5, stage_checks.check_carry),
     (
         "confidence",
         "confidences are those of the answers, 0 for NaN",
@@ -154,19 +155,19 @@ _OF_MODELS: Final[tuple[tuple[str, str, float, _OnBench], ...]] = (
     ),
     (
         "thresholds",
-        "rows leave from their very confidence on, and not below",
+        "rows leave exactly from their confidence on",
         1.0,
         stage_checks.check_thresholds,
     ),
     ("batch-mates", "answers do not depend on batch mates", 1.0, stage_checks.check_batch_mates),
-    ("select", "rows that go on keep content and order", 1.0, row_checks.check_select),
+    ("select", "continuing rows keep content and order", 1.0, row_checks.check_select),
     ("merge", "buffered rows are merged whole and in order", 1.0, row_checks.check_merge),
-    ("graphs", "CUDA graphs read what is there when they are launched", 1.0, slots.check_graphs),
-    ("slots", "two slots at once answer as one after the other", 1.0, slots.check_slots),
-    ("restart", "slots answer after a failure, and anew", 1.0, slots.check_restart),
-    ("memory", "nothing grows with what is run", 2.0, resource_checks.check_memory),
+    ("graphs", "CUDA graphs read the inputs at their launch", 1.0, slots.check_graphs),
+    ("slots", "two parallel slots answer as one after the other", 1.0, slots.check_slots),
+    ("restart", "slots answer after a failure, and after a restart", 1.0, slots.check_restart),
+    ("memory", "no resource grows with the number of batches", 2.0, resource_checks.check_memory),
 )
-"""Name, what it asserts, share of the time, and what measures."""
+"""Name, claim, share of the time, and function of each check."""
 
 
 def _of_models(subjects: Sequence[CheckSubject]) -> Iterator[Check]:
@@ -189,7 +190,7 @@ def _load(
     options: EngineOptions,
     _: TimeLimit,
 ) -> Facts:
-    """Prepare the stages that would be served; the subject is added if that can be done."""
+    """Prepare the stages that would be served; the subject is added if that succeeds."""
     options = options_for(name, bundle.manifest, options)
     bundle = backend.as_computed(bundle)
     plan = make_plan(bundle, bundle.policy, options.mode)
@@ -217,10 +218,10 @@ def _load(
 
 
 def tolerance_of(bundle: Bundle, backend: Backend, options: EngineOptions) -> float:
-    """Tell how far a stage may be from the segments in float32, relative to its scale.
+    """Return the tolerance of a stage against the segments in float32, relative to its scale.
 
-    At least what slicing was verified to. In half precision and below both the engine's rounding
-    and that of its graph count, each as much as a build allows.
+    It is at least the tolerance that slicing was verified with. In half precision and below it
+    includes the rounding of the engine and of its graph, each as much as a build allows.
     """
     verified = bundle.manifest.verified_tolerance
     if backend.on_cpu:
@@ -233,17 +234,17 @@ def tolerance_of(bundle: Bundle, backend: Backend, options: EngineOptions) -> fl
 
 
 class _Runner:
-    """Runs checks one after the other, each on a thread that can be given up."""
+    """Runs checks one after the other, each on a thread that can be abandoned."""
 
     def __init__(self, say: Say, hangs_after_s: float) -> None:
         self.results: list[CheckResult] = []
         self.hanging: str | None = None
-        """The check that does not end."""
+        """Name of the check that does not end."""
         self._say = say
         self._hangs_after_s = hangs_after_s
 
     def run(self, check: Check, seconds: float) -> None:
-        """Run a check, and say how it ended."""
+        """Run a check, and report its result."""
         began_s = time.monotonic()
         if self.hanging is not None:
             verdict, reason, facts = _skipped(f"{self.hanging} does not end")
@@ -274,8 +275,8 @@ class _Runner:
             return found[0]
         self.hanging = check.name
         reason = (
-            f"it did not end within {seconds + self._hangs_after_s:.0f} s; see what the device "
-            "does (nvidia-smi), and send us the report"
+            f"it did not end within {seconds + self._hangs_after_s:.0f} s; check the device "
+            "(nvidia-smi), and send us the report"
         )
         return CheckVerdict.FAILED, reason, {}
 
@@ -292,7 +293,7 @@ def _outcome(check: Check, limit: TimeLimit) -> _Outcome:
         return CheckVerdict.FAILED, str(error), error.facts
     except BackendError as error:
         return CheckVerdict.FAILED, str(error), {}
-    except Exception as error:  # whatever it is, it is what the user has to send us
+    except Exception as error:  # any error must be in the user's report
         _LOG.exception("%s failed", check.name)
         return CheckVerdict.FAILED, f"{type(error).__name__}: {error}", {}
 

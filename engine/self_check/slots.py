@@ -1,4 +1,4 @@
-"""Checks of slots: side by side, launched as graphs, after a failure, and started anew."""
+"""Checks of slots: in parallel, with graphs, after a failure, and restarted."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from offramp.engine.stages.pipeline import Departure
 
 SLOTS = 2
 THREAD_NAME = "slot-side-by-side"
-"""Of the threads that run slots side by side, before their number."""
+"""Prefix of the names of threads that run parallel slots."""
 _BATCHES = 6
 _STARTS = 3
 _NO_SUCH_INPUT = "there is no such input"
 
 
 def check_slots(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Run two slots at once, and hold that against one after the other."""
+    """Compare two parallel slots with one after the other."""
     facts: Facts = {"slots": SLOTS, "rounds": 0, "allowed": subject.tolerance}
     worst = 0.0
     work = [_work(subject, number) for number in range(SLOTS)]
@@ -59,7 +59,7 @@ def check_slots(subject: CheckSubject, limit: TimeLimit) -> Facts:
 def check_graphs(subject: CheckSubject, limit: TimeLimit) -> Facts:
     """Run a batch size until its graph is launched, on other inputs than it was captured with.
 
-    What it gives is held against plain launches in a slot that is new to the batch size.
+    The results are compared with plain launches in a slot that is new to the batch size.
     """
     backend = subject.backend
     if not isinstance(backend, CudaBackend):
@@ -74,7 +74,7 @@ def check_graphs(subject: CheckSubject, limit: TimeLimit) -> Facts:
             plain = subject.answers(slot, second)
         with subject.slot() as slot:
             captured_with = subject.answers(slot, first)
-            subject.answers(slot, first)  # the second time, which is captured behind it
+            subject.answers(slot, first)  # the second run, after which the graph is captured
             launched = subject.answers(slot, second)
             assert isinstance(slot, CudaSlot)
             facts["graphs"] += slot.graphs
@@ -89,13 +89,13 @@ def check_graphs(subject: CheckSubject, limit: TimeLimit) -> Facts:
             where = f"stage {a.spec.index}'s answer to {size} rows by a graph"
             fail_beyond(subject.tolerance, found, where, facts)
     if not facts["graphs"]:
-        raise CheckSkippedError("no stage could be captured; the log says why")
+        raise CheckSkippedError("no stage could be captured; see the log")
     facts["left_out"] = limit.left_out
     return facts
 
 
 def check_restart(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Let a batch fail, close the slot and open another: good batches are answered as before."""
+    """Fail a batch, close the slot and open another: valid batches must be answered as before."""
     facts: Facts = {"allowed": subject.tolerance, "starts": 0}
     inputs = take(subject.samples, slice(0, min(2, subject.max_rows)))
     broken = {_NO_SUCH_INPUT: np.zeros((1, 1), np.float32)}
@@ -122,11 +122,11 @@ def _fail_on_purpose(
         slot.run(subject.stages[0], slot.upload(broken))
     except BackendError:
         return
-    raise CheckFailedError("a batch without the model's inputs was run, and did not fail", facts)
+    raise CheckFailedError("a batch without the model's inputs was run, but did not fail", facts)
 
 
 def _work(subject: CheckSubject, number: int) -> list[Inputs]:
-    """Batches of a slot, each of other samples; sizes come again, so that graphs are launched."""
+    """Return batches of a slot with different samples; sizes recur, so that graphs are launched."""
     sizes = [subject.max_rows, max(1, subject.max_rows // 2)]
     batches = []
     for index in range(_BATCHES):
@@ -138,7 +138,7 @@ def _work(subject: CheckSubject, number: int) -> list[Inputs]:
 def _run_all(
     subject: CheckSubject, batches: list[Inputs], step: threading.Barrier | None = None
 ) -> list[list[Departure]]:
-    """Run batches in a slot; with a barrier, each begins when those of the other slots do."""
+    """Run batches in a slot; with a barrier, each begins together with those of other slots."""
     found = []
     with subject.slot() as slot:
         for inputs in batches:
@@ -178,7 +178,7 @@ def _run_at_once(subject: CheckSubject, work: list[list[Inputs]]) -> list[list[l
 def _departures_differ(
     where: str, found: list[Departure], wanted: list[Departure], facts: Facts
 ) -> float:
-    """Largest difference of answers; CheckFailedError if other rows left at other exits."""
+    """Return the largest difference of answers; CheckFailedError if departures differ."""
     exits = [[(d.stage, d.rows.tolist()) for d in each] for each in (found, wanted)]
     if exits[0] != exits[1]:
         raise CheckFailedError(
@@ -188,7 +188,7 @@ def _departures_differ(
 
 
 def _two_batches(subject: CheckSubject, size: int) -> tuple[Inputs, Inputs]:
-    """Two batches of which no row has the same sample in both."""
+    """Return two batches in which no row has the same sample in both."""
     rows = np.arange(size)
     shift = max(1, subject.sample_count // 2)
     return (
@@ -200,10 +200,10 @@ def _two_batches(subject: CheckSubject, size: int) -> tuple[Inputs, Inputs]:
 def _tell_apart(
     second: list[StageAnswer], first: list[StageAnswer], subject: CheckSubject, facts: Facts
 ) -> None:
-    """Skip where both batches are answered alike: stale inputs would not be noticed."""
+    """Skip if both batches have similar answers: stale inputs would not be noticed."""
     apart = max(difference(a.answer, b.answer) for a, b in zip(second, first, strict=True))
     facts["apart"] = max(apart, facts.get("apart", 0.0))
     if apart <= 10 * subject.tolerance:
         raise CheckSkippedError(
-            f"answers to different samples differ by {apart:.1e} only: stale ones look alike"
+            f"answers to different samples differ by only {apart:.1e}: stale ones would look alike"
         )

@@ -1,4 +1,4 @@
-"""Checks of stages: what they answer, how sure they are, what goes on, and who leaves."""
+"""Checks of stages: answers, confidences, carried tensors and exits."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from offramp.engine.self_check.subject import (
 from offramp.engine.stages.plan import StageSpec
 
 _CONFIDENCE_RTOL = 1e-5
-"""Both sides add up float32 values in orders of their own; as for the kernels' tests."""
+"""Relative tolerance: both sides add float32 values in different orders, as in kernel tests."""
 _BROKEN_ROWS = 2
 _ONE = Scales.fixed(1.0)
 
 
 def check_answers(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Hold answers and confidences of every stage against the reference, at several batch sizes."""
+    """Compare every stage's answers and confidences with the reference, at several batch sizes."""
     worst: defaultdict[int, float] = defaultdict(float)
     sure: defaultdict[int, float] = defaultdict(float)
     facts: Facts = {"allowed": subject.tolerance, "batch_sizes": list(subject.sizes)}
@@ -67,11 +67,11 @@ def check_answers(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_carry(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Hold what goes on after every stage against the reference's cut tensors."""
+    """Compare every stage's carried tensors with the reference's cut tensors."""
     worst: dict[str, float] = {}
     facts: Facts = {"allowed": subject.tolerance}
     if len(subject.stages) == 1:
-        raise CheckSkippedError("the model is one stage: nothing goes on")
+        raise CheckSkippedError("the model is one stage: nothing is carried")
     for _, rows in limit.cases(_batches(subject)):
         with subject.slot() as slot:
             for spec, result in subject.follow(slot, take(subject.samples, rows)):
@@ -94,10 +94,10 @@ def check_carry(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_confidence(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Hold every confidence against its own answer, also where inputs are no numbers.
+    """Compare every confidence with its own answer, also for inputs that are not finite.
 
     An answer with NaN, or with infinite logits, must not be able to leave. Exits whose confidence
-    is no function of their answer, as where it is replayed, are left aside.
+    is not a function of their answer, for instance a replayed one, are skipped.
     """
     broken = subject.maker.broken(min(_BROKEN_ROWS, subject.max_rows))
     cases: dict[str, Inputs] = {} if broken is None else {"not finite": broken}
@@ -119,7 +119,7 @@ def check_confidence(subject: CheckSubject, limit: TimeLimit) -> Facts:
                 if (confidence[without] > 0).any():
                     raise CheckFailedError(
                         f"stage {spec.index} is {confidence[without].max():.3g} sure of an answer "
-                        f"that is no number ({case}); expected 0, so that it never leaves",
+                        f"that is not a number ({case}); expected 0, so that it never leaves",
                         facts,
                     )
                 if not ((confidence[finite] >= 0) & (confidence[finite] <= 1 + 1e-6)).all():
@@ -130,14 +130,14 @@ def check_confidence(subject: CheckSubject, limit: TimeLimit) -> Facts:
                     )
                 worst = max(worst, difference(confidence[finite], own[finite], _ONE))
     facts["largest_difference"] = worst
-    # Where the graph computes it in half precision, its steps are wider than float32's.
+    # In half precision the graph's steps are wider than float32's.
     facts["allowed"] = allowed = max(_CONFIDENCE_RTOL, subject.tolerance)
     fail_beyond(allowed, worst, "a confidence from its own answer", facts)
     return facts
 
 
 def _follows(subject: CheckSubject, spec: StageSpec) -> bool:
-    """Whether a stage's confidence follows from its answer, in the reference."""
+    """Return whether a stage's confidence is a function of its answer, in the reference."""
     stage = subject.truth[spec.index]
     if stage.answer is None or stage.confidence is None:
         return False
@@ -146,7 +146,7 @@ def _follows(subject: CheckSubject, spec: StageSpec) -> bool:
 
 
 def check_thresholds(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Have rows leave at thresholds that equal a confidence exactly: they do, lower ones do not."""
+    """Use thresholds equal to a confidence: these rows leave, those with a lower one stay."""
     exits = [spec for spec in subject.plan.stages if spec.answer is not None and not spec.final]
     if not exits:
         raise CheckSkippedError("the policy has no exits")
@@ -181,7 +181,7 @@ def check_thresholds(subject: CheckSubject, limit: TimeLimit) -> Facts:
                 facts["found_on_device"] += 1
                 if carry.survivors.tolist() != np.flatnonzero(~expected).tolist():
                     raise CheckFailedError(
-                        f"{where}: the kernel lets rows {carry.survivors.tolist()} go on, "
+                        f"{where}: rows {carry.survivors.tolist()} survive in the kernel, "
                         f"expected {np.flatnonzero(~expected).tolist()}",
                         facts,
                     )
@@ -190,7 +190,7 @@ def check_thresholds(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_batch_mates(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Run samples alone, among others and among broken ones: they must be answered alike."""
+    """Run samples alone, among others and among broken ones: their answers must be equal."""
     count = subject.max_rows
     if count < 2:
         raise CheckSkippedError("the largest batch is of one row")
@@ -221,7 +221,7 @@ def check_batch_mates(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def _row_difference(alone: list[StageAnswer], together: list[StageAnswer], place: int) -> float:
-    """Largest difference of the answers to one sample, alone and in its place of a batch."""
+    """Return the largest difference of one sample's answers, alone and at a place in a batch."""
     worst = 0.0
     for one, many in zip(alone, together, strict=True):
         row = slice(place, place + 1)
@@ -232,7 +232,7 @@ def _row_difference(alone: list[StageAnswer], together: list[StageAnswer], place
 
 
 def _batches(subject: CheckSubject) -> list[tuple[int, NDArray[np.intp]]]:
-    """Sizes with the rows to run: what is drawn, then what is at the ends, largest batch first."""
+    """Return sizes with the rows to run: drawn ones, then range ends; largest batch first."""
     batches = [(size, np.arange(size)) for size in reversed(subject.sizes)]
     ends = np.arange(subject.drawn_rows, subject.sample_count)
     size = min(len(ends), subject.max_rows)
@@ -250,7 +250,7 @@ def _check_form(
 
 
 def _comparable(values: NDArray[Any], wanted: NDArray[Any]) -> NDArray[Any]:
-    """Give bfloat16, which comes as its bits, as float32."""
+    """Convert bfloat16, which is returned as its bits, to float32."""
     if values.dtype == np.uint16 and wanted.dtype.kind == "f":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values

@@ -1,12 +1,12 @@
-"""A bundle on a backend, as checks see it: prepared stages, inputs, and what is true of them.
+"""A bundle on a backend, for checks: prepared stages, inputs, and reference results.
 
-The inputs are drawn at random, at the ends of their ranges, and broken. A bundle has no samples,
-only what calibration saw of them: shapes, and mostly the least and the greatest element. Where
-these are missing, the graph tells how long the tables are that integers index.
+The inputs are random, at the ends of their ranges, and broken. A bundle has no samples, only facts
+from calibration: shapes, and mostly the least and the greatest element. If these are missing, the
+graph shows the length of the tables that integers index.
 
-The truth is the bundle's segments, one after the other, in plain ONNX Runtime on the CPU: a session
-a file, as they were written. Nothing that backends do to graphs (fusing stages, blocked layouts,
-confidences that are added, other precisions) is done to them.
+The reference is the bundle's segments, one after the other, in plain ONNX Runtime on the CPU, with
+one session a file, unchanged. None of the backends' graph changes (fused stages, blocked layouts,
+added confidences, other precisions) is applied.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from offramp.engine.stages.plan import Mode, Plan, StageSpec
 
 
 class StageAnswer(NamedTuple):
-    """What a stage said of a batch of b rows."""
+    """Answers of a stage to a batch of b rows."""
 
     spec: StageSpec
     answer: NDArray[Any]
-    """[b, classes]."""
+    """Answers, [b, classes]."""
     confidence: NDArray[np.float32]
-    """[b]."""
+    """Confidences, [b]."""
 
 
 class TrueStage(NamedTuple):
-    """What the reference has at a stage's end, of all samples of a subject."""
+    """Reference results at a stage's end, for all samples of a subject."""
 
     answer: NDArray[Any] | None
     confidence: NDArray[np.float32] | None
@@ -59,8 +59,8 @@ class TrueStage(NamedTuple):
 class CheckSubject:
     """A bundle's stages on a backend; used by one check at a time.
 
-    Its samples are ``max_rows`` (7 at least) that are drawn, and behind them those at the ends of
-    the inputs' ranges.
+    Its samples are ``max_rows`` (at least 7) random ones, followed by those at the ends of the
+    inputs' ranges.
     """
 
     name: str
@@ -70,18 +70,18 @@ class CheckSubject:
     stages: tuple[Stage, ...]
     max_rows: int
     tolerance: float
-    """Difference from the reference that is allowed, relative to an element's scale."""
+    """Allowed difference from the reference, relative to an element's scale."""
     threads: int = 1
-    """Of the reference."""
+    """Threads of the reference."""
 
     @cached_property
     def maker(self) -> InputMaker:
-        """Makes the inputs."""
+        """Maker of the inputs."""
         return InputMaker(self.bundle)
 
     @property
     def drawn_rows(self) -> int:
-        """How many samples are drawn."""
+        """Number of random samples."""
         return max(self.max_rows, 7)
 
     @cached_property
@@ -91,17 +91,17 @@ class CheckSubject:
 
     @cached_property
     def sample_count(self) -> int:
-        """How many there are."""
+        """Number of samples."""
         return len(next(iter(self.samples.values())))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The batch sizes that are run: 1, 2, 7 and the largest, as far as they are allowed."""
+        """Batch sizes to run: 1, 2, 7 and the largest, as far as allowed."""
         return tuple(sorted({min(size, self.max_rows) for size in (1, 2, 7, self.max_rows)}))
 
     @cached_property
     def truth(self) -> tuple[TrueStage, ...]:
-        """What the reference has of all samples at the end of each stage; computed once."""
+        """Reference results of all samples at the end of each stage; computed once."""
         specs, manifest = self.plan.stages, self.bundle.manifest
         exits = {s.exit for s in specs if s.exit is not None and s.exit != MODEL_END}
         names = {n for s in specs for n in (s.answer, s.confidence, *s.carried) if n is not None}
@@ -123,7 +123,7 @@ class CheckSubject:
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """Open a slot for as long as the block takes."""
+        """Open a slot for the duration of the block."""
         opened = self.backend.open_slot()
         try:
             yield opened
@@ -131,14 +131,14 @@ class CheckSubject:
             opened.close()
 
     def release(self) -> None:
-        """Let go of the stages; nothing can be run any more."""
+        """Release the stages; nothing can be run any more."""
         self.stages = ()
         self.__dict__.pop("parting", None)
 
     def follow(
         self, slot: Slot, inputs: Mapping[str, NDArray[Any]]
     ) -> Iterator[tuple[StageSpec, StageResult]]:
-        """Run a batch through all stages, with no sample leaving."""
+        """Run a batch through all stages, with no sample leaving; yield their results."""
         batch: TensorBatch = slot.upload(inputs)
         for spec, stage in zip(self.plan.stages, self.stages, strict=True):
             result = slot.run(stage, batch, NEVER)
@@ -147,7 +147,7 @@ class CheckSubject:
                 batch = result.carry
 
     def before(self, slot: Slot, inputs: Mapping[str, NDArray[Any]], stage: int) -> TensorBatch:
-        """Run a batch up to a stage; gives what that takes."""
+        """Run a batch up to a stage; return the stage's input."""
         batch: TensorBatch = slot.upload(inputs)
         for each in self.stages[:stage]:
             carry = slot.run(each, batch, NEVER).carry
@@ -156,7 +156,7 @@ class CheckSubject:
         return batch
 
     def answers(self, slot: Slot, inputs: Mapping[str, NDArray[Any]]) -> list[StageAnswer]:
-        """Run a batch through all stages; gives what those say that answer."""
+        """Run a batch through all stages; return the results of those that answer."""
         found = []
         for spec, (answer, confidence, _) in self.follow(slot, inputs):
             if answer is not None:
@@ -164,7 +164,7 @@ class CheckSubject:
         return found
 
     def pipeline(self, thresholds: Sequence[float] | None = None) -> Pipeline:
-        """The stages in leave mode, with the policy's thresholds or others, one a stage."""
+        """Return the stages in leave mode, with the policy's thresholds or others, one a stage."""
         given = [spec.threshold for spec in self.plan.stages] if thresholds is None else thresholds
         specs = tuple(
             replace(spec, threshold=float(np.float32(threshold)))
@@ -195,8 +195,8 @@ def _parting(stage: TrueStage) -> float:
 def difference(found: NDArray[Any], wanted: NDArray[Any], scales: Scales | None = None) -> float:
     """Return the largest difference over elements that are finite in ``wanted``.
 
-    It is relative to ``scales``, those of ``wanted`` unless they are given. Infinite where
-    ``found`` alone is not finite, or of another shape; 0 where there is nothing to compare.
+    It is relative to ``scales``, by default those of ``wanted``. Infinite if only ``found`` is not
+    finite, or has another shape; 0 if there is nothing to compare.
     """
     if found.shape == wanted.shape:
         wanted = wanted.astype(np.float64)
@@ -205,7 +205,7 @@ def difference(found: NDArray[Any], wanted: NDArray[Any], scales: Scales | None 
 
 
 def confidence_scale(answers: NDArray[Any]) -> Scales:
-    """Return what confidences are measured by: a softmax passes on its logits' absolute error."""
+    """Return the scale of confidences: a softmax passes on its logits' absolute error."""
     return Scales.fixed(max(1.0, Scales.of(answers).ordinary))
 
 
@@ -213,13 +213,13 @@ def fail_beyond(allowed: float, worst: float, where: str, facts: dict[str, Any])
     """Raise CheckFailedError if a difference is larger than allowed."""
     if not worst <= allowed:
         raise CheckFailedError(
-            f"{where} differs by {worst:.1e} of its scale, allowed are {allowed:.1e}",
+            f"{where} differs by {worst:.1e} of its scale, allowed is {allowed:.1e}",
             facts,
         )
 
 
 Inputs: TypeAlias = dict[str, NDArray[Any]]
-"""By name: [rows, …], all of as many rows."""
+"""Inputs by name: [rows, …], with the same number of rows."""
 
 
 _HANDING_ON = frozenset({"Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape", "Flatten"})
@@ -231,7 +231,7 @@ class _Ends(NamedTuple):
 
 
 class InputMaker:
-    """Makes inputs that a bundle's model takes; the same ones every time."""
+    """Makes inputs for a bundle's model, the same ones every time."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._inputs = bundle.manifest.inputs
@@ -239,7 +239,7 @@ class InputMaker:
         self._ends = {tensor.name: _ends(bundle, tensor) for tensor in self._inputs}
 
     def drawn(self, rows: int) -> Inputs:
-        """Draw samples, uniform between the ends of each input."""
+        """Return random samples, uniform between the ends of each input."""
         rng = np.random.default_rng(0)
         return {
             tensor.name: self._fitted(tensor, rng.random((rows, *self._shapes[tensor.name])))
@@ -247,7 +247,7 @@ class InputMaker:
         }
 
     def at_the_ends(self) -> Inputs:
-        """Make three samples: all elements the least, all the greatest, and both in turns."""
+        """Return three samples: all elements the least, all the greatest, and both alternately."""
         made = {}
         for tensor in self._inputs:
             shape = self._shapes[tensor.name]
@@ -257,7 +257,7 @@ class InputMaker:
         return made
 
     def broken(self, rows: int) -> Inputs | None:
-        """Draw samples whose first elements are NaN, or infinite in every second sample.
+        """Return random samples whose first elements are NaN, or infinite in every second sample.
 
         ``None`` if no input takes such elements.
         """
@@ -271,24 +271,24 @@ class InputMaker:
         return made if floating else None
 
     def _fitted(self, tensor: TensorSpec, shares: NDArray[np.float64]) -> NDArray[Any]:
-        """Turn shares of the way from one end to the other into elements of an input."""
+        """Convert shares of the way from one end to the other to elements of an input."""
         low, high = self._ends[tensor.name]
         dtype = np.dtype(tensor.dtype)
         if dtype.kind == "f":
             return (low + shares * (high - low)).astype(dtype)
         elements = np.minimum(np.floor(low + shares * (high - low + 1)), high).astype(dtype)
         if (low, high) == (0, 1) and elements[0].size > 1:
-            elements.reshape(len(elements), -1)[:, 0] = 1  # a mask must not hide a sample wholly
+            elements.reshape(len(elements), -1)[:, 0] = 1  # a mask must not hide a whole sample
         return elements
 
 
 def take(inputs: Inputs, rows: NDArray[np.intp] | slice) -> Inputs:
-    """Give some rows of inputs, as arrays of their own."""
+    """Return some rows of inputs, as separate arrays."""
     return {name: np.ascontiguousarray(array[rows]) for name, array in inputs.items()}
 
 
 def join(*parts: Inputs) -> Inputs:
-    """Put inputs one behind the other."""
+    """Concatenate inputs."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -307,7 +307,7 @@ def _ends(bundle: Bundle, tensor: TensorSpec) -> _Ends:
 
 
 def _table_lengths(bundle: Bundle, name: str) -> Iterator[int]:
-    """Lengths of the tables that an input indexes, wherever in the model that is."""
+    """Yield the lengths of the tables that an input indexes, anywhere in the model."""
     manifest, names = bundle.manifest, {name}
     parts = [(part.inputs, part.file) for part in manifest.segments]
     parts += [(part.inputs, part.file) for part in manifest.exits]
@@ -318,7 +318,7 @@ def _table_lengths(bundle: Bundle, name: str) -> Iterator[int]:
 
 
 def _lengths_in(graph: Any, names: set[str]) -> Iterator[int]:
-    """Those of a part; what only hands the indices on is added to their names."""
+    """Yield the lengths of a part's tables; operators that pass indices on extend ``names``."""
     tables = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
     for node in graph.node:  # in the order of execution
         if node.op_type in _HANDING_ON and node.input[0] in names:
@@ -328,14 +328,14 @@ def _lengths_in(graph: Any, names: set[str]) -> Iterator[int]:
 
 
 _ROWS = 8
-"""Rows that run at once, so that memory stays small."""
+"""Rows of a run, few enough to limit memory."""
 
 
 class ChainedReference:
-    """Runs segments, and the exits that are asked for, on the CPU."""
+    """Runs segments, and the requested exits, on the CPU."""
 
     def __init__(self, bundle: Bundle, exits: Collection[int], *, threads: int = 1) -> None:
-        """Load what is needed; BackendError if ONNX Runtime refuses it."""
+        """Load the needed graphs; BackendError if ONNX Runtime refuses one."""
         manifest = bundle.manifest
         files = [segment.file for segment in manifest.segments]
         files += [manifest.exits[index].file for index in sorted(exits)]
@@ -349,12 +349,12 @@ class ChainedReference:
                 for before, after in pairwise(manifest.segments[: manifest.source_begins])
                 if carries_steps(read(before.file), read(after.file), before.output)
             }
-        """By cut tensor that stages carry in integers, what gives these."""
+        """Sessions that compute the integers of cut tensors which stages carry as integers."""
 
     def run(self, inputs: Inputs, wanted: Collection[str]) -> dict[str, NDArray[Any]]:
-        """Give tensors by name, [rows, …]: cut tensors, answers and confidences of exits.
+        """Return tensors by name, [rows, …]: cut tensors, answers and confidences of exits.
 
-        Cut tensors are as stages carry them: some in integers, channels last.
+        Cut tensors have the form in which stages carry them: some as integers, channels last.
         """
         rows = len(next(iter(inputs.values())))
         parts: dict[str, list[NDArray[Any]]] = {name: [] for name in wanted}

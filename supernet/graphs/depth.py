@@ -1,7 +1,7 @@
-"""LayerSelect: blocks that a subnet leaves out (SuperServe, sections 3 and 4.1).
+"""LayerSelect: blocks that a subnet omits (SuperServe, sections 3 and 4.1).
 
-The paper wraps each layer in an operator that runs it or passes its input on, as booleans made of
-the depth say. In a static graph that is: who reads the block's output reads its input instead.
+The paper wraps each layer in an operator that runs it or passes its input on, depending on booleans
+derived from the depth. In a static graph, readers of the block's output read its input instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offramp.supernet.graphs.names import nearest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthBlock:
-    """What may be skipped: readers of ``end`` read ``start`` instead."""
+    """A block that can be skipped: readers of ``end`` read ``start`` instead."""
 
     start: str
     end: str
@@ -30,11 +30,11 @@ class DepthBlock:
 def find_block(
     skip: Skip, source: str, flow: Dataflow, types: Mapping[str, TensorType]
 ) -> DepthBlock:
-    """Find the block that a spec means.
+    """Return the block of a spec.
 
     Raises:
         ElasticSpecError: No operator, or no tensor, has such a name.
-        NotElasticError: Not exactly one main tensor enters and one leaves, or they are not alike.
+        NotElasticError: Not exactly one main tensor enters and one leaves, or their types differ.
     """
     if skip.scope:
         return _of_scope(skip.scope, source, flow, types)
@@ -48,7 +48,7 @@ def find_block(
     place = f"between {skip.start!r} and {skip.end!r}"
     if not inside:
         raise NotElasticError(
-            f"depth.skip: nothing {place}: the second is not computed of the first; exchange them"
+            f"depth.skip: nothing {place}: the second is not computed from the first; swap them"
         )
     _check_leaving(inside, skip.end, place, flow)
     _check_alike(skip.start, skip.end, place, types)
@@ -58,11 +58,11 @@ def find_block(
 def _of_scope(
     scope: str, source: str, flow: Dataflow, types: Mapping[str, TensorType]
 ) -> DepthBlock:
-    """Find where the operators of a scope are entered and left."""
+    """Return the block of a scope's operators, from its entering and its leaving tensor."""
     inside = [op for op in flow.operators if in_scope(op.name, scope) and not flow.is_constant(op)]
     if not inside:
         raise ElasticSpecError(
-            f"{source}: depth.skip names {scope!r}, and no operator's name begins so, up to a "
+            f"{source}: depth.skip names {scope!r}, but no operator's name begins with it, up to a "
             f"slash or a dot; {_no_scope(scope, flow)}"
         )
     place = f"of {scope!r}"
@@ -71,7 +71,7 @@ def _of_scope(
         told = ", ".join(map(repr, leaving)) or "none"
         raise NotElasticError(
             f"depth.skip: {len(leaving)} tensors {place} are read outside of it ({told}), expected "
-            "1; name a scope that gives one tensor, as a residual block does"
+            "1; name a scope that one tensor leaves, as a residual block does"
         )
     (end,) = leaving
     written = {t for op in inside for t in op.writes}
@@ -79,23 +79,23 @@ def _of_scope(
         t for op in inside for t in op.reads if t in flow.variable and t not in written
     )
     alike = [t for t in entering if _alike(types.get(t), types.get(end))]
-    if len(alike) > 1:  # what other blocks read too is a side tensor
+    if len(alike) > 1:  # tensors that other blocks read, too, are side tensors
         members = {op.index for op in inside}
         own = [t for t in alike if {op.index for op in flow.consumers[t]} <= members]
         alike = own if len(own) == 1 else alike
     if len(alike) != 1:
         told = ", ".join(_described(t, types) for t in entering)
         raise NotElasticError(
-            f"depth.skip: {len(alike)} tensors that enter {scope!r} ({told}) are like "
+            f"depth.skip: {len(alike)} tensors that enter {scope!r} ({told}) have the type of "
             f"{_described(end, types)}, which leaves it, expected 1; skip blocks that keep their "
-            "tensor's shape, or say { from = TENSOR, to = TENSOR }"
+            "tensor's shape, or use { from = TENSOR, to = TENSOR }"
         )
     _check_alike(alike[0], end, place, types)
     return DepthBlock(start=alike[0], end=end)
 
 
 def in_scope(name: str, scope: str) -> bool:
-    """Whether an operator's name is in a scope: it begins with it, up to a slash or a dot."""
+    """Return whether an operator's name begins with a scope, up to a slash or a dot."""
     return name == scope or name.startswith((scope + "/", scope + "."))
 
 
@@ -109,13 +109,13 @@ def _no_scope(scope: str, flow: Dataflow) -> str:
     if not scopes:
         return (
             "names of this model have no scopes (torch's exporter with dynamo=True writes none): "
-            "say { from = TENSOR, to = TENSOR } with tensors that `eecompile inspect` shows"
+            "use { from = TENSOR, to = TENSOR } with tensors that `eecompile inspect` shows"
         )
     return nearest(scope, sorted(scopes))
 
 
 def _between(start: str, end: str, flow: Dataflow) -> list[Operator]:
-    """Find the operators on ways from one tensor to another."""
+    """Return the operators on paths from one tensor to another."""
     reached, inside = {start}, []
     for op in flow.behind([end], stop=frozenset({start})):
         if not reached.isdisjoint(op.reads):
@@ -125,7 +125,7 @@ def _between(start: str, end: str, flow: Dataflow) -> list[Operator]:
 
 
 def _leaving(inside: Sequence[Operator], flow: Dataflow) -> list[str]:
-    """Give what is written inside and read outside."""
+    """Return the tensors written inside and read outside."""
     members = {op.index for op in inside}
     return [
         t
@@ -147,7 +147,7 @@ def _check_leaving(inside: Sequence[Operator], end: str, place: str, flow: Dataf
 def _check_alike(start: str, end: str, place: str, types: Mapping[str, TensorType]) -> None:
     if not _alike(types.get(start), types.get(end)):
         raise NotElasticError(
-            f"depth.skip: what enters and what leaves the block {place} differ: "
+            f"depth.skip: the tensors that enter and leave the block {place} differ: "
             f"{_described(start, types)} and {_described(end, types)}; only blocks that keep shape "
             "and type can be skipped"
         )
@@ -171,7 +171,7 @@ def _described(tensor: str, types: Mapping[str, TensorType]) -> str:
 
 
 def skip_blocks(proto: onnx.ModelProto, blocks: Sequence[DepthBlock]) -> None:
-    """Leave blocks out of a graph, in place, and what only they need."""
+    """Remove blocks from a graph, in place, and the operators that only they need."""
     if not blocks:
         return
     instead = {block.end: block.start for block in blocks}
@@ -183,7 +183,7 @@ def skip_blocks(proto: onnx.ModelProto, blocks: Sequence[DepthBlock]) -> None:
         return tensor
 
     outputs = [o.name for o in graph.output if o.name in instead]
-    if outputs:  # what is answered keeps its name
+    if outputs:  # outputs keep their names
         kept = [n for n in graph.node if set(n.output).isdisjoint(outputs)]
         made = [
             onnx.helper.make_node("Identity", [source_of(t)], [t], name=f"{t}/skipped")
@@ -195,7 +195,7 @@ def skip_blocks(proto: onnx.ModelProto, blocks: Sequence[DepthBlock]) -> None:
 
 
 def _reread(graph: onnx.GraphProto, source_of: Callable[[str], str]) -> None:
-    """Have all nodes read other tensors, and the bodies in them; ONNX has no shadowing."""
+    """Make all nodes, and the bodies in them, read other tensors; ONNX has no shadowing."""
     for node in graph.node:
         node.input[:] = [source_of(t) for t in node.input]
         for body in bodies(node):

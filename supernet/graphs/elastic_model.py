@@ -1,4 +1,4 @@
-"""A supernet: a model that was read, and what is elastic of it, found on its graph."""
+"""A supernet: a model that was read, with its elastic parts, found in its graph."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Supernet:
     """A model with the blocks and the weights that its spec names."""
 
     model: SourceModel
-    """Whatever is constant is an initializer. Treat it as read-only."""
+    """The model, with all constants as initializers; treat it as read-only."""
     spec: ElasticSpec
     blocks: tuple[tuple[DepthBlock, ...], ...]
-    """For each depth group, in the order in which they are dropped."""
+    """Blocks of each depth group, in the order in which they are dropped."""
     weights: tuple[tuple[NamedWeight, ...], ...]
-    """For each width group."""
+    """Weights of each width group."""
 
     @classmethod
     def of(cls, model: SourceModel, spec: ElasticSpec) -> Supernet:
-        """Find on a model's graph what a spec names, and try each group at each of its steps.
+        """Find a spec's names in a model's graph, and try each group at each of its steps.
 
         Raises:
-            ElasticSpecError: A name means nothing, or a ratio is no whole number of channels.
-            NotElasticError: The graph cannot do with less; the message names the operator.
+            ElasticSpecError: A name is unknown, or a ratio is not a whole number of channels.
+            NotElasticError: The graph cannot be reduced; the message names the operator.
         """
         model = _with_plain_constants(model)
         flow, types = model.flow, declared_types(model.proto)
@@ -67,14 +67,14 @@ class Supernet:
         return {tensor.name: tensor for tensor in self.model.proto.graph.initializer}
 
     def skipped(self, choice: SubnetChoice) -> list[DepthBlock]:
-        """Give the blocks that a subnet leaves out."""
+        """Return the blocks that a subnet omits."""
         pairs = zip(self.blocks, choice.skipped, strict=True)
         return [block for group, count in pairs for block in group[:count]]
 
     def shallow(self, choice: SubnetChoice) -> onnx.ModelProto:
-        """Give the graph without the blocks that a subnet leaves out, and without weights.
+        """Return the graph without the blocks that a subnet omits, and without weights.
 
-        ElasticSpecError if the subnet is none of the spec's.
+        ElasticSpecError if the spec does not allow the subnet.
         """
         self.spec.check(choice)
         model = self.model.proto
@@ -86,9 +86,9 @@ class Supernet:
         return proto
 
     def plan(self, choice: SubnetChoice, shallow: onnx.ModelProto | None = None) -> SlicePlan:
-        """Find what is sliced of a subnet's graph, that is of :meth:`shallow`.
+        """Return the slices of a subnet's graph, which is that of :meth:`shallow`.
 
-        ElasticSpecError if it is none of the spec's, NotElasticError if the graph cannot do it.
+        ElasticSpecError if the spec does not allow it, NotElasticError if the graph does not.
         """
         named = {
             place: kept
@@ -99,7 +99,7 @@ class Supernet:
         return plan_slices(flow, self.types, self.initializers, named)
 
     def _check_once(self) -> None:
-        """Refuse weights that two names mean."""
+        """Raise ElasticSpecError for weights that two names refer to."""
         seen: set[tuple[str, int]] = set()
         for weight in (w for group in self.weights for w in group):
             if (weight.node, weight.position) in seen:
@@ -110,7 +110,7 @@ class Supernet:
             seen.add((weight.node, weight.position))
 
     def _steps(self) -> Iterator[SubnetChoice]:
-        """Yield each ratio of each width group alone, and the least of all."""
+        """Yield each ratio of each width group alone, and then the smallest subnet."""
         full = self.spec.full
         for index, group in enumerate(self.spec.widths):
             for ratio in group.ratios:
@@ -120,10 +120,10 @@ class Supernet:
 
 
 def _with_plain_constants(model: SourceModel) -> SourceModel:
-    """Return a model with initializers for all that does not depend on a graph input.
+    """Return a model with initializers for all tensors that do not depend on a graph input.
 
-    Simplified models have nothing else, and are returned as they are; in others, weights may be
-    transposed as they run.
+    Simplified models are returned unchanged; others may, for instance, transpose weights at run
+    time.
     """
     if len(model.flow.changing) == len(model.flow.operators):
         return model
@@ -146,4 +146,4 @@ def _with_plain_constants(model: SourceModel) -> SourceModel:
     refill(graph.node, [node for node in graph.node if node.name not in computed])
     refill(graph.value_info, [info for info in graph.value_info if info.name not in found])
     remove_unused(copy)
-    return replace(model)  # its operators are others now
+    return replace(model)  # with recomputed cached properties

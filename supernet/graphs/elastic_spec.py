@@ -1,8 +1,8 @@
-"""What of a supernet is elastic: a file in TOML, and the choices that it allows.
+"""Elastic parts of a supernet: the content of a TOML file, and the choices that it allows.
 
-The control tuple of SuperServe (section 4.1): depth D, expand ratio E and width multiplier W. Depth
-is how many of some blocks are skipped; E and W are both the share of the output channels that some
-weights keep, and differ only in which weights are named.
+They form the control tuple of SuperServe (section 4.1): depth D, expand ratio E and width
+multiplier W. Depth is the number of skipped blocks; E and W are both the share of output channels
+that weights keep, and differ only in the weights.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any, Final
 from offramp.supernet.graphs.errors import ElasticSpecError
 
 MOST_CHOICES: Final = 20_000
-"""Subnets that are listed one by one; a search draws from more."""
+"""Largest number of subnets that are listed; of more, a search draws samples."""
 AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """A block that a subnet may leave out: a scope, or what lies between two tensors."""
+    """A block that a subnet may omit: a scope, or the operators between two tensors."""
 
     scope: str = ""
-    """What the names of its operators begin with, as the module's path in torch's exports."""
+    """Prefix of its operators' names, such as the module's path in torch's exports."""
     start: str = ""
-    """Else: the tensor that is read in place of ``end``."""
+    """Without a scope: the tensor that is read instead of ``end``."""
     end: str = ""
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthGroup:
-    """Blocks that may be skipped, in the order in which they are."""
+    """Blocks that may be skipped, in the order in which they are skipped."""
 
     skip: tuple[Skip, ...]
 
@@ -46,14 +46,14 @@ class WidthGroup:
     """Weights whose output channels are elastic, all with the same ratio."""
 
     weights: tuple[str, ...]
-    """Names of operators, whose weight is meant, or of initializers."""
+    """Names of initializers, or of operators with a weight."""
     axis: int | None = None
-    """Dimension of the output channels; ``None`` is what the operator says."""
+    """Dimension of the output channels; ``None`` is the operator's."""
     parts: int = 1
-    """Equal parts of the output channels that are each sliced, as queries, keys and values of one
-    weight are 3."""
+    """Number of equal parts of the output channels that are sliced separately: 3 for queries, keys
+    and values in one weight."""
     ratios: tuple[float, ...]
-    """Rising, inside (0, 1); 1 is a choice beside them."""
+    """Ascending ratios in (0, 1); 1 is always a further choice."""
 
     @property
     def all_ratios(self) -> tuple[float, ...]:
@@ -63,35 +63,35 @@ class WidthGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubnetChoice:
-    """One subnet of those that a spec allows."""
+    """One subnet that a spec allows."""
 
     skipped: tuple[int, ...]
-    """Blocks that are left out, for each depth group."""
+    """Number of omitted blocks, for each depth group."""
     ratios: tuple[float, ...]
-    """The share of output channels, for each width group."""
+    """Share of output channels, for each width group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticSpec:
-    """What of a supernet is elastic, as a file says it; names are not looked up yet."""
+    """Elastic parts of a supernet, as in a file; names are not resolved yet."""
 
     depths: tuple[DepthGroup, ...] = ()
     widths: tuple[WidthGroup, ...] = ()
     norm_layers: tuple[str, ...] | str = AUTO
-    """``auto``, ``none``, or what the names of normalised layers begin with."""
+    """``auto``, ``none``, or name prefixes of normalising layers."""
     keep: int = 6
-    """Operating points to keep, the full model included."""
+    """Number of operating points to keep, including the full model."""
     source: str = "spec"
     """The file's name, for messages."""
 
     @property
     def full(self) -> SubnetChoice:
-        """The whole supernet."""
+        """The whole supernet, as a choice."""
         return SubnetChoice(skipped=(0,) * len(self.depths), ratios=(1.0,) * len(self.widths))
 
     @property
     def smallest(self) -> SubnetChoice:
-        """The subnet with the least of everything."""
+        """The smallest subnet in every group."""
         return SubnetChoice(
             skipped=tuple(len(group.skip) for group in self.depths),
             ratios=tuple(group.ratios[0] for group in self.widths),
@@ -99,12 +99,12 @@ class ElasticSpec:
 
     @property
     def count(self) -> int:
-        """Subnets that there are, the full one included."""
+        """Number of subnets, including the full one."""
         levels = [len(d.skip) + 1 for d in self.depths] + [len(w.ratios) + 1 for w in self.widths]
         return prod(levels)
 
     def choices(self) -> tuple[SubnetChoice, ...]:
-        """List all subnets, the largest first: by what they keep of depths times widths.
+        """Return all subnets, the largest first, by the product of kept depths and widths.
 
         ElasticSpecError if there are more than :data:`MOST_CHOICES`.
         """
@@ -123,7 +123,7 @@ class ElasticSpec:
         return tuple(sorted(found, key=self.size, reverse=True))  # stable
 
     def size(self, choice: SubnetChoice) -> float:
-        """Give a choice's rough size, 0 to 1: what is kept of each group, multiplied."""
+        """Return a choice's approximate size, 0 to 1: the product of all groups' kept shares."""
         kept = (
             (len(group.skip) + 1 - n) / (len(group.skip) + 1)
             for group, n in zip(self.depths, choice.skipped, strict=True)
@@ -145,7 +145,7 @@ class ElasticSpec:
                     yield SubnetChoice(skipped=choice.skipped, ratios=ratios)
 
     def check(self, choice: SubnetChoice) -> None:
-        """Refuse, by an ElasticSpecError, what is none of the choices."""
+        """Raise ElasticSpecError for a choice that is not allowed."""
         fits = len(choice.skipped) == len(self.depths) and len(choice.ratios) == len(self.widths)
         fits = fits and all(
             0 <= n <= len(d.skip) for n, d in zip(choice.skipped, self.depths, strict=True)
@@ -156,13 +156,16 @@ class ElasticSpec:
         if not fits:
             raise ElasticSpecError(
                 f"{self.source}: skipping {list(choice.skipped)} with ratios "
-                f"{list(choice.ratios)} is none of its subnets; skip at most "
+                f"{list(choice.ratios)} is not one of its subnets; skip at most "
                 f"{[len(d.skip) for d in self.depths]}, with ratios of "
                 f"{[list(w.all_ratios) for w in self.widths]}"
             )
 
     def describe(self, choice: SubnetChoice) -> str:
-        """``depth 5 of 7, width 0.5``: blocks kept of those that may be skipped, and ratios."""
+        """Describe a choice, for instance ``depth 5 of 7, width 0.5``.
+
+        Depth is the number of kept blocks, of those that may be skipped; width is the ratio.
+        """
         depths = " + ".join(
             f"{len(group.skip) - n} of {len(group.skip)}"
             for group, n in zip(self.depths, choice.skipped, strict=True)

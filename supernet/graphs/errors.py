@@ -1,4 +1,4 @@
-"""What can be wrong with a supernet."""
+"""Errors of supernets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from offramp.compiler.common.errors import CompileError
 
 
 class ElasticSpecError(CompileError):
-    """The file that says what of a supernet is elastic is malformed, or names what is not there."""
+    """The file of elastic parts is malformed, or names parts that do not exist."""
 
 
 class NotElasticError(CompileError):
-    """The graph cannot be made smaller where it was asked to be; the message names the operator."""
+    """The graph cannot be reduced where requested; the message names the operator."""

@@ -1,4 +1,4 @@
-"""Subnets as models of their own, and which of their weights are the supernet's."""
+"""Subnets as separate models, and the origin of their weights."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from offramp.supernet.graphs.norm import SubnetNorm
 from offramp.supernet.graphs.slicing_plan import apply_plan
 
 WeightKind: TypeAlias = Literal["whole", "prefix", "channels", "own"]
-"""The supernet's weight as it is, the first bytes of one, the first channels of one on both sides
-(:mod:`~offramp.compiler.graphs.weight_parts`), or bytes of the subnet's own."""
+"""Origin of a weight: the supernet's unchanged, the first bytes of one, the first channels of one
+on both sides (:mod:`~offramp.compiler.graphs.weight_parts`), or the subnet's own bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightOrigin:
-    """Where a subnet has an initializer from."""
+    """Origin of a subnet's initializer."""
 
     kind: WeightKind
     source: str
-    """The supernet's initializer that it was made of; empty if of none."""
+    """The supernet's initializer that it was made from; empty if there is none."""
     size_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subnet:
-    """A subnet as a model of its own, with the supernet's inputs and outputs."""
+    """A subnet as a separate model, with the supernet's inputs and outputs."""
 
     choice: SubnetChoice
     description: str
     proto: onnx.ModelProto
-    """Checked, with shapes inferred; tensors and operators have their names in the supernet."""
+    """The checked model, with shapes inferred; tensors and operators keep their names."""
     origins: Mapping[str, WeightOrigin]
-    """By initializer."""
+    """Origins by initializer."""
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of weights that are the supernet's, or a part of one that it stores by itself."""
+        """Bytes of weights that are the supernet's, or contiguous parts of these."""
         return sum(o.size_bytes for o in self.origins.values() if o.kind != "own")
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of weights that are the subnet's alone."""
+        """Bytes of weights that only the subnet has."""
         return sum(o.size_bytes for o in self.origins.values() if o.kind == "own")
 
 
 def extract_subnet(
     supernet: Supernet, choice: SubnetChoice, norm: SubnetNorm | None = None
 ) -> Subnet:
-    """Make a subnet a model of its own: LayerSelect, WeightSlice, SubnetNorm (SuperServe, 3).
+    """Make a subnet a separate model: LayerSelect, WeightSlice, SubnetNorm (SuperServe, 3).
 
-    Without ``norm`` layers keep the supernet's statistics, with which the paper saw accuracies as
-    low as 10 %.
+    Without ``norm`` layers keep the supernet's statistics, with which the paper measured accuracies
+    as low as 10 %.
 
     Raises:
-        ElasticSpecError: The choice is none of the spec's.
-        NotElasticError: The graph cannot do with less; the message names the operator.
+        ElasticSpecError: The spec does not allow the choice.
+        NotElasticError: The graph cannot be reduced; the message names the operator.
         DataError: The subnet fails on a calibration sample.
     """
     proto = supernet.shallow(choice)
@@ -98,13 +98,13 @@ def _check(proto: onnx.ModelProto, elem_types: list[int]) -> None:
     except onnx.checker.ValidationError as error:
         reason = str(error).splitlines()[0]
         raise NotElasticError(
-            f"the subnet is no ONNX model ({reason}); this is a defect, report it with the model"
+            f"the subnet is no ONNX model ({reason}); this is a bug, report it with the model"
         ) from error
     assert [o.type.tensor_type.elem_type for o in proto.graph.output] == elem_types
 
 
 def _origin(tensor: onnx.TensorProto, source: str, supernet: Supernet) -> WeightOrigin:
-    """Compare bytes: what begins as the supernet's weight does can be a view of it."""
+    """Compare bytes: a weight that begins like the supernet's can be a view of it."""
     content = numpy_helper.to_array(tensor).tobytes()
     kind: WeightKind = "own"
     if source:

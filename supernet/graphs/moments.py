@@ -20,28 +20,31 @@ from offramp.compiler.graphs.shapes import declared_types
 from offramp.supernet.graphs.norm_layers import NormLayer
 
 MOST_ROWS: Final = 2048
-"""Samples of a batch whose moments stand for those of all."""
+"""Largest batch of samples whose moments are computed at a time."""
 _LEAST_ROWS: Final = 16
 _MOST_ELEMENTS: Final = 2**26
-"""Of the largest tensor of a batch."""
+"""Largest number of elements of a batch's largest tensor."""
 _SYMBOL: Final = 64
-"""Taken for a size that is free."""
+"""Assumed value of a free size."""
 _AXES_ARE_INPUTS: Final = 18
-"""The version of operators since which means read their dimensions."""
+"""First operator version in which means read their dimensions as an input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Of a tensor's channels, over samples and places."""
+    """Moments of a tensor's channels, over samples and places."""
 
     mean: NDArray[np.float64]
-    """[channels]"""
+    """Mean of each channel, [channels]."""
     variance: NDArray[np.float64]
-    """[channels], divided by the count and not by one less."""
+    """Variance of each channel, [channels], divided by the count, not by the count less one."""
 
 
 def raw_name(layer: NormLayer) -> str:
-    """Name what a folded layer gives before it is corrected; the result has the tensor's name."""
+    """Return the name of a folded layer's output before correction.
+
+    The corrected output has the tensor's name.
+    """
     return f"{layer.tensor}/raw"
 
 
@@ -54,11 +57,11 @@ def measure(
     rows: int = 0,
     prepared: bool = False,
 ) -> dict[str, Moments]:
-    """Run a graph over samples, and give the moments of what enters each layer, by its operator.
+    """Run a graph over samples, and return the moments of each layer's input, by its operator.
 
     Within a batch of ``rows`` (0: as many as fit) they are computed in the graph about the batch's
-    own mean, and those of batches are united in float64. ``prepared`` graphs compute them already,
-    as :func:`moment_nodes` names them. DataError if the graph fails on a sample.
+    own mean; the moments of batches are combined in float64. ``prepared`` graphs compute them
+    already, with the names of :func:`moment_nodes`. DataError if the graph fails on a sample.
     """
     if not layers:
         return {}
@@ -99,7 +102,7 @@ def _united(
     means: Sequence[NDArray[np.float64]],
     variances: Sequence[NDArray[np.float64]],
 ) -> Moments:
-    """Unite the moments of batches: variances within, and between their means."""
+    """Combine the moments of batches: variances within, and between their means."""
     each = np.stack(means)
     mean = share @ each
     variance = share @ (np.stack(variances) + (each - mean) ** 2)
@@ -107,7 +110,7 @@ def _united(
 
 
 def rows_at_once(proto: onnx.ModelProto, layers: Sequence[NormLayer], samples: int) -> int:
-    """Give the size of equal batches: at most 256, and as many as memory should hold."""
+    """Return the size of equal batches: at most 2048 rows, and as many as memory should hold."""
     types = declared_types(proto)
     largest = max(
         prod(s if isinstance(s, int) else _SYMBOL for s in (types[layer.tensor].shape or ())[1:])
@@ -119,12 +122,12 @@ def rows_at_once(proto: onnx.ModelProto, layers: Sequence[NormLayer], samples: i
 
 
 def moment_names(layer: NormLayer) -> tuple[str, str]:
-    """Name the tensors with mean and variance of a batch, of the layer's rank."""
+    """Return the names of the tensors with mean and variance of a batch, of the layer's rank."""
     return f"{layer.node}/moments/mean", f"{layer.node}/moments/variance"
 
 
 def moment_nodes(proto: onnx.ModelProto, layer: NormLayer, tensor: str) -> list[onnx.NodeProto]:
-    """Make operators that compute mean and variance of a tensor by channel, in float32."""
+    """Return operators that compute mean and variance of a tensor by channel, in float32."""
     mean, variance = moment_names(layer)
     stem = f"{layer.node}/moments"
     nodes = []

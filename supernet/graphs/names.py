@@ -1,8 +1,8 @@
-"""The names of a spec on the graph that was read: which weights and which blocks they mean.
+"""Resolution of a spec's names to weights and blocks of the graph that was read.
 
-Names of operators and their scopes survive reading, but for those of operators that are fused (a
-batch norm goes into its convolution, whose name stays). Torch's newer exporter (``dynamo=True``)
-names operators without scopes, and linear weights are renamed where they are transposed.
+Names of operators and their scopes survive reading, except those of fused operators (a batch norm
+is fused into its convolution, which keeps its name). Torch's newer exporter (``dynamo=True``) names
+operators without scopes, and linear weights are renamed if they are transposed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offramp.supernet.graphs.elastic_spec import ElasticSpec, WidthGroup
 from offramp.supernet.graphs.errors import ElasticSpecError
 
 _WEIGHTS = {"Conv": (1,), "ConvTranspose": (1,), "MatMul": (1, 0), "Gemm": (1,)}
-"""Operators whose output channels are those of a weight, and which of their inputs it may be."""
+"""Operators whose output channels are those of a weight, with its possible inputs."""
 _MOST_NEAR = 3
 
 
@@ -30,21 +30,21 @@ class NamedWeight:
 
     node: str
     position: int
-    """Of the constant among the operator's inputs."""
+    """Index of the constant among the operator's inputs."""
     axis: int
     size: int
-    """Output channels of the whole weight."""
+    """Number of output channels of the whole weight."""
     parts: int = 1
 
     def kept(self, ratio: float) -> tuple[int, ...]:
-        """Give the channels that are kept: the first of each part.
+        """Return the channels that are kept: the first of each part.
 
-        ElasticSpecError if that is no whole number of channels.
+        ElasticSpecError if that is not a whole number of channels.
         """
         if self.size % self.parts:
             raise ElasticSpecError(
                 f"{self.node} has {self.size} output channels, which are not {self.parts} equal "
-                f"parts; say parts = N with N that divides {self.size}"
+                f"parts; set parts = N with N that divides {self.size}"
             )
         part, wanted = self.size // self.parts, self.size // self.parts * ratio
         count = round(wanted)
@@ -60,12 +60,12 @@ class NamedWeight:
 
 
 def attributes_of(op: Operator) -> dict[str, Any]:
-    """Give an operator's attributes by name."""
+    """Return an operator's attributes by name."""
     return {a.name: helper.get_attribute_value(a) for a in op.proto.attribute}
 
 
 def output_axis(op: Operator, position: int, rank: int) -> int:
-    """Give the dimension of a weight that holds the output channels of its operator."""
+    """Return the dimension of a weight with the output channels of its operator."""
     if op.kind == "Conv":
         return 0
     if op.kind == "ConvTranspose":
@@ -77,14 +77,14 @@ def output_axis(op: Operator, position: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WeightFinder:
-    """Finds what a spec names among the operators and initializers of a graph."""
+    """Finds the names of a spec among the operators and initializers of a graph."""
 
     spec: ElasticSpec
     flow: Dataflow
     types: Mapping[str, TensorType]
 
     def find(self, group: WidthGroup) -> tuple[NamedWeight, ...]:
-        """Find the weights of a width group; ElasticSpecError where a name means none."""
+        """Return the weights of a width group; ElasticSpecError for an unknown name."""
         by_name = {op.name: op for op in self.flow.operators}
         found: list[NamedWeight] = []
         for name in group.weights:
@@ -100,13 +100,13 @@ class WeightFinder:
         return tuple(found)
 
     def _known(self) -> list[str]:
-        """Give what could have been named."""
+        """Return all names that are possible."""
         operators = [op.name for op in self.flow.operators if op.kind in _WEIGHTS]
         constants = (name for name in self.flow.constants if len(self.types[name].shape or ()) > 1)
         return [*operators, *sorted(constants)]
 
     def _weight(self, op: Operator, only: str | None, group: WidthGroup) -> NamedWeight:
-        """Describe an operator's weight; that initializer, if one is given."""
+        """Describe an operator's weight, or only the given initializer."""
         places = _WEIGHTS.get(op.kind, ()) if is_standard(op.proto) else ()
         for position in places:
             name = op.proto.input[position]
@@ -117,8 +117,8 @@ class WeightFinder:
             if group.axis not in (None, axis):
                 raise ElasticSpecError(
                     f"{self.spec.source}: width.axis = {group.axis}, but the output channels of "
-                    f"{op.kind} {op.name} are dimension {axis} of its weight {list(shape)}; leave "
-                    "axis out"
+                    f"{op.kind} {op.name} are dimension {axis} of its weight {list(shape)}; omit "
+                    "axis"
                 )
             return NamedWeight(
                 node=op.name,
@@ -134,9 +134,9 @@ class WeightFinder:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Say which names are like one that is not there, and where names are seen."""
+    """Return a hint with similar names, and with ways to see all names."""
     close = get_close_matches(name, dict.fromkeys(known), n=_MOST_NEAR, cutoff=0.5)
-    told = f"the nearest are {', '.join(map(repr, close))}" if close else "none is like it"
+    told = f"the nearest are {', '.join(map(repr, close))}" if close else "none is similar"
     return (
         f"{told}; `eecompile inspect` shows tensors, and a viewer such as Netron names of "
         "operators (fused ones keep the convolution's)"

@@ -1,27 +1,27 @@
-"""SubnetNorm: statistics of its own for each subnet (SuperServe, sections 3 and 3.1).
+"""SubnetNorm: separate statistics for each subnet (SuperServe, sections 3 and 3.1).
 
-A supernet's layers share their weights, and the statistics that they normalise by fit the subnet
-that they were collected of alone: with those of the full model the paper saw accuracies as low as
-10 %. SubnetNorm keeps means and variances for each subnet and layer, collected by forward passes.
+A supernet's layers share their weights, but the statistics for normalising fit only the subnet that
+they were collected on: with those of the full model the paper measured accuracies as low as 10 %.
+SubnetNorm keeps means and variances for each subnet and layer, collected by forward passes.
 
 In a graph for inference batch norms are folded into the convolutions before them, and mean and
-variance are gone. They need not come back. Let a convolution give z, followed in training by
-``gamma · (z − mean) / std + beta``, folded as y with the full model's mean and std. Over the
-samples, y of the full model has the mean m = beta and the deviation s = abs(gamma), per channel. A
-subnet gives other values y' of another mean m' and deviation s', since z is another. Its own batch
-norm would normalise z to gamma and beta again, and so give a tensor of mean m and deviation s; and
-as y' is linear in z, with a slope of gamma's sign, that is ``(y' − m') · s / s' + m``. So a scale
-and a shift behind the convolution, with m and s measured of the full model, are exactly what a
-batch norm with the subnet's statistics and shared gamma and beta computes, up to the epsilon under
-its root, and to how the samples differ from the data of training.
+variance are lost. They are not needed. Let a convolution compute z, followed in training by ``gamma
+· (z − mean) / std + beta``, folded to y with the full model's mean and std. Over the samples, y of
+the full model has the mean m = beta and the deviation s = abs(gamma), per channel. A subnet
+computes other values y' with mean m' and deviation s', because z differs. Its own batch norm would
+normalise z to gamma and beta again, and so return a tensor with mean m and deviation s; as y' is
+linear in z, with a slope of gamma's sign, that is ``(y' − m') · s / s' + m``. So a scale and a
+shift after the convolution, with m and s measured on the full model, are exactly what a batch norm
+with the subnet's statistics and shared gamma and beta computes, except for the epsilon under its
+root, and the difference between the samples and the training data.
 
-Where a batch norm is still there, its mean and variance are replaced by the subnet's.
+If a batch norm still exists, its mean and variance are replaced by the subnet's.
 
 Statistics of a layer depend on those before it. As in ``set_running_statistics`` of Once-for-all
 (Cai et al. 2020), one pass over large batches normalises every layer by the batch's own moments and
-records these. Where all samples are one batch, as they are of small models, that is exact. Else
-scales were seen to be off by 2e-4 with batches of 256 (16: 1.5e-3), far less than what other
-samples would change; each further pass with what was found in place makes one more layer exact.
+records these. That is exact if all samples are one batch, as for small models. Otherwise the
+measured error of scales was 2e-4 with batches of 256 (16: 1.5e-3), far less than the effect of
+other samples; each further pass with the recorded moments would make one more layer exact.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from offramp.supernet.graphs.norm_layers import NormLayer, find_layers
 from offramp.supernet.graphs.slicing_plan import SlicePlan
 
 _LEAST_DEVIATION: Final = 1e-4
-"""Of that in the full model: of channels that hardly vary in a subnet, no more is made."""
+"""Least deviation, as a share of the full model's: channels that hardly vary are not amplified
+further."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubnetNorm:
-    """The layers of a supernet that normalise, and what the full model's give on the samples."""
+    """The normalising layers of a supernet, and their moments in the full model on the samples."""
 
     layers: tuple[NormLayer, ...]
     full: Mapping[str, Moments]
-    """Of the full model, by layer; none of those that are batch norms still."""
+    """Moments of the full model, by layer; without layers that are still batch norms."""
     samples: Dataset
     threads: int = 1
 
@@ -69,9 +70,9 @@ class SubnetNorm:
         return cls(layers=layers, full=full, samples=samples, threads=threads)
 
     def apply(self, proto: onnx.ModelProto, plan: SlicePlan, skipped: Sequence[DepthBlock]) -> None:
-        """Give a subnet's layers its own statistics, in place.
+        """Set a subnet's own statistics in its layers, in place.
 
-        Layers before which nothing changed keep what they have.
+        Layers whose inputs have the supernet's values are unchanged.
         """
         changed = _changed(proto, plan, skipped)
         layers = [layer for layer in self.layers if layer.tensor in changed]
@@ -87,7 +88,7 @@ class SubnetNorm:
         proto.CopyFrom(made)
 
     def _target(self, layer: NormLayer, plan: SlicePlan) -> Correction:
-        """Tell what a folded layer's channels shall have: the full model's moments."""
+        """Return the target moments of a folded layer's channels: the full model's."""
         moments, elastic = self.full[layer.node], plan.elastic.get(layer.tensor)
         kept = slice(None) if elastic is None else list(elastic.kept)
         deviation = np.sqrt(moments.variance[kept])
@@ -98,7 +99,7 @@ class SubnetNorm:
 def _changed(
     proto: onnx.ModelProto, plan: SlicePlan, skipped: Sequence[DepthBlock]
 ) -> frozenset[str]:
-    """Find the tensors that have other values than in the supernet, not only fewer."""
+    """Return the tensors whose values differ from the supernet's, beyond missing channels."""
     starts = {block.start for block in skipped}
     changed = set(starts)
     for op in Dataflow(proto.graph).operators:

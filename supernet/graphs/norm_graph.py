@@ -1,4 +1,4 @@
-"""Graphs of a subnet whose layers normalise: by each batch's moments, or by given ones."""
+"""Graphs of a subnet whose layers normalise by each batch's moments, or by given ones."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from offramp.supernet.graphs.moments import Moments, moment_names, moment_nodes,
 from offramp.supernet.graphs.norm_layers import NormLayer
 
 _EPSILON = 1e-5
-"""Of a batch norm that does not say it."""
+"""Default epsilon of a batch norm."""
 _TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What a folded layer's channels shall have."""
+    """Target moments of a folded layer's channels."""
 
     mean: NDArray[np.float64]
-    """[channels]"""
+    """Target mean, [channels]."""
     deviation: NDArray[np.float64]
-    """[channels]"""
+    """Target deviation, [channels]."""
     epsilon: NDArray[np.float64]
-    """[channels], added to the variance that is divided by: a channel that hardly varies in a
-    subnet is not blown up, but has the mean as its value."""
+    """[channels]; added to the variance in the divisor: a channel that hardly varies in a subnet is
+    not amplified, but has the mean as its value."""
 
     def scale(self, variance: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Give the factor that brings some variance to the deviation; [channels]."""
+        """Return the factor that changes a variance to the deviation; [channels]."""
         return self.deviation / np.sqrt(variance + self.epsilon + _TINY)
 
 
@@ -42,7 +42,7 @@ def correct(
     targets: Mapping[str, Correction],
     moments: Mapping[str, Moments],
 ) -> onnx.ModelProto:
-    """Copy a subnet whose layers have some moments, with scale and shift behind folded ones.
+    """Return a copy of a subnet with given moments, with scale and shift after folded layers.
 
     The corrected tensor has the layer's name, so that its readers and cut points find it.
     """
@@ -75,7 +75,7 @@ def correct(
 def normalise_by_batch(
     proto: onnx.ModelProto, layers: Sequence[NormLayer], targets: Mapping[str, Correction]
 ) -> onnx.ModelProto:
-    """Copy a subnet with layers that normalise by the moments of the batch, and compute these.
+    """Return a copy of a subnet whose layers normalise by the batch's moments, and output these.
 
     :func:`~offramp.supernet.graphs.moments.measure` reads them.
     """
@@ -128,7 +128,7 @@ def _node(kind: str, inputs: Sequence[str], output: str) -> onnx.NodeProto:
 
 
 def _shaped(values: NDArray[np.float64], layer: NormLayer) -> NDArray[np.float64]:
-    """Give values by channel the layer's rank, but for the batch of what is last anyway."""
+    """Reshape values by channel to broadcast over a tensor of the layer's rank."""
     shape = [1] * layer.rank
     shape[layer.axis] = -1
     return values.reshape(shape)
@@ -143,7 +143,7 @@ def _kind_of(graph: onnx.GraphProto, name: str) -> int:
 
 
 def _drop_unread(graph: onnx.GraphProto) -> None:
-    """Drop the statistics of the full model."""
+    """Remove the statistics of the full model."""
     read = {name for node in graph.node for name in node.input}
     captured = any(a.HasField("g") or a.graphs for node in graph.node for a in node.attribute)
     if not captured:

@@ -1,4 +1,4 @@
-"""Which layers of a supernet normalise, as far as the graph tells it."""
+"""Detection of the normalising layers of a supernet."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CHANNELS_LAST = frozenset({"MatMul", "Gemm"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormLayer:
-    """A layer that normalises channels: a batch norm, or an operator that one is folded into."""
+    """A layer that normalises channels: a batch norm, or an operator with one folded into it."""
 
     node: str
     tensor: str
-    """What is normalised: the input of a batch norm; else the operator's output."""
+    """Name of the normalised tensor: a batch norm's input, else the operator's output."""
     axis: int
     """Dimension of the channels."""
     rank: int
@@ -30,12 +30,12 @@ class NormLayer:
 
 
 def find_layers(supernet: Supernet) -> tuple[NormLayer, ...]:
-    """Find the layers that ``norm.layers`` of a spec means.
+    """Return the layers that ``norm.layers`` of a spec selects.
 
-    ``auto`` are batch norms, and convolutions with a bias whose output has places: those of
-    squeeze-and-excitation and of classifiers, behind a global pool, have no norm. Of what was
-    trained without batch norms, say ``none``: that it has a bias does not tell. ElasticSpecError if
-    a name of a list means no layer that has channels.
+    ``auto`` selects batch norms, and convolutions with a bias whose output has spatial dimensions:
+    those of squeeze-and-excitation and of classifiers, after a global pool, have no norm. For
+    models trained without batch norms, use ``none``: a bias does not indicate one. ElasticSpecError
+    if a name of a list selects no layer with channels.
     """
     asked = supernet.spec.norm_layers
     if asked == NONE:
@@ -50,8 +50,8 @@ def find_layers(supernet: Supernet) -> tuple[NormLayer, ...]:
             if not any(in_scope(op.name, scope) for op in found):
                 known = [op.name for op in every if _layer(op, supernet) is not None]
                 raise ElasticSpecError(
-                    f"{supernet.spec.source}: norm.layers names {scope!r}, and no batch norm, "
-                    f"convolution or product with a weight is called so; {nearest(scope, known)}"
+                    f"{supernet.spec.source}: norm.layers names {scope!r}, but no batch norm, "
+                    f"convolution or product with a weight has this name; {nearest(scope, known)}"
                 )
     layers = (_layer(op, supernet) for op in found)
     return tuple(layer for layer in layers if layer is not None)
@@ -68,7 +68,7 @@ def _is_norm(op: Operator, supernet: Supernet) -> bool:
 
 
 def _layer(op: Operator, supernet: Supernet) -> NormLayer | None:
-    """Describe a layer; ``None`` where an operator has no channels or constant weight."""
+    """Describe a layer; ``None`` for operators without channels or constant weight."""
     batch_norm = op.kind == "BatchNormalization"
     tensor = op.proto.input[0] if batch_norm else op.writes[0]
     kind = supernet.types.get(tensor)

@@ -1,7 +1,7 @@
-"""Which elements of a dimension are kept after a ``Reshape``, where some are before it.
+"""Kept elements of a dimension after a ``Reshape``, given those before it.
 
-Attention splits channels into (heads, size) and merges them again: whole heads that are kept before
-are whole heads after. What would keep a part of a head, or a pattern over two dimensions, is none.
+Attention splits channels into (heads, size) and merges them again: whole heads kept before are
+whole heads after. A part of a head, or a pattern over two dimensions, cannot be kept.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from offramp.compiler.graphs.shapes import UNKNOWN
 Size: TypeAlias = "int | str"
 
 _FREE = 3
-"""Taken for each free size, all of which are alike here: only the order of elements counts."""
+"""Assumed value of each free size; they can be equal, because only the order of elements
+matters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticAxis:
-    """A dimension of a tensor that a subnet has less of."""
+    """A dimension of which a subnet has fewer elements."""
 
     axis: int
     full: int
-    """Its size in the supernet; of a size that is free but for a factor, as 4 heads times the
-    batch, that factor: what is kept repeats."""
+    """Its size in the supernet; if the size is a factor times a free size, such as 4 heads times
+    the batch, that factor: the kept elements repeat."""
     kept: tuple[int, ...]
-    """Which of its elements the subnet has, rising."""
+    """Ascending indices of the elements that the subnet has."""
 
     def __str__(self) -> str:
         return f"{len(self.kept)} of {self.full}"
 
 
 class MixedError(Exception):
-    """A reshape spreads what is kept over several dimensions; the message says how."""
+    """A reshape spreads the kept elements over several dimensions; the message states how."""
 
 
 def regroup(before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis) -> ElasticAxis:
-    """Find the dimension behind a reshape that has what is kept of one before it.
+    """Return the dimension after a reshape that has the kept elements of one before it.
 
-    Of heads that are merged with the batch it is that of both. MixedError where there is none; its
-    message begins with what happens to the dimension.
+    For heads merged with the batch it is their common dimension. MixedError if there is none; its
+    message begins with the effect on the dimension.
     """
     found = _regrouped(before, after, elastic)
     if found is not None:
@@ -65,7 +66,7 @@ def regroup(before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis)
 def _regrouped(
     before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis
 ) -> ElasticAxis | None:
-    """Mark what is kept, and see whether that is all of some elements of one dimension."""
+    """Mark the kept elements, and check that they are whole elements of one dimension."""
     old, new = _group(before, after, elastic.axis)
     sizes = _sizes([*(before[i] for i in old), *(after[i] for i in new)])
     mask = np.zeros([sizes[before[i]] for i in old], bool)
@@ -86,12 +87,12 @@ def _regrouped(
 
 
 def _sizes(shape: Sequence[Size]) -> dict[Size, int]:
-    """Give each size a number: of a free one, what shows how elements are ordered."""
+    """Map each size to a number; free sizes get one that shows the order of elements."""
     found: dict[Size, int] = {}
     for size in shape:
         number, symbols = _factor(size, "")
         if any(UNKNOWN in symbol for symbol in symbols):
-            raise MixedError(f"mixes it with a size that is not known, in {_told(shape)}")
+            raise MixedError(f"mixes it with an unknown size, in {_told(shape)}")
         found[size] = number * _FREE ** len(symbols)
     return found
 
@@ -105,9 +106,9 @@ def _told(shape: Sequence[Size]) -> str:
 
 
 def _group(before: Sequence[Size], after: Sequence[Size], axis: int) -> tuple[list[int], list[int]]:
-    """Find the dimensions around one that become others, as few as there are.
+    """Return the smallest group of dimensions around one that a reshape regroups.
 
-    They end where the products of all sizes before, or behind, are the same on both sides.
+    They end where the products of all sizes before, or after, are equal on both sides.
     """
     common = {
         (i, j)
@@ -133,7 +134,7 @@ _ONE: _Product = (1, ())
 
 
 def _products(shape: Sequence[Size], side: str) -> Iterator[_Product]:
-    """Yield the products of the first sizes, of none on; unknown sizes are like no other."""
+    """Yield the products of the first 0, 1, … sizes; unknown sizes equal no others."""
     factors = [_factor(size, f"{side}{i}") for i, size in enumerate(shape)]
     for end in range(len(factors) + 1):
         yield reduce(_times, factors[:end], _ONE)

@@ -1,11 +1,11 @@
-"""Which subnets become operating points: those on the Pareto front, spread over time.
+"""Choice of operating points: subnets on the Pareto front, spread over time.
 
 SuperServe profiles subnets that are uniformly spaced on the Pareto front (sections 4.2 and 6.1);
-lemma A.1 says why others need not be looked at: of two that take the same time, the one that is
-more accurate is of more use to any batch. Few subnets are all evaluated. Of many, as evolution in
-Once-for-all does (Cai et al. 2020, section 3.4), a random sample is, and then what is one step away
-from the best so far; but each is evaluated itself, not by a predictor of accuracy. Sans I/O:
-``evaluate`` is the caller's.
+lemma A.1 shows that the others are useless: of two that take the same time, the more accurate one
+has more utility for any batch. Few subnets are all evaluated. Of many, a random sample is
+evaluated, and then the neighbours of the best ones so far, as in the evolution of Once-for-all (Cai
+et al. 2020, section 3.4); but each one is evaluated itself, without a predictor of accuracy. Sans
+I/O: the caller passes ``evaluate``.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from math import inf, isnan
 from offramp.supernet.graphs.elastic_spec import ElasticSpec, SubnetChoice
 
 _SAMPLED = 0.5
-"""Share of the budget that is drawn at random, before neighbours are tried."""
+"""Share of the budget for random samples, before neighbours are tried."""
 _TRIES = 20
-"""Draws for each subnet that is to be new."""
+"""Number of draws for each new subnet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatedChoice:
-    """A subnet that was evaluated. ValueError if a figure is no number or out of range."""
+    """An evaluated subnet. ValueError if a figure is NaN or out of range."""
 
     choice: SubnetChoice
     cost: float
     """Seconds or FLOPs of a sample, in one unit for all."""
     agreement: float
-    """Share of samples on which it answers as the full model does, 0 to 1."""
+    """Share of samples with the same answer as the full model, 0 to 1."""
     accuracy: float | None = None
-    """Share of samples that it answers as they are labelled, where they are."""
+    """Share of samples with the labelled answer, 0 to 1; ``None`` without labels."""
 
     def __post_init__(self) -> None:
         if isnan(self.cost) or not 0 < self.cost < inf:
@@ -44,12 +44,12 @@ class RatedChoice:
 
     @property
     def quality(self) -> float:
-        """What more of is better: accuracy where it is known, else agreement."""
+        """Accuracy if known, else agreement; higher is better."""
         return self.agreement if self.accuracy is None else self.accuracy
 
 
 def front(rated: Sequence[RatedChoice]) -> list[RatedChoice]:
-    """Give those that no other beats in both cost and quality, the cheapest first."""
+    """Return the choices that no other beats in both cost and quality, the cheapest first."""
     best, kept = -inf, []
     for candidate in sorted(rated, key=lambda r: (r.cost, -r.quality)):
         if candidate.quality > best:
@@ -61,9 +61,9 @@ def front(rated: Sequence[RatedChoice]) -> list[RatedChoice]:
 def prune(rated: Sequence[RatedChoice], full: SubnetChoice, keep: int) -> list[RatedChoice]:
     """Choose at most ``keep`` operating points, the cheapest first and ``full`` the last.
 
-    They are on the Pareto front, without what costs as much as the full model; of these the
-    cheapest is chosen, and others so that the squares of the gaps in cost have the least sum, which
-    makes gaps even. ValueError if ``full`` was not rated, or ``keep`` is less than 1.
+    They are on the Pareto front, and cheaper than the full model. The cheapest is always chosen,
+    and the others so that the sum of squared gaps in cost is minimal, which makes gaps even.
+    ValueError if ``full`` was not rated, or ``keep`` is less than 1.
     """
     whole = next((r for r in rated if r.choice == full), None)
     if whole is None or keep < 1:
@@ -73,7 +73,7 @@ def prune(rated: Sequence[RatedChoice], full: SubnetChoice, keep: int) -> list[R
 
 
 def _evenly(points: Sequence[RatedChoice], keep: int) -> list[RatedChoice]:
-    """Choose some of points that rise in cost, the first and the last among them (or the last)."""
+    """Choose some of the points, which ascend in cost: the first, the last (or only it), others."""
     if len(points) <= keep:
         return list(points)
     if keep == 1:
@@ -105,12 +105,12 @@ def search(
 ) -> list[RatedChoice]:
     """Evaluate subnets, each at most once: all if ``budget`` allows, else the promising ones.
 
-    The full model is the first and the smallest subnet the second; the same seed tries the same
-    subnets, as long as ``evaluate`` gives the same. ValueError if the budget is below 2.
+    The full model is the first and the smallest subnet the second; the same seed evaluates the same
+    subnets if ``evaluate`` returns the same. ValueError if the budget is below 2.
     """
     if budget < 2:
         raise ValueError(
-            f"a budget of {budget} subnets, expected at least 2: the largest, smallest"
+            f"a budget of {budget} subnets, expected at least 2: the largest and the smallest"
         )
     if spec.count <= budget:
         return [evaluate(choice) for choice in spec.choices()]
@@ -143,7 +143,7 @@ def search(
 
 
 def _draw(spec: ElasticSpec, rng: random.Random) -> SubnetChoice:
-    """Draw each group's step with the same probability."""
+    """Draw the step of each group with equal probabilities."""
     return SubnetChoice(
         skipped=tuple(rng.randint(0, len(group.skip)) for group in spec.depths),
         ratios=tuple(rng.choice(group.all_ratios) for group in spec.widths),

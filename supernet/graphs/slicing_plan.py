@@ -1,4 +1,4 @@
-"""What is to be changed of a graph, so that it is a subnet: found first, and then done at once."""
+"""Changes of a graph that make it a subnet: first planned, then applied together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offramp.compiler.graphs.graph import bodies, captured_names, copied, read_n
 from offramp.supernet.graphs.reshape import ElasticAxis
 
 Place = tuple[str, int]
-"""An operator's name, and one of its inputs."""
+"""An operator's name, and the index of one of its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,26 +23,26 @@ class SlicePlan:
     """The changes of a graph that slice its weights."""
 
     cuts: dict[Place, dict[int, tuple[int, ...]]] = field(default_factory=dict)
-    """By constant that an operator reads: what is kept of its dimensions."""
+    """Kept elements of dimensions, by constant that an operator reads."""
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
-    """By operator and name: whole numbers."""
+    """Integer attributes, by operator and name."""
     values: dict[Place, NDArray[np.int64]] = field(default_factory=dict)
-    """Constants, such as shapes, that an operator reads in place of others."""
+    """Constants, such as shapes, that an operator reads instead of others."""
     sizes: dict[Place, tuple[int | None, ...]] = field(default_factory=dict)
-    """By shape that is computed: the values that some of its elements get."""
+    """Values for some elements of computed shapes, by place."""
     elastic: dict[str, ElasticAxis] = field(default_factory=dict)
-    """By tensor: the dimension that there is less of."""
+    """Elastic dimension of tensors, by name."""
     contracting: set[str] = field(default_factory=set)
-    """Operators that sum over fewer channels: what they give is another value, not a part."""
+    """Operators that sum over fewer channels: their outputs have other values, not fewer."""
 
 
 def apply_plan(
     proto: onnx.ModelProto, plan: SlicePlan, weights: Mapping[str, onnx.TensorProto]
 ) -> dict[str, str]:
-    """Change a graph in place, and give it those of some weights that it reads, as it reads them.
+    """Change a graph in place, and add the weights that it reads, sliced as it reads them.
 
-    A constant keeps its name if all who read it read it sliced the same way; else those that do
-    read a copy of their own. Gives what each initializer was made of.
+    A constant keeps its name if all its readers slice it in the same way; else these readers get
+    copies. Returns the source of each initializer.
     """
     graph = proto.graph
     _set_attributes(graph, plan.attributes)
@@ -79,7 +79,7 @@ _Change = tuple[Any, ...]
 
 
 def _change(plan: SlicePlan, node: onnx.NodeProto, position: int) -> _Change:
-    """Give what a constant becomes, so that equal changes are equal."""
+    """Return a constant's change in a form in which equal changes compare equal."""
     place = (node.name, position)
     if place in plan.values:
         return ("value", *plan.values[place].tolist())
@@ -106,7 +106,7 @@ def _changed(
 
 
 def _captured(graph: onnx.GraphProto) -> set[str]:
-    """Constants that bodies of operators read: those stay as they are."""
+    """Return the constants that bodies of operators read, which stay unchanged."""
     having = (node for node in graph.node if bodies(node))
     return {name for node in having for name in (*node.input, *captured_names(node)) if name}
 
@@ -126,7 +126,7 @@ def _set_attributes(graph: onnx.GraphProto, wanted: Mapping[tuple[str, str], int
 
 
 def _override_sizes(graph: onnx.GraphProto, sizes: Mapping[Place, Sequence[int | None]]) -> None:
-    """Put an operator before those that read a computed shape, which sets some of its elements."""
+    """Insert an operator that sets some elements of a computed shape before its readers."""
     nodes = []
     for node in graph.node:
         for position in range(len(node.input)):

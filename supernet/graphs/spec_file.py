@@ -1,4 +1,4 @@
-"""Reading what of a supernet is elastic from a file in TOML, strictly."""
+"""Strict reader of a supernet's elastic parts from a TOML file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEYS: Final = {
 
 
 def read_spec(path: Path) -> ElasticSpec:
-    """Read what of a supernet is elastic from a file in TOML.
+    """Read a supernet's elastic parts from a TOML file.
 
     ::
 
@@ -41,11 +41,11 @@ def read_spec(path: Path) -> ElasticSpec:
         [points]
         keep = 6
 
-    A block of ``skip`` is a scope, that is the beginning of operators' names up to a slash, or the
-    tensors around it: ``{ from = "relu_3", to = "relu_6" }``. ``axis`` and ``parts`` of a width are
-    those of :class:`WidthGroup`; ``layers`` may be a list of scopes, or ``"none"``.
+    A block of ``skip`` is a scope (operators' names up to a slash), or the tensors around it: ``{
+    from = "relu_3", to = "relu_6" }``. ``axis`` and ``parts`` of a width are those of
+    :class:`WidthGroup`; ``layers`` may be a list of scopes, or ``"none"``.
 
-    ElasticSpecError if the file cannot be read or says what no spec says.
+    ElasticSpecError if the file cannot be read or is malformed.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def read_spec(path: Path) -> ElasticSpec:
 
 
 def parse_spec(content: Mapping[str, Any], source: str) -> ElasticSpec:
-    """Check what a file holds; ElasticSpecError as :func:`read_spec`."""
+    """Check a file's content; ElasticSpecError as :func:`read_spec`."""
     reader = _Reader(source)
     reader.check_keys("", content, set(_KEYS))
     depths = tuple(map(reader.depth, *reader.tables("depth", content)))
@@ -94,7 +94,7 @@ class _Reader:
                 raise self.wrong(f"{place}{key}", table[key], f"no such key: known are {told}")
 
     def tables(self, key: str, content: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
-        """Give the places and the items of a list of tables."""
+        """Return the places and the items of a list of tables."""
         found = content.get(key, [])
         if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
             raise self.wrong(key, found, f"tables that begin with [[{key}]]")
@@ -158,7 +158,7 @@ class _Reader:
         seen: set[str] = set()
         for name in names:
             if name in seen:
-                raise self.wrong(key, name, "each name once: it is there twice")
+                raise self.wrong(key, name, "each name once: it occurs twice")
             seen.add(name)
 
 

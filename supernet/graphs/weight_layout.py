@@ -1,12 +1,12 @@
-"""A supernet stored so that what subnets have of its weights are their first bytes.
+"""Storage of a supernet in which the weights of subnets are the first bytes of its weights.
 
-What is kept of a matrix are whole rows or columns, and only the first rows lie together. So a
-matrix whose output channels are elastic is stored as [out, in], and one whose input channels are as
-[in, out]: ``Gemm`` takes either. ``MatMul`` takes [in, out] alone; where outputs are elastic it
-becomes a ``Gemm`` between two reshapes, which also adds the bias. Of convolutions, [out, in, …],
-output channels are the first bytes, and input channels are none: these are stored in parts once
-graphs go into a bundle (:mod:`~offramp.compiler.graphs.weight_parts`). A matrix that is elastic on
-both sides is copied for each subnet.
+A subnet keeps whole rows or columns of a matrix, and only the first rows are contiguous. So a
+matrix with elastic output channels is stored as [out, in], and one with elastic input channels as
+[in, out]: ``Gemm`` accepts both. ``MatMul`` accepts only [in, out]; with elastic outputs it becomes
+a ``Gemm`` between two reshapes, which also adds the bias. In convolutions, [out, in, …], the first
+output channels are contiguous, and the first input channels are not: these are stored in parts when
+graphs are written to a bundle (:mod:`~offramp.compiler.graphs.weight_parts`). A matrix that is
+elastic on both sides is copied for each subnet.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from offramp.supernet.graphs.elastic_spec import SubnetChoice
 from offramp.supernet.graphs.names import attributes_of
 
 _FIRST_BYTES: Final = 0
-"""The dimension of which the first elements are the first bytes."""
+"""Dimension whose first elements are the first bytes."""
 
 
 def laid_out(supernet: Supernet) -> Supernet:
-    """Store a supernet's matrices so that subnets' are the first bytes of them, where that is easy.
+    """Store a supernet's matrices so that those of subnets are their first bytes, where possible.
 
-    The model computes the same, up to the order of sums. Operators that change keep their names, as
-    do weights, which have another shape, and the tensors that blocks begin and end with.
+    The model computes the same, up to the order of sums. Changed operators keep their names, as do
+    weights, whose shape changes, and the tensors at the borders of blocks.
     """
     spec = supernet.spec
     least = SubnetChoice(skipped=spec.full.skipped, ratios=spec.smallest.ratios)
@@ -46,7 +46,7 @@ def laid_out(supernet: Supernet) -> Supernet:
         if op.kind not in ("Gemm", "MatMul") or len(sliced) != 1 or sliced == {_FIRST_BYTES}:
             continue
         weight = supernet.types[op.proto.input[1]]
-        if weight.is_floating and len(weight.shape or ()) == 2:  # as runtimes have of Gemm
+        if weight.is_floating and len(weight.shape or ()) == 2:  # as runtimes support in Gemm
             rewriter.turn(op)
     if not rewriter.turned:
         return supernet
@@ -62,22 +62,22 @@ def laid_out(supernet: Supernet) -> Supernet:
 
 @dataclass(slots=True)
 class _Rewriter:
-    """Changes a graph: matrices are turned, and products become such that read them so."""
+    """Changes a graph: transposes matrices, and the products that read them."""
 
     proto: onnx.ModelProto
     flow: Dataflow
     types: Mapping[str, TensorType]
     kept: frozenset[str]
-    """Tensors that must stay."""
+    """Tensors that must not be removed."""
     turned: set[str] = field(default_factory=set)
-    """Operators whose weight has been turned."""
+    """Operators whose weight has been transposed."""
     _made: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
-    """What takes the place of an operator; nothing if it is part of another now."""
+    """Replacements of an operator; empty if it became part of another."""
     _rows: set[str] = field(default_factory=set)
-    """Tensors that are there as rows."""
+    """Tensors that have been reshaped to rows."""
 
     def turn(self, op: Operator) -> None:
-        """Have an operator read its weight the other way around."""
+        """Make an operator read its weight transposed."""
         self.turned.add(op.name)
         if op.kind == "MatMul":
             self._made[op.name] = self._as_gemm(op)
@@ -89,7 +89,7 @@ class _Rewriter:
         self._made[op.name] = [node]
 
     def _as_gemm(self, op: Operator) -> list[onnx.NodeProto]:
-        """Give operators that compute a product with the weight as [out, in], and add its bias."""
+        """Return operators that compute a product with the weight as [out, in], and its bias."""
         read, weight = op.proto.input
         result = op.writes[0]
         inputs = [weight]
@@ -113,7 +113,7 @@ class _Rewriter:
     def _back(
         self, op: Operator, read: str, product: str, result: str, width: int
     ) -> list[onnx.NodeProto]:
-        """Give rows the leading dimensions again that what was read has."""
+        """Return operators that restore the leading dimensions of the input from rows."""
         stem = f"{op.name}/back"
         leading = (self.types[read].shape or ())[:-1]
         free = [size for size in leading if not isinstance(size, int)]
@@ -132,7 +132,7 @@ class _Rewriter:
         ]
 
     def _bias_behind(self, op: Operator) -> Operator | None:
-        """Find the addition of a vector that is all that reads a product."""
+        """Return the addition of a vector if it is a product's only reader."""
         result = op.writes[0]
         readers = self.flow.consumers.get(result, [])
         if len(readers) != 1 or readers[0].kind != "Add":
@@ -149,7 +149,7 @@ class _Rewriter:
         return name
 
     def finish(self) -> None:
-        """Put the new operators into the graph, and turn the weights that they read."""
+        """Insert the new operators into the graph, and transpose their weights."""
         graph = self.proto.graph
         nodes = [made for node in graph.node for made in self._made.get(node.name, [node])]
         refill(graph.node, [copied(node) for node in nodes])

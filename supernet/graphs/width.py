@@ -1,10 +1,10 @@
-"""WeightSlice: weights of which a subnet has the first output channels (SuperServe, section 3).
+"""WeightSlice: a subnet has the first output channels of some weights (SuperServe, section 3).
 
-The paper selects channels by expand ratio E or width multiplier W as it runs. In a static graph the
-weights that are named lose their last output channels, and that is followed through the operators
-behind them, up to those that sum over the channels, whose weights lose the same input channels.
-What each operator does with a dimension that there is less of is in :mod:`.width_rules`; what none
-of them says is refused.
+The paper selects channels by expand ratio E or width multiplier W at run time. In a static graph
+the named weights lose their last output channels, and the change is propagated through the
+following operators, up to those that sum over the channels, whose weights lose the same input
+channels. :mod:`.width_rules` has the effect of each operator on an elastic dimension; operators
+without a rule raise an error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def plan_slices(
     weights: Mapping[str, onnx.TensorProto],
     named: Mapping[tuple[str, int], tuple[int, ...]],
 ) -> SlicePlan:
-    """Find all that changes where some weights keep some output channels only.
+    """Find all changes when some weights keep only some output channels.
 
-    ``flow`` is the graph, blocks left out already; ``types`` and ``weights`` are the supernet's;
-    ``named`` tells what is kept of output channels, by operator and input. NotElasticError where an
-    operator cannot do with less, in one line that names it.
+    ``flow`` is the graph without the omitted blocks; ``types`` and ``weights`` are the supernet's;
+    ``named`` has the kept output channels, by operator and input. NotElasticError if an operator
+    cannot be reduced; its one line names the operator.
     """
     plan = SlicePlan()
     for op in flow.operators:
@@ -43,7 +43,7 @@ def plan_slices(
         rule = RULES.get(op.kind) if is_standard(op.proto) and not op.has_body else None
         if rule is None:
             view.refuse(
-                "what it does with fewer channels is not known; keep its input whole, or export "
+                "its effect on fewer channels is unknown; keep its input whole, or export "
                 "it as standard operators"
             )
         rule(view)
@@ -51,7 +51,7 @@ def plan_slices(
         if name in plan.elastic:
             raise NotElasticError(
                 f"width: the output {name!r} would have {plan.elastic[name]} elements in dimension "
-                f"{plan.elastic[name].axis}; answers keep their shape, so leave the weights of "
+                f"{plan.elastic[name].axis}; answers keep their shape, so keep the weights of "
                 "its operator whole"
             )
     return plan
@@ -60,7 +60,7 @@ def plan_slices(
 def kept_channels(
     weights: Sequence[NamedWeight], ratio: float
 ) -> dict[tuple[str, int], tuple[int, ...]]:
-    """Give what a ratio keeps of the weights of a width group; none if that is all."""
+    """Return the channels that a ratio keeps of a width group's weights; empty if it keeps all."""
     if ratio == 1.0:
         return {}
     return {(w.node, w.position): w.kept(ratio) for w in weights}

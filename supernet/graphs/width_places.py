@@ -1,4 +1,4 @@
-"""What operators that move or choose elements do with a dimension that a subnet has less of."""
+"""Effect of operators that move or select elements on an elastic dimension."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offramp.supernet.graphs.reshape import ElasticAxis
 
 
 def _split(view: OperatorView) -> None:
-    """Of parts along the dimension each must keep some, as equal parts of a spec do."""
+    """Each part along the dimension must keep some elements, as equal parts of a spec do."""
     elastic = view.only_elastic()
     axis = view.attributes.get("axis", 0) % len(view.shape(0))
     if axis != elastic.axis:
@@ -28,7 +28,7 @@ def _split(view: OperatorView) -> None:
             view.refuse_axis(
                 elastic,
                 f"divides into {len(view.op.proto.output)} parts",
-                f"say parts = {len(view.op.proto.output)} in the [[width]], or keep it whole",
+                f"set parts = {len(view.op.proto.output)} in the [[width]], or keep it whole",
             )
         view.plan.elastic[view.op.proto.output[index]] = ElasticAxis(
             axis=axis, full=size, kept=kept
@@ -45,7 +45,7 @@ def _concat(view: OperatorView) -> None:
     elastic = view.elastic(view.elastic_inputs[0])
     assert elastic is not None
     if axis == elastic.axis:
-        view.refuse_axis(elastic, "joins along", "keep what is joined whole, or slice behind it")
+        view.refuse_axis(elastic, "joins along", "keep the joined tensors whole, or slice after it")
     for position in range(len(view.inputs)):
         other = view.elastic(position)
         if other is None and view.inputs[position] not in view.flow.variable:
@@ -61,7 +61,7 @@ def _concat(view: OperatorView) -> None:
 
 
 def _slice(view: OperatorView) -> None:
-    """Of a range along the dimension there is what is kept in it, as of equal parts of a spec."""
+    """A range along the dimension has the kept elements inside it, as equal parts of a spec do."""
     elastic = view.only_elastic()
     rank = len(view.shape(0))
     axes = view.value(3) if view.has(3) else np.arange(rank)
@@ -79,7 +79,7 @@ def _slice(view: OperatorView) -> None:
     kept = tuple(c - first for c in elastic.kept if first <= c < last)
     if not kept:
         view.refuse_axis(
-            elastic, "takes a part of", "say parts = N in the [[width]], or keep it whole"
+            elastic, "takes a part of", "set parts = N in the [[width]], or keep it whole"
         )
     new_first = sum(c < first for c in elastic.kept)
     for position, given, value in ((1, starts, new_first), (2, ends, new_first + len(kept))):
@@ -111,7 +111,7 @@ def _pad(view: OperatorView) -> None:
 
 
 def _resize(view: OperatorView) -> None:
-    """Of sizes that are asked for, that of the dimension is what there is."""
+    """A requested size of the dimension is replaced by the kept size."""
     elastic = view.only_elastic()
     axes = view.attributes.get("axes", list(range(len(view.shape(0)))))
     if elastic.axis > 1:
@@ -130,7 +130,7 @@ def _resize(view: OperatorView) -> None:
 
 
 def _reshape(view: OperatorView) -> None:
-    """The shape that is asked for has the size of the supernet; what is computed is corrected."""
+    """A constant shape is replaced; a computed one, which has the supernet's size, is corrected."""
     elastic = view.regroup(view.only_elastic())
     size, rank = len(elastic.kept), len(view.output_shape())
     asked = view.value(1)
@@ -148,7 +148,7 @@ def _reshape(view: OperatorView) -> None:
 
 
 def _same_order(view: OperatorView) -> None:
-    """Elements stay in their order, and dimensions follow from the input's."""
+    """Elements keep their order; the output's dimensions follow from the input's."""
     elastic = view.regroup(view.only_elastic())
     view.plan.elastic[view.op.proto.output[0]] = elastic
 

@@ -1,4 +1,4 @@
-"""What products do with channels that a subnet has less of: they sum over them, or pass them on."""
+"""Effect of products on elastic channels: they sum over them, or pass them on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offramp.supernet.graphs.reshape import ElasticAxis
 
 
 def _conv(view: OperatorView) -> None:
-    """[batch, channels, …] with [channels behind, channels of a group, …]."""
+    """Multiply [batch, channels, …] by [output channels, channels of a group, …]."""
     given, groups = view.elastic(0), view.attributes.get("group", 1)
     _check_weight(view)
     if given is not None:
@@ -26,12 +26,12 @@ def _conv(view: OperatorView) -> None:
 
 
 def _grouped(view: OperatorView, given: ElasticAxis | None, groups: int) -> None:
-    """Groups stay whole: a depthwise convolution has one channel in each."""
+    """Keep whole groups: a depthwise convolution has one channel in each."""
     size = view.shape(1)[0]
     if given is None:
         view.refuse(
             f"has {groups} groups, whose channels are those of its input; name the operator that "
-            f"gives {view.inputs[0]!r} instead"
+            f"computes {view.inputs[0]!r} instead"
         )
     each, behind = given.full // groups, int(size) // groups
     kept = sorted({c // each for c in given.kept})
@@ -46,14 +46,14 @@ def _grouped(view: OperatorView, given: ElasticAxis | None, groups: int) -> None
     if wanted is not None and wanted != outputs:
         view.refuse(
             f"is to keep {len(wanted)} channels, but its groups keep {len(outputs)} for {given} "
-            "that enter; leave its name out, they follow"
+            "that enter; remove its name, as they follow"
         )
     view.plan.attributes[view.op.name, "group"] = len(kept)
     _give_channels(view, outputs, weight_axis=0, bias=2)
 
 
 def _conv_transpose(view: OperatorView) -> None:
-    """[batch, channels, …] with [channels, channels behind of a group, …]."""
+    """Multiply [batch, channels, …] by [channels, output channels of a group, …]."""
     given = view.elastic(0)
     _check_weight(view)
     if view.attributes.get("group", 1) > 1:
@@ -88,7 +88,7 @@ def _give_channels(
 
 
 def _matmul(view: OperatorView) -> None:
-    """[…, rows, inner] with [..., inner, columns]; leading dimensions are broadcast."""
+    """Multiply […, rows, inner] by [..., inner, columns]; leading dimensions are broadcast."""
     ranks = [len(view.shape(0)), len(view.shape(1))]
     if min(ranks) < 2:
         view.refuse("multiplies by a vector, which cannot be sliced here; keep its inputs whole")
@@ -115,7 +115,7 @@ def _matmul(view: OperatorView) -> None:
     if sums:
         view.plan.contracting.add(view.op.name)
     if len(set(found.values())) > 1:
-        view.refuse("would give fewer in two dimensions; slice one of its inputs alone")
+        view.refuse("would have fewer elements in two dimensions; slice one of its inputs alone")
     for position, elastic in found.items():
         if elastic.axis < rank - 2:
             _batched(view, 1 - position, elastic, rank)
@@ -123,7 +123,7 @@ def _matmul(view: OperatorView) -> None:
 
 
 def _contract(view: OperatorView, position: int, other: int, axis: int) -> None:
-    """Slice the inner dimension of the other operand, or see that it is sliced alike."""
+    """Slice the inner dimension of the other operand, or check that it is sliced equally."""
     elastic, beside = view.elastic(position), view.elastic(other)
     assert elastic is not None
     if view.inputs[other] not in view.flow.variable:
@@ -137,7 +137,7 @@ def _contract(view: OperatorView, position: int, other: int, axis: int) -> None:
 
 
 def _batched(view: OperatorView, other: int, elastic: ElasticAxis, rank: int) -> None:
-    """See that the other operand has the same of a leading dimension, such as heads."""
+    """Slice a leading dimension of the other operand, such as heads, or check that it is equal."""
     shape, beside = view.shape(other), view.elastic(other)
     axis = elastic.axis - (rank - len(shape))
     if axis < 0 or shape[axis] == 1:
@@ -153,7 +153,7 @@ def _batched(view: OperatorView, other: int, elastic: ElasticAxis, rank: int) ->
 
 
 def _gemm(view: OperatorView) -> None:
-    """[rows, inner] with [inner, columns], and what is added to all rows."""
+    """Multiply [rows, inner] by [inner, columns], and add a bias to all rows."""
     given, attributes = view.elastic(0), view.attributes
     if view.elastic(1) is not None or view.elastic(2) is not None:
         view.refuse("fewer channels enter as its weight or bias; keep them whole")

@@ -1,4 +1,4 @@
-"""What operators do with a dimension that a subnet has less of, by kind."""
+"""Effect of operators on an elastic dimension, by kind."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ _POOLING = frozenset(
 _REDUCING = frozenset({"ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2"})
 _NORMALISED = "normalises over"
 _NORM_REMEDY = (
-    "statistics over fewer channels are others; keep the channels whole here and slice inside the "
-    "block"
+    "statistics over fewer channels differ; keep the channels whole here and slice inside the block"
 )
 
 
@@ -40,7 +39,7 @@ def _unary(view: OperatorView) -> None:
 
 
 def _elementwise(view: OperatorView) -> None:
-    """Operands are broadcast: those with the dimension must have the same of it."""
+    """Operands are broadcast: those with the dimension must keep the same elements of it."""
     rank = len(view.output_shape())
     kept: dict[ElasticAxis, int] = {}
     for position in view.elastic_inputs:
@@ -62,7 +61,7 @@ def _elementwise(view: OperatorView) -> None:
 
 
 def _broadcast(view: OperatorView, position: int, elastic: ElasticAxis, rank: int) -> None:
-    """Slice a constant operand; refuse a computed one that has all of the dimension."""
+    """Slice a constant operand; NotElasticError for a computed one that has the whole dimension."""
     shape = view.shape(position)
     axis = elastic.axis - (rank - len(shape))
     if axis < 0 or shape[axis] == 1:
@@ -77,7 +76,7 @@ def _broadcast(view: OperatorView, position: int, elastic: ElasticAxis, rank: in
 
 
 def _per_channel(*positions: int) -> Rule:
-    """Channels are dimension 1, and some inputs have a value for each."""
+    """Return the rule of operators with channels in dimension 1, and inputs with one value each."""
 
     def rule(view: OperatorView) -> None:
         elastic = view.only_elastic()
@@ -121,7 +120,7 @@ def _reduce(view: OperatorView) -> None:
 
 
 def _along(default: int, what: str, remedy: str) -> Rule:
-    """The operator works along one dimension, and leaves others alone."""
+    """Return the rule of operators that work along one dimension only."""
 
     def rule(view: OperatorView) -> None:
         elastic = view.only_elastic()
@@ -141,7 +140,7 @@ def _layer_norm(view: OperatorView) -> None:
 
 
 def _measured(_: OperatorView) -> None:
-    """What asks for a shape gets the subnet's."""
+    """A computed shape is the subnet's."""
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

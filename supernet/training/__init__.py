@@ -1,7 +1,7 @@
-"""Train a supernet in torch: one set of weights that holds many subnets (OFA, DynaBERT).
+"""Train a supernet in torch: one set of weights with many subnets (OFA, DynaBERT).
 
-An ordinary module becomes elastic by naming its parts: which blocks may be skipped (elastic depth)
-and which layers may compute a prefix of their output channels (elastic width)::
+An ordinary module becomes elastic by naming its parts: the blocks that may be skipped (elastic
+depth) and the layers that may compute a prefix of their output channels (elastic width)::
 
     space = ElasticSpace(
         depth=(ElasticDepth(skip=("blocks.2", "blocks.1")),),
@@ -11,9 +11,11 @@ and which layers may compute a prefix of their output channels (elastic width)::
     sandwich_step(supernet, (images,), labels, optimiser, generator)  # … for every batch
     supernet.record_norms(calibrate_norms(supernet, space.largest(), batches))
 
-Layers behind an elastic width read as many channels as they are given, so only those that give
-fewer are named. Widths must be *inner* ones (the first convolution of a residual block, the hidden
-units of an MLP, the heads of an attention): what a shortcut adds up keeps its size.
+Layers after an elastic width adapt to their number of input channels, so only the layers that
+compute fewer channels are named. Widths must be *inner* ones (the first convolution of a residual
+block, the hidden units of an MLP, the heads of an attention): the tensors that a shortcut adds keep
+their size.
+
 :func:`export_supernet` writes the largest subnet as ONNX, and the specification of the others.
 
 Sources: Cai et al. 2020 (Once-for-All, prefix slices), Yu & Huang 2019 (sandwich rule, in-place

@@ -1,7 +1,7 @@
 """Layers that compute a prefix of their channels, and blocks that can be skipped.
 
-They have the very parameters of the ordinary layers that they are made of. Widths are prefixes, as
-in Once-for-All (Cai et al. 2020) and SuperServe 3 (WeightSlice, LayerSelect): channels of a smaller
+They share the parameters of the ordinary layers that they are made from. Widths are prefixes, as in
+Once-for-All (Cai et al. 2020) and SuperServe 3 (WeightSlice, LayerSelect): channels of a smaller
 subnet are the first ones of a larger one.
 """
 
@@ -18,21 +18,21 @@ _Layer = TypeVar("_Layer", bound=nn.Module)
 class ElasticConv2d(nn.Conv2d):
     """A convolution that computes a prefix of its outputs from a prefix of its inputs.
 
-    Depthwise ones compute as many channels as they are given; no others have groups.
+    Depthwise ones compute as many channels as their input has; other groups are not supported.
     """
 
     active: int
-    """Output channels computed now."""
+    """Number of output channels computed now."""
 
     @classmethod
     def of(cls, layer: nn.Conv2d) -> ElasticConv2d:
-        """Make an elastic convolution with the very parameters of another, not copies of them."""
+        """Return an elastic convolution with the same parameters as another, not copies of them."""
         made = _same_state(cls, layer)
         made.active = layer.out_channels
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give [batch, active, height, width] of [batch, channels, height, width]."""
+        """Return [batch, active, height, width] from [batch, channels, height, width]."""
         inputs = x.shape[1]
         outputs, groups = (inputs, inputs) if self.groups > 1 else (self.active, 1)
         weight, bias = self.weight, self.bias
@@ -45,32 +45,32 @@ class ElasticLinear(nn.Linear):
     """A linear layer that computes a prefix of its outputs from a prefix of its inputs."""
 
     active: int
-    """Output features computed now."""
+    """Number of output features computed now."""
 
     @classmethod
     def of(cls, layer: nn.Linear) -> ElasticLinear:
-        """Make an elastic layer with the very parameters of another, not copies of them."""
+        """Return an elastic layer with the same parameters as another, not copies of them."""
         made = _same_state(cls, layer)
         made.active = layer.out_features
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give [..., active] of [..., features]."""
+        """Return [..., active] from [..., features]."""
         weight = self.weight[: self.active, : x.shape[-1]]
         return functional.linear(x, weight, _prefix(self.bias, self.active))
 
 
 class ElasticBatchNorm2d(nn.BatchNorm2d):
-    """A batch norm of as many channels as it is given.
+    """A batch norm of as many channels as its input has.
 
-    In training it normalises by the batch and leaves the running statistics alone: they would be
-    a mixture of subnets that suits none (SuperServe 3, SubnetNorm). :func:`calibrate_norms` finds
+    In training it normalises by the batch and does not update the running statistics: they would be
+    a mixture of subnets that fits none (SuperServe 3, SubnetNorm). :func:`calibrate_norms` finds
     those of one subnet.
     """
 
     @classmethod
     def of(cls, layer: nn.BatchNorm2d) -> ElasticBatchNorm2d:
-        """Make an elastic norm with the very parameters of another, not copies of them."""
+        """Return an elastic norm with the same parameters as another, not copies of them."""
         return _same_state(cls, layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
 
 
 class ElasticBlock(nn.Module):
-    """A block that gives its first argument back while it is skipped (LayerSelect)."""
+    """A block that returns its first argument while it is skipped (LayerSelect)."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -96,35 +96,35 @@ class ElasticBlock(nn.Module):
         self.skipped = False
 
     def forward(self, x: Tensor, *others: Any, **named: Any) -> Tensor:
-        """Give what the block gives, of the shape of ``x``."""
+        """Return the block's output, which has the shape of ``x``."""
         if self.skipped:
             return x
         given: Tensor = self.block(x, *others, **named)
         if given.shape != x.shape:
             raise ValueError(
-                f"a block that may be skipped makes {list(given.shape)} of {list(x.shape)}: "
+                f"a block that may be skipped changes {list(x.shape)} to {list(given.shape)}: "
                 "name blocks that keep the shape"
             )
         return given
 
 
 class PassThrough(nn.Module):
-    """What a subnet has in place of a block that it skips."""
+    """Replacement of a skipped block in a subnet."""
 
     def forward(self, x: Tensor, *_others: Any, **_named: Any) -> Tensor:
-        """Give the first argument back."""
+        """Return the first argument."""
         return x
 
 
 def is_depthwise(layer: nn.Conv2d) -> bool:
-    """Whether each channel is convolved by itself."""
+    """Return whether each channel is convolved separately."""
     return layer.groups > 1 and layer.groups == layer.in_channels == layer.out_channels
 
 
 def elastic(layer: nn.Module) -> nn.Module | None:
-    """Make the elastic counterpart of a layer, with the layer's own parameters; None if none.
+    """Return the elastic counterpart of a layer, with the layer's own parameters, or ``None``.
 
-    Subclasses have none: what they compute is not known.
+    Subclasses have none, because their computation is unknown.
     """
     if type(layer) is nn.Conv2d:
         sliceable = layer.groups == 1 or is_depthwise(layer)
@@ -137,11 +137,11 @@ def elastic(layer: nn.Module) -> nn.Module | None:
 
 
 def plain(layer: nn.Module, inputs: int) -> nn.Module:
-    """Copy what an elastic layer computes now into an ordinary one.
+    """Copy the current computation of an elastic layer into an ordinary one.
 
     Args:
         layer: An elastic layer.
-        inputs: Channels that it is given.
+        inputs: Number of its input channels.
 
     Raises:
         TypeError: The layer is not elastic.
@@ -152,7 +152,7 @@ def plain(layer: nn.Module, inputs: int) -> nn.Module:
         made = nn.Conv2d(
             inputs,
             inputs if depthwise else layer.active,
-            layer.kernel_size,  # type: ignore[arg-type]  # tuples of two by now
+            layer.kernel_size,  # type: ignore[arg-type]  # always tuples of two
             layer.stride,  # type: ignore[arg-type]
             layer.padding,  # type: ignore[arg-type]
             layer.dilation,  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def plain(layer: nn.Module, inputs: int) -> nn.Module:
             inputs, layer.eps, layer.momentum, affine=layer.affine, track_running_stats=tracks
         )
     else:
-        raise TypeError(f"{type(layer).__name__} is not elastic: give a layer of this module")
+        raise TypeError(f"{type(layer).__name__} is not elastic: use a layer of this module")
     for parameter in layer.parameters():
         made.to(parameter.device, parameter.dtype)
     theirs = layer.state_dict()

@@ -13,23 +13,23 @@ from torch.nn import functional
 from offramp.supernet.training.supernet import ElasticModule
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Gives a scalar of a batch's answers and of what they should be."""
+"""Returns a scalar from a batch's answers and their targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandwichLosses:
-    """Losses of one step, before it."""
+    """Losses of one step, before the parameters change."""
 
     largest: float
-    """Of the largest subnet against the labels."""
+    """Loss of the largest subnet against the labels."""
     smallest: float
-    """Of the smallest against the targets."""
+    """Loss of the smallest subnet against the targets."""
     random: tuple[float, ...]
-    """Of those drawn, likewise."""
+    """Losses of the drawn subnets against the targets."""
 
 
 def soft_targets(answers: Tensor, largest: Tensor) -> Tensor:
-    """Cross entropy of logits [batch, classes] against the probabilities of other logits."""
+    """Return the cross entropy of logits [batch, classes] against other logits' softmax."""
     return functional.cross_entropy(answers, largest.softmax(1))
 
 
@@ -49,21 +49,21 @@ def sandwich_step(
 ) -> SandwichLosses:
     """Train the largest subnet on labels, and the smallest and some others on its answers.
 
-    Gradients of all subnets are added up, then the optimiser steps once. The supernet computes the
+    Gradients of all subnets are added, then the optimiser steps once. The supernet computes the
     largest subnet afterwards.
 
     Args:
-        supernet: What to train; in training mode.
+        supernet: Supernet to train; in training mode.
         inputs: Its arguments, a batch each.
-        labels: As the loss takes them.
-        optimiser: Of the supernet's parameters.
-        generator: Where subnets are drawn from: the same seed gives the same subnets.
-        drawn: How many subnets to draw besides the largest and the smallest.
-        targets: Answers of a teacher that the other subnets learn; None for the largest subnet's.
-        loss: Of the largest subnet's answers (float32) and the labels.
-        distillation: Of another subnet's answers and the targets, both float32.
-        bfloat16: Compute in it where torch holds that safe (autocast on the CPU).
-        clip: Most norm of the gradient; None for any.
+        labels: Labels in the form that the loss expects.
+        optimiser: Optimiser of the supernet's parameters.
+        generator: Random generator of subnets: the same seed draws the same subnets.
+        drawn: Number of random subnets in addition to the largest and the smallest.
+        targets: Answers of a teacher for the other subnets; None for the largest subnet's.
+        loss: Loss of the largest subnet's answers (float32) and the labels.
+        distillation: Loss of another subnet's answers and the targets, both float32.
+        bfloat16: Compute in bfloat16 where torch considers that safe (autocast on the CPU).
+        clip: Largest norm of the gradient; None for no limit.
     """
 
     def backward(compute: Loss, wanted: Tensor) -> tuple[float, Tensor]:

@@ -1,4 +1,4 @@
-"""Which subnets a module has: blocks that may be skipped, and layers of elastic width."""
+"""Subnets of a module: blocks that may be skipped, and layers of elastic width."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ElasticDepth:
     """Blocks of one resolution or width that may be skipped, in the order they are skipped."""
 
     skip: tuple[str, ...]
-    """Names of modules as ``named_modules`` gives them; each returns the shape of its first
-    argument. A subnet that drops n of them drops the first n."""
+    """Names of modules in ``named_modules``; each returns the shape of its first argument. A subnet
+    that skips n of them skips the first n."""
 
     def __post_init__(self) -> None:
         if not self.skip or len(set(self.skip)) < len(self.skip):
@@ -24,12 +24,12 @@ class ElasticDepth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticWidth:
-    """Layers whose output channels are cut to the same share of a prefix."""
+    """Layers whose output channels are cut to the same share, a prefix."""
 
     layers: tuple[str, ...]
-    """Names of ``Conv2d`` or ``Linear`` modules as ``named_modules`` gives them."""
+    """Names of ``Conv2d`` or ``Linear`` modules in ``named_modules``."""
     ratios: tuple[float, ...]
-    """Shares besides 1, rising, in (0, 1); channels × ratio is a whole number."""
+    """Ascending shares in (0, 1), in addition to 1; channels × ratio is a whole number."""
 
     def __post_init__(self) -> None:
         if not self.layers or len(set(self.layers)) < len(self.layers):
@@ -37,7 +37,7 @@ class ElasticWidth:
         rising = sorted(set(self.ratios))
         if not rising or list(self.ratios) != rising or rising[0] <= 0 or rising[-1] >= 1:
             raise ValueError(
-                f"ratios is {self.ratios}: give rising numbers in (0, 1); 1 itself is implied"
+                f"ratios is {self.ratios}: use rising numbers in (0, 1); 1 itself is implied"
             )
 
 
@@ -46,7 +46,7 @@ class ElasticChoice:
     """A subnet of an :class:`ElasticSpace`."""
 
     skipped: tuple[int, ...]
-    """How many blocks are skipped, for each entry of the space's ``depth``."""
+    """Number of skipped blocks, for each entry of the space's ``depth``."""
     ratios: tuple[float, ...]
     """Share of the channels, for each entry of the space's ``width``; 1 for all."""
 
@@ -72,18 +72,18 @@ class ElasticSpace:
             )
 
     def largest(self) -> ElasticChoice:
-        """The whole module."""
+        """Return the choice of the whole module."""
         return ElasticChoice(skipped=(0,) * len(self.depth), ratios=(1.0,) * len(self.width))
 
     def smallest(self) -> ElasticChoice:
-        """The subnet without any block that may be skipped, of the least widths."""
+        """Return the subnet without any block that may be skipped, with the smallest widths."""
         return ElasticChoice(
             skipped=tuple(len(group.skip) for group in self.depth),
             ratios=tuple(group.ratios[0] for group in self.width),
         )
 
     def random(self, generator: torch.Generator) -> ElasticChoice:
-        """Draw each depth and each width by itself, uniformly."""
+        """Draw each depth and each width independently and uniformly."""
 
         def draw(count: int) -> int:
             return int(torch.randint(count, (), generator=generator))
@@ -94,20 +94,20 @@ class ElasticSpace:
         )
 
     def choices(self) -> Iterator[ElasticChoice]:
-        """Give every subnet, the largest first and the smallest last."""
+        """Yield every subnet, the largest first and the smallest last."""
         depths = product(*(range(len(group.skip) + 1) for group in self.depth))
         for skipped in depths:
             for ratios in product(*((1.0, *reversed(group.ratios)) for group in self.width)):
                 yield ElasticChoice(skipped=skipped, ratios=ratios)
 
     def skipped_blocks(self, choice: ElasticChoice) -> frozenset[str]:
-        """Names of the blocks that a subnet skips."""
+        """Return the names of the blocks that a subnet skips."""
         self.check(choice)
         pairs = zip(self.depth, choice.skipped, strict=True)
         return frozenset(name for group, count in pairs for name in group.skip[:count])
 
     def ratio_by_layer(self, choice: ElasticChoice) -> dict[str, float]:
-        """Share of the output channels that a subnet computes, by name of the layer."""
+        """Return the share of output channels that a subnet computes, by name of the layer."""
         self.check(choice)
         pairs = zip(self.width, choice.ratios, strict=True)
         return {name: ratio for group, ratio in pairs for name in group.layers}
@@ -117,7 +117,7 @@ class ElasticSpace:
         if len(choice.skipped) != len(self.depth) or len(choice.ratios) != len(self.width):
             raise ValueError(
                 f"{choice} is no subnet of {len(self.depth)} depths and {len(self.width)} widths: "
-                "give a number for each"
+                "use a number for each"
             )
         for group, count in zip(self.depth, choice.skipped, strict=True):
             if not 0 <= count <= len(group.skip):

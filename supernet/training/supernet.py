@@ -1,4 +1,4 @@
-"""A module with its subnets: choosing one, copying one out, the statistics of its batch norms."""
+"""A module with its subnets: choosing and copying one, and statistics of its batch norms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from offramp.supernet.training.space import ElasticChoice, ElasticSpace
 
 
 class NormStatistics(NamedTuple):
-    """What one batch norm normalises by, of one subnet."""
+    """Statistics with which one batch norm normalises, in one subnet."""
 
     mean: Tensor
     """float32 [channels]."""
@@ -32,15 +32,15 @@ class NormStatistics(NamedTuple):
 
 
 class ElasticModule(nn.Module):
-    """A module with its subnets; it computes the one chosen last, at first the largest."""
+    """A module with its subnets; it computes the chosen one, at first the largest."""
 
     def __init__(self, module: nn.Module, space: ElasticSpace, sample: Sequence[Tensor]) -> None:
-        """Make a module elastic, in place: its parameters stay those it has.
+        """Make a module elastic, in place, with its own parameters.
 
         Args:
             module: The largest subnet, of ordinary layers.
-            space: Which blocks may be skipped, and which layers are elastic.
-            sample: Arguments of one forward pass, to see what layers are given.
+            space: Blocks that may be skipped, and elastic layers.
+            sample: Arguments of one forward pass, to find the input sizes of layers.
 
         Raises:
             ValueError: The module has no such parts, or the smallest subnet cannot be computed.
@@ -55,7 +55,7 @@ class ElasticModule(nn.Module):
         for width in space.width:
             for name in width.layers:
                 self._check_width(name, width.ratios)
-        # Inner blocks first, as wrapping a block changes the names of what is in it.
+        # Inner blocks first, because wrapping a block changes the names inside it.
         skippable = [name for group in space.depth for name in group.skip]
         for name in sorted(skippable, key=lambda name: -name.count(".")):
             self._blocks[name] = ElasticBlock(_part(module, name))
@@ -63,7 +63,7 @@ class ElasticModule(nn.Module):
         self._check_runs()
 
     def forward(self, *inputs: Any) -> Any:
-        """Compute the chosen subnet: arguments and answer are those of the module."""
+        """Compute the chosen subnet; arguments and answer are those of the module."""
         return self.module(*inputs)
 
     def choose(self, choice: ElasticChoice) -> None:
@@ -76,7 +76,7 @@ class ElasticModule(nn.Module):
             layer.active = round(ratio * layer.weight.shape[0])
 
     def record_norms(self, norms: Mapping[str, NormStatistics]) -> None:
-        """Make statistics of the largest subnet the running statistics of the batch norms."""
+        """Set the running statistics of the batch norms to those of the largest subnet."""
         for name, found in norms.items():
             _record(self._norms[name], found)
 
@@ -107,7 +107,7 @@ class ElasticModule(nn.Module):
             if abs(channels * ratio - round(channels * ratio)) > 1e-6 or channels * ratio < 1:
                 raise ValueError(
                     f"{ratio} of the {channels} channels of {name} is {channels * ratio:g}: "
-                    "give ratios that leave a whole number of channels"
+                    "use ratios that keep a whole number of channels"
                 )
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class ElasticModule(nn.Module):
         if isinstance(largest, Tensor) and largest.shape != smallest.shape:
             raise ValueError(
                 f"the smallest subnet answers {list(smallest.shape)} where the largest answers "
-                f"{list(largest.shape)}: leave the last layer out of the widths"
+                f"{list(largest.shape)}: remove the last layer from the widths"
             )
 
 
@@ -134,13 +134,13 @@ def extract(
     choice: ElasticChoice,
     norms: Mapping[str, NormStatistics] | None = None,
 ) -> nn.Module:
-    """Copy a subnet out: an ordinary module of prefix slices, skipped blocks left out.
+    """Copy a subnet to an ordinary module of prefix slices, without skipped blocks.
 
     Args:
-        supernet: What has the weights.
-        choice: Which subnet.
+        supernet: Supernet with the weights.
+        choice: Subnet to copy.
         norms: Statistics of its batch norms by name, from :func:`calibrate_norms`; otherwise they
-            are prefixes of the supernet's, which suit the largest subnet alone.
+            are prefixes of the supernet's, which fit only the largest subnet.
 
     Returns:
         A module in evaluation mode whose parts have the names of the original module's.
@@ -182,9 +182,9 @@ def calibrate_norms(
     of all values of all batches that reach a norm.
 
     Args:
-        supernet: What has the weights; it is left as it is.
-        choice: Which subnet.
-        batches: Arguments of forward passes, of which some hundred samples are enough.
+        supernet: Supernet with the weights; it is not changed.
+        choice: Subnet.
+        batches: Arguments of forward passes; a few hundred samples suffice.
 
     Returns:
         Statistics by name of the norm in the original module; norms of skipped blocks have none.
@@ -205,7 +205,7 @@ def calibrate_norms(
         subnet(*batch)
         passes += 1
     if not passes:
-        raise ValueError("no batches to calibrate norms on: give one or more")
+        raise ValueError("no batches to calibrate norms on: pass one or more")
     return {name: moments.statistics() for name, moments in sums.items() if moments.count}
 
 
@@ -236,7 +236,7 @@ def _record(norm: nn.Module, found: NormStatistics) -> None:
     if norm.running_mean.shape != found.mean.shape:
         raise ValueError(
             f"statistics of {len(found.mean)} channels for a batch norm of "
-            f"{len(norm.running_mean)}: give those of the same subnet"
+            f"{len(norm.running_mean)}: use those of the same subnet"
         )
     assert norm.running_var is not None
     norm.running_mean.copy_(found.mean)

@@ -1,8 +1,8 @@
-"""Write a supernet for ``eecompile supernet``: its largest subnet as ONNX, and how to get others.
+"""Write a supernet for ``eecompile supernet``: its largest subnet as ONNX, and a specification.
 
 The specification is a TOML file that names parts of the ONNX graph: ``[[depth]]`` tables of scopes
-of nodes that may be skipped, in the order they are dropped, ``[[width]]`` tables of nodes whose
-weights have elastic output channels, ``[norm]`` and ``[points]``.
+of nodes that may be skipped, in the order in which they are skipped, ``[[width]]`` tables of nodes
+whose weights have elastic output channels, ``[norm]`` and ``[points]``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offramp.supernet.training.supernet import ElasticModule, extract
 SPECIFICATION = "spec.toml"
 _OPSET = 17
 _COMPONENT = re.compile(r"[^.]*[^.\d][^.]*(\.\d+)*$")
-"""The last name of a path with the indices behind it: what a scope is called in an export."""
+"""Last name of a path with its indices: the name of a scope in an export."""
 _WITH_WEIGHT = ("Conv", "Gemm", "MatMul")
 
 
@@ -38,25 +38,25 @@ def export_supernet(
     norm_layers: Literal["auto", "none"] | Sequence[str] = "auto",
     keep: int = 6,
 ) -> Path:
-    """Write the largest subnet as an ordinary ONNX file, and the specification beside it.
+    """Write the largest subnet as an ordinary ONNX file, and the specification next to it.
 
-    Record the statistics of the largest subnet first (:meth:`ElasticModule.record_norms`): batch
-    norms are folded into convolutions here.
+    Record the statistics of the largest subnet first (:meth:`ElasticModule.record_norms`), because
+    batch norms are folded into convolutions here.
 
     Args:
-        supernet: What to write; its sample is what the exporter traces. It is left as it is.
+        supernet: Supernet to write; the exporter traces its sample. It is not changed.
         path: The ONNX file.
         inputs: Names of the module's arguments.
         outputs: Names of its answers.
-        axes: Symbolic dimensions by input or output, as ``torch.onnx.export`` takes them; by
-            default the first of each is ``batch``.
+        axes: Symbolic dimensions by input or output, as for ``torch.onnx.export``; by default the
+            first of each is ``batch``.
         specification: The TOML file; by default ``spec.toml`` in the folder of ``path``.
-        norm_layers: Convolutions whose outputs get a scale and a shift per subnet: ``auto`` for
-            all that need it, ``none``, or prefixes of node names.
-        keep: How many operating points compiling keeps, the full one included; 1 or more.
+        norm_layers: Convolutions whose outputs get a scale and a shift per subnet: ``auto`` for all
+            that need it, ``none``, or prefixes of node names.
+        keep: Number of operating points that compiling keeps, including the full one; 1 or more.
 
     Returns:
-        Where the specification is.
+        Path of the specification.
 
     Raises:
         ValueError: A block or layer of the space has no nodes in the graph, or ``keep`` is less
@@ -93,7 +93,7 @@ def export_supernet(
 
 
 def _table(header: str, **entries: Any) -> str:
-    """Lines of a TOML table: JSON's strings, numbers and lists are TOML's too."""
+    """Return a TOML table: JSON's strings, numbers and lists are also TOML's."""
     lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in entries.items())
     return "\n".join((header, *lines, ""))
 
@@ -103,8 +103,8 @@ def _depth_table(skip: Sequence[str], scopes: Mapping[str, str], graph: onnx.Gra
         scope = scopes.get(name)
         if scope is None or not any(node.name.startswith(f"{scope}/") for node in graph.node):
             raise ValueError(
-                f"block {name} has no nodes in the exported graph (its scope: {scope}): let the "
-                "module's forward call it, once"
+                f"block {name} has no nodes in the exported graph (its scope: {scope}): make the "
+                "module's forward call it once"
             )
     return _table("[[depth]]", skip=[scopes[name] for name in skip])
 
@@ -123,7 +123,7 @@ def _width_table(group: ElasticWidth, scopes: Mapping[str, str], graph: onnx.Gra
         if len(found) != 1:
             raise ValueError(
                 f"layer {name} has {len(found)} nodes with a weight in the exported graph (its "
-                f"scope: {scope}) where one was expected: let the module's forward call it, once"
+                f"scope: {scope}) where one was expected: make the module's forward call it once"
             )
         nodes += found
     axes = {axis_by_node[node] for node in nodes}
@@ -131,7 +131,7 @@ def _width_table(group: ElasticWidth, scopes: Mapping[str, str], graph: onnx.Gra
         by_axis = ", ".join(f"{node} on axis {axis_by_node[node]}" for node in nodes)
         raise ValueError(
             f"layers of one width have their output channels on several axes ({by_axis}): "
-            "give convolutions and linear layers widths of their own"
+            "use separate widths for convolutions and linear layers"
         )
     return _table("[[width]]", weights=nodes, axis=axes.pop(), ratios=list(group.ratios))
 
@@ -144,7 +144,7 @@ def _output_axis(node: onnx.NodeProto) -> int:
 
 
 def _scopes(module: nn.Module, sample: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Prefix of the names of the nodes of each part that a pass calls, by the part's name.
+    """Return the name prefix of the nodes of each part that a forward pass calls, by part.
 
     The exporter's names follow calls: a part that is never called itself, such as a ``ModuleList``,
     adds no component.

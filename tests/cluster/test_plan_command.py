@@ -90,10 +90,10 @@ def test_the_plan_is_printed_as_predicted_beside_the_model_and_written(
     out = capsys.readouterr().out
     assert status == 0
     assert "PREDICTED: batches of" in out
-    assert "without queues, nothing was run on these devices" in out
+    assert "without queues; nothing ran on these devices" in out
     assert "Model as it is:" in out
-    assert "What binds: the devices of split 0" in out
-    assert "Shares of rows that go on: from the bundle's certify split." in out
+    assert "Limit: the devices of split 0" in out
+    assert "Shares of rows that continue: from the bundle's certify split." in out
     plan = parse_plan(Path("plan.json").read_text())
     assert plan == plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster)).result.plan
     predicted = json.loads(Path("plan.json").read_text())["predicted"]
@@ -105,7 +105,7 @@ def test_an_objective_that_binds_is_said_to(
 ) -> None:
     assert main(["plan", str(BUNDLE), "--cluster", str(cluster), "--slo-ms", "2"]) == 0
     out = capsys.readouterr().out
-    assert "What binds: the SLO of 2 ms less 20%; without it, batches of 32:" in out
+    assert "Limit: the SLO of 2 ms less 20%; without it, batches of 32:" in out
 
 
 def test_a_rate_is_served_at_the_least_cost(
@@ -114,7 +114,7 @@ def test_a_rate_is_served_at_the_least_cost(
     assert main(["plan", str(BUNDLE), "--cluster", str(cluster), "--rate", "800"]) == 0
     out = capsys.readouterr().out
     assert "the plan costs 50% less" in out
-    assert "What binds: the rate of 800 rows/s, which nothing cheaper serves" in out
+    assert "Limit: the rate of 800 rows/s, which nothing cheaper serves" in out
 
 
 def test_what_was_observed_replaces_the_records(cluster: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_was_observed_replaces_the_records(cluster: Path) -> None:
     path.write_text(dump_batch_profile(profile, identity))
     assert plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster, batch_profile=path))
     path.write_text(dump_batch_profile(profile, "00" * 32))
-    with pytest.raises(PlanError, match=facts("'0", "expected '", "give")):
+    with pytest.raises(PlanError, match=facts("'0", "expected '", "use")):
         plan_bundle(PlanOptions(bundle=BUNDLE, cluster=cluster, batch_profile=path))
     path.write_text(dump_batch_profile(BatchProfile(window_s=120.0, exits=1)))
     with pytest.raises(PlanError, match=facts("1 exits", f"{exits}")):
@@ -259,8 +259,8 @@ def test_the_page_is_well_formed_stands_alone_and_says_that_it_is_predicted() ->
 def test_the_drawing_shows_splits_exits_and_how_busy_they_are() -> None:
     plan, model = split_plan()
     picture = str(draw_plan(plan, model))
-    assert "Exit 2: off, as it earns nothing here; 90.0% of the rows go on" in picture
-    assert "Exit 3: on; 50.0% of the rows go on" in picture
+    assert "Exit 2: off, as it saves no time here; 90.0% of the rows continue" in picture
+    assert "Exit 3: on; 50.0% of the rows continue" in picture
     assert "Split 1: busy for 25% of the time" in picture
     assert "Link to split 1: busy for 20% of the time" in picture
     assert "2 × gpu" in picture
@@ -287,4 +287,4 @@ def test_the_command_writes_the_page(cluster: Path) -> None:
     assert main(["plan", str(BUNDLE), "--cluster", str(cluster), "--report", "plan.html"]) == 0
     page = Path("plan.html").read_text(encoding="utf-8")
     assert "Offramp plan" in page
-    assert "What binds: the devices of split 0" in page
+    assert "Limit: the devices of split 0" in page

@@ -157,7 +157,7 @@ def test_each_type_of_gpu_is_planned_by_its_own_profile() -> None:
         ('device = "cuda:1"', ("2 device = 'cuda:1'", "GPU 1", "expected backend =", "tensorrt")),
         (
             'device = "cpu"\nbackend = "onnxruntime"',
-            ("2 backend = 'onnxruntime'", "tensorrt or cuda", "leave it out"),
+            ("2 backend = 'onnxruntime'", "tensorrt or cuda", "omit it"),
         ),
         (
             'device = "cuda:1"\nbackend = "cuda"\ncount = 2',
@@ -166,7 +166,7 @@ def test_each_type_of_gpu_is_planned_by_its_own_profile() -> None:
         (
             """device = "cuda"\nbackend = "cuda"\ncount = 2
 [[workers]]\ndevice = "cuda:1"\nbackend = "cuda" """,
-            ("3 device = 'cuda:1'", "another worker", "cuda:1", "expected a GPU"),
+            ("3 device = 'cuda:1'", "another worker", "cuda:1", "expected a separate GPU"),
         ),
     ],
 )
@@ -223,18 +223,18 @@ WORKERS = DEVICE.replace("count = 1", "count = 2") + '[[workers]]\ndevice = "gpu
         ),
         (
             DEVICE + 2 * '[[links]]\nfrom = "gpu"\nto = "gpu"\n',
-            ("[[links]] 2", "from gpu to gpu", "leave one out"),
+            ("[[links]] 2", "from gpu to gpu", "remove one"),
         ),
         (DEVICE + "[workers]", ("[[workers]] is a table", "array of tables")),
         (DEVICE + "[[workers]]", ("[[workers]] 1 device = None", "expected a type of", "gpu")),
         (WORKERS + "port = 1", ("[[workers]] 1", "'port'", "expected device, address")),
         (WORKERS + "address = 7070", ("address = 7070", '"10.0.0.2:7070"')),
         (WORKERS + "count = 0", ("count = 0", "whole number from 1")),
-        (WORKERS + "count = 3", ("1:", "2 of [devices.gpu]", "leave workers out")),
-        (WORKERS + 'count = 2\naddress = "a:1"', ("one worker behind an address", "give")),
+        (WORKERS + "count = 3", ("1:", "2 of [devices.gpu]", "remove workers")),
+        (WORKERS + 'count = 2\naddress = "a:1"', ("one worker at an address", "give")),
         (
             WORKERS + 'address = "a:1"\n[[workers]]\ndevice = "gpu"\naddress = "a:1"',
-            ("[[workers]] 2 address = 'a:1'", "there already", "serves one"),
+            ("[[workers]] 2 address = 'a:1'", "is there twice", "serves one"),
         ),
         (DEVICE + "[[router]]", ("[router] is an array", "table")),
         (DEVICE + '[router]\ntoken = "x"', ("'token'", "token_file?")),

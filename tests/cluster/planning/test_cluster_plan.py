@@ -59,7 +59,7 @@ def altered(**changes: Any) -> str:
         ('{"schema": 2}', ("plan: schema 2", "expected 1", "plan again")),
         (altered(more=1), ("plan", "unknown fields ['more']", "missing fields []", "plan again")),
         (altered(batch_size=0), ("batch_size", "0", "at least 1", "plan again")),
-        (altered(splits=[]), ("each in turn", "plan again")),
+        (altered(splits=[]), ("no gaps", "plan again")),
         (altered(cost_per_hour="5"), ("type float", "'5'", "plan again")),
         ("[" * 100_000, ("plan", "JSON")),
     ],

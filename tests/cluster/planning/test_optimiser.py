@@ -274,7 +274,7 @@ def test_facts_that_contradict_each_other_are_refused(
 
 def test_clusters_that_contradict_themselves_are_refused() -> None:
     (kind,) = two_halves(1).types
-    with pytest.raises(ValueError, match="each with a name of its own"):
+    with pytest.raises(ValueError, match="each needs its own name"):
         Cluster(types=(kind, kind))
     with pytest.raises(ValueError, match=r"links name \['cpu'\], expected types among \['gpu'\]"):
         Cluster(types=(kind,), links=(("gpu", "cpu", DeviceLink()),))

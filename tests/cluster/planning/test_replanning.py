@@ -102,7 +102,7 @@ def test_a_plan_is_changed_for_a_gain_above_the_margin_once_the_pause_is_over() 
     assert (changed.plan, changed.changed, changed.reason) == (better, True, "better by 12.0%")
     waits = guard.compare(599.0, better, rated(200.0), GOAL)
     assert (waits.plan, waits.changed) == (better, False)
-    assert waits.reason == "a change would gain 78.6%, and there is none for 1 s more"
+    assert waits.reason == "a change would gain 78.6%, but the pause lasts 1 s more"
     assert guard.compare(600.0, better, rated(200.0), GOAL).changed
 
 
@@ -132,7 +132,7 @@ def test_a_plan_whose_devices_are_gone_is_replaced_at_once() -> None:
     assert decision.plan is not None
     assert decision.changed
     assert fits_cluster(decision.plan, fewer)
-    assert decision.reason == "devices of the plan in force are gone"
+    assert decision.reason == "devices of the active plan are gone"
 
 
 def test_where_no_plan_is_possible_the_one_in_force_stays() -> None:

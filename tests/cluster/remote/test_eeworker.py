@@ -64,7 +64,7 @@ def test_a_port_that_is_taken_is_said(token: str, capfd: pytest.CaptureFixture[s
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main([str(GOLDEN), token, f"--listen=127.0.0.1:{port}"]) == 1
-    told = f"eeworker: cannot listen on 127.0.0.1:{port}: Address already in use; give another"
+    told = f"eeworker: cannot listen on 127.0.0.1:{port}: Address already in use; use another"
     assert capfd.readouterr().err.startswith(told)
 
 
@@ -94,7 +94,7 @@ def test_the_process_that_serves_is_told_so_whatever_the_words(words: list[str])
 def test_it_ends_when_it_is_told_and_refuses_another_backend(tmp_path: Path) -> None:
     worker = Worker(tmp_path, "--backend=onnxruntime")
     try:
-        told = "was started with --backend onnxruntime, and the server asks for 'scripted'; give"
+        told = "was started with --backend onnxruntime, and the server asks for 'scripted'; use"
         with pytest.raises(BackendError, match=told):
             TcpLauncher(worker.address, TOKEN, None).start(HELLO)
     finally:

@@ -324,9 +324,9 @@ def test_connections_are_encrypted_where_those_of_ray_are(
     monkeypatch.setenv("RAY_USE_TLS", "1")
     assert WorkerActor(TOKEN, [], 1).listen() == (
         "",
-        "on the node 127.0.0.1: RAY_USE_TLS is set, and RAY_TLS_SERVER_CERT is not; set it as well",
+        "on the node 127.0.0.1: RAY_USE_TLS is set, but RAY_TLS_SERVER_CERT is not; set it as well",
     )
-    with pytest.raises(BackendError, match="RAY_USE_TLS is set, and RAY_TLS_SERVER_CERT is not"):
+    with pytest.raises(BackendError, match="RAY_USE_TLS is set, but RAY_TLS_SERVER_CERT is not"):
         launcher.tls_context()
     monkeypatch.setenv("RAY_TLS_SERVER_CERT", str(certificate))
     monkeypatch.setenv("RAY_TLS_SERVER_KEY", str(key))

@@ -55,7 +55,7 @@ def test_each_worker_has_a_launcher(folder: Path) -> None:
     assert [launcher.device_type for launcher in launchers] == ["gpu"] * 3
     assert [launcher.describe() for launcher in launchers] == [
         *["a process on this host"] * 2,
-        "another process at 127.0.0.1:7070, in the clear",
+        "another process at 127.0.0.1:7070, not encrypted",
     ]
 
 
@@ -77,7 +77,7 @@ def test_workers_on_gpus_are_told_which(folder: Path) -> None:
         "a process on this host",
         "a process on this host, tensorrt on cuda:0",
         "a process on this host, tensorrt on cuda:1",
-        "another process at 127.0.0.1:7070, in the clear, cuda on cuda:3",
+        "another process at 127.0.0.1:7070, not encrypted, cuda on cuda:3",
     ]
 
 
@@ -111,13 +111,13 @@ def test_processes_on_this_host_need_no_token(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", ("cluster.toml [[workers]]", "one at least")),
+        ("", ("cluster.toml [[workers]]", "at least one")),
         (REMOTE, ("[router]", "token_file", "secret")),
         (REMOTE + '[router]\ntoken_file = "no"', ("token_file", "/no", "No such file")),
         (REMOTE + '[router]\ntoken_file = "short"', ("5 bytes", "16 to")),
         (REMOTE + '[router]\ntoken_file = "two"', ("several words", "16 to")),
         (REMOTE.replace(":7070", "") + ROUTER, ("1 address", "'127.0.0.1'", "expected")),
-        (FAR + ROUTER, ("tls_ca", "10.0.0.2:7070", "in the clear", "give the")),
+        (FAR + ROUTER, ("tls_ca", "10.0.0.2:7070", "unencrypted", "set the")),
         (REMOTE + ROUTER + 'tls_ca = "token"', ("authorities", "/token", "expected")),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_given_plan_is_served_as_it_stands(small: Small, tmp_path: Path) -> No
         status = plan_status_of(serving.engine.statistics()["small"])
         assert status is not None
         assert (status.changes, status.given_up, status.batch_size) == (0, 0, FRONT.batch_size)
-        assert status.reason == "the plan that was given"
+        assert status.reason == "the configured plan"
 
     cluster = replace(cluster_for(small[0], share=0.8), plan=given)
     assert serve(small, body, plan=None, cluster=cluster).trespasses == []

@@ -124,7 +124,7 @@ def test_the_plan_follows_what_is_observed(
         for _ in range(7):  # after a jump, forecasts are wary for some windows
             await planning.window(*most_leave)
         assert planning.splits == halves
-        assert "and there is none for" in planning.status.reason
+        assert "but the pause lasts" in planning.status.reason
         planning.now_s += RULES.pause_s
         await planning.window(*most_leave)
         assert planning.splits == [(0, 0, 2), (1, 4, 2)], "once the pause is over"
@@ -178,7 +178,7 @@ def test_a_worker_that_is_gone_for_long_is_planned_without(small: Small) -> None
         planning.now_s += RULES.pause_s
         profiles_of(planning.serving.engine).look()
         await planning.look()
-        assert planning.status.reason != "workers of the plan in force are gone"
+        assert planning.status.reason != "workers of the active plan are gone"
 
     plan(small, body, share=1.3)
 
@@ -198,7 +198,7 @@ def test_a_straggler_is_left_out_and_serves_to_the_switch(
             assert sum(split.excluded for split in planning.status.splits) == 1
             await planning.look()
             assert planning.status.changes == 1
-            assert planning.status.changed_for == "devices of the plan in force are gone"
+            assert planning.status.changed_for == "devices of the active plan are gone"
             assert planning.serving.segments()[slow] is None
             await planning.serving.load.more()
         assert planning.status.spare >= 1

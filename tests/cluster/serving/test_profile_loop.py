@@ -189,7 +189,7 @@ GOOD = BatchProfile(window_s=120.0, exits=2, windows=(WINDOW,))
         (
             BatchProfile(window_s=60.0, exits=2, windows=(WINDOW,)),
             FAKE_HASH,
-            "in windows of 60 s; now .* with 2, 120 s: the batch profile begins anew",
+            "in windows of 60 s; now .* with 2, 120 s: a new batch profile begins",
         ),
         (BatchProfile(window_s=120.0, exits=7), FAKE_HASH, "with 7 exits"),
     ],
@@ -240,7 +240,7 @@ def test_whatever_the_file_says_serving_starts(
     file.path.write_bytes(content)
     serving = begun(file)
     (record,) = caplog.records
-    assert "the batch profile begins anew" in record.getMessage()
+    assert "a new batch profile begins" in record.getMessage()
     assert "\n" not in record.getMessage()
     assert serving.status.windows == 0
     assert serving.window(1, 1, 1).windows == 1

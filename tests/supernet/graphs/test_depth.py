@@ -132,7 +132,7 @@ def test_masks_enter_beside(
                 ("/c/Add", "Add", ["e", "n"], "y"),
             ),
             Skip(scope="/b"),
-            ("depth.skip", "2 tensors of '/b'", "('e', 'n')", "expected 1", "scope that gives one"),
+            ("depth.skip", "2 tensors of '/b'", "('e', 'n')", "expected 1", "scope that one"),
         ),
         (
             chain(("/b/Exp", "ReduceSum", ["x"], "e"), ("/c/Neg", "Neg", ["e"], "y")),

@@ -167,7 +167,9 @@ def test_the_same_parts_give_the_same_bytes() -> None:
 
 def test_an_output_that_nobody_gives() -> None:
     pieces = sliced("mlp")
-    with pytest.raises(ValueError, match=r"no part gives \['nothing'\]; they give .*'hidden0'"):
+    with pytest.raises(
+        ValueError, match=r"no part computes \['nothing'\]; their outputs are .*'hidden0'"
+    ):
         assemble(pieces.graphs[:2], ["hidden0", "nothing"])
 
 

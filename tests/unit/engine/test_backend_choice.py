@@ -121,7 +121,7 @@ def test_tensorrt_comes_first_where_the_bundle_has_engines(
 ) -> None:
     path = with_engines(tmp_path / "a.ee")
     assert choice(caplog, bundles=[path], devices=[1], graphs=False, max_rows=7) == (
-        "tensorrt", "backend: tensorrt (the fastest, and all is there for it)",
+        "tensorrt", "backend: tensorrt (the fastest, and nothing is missing)",
     )  # fmt: skip
     assert made["device"] is H200
     assert (made["options"].graphs, made["options"].max_rows) == (False, 7)
@@ -324,7 +324,7 @@ def test_on_several_gpus_each_has_a_backend_of_its_own(
 ) -> None:
     path = with_engines(tmp_path / "a.ee")
     name, line = choice(caplog, bundles=[path], devices=[0, 2])
-    assert (name, line) == ("tensorrt", "backend: tensorrt (the fastest, and all is there for it)")
+    assert (name, line) == ("tensorrt", "backend: tensorrt (the fastest, and nothing is missing)")
     backend = make_backend("cuda", devices=[0, 2])
     assert isinstance(backend, SeveralDevices)
     assert (backend.name, backend.devices) == ("onnxruntime-cuda", ("cuda:0", "cuda:2"))

@@ -172,11 +172,11 @@ def test_a_disturbed_machine_is_noticed() -> None:
     assert "times are sure to ±" in note
     drifting = Rounds(times_ms=quiet.times_ms * np.linspace(1.0, 1.06, 30)[:, None] ** 4)
     (*_, note) = disturbances("stages", MachineLoad(wall_s=2.0, own_cpu_s=2.0), [drifting])
-    assert "slower meanwhile" in note
+    assert "slower during the measurement" in note
     (*_, note) = disturbances(
         "stages", MachineLoad(wall_s=2.0, own_cpu_s=2.0), [Rounds(times_ms=drifting.times_ms[::-1])]
     )
-    assert "faster meanwhile" in note
+    assert "faster during the measurement" in note
 
 
 def test_systems_take_turns_in_every_round_and_warm_ups_are_forgotten() -> None:

@@ -129,7 +129,7 @@ def test_every_stage_is_found_by_its_steps() -> None:
         (1, "eecompile: too little data", "too little data (exit status 1)"),
         (-15, "anything", "its process was ended by SIGTERM"),
         (-99, "anything", "its process was ended by signal 99"),
-        (0, "anything", "it wrote no bundle that is whole"),
+        (0, "anything", "it wrote no complete bundle"),
     ],
 )
 def test_the_end_of_a_compilation_is_told(status: int, said: str, told: str) -> None:

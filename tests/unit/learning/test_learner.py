@@ -265,7 +265,7 @@ def test_nothing_that_pays_is_said_with_its_reason(
         (1, "eecompile: there is no memory", "there is no memory (exit status 1)"),
         (-9, "", "its process was ended by SIGKILL"),
         (-77, "", "its process was ended by signal 77"),
-        (0, "", "it wrote no bundle that is whole"),
+        (0, "", "it wrote no complete bundle"),
     ],
 )
 def test_a_compilation_that_fails_is_told_and_tried_again(
@@ -324,7 +324,7 @@ def test_packages_that_are_missing_are_told_and_looked_for_again(
     async def story(scene: Scene) -> None:
         await scene.begin()
         assert any(
-            "nothing can be compiled without torch: pip install 'offramp[compile]'; inputs are "
+            "compiling needs torch: pip install 'offramp[compile]'; inputs are "
             "recorded until then" in record.message
             for record in caplog.records
         )

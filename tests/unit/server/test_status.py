@@ -151,12 +151,12 @@ def test_the_last_window_of_the_batch_profile_is_shown_beside_its_forecast() -> 
         Engine(now=dataclasses.replace(STATISTICS, extensions={"batch_profile": before}))
     )
     assert (
-        "Rows that go on behind each exit, by windows of 120 s 3 windows are kept from before; "
+        "Rows that continue after each exit, by windows of 120 s 3 windows are kept from before; "
         "none is over since the start." in text
     )
     first = dataclasses.replace(status, windows=1, going_on=(0.75, None, 0.25))
     text = text_of(Engine(now=dataclasses.replace(STATISTICS, extensions={"batch_profile": first})))
-    assert "Rows that went on behind each exit in the last window of 120 s" in text
+    assert "Rows that continued after each exit in the last window of 120 s" in text
     assert "exit 0 75.0 % – – exit 2 25.0 % – –" in text
     assert "1 window is kept; nothing was forecast for this one." in text
     told = dataclasses.replace(first, windows=720, forecast=(0.7, 0.7, 0.5), method="last value")
