@@ -3,7 +3,7 @@
     python -m examples.generate [--models FOLDER] [SENTENCE ...]
 
 The model rewrites dates, times, amounts and telephone numbers in sentences, and copies the rest. It
-is trained here, in about 15 minutes, unless it is in ``demo/normaliser`` or in ``--models``. It is
+is trained here, in about 14 minutes, unless it is in ``demo/normaliser`` or in ``--models``. It is
 compiled with exits and served by ``eeserve``; each token is shown in the colour of the exit that it
 left by, or, where the output is no terminal, with the number of that layer below it. Needs the
 package tokenizers: ``pip install 'offramp[text]'``.

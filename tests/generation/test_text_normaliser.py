@@ -257,7 +257,7 @@ def test_the_loss_of_exits_weighs_layers_by_their_number(drawn: tuple[Parts, Tok
     torch.testing.assert_close(loss_of_exits(model, states, wanted), (first + 2 * second) / 3)
 
 
-def test_it_learns(drawn: tuple[Parts, Tokenizer]) -> None:
+def test_it_learns(drawn: tuple[Parts, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = TINY(vocabulary=VOCABULARY, depth=LAYERS)
     samples = drawn[0].train
@@ -274,14 +274,15 @@ def test_it_learns(drawn: tuple[Parts, Tokenizer]) -> None:
             return float(loss_of_exits(model, states, wanted))
 
     before = loss()
-    assert train(model, samples, loss_of_exits, rate=5e-2, limit_s=60, steps=60) == 60
+    monkeypatch.setattr(text_normaliser, "_RATE", 5e-2)
+    assert train(model, samples, loss_of_exits, limit_s=60, steps=60) == 60
     assert before > 5.5  # as likely as any other of 384 tokens
     assert loss() < before - 1
 
 
 def test_training_ends_with_its_time(drawn: tuple[Parts, Tokenizer]) -> None:
     model = TINY(vocabulary=VOCABULARY, depth=LAYERS)
-    assert train(model, drawn[0].train, loss_of_last, rate=1e-3, limit_s=0.3) < 300
+    assert train(model, drawn[0].train, loss_of_last, limit_s=0.3) < 300
 
 
 @pytest.fixture
@@ -293,7 +294,7 @@ def options(
     monkeypatch.setattr(
         text_normaliser,
         "EncoderDecoder",
-        lambda *, vocabulary, depth=LAYERS: TINY(vocabulary=vocabulary, depth=depth),
+        lambda *, vocabulary, depth: TINY(vocabulary=vocabulary, depth=min(depth, LAYERS + 1)),
     )
     parser = argparse.ArgumentParser()
     text_normaliser.add_arguments(parser)
@@ -301,9 +302,11 @@ def options(
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's exporter warns of itself
-def test_plain_and_joint_are_written_unless_others_are_named(
+def test_models_are_written_as_they_are_named(
     drawn: tuple[Parts, Tokenizer], options: argparse.Namespace
 ) -> None:
+    assert options.only == ["joint"]
+    options.only = ["joint", "plain"]
     make(options)
     assert sorted(path.name for path in options.output.iterdir()) == ["joint", "plain"]
     for folder in options.output.iterdir():
@@ -312,7 +315,7 @@ def test_plain_and_joint_are_written_unless_others_are_named(
             "training.json",
         ])  # fmt: skip
         facts = json.loads((folder / "training.json").read_text())
-        assert (facts["model"], facts["decoder_layers"], facts["steps"]) == (folder.name, 2, 3)
+        assert (facts["model"], facts["decoder_layers"], facts["steps"]) == (folder.name, 3, 3)
         assert facts["same_in_onnx_runtime"] >= 0.99
         assert facts["test_accuracy_of_whole_outputs"] == 0  # three steps teach nothing
         assert facts["onnx_bytes"] == {name: (folder / name).stat().st_size for name in FILES}
