@@ -11,7 +11,7 @@ IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reord
 # Tests start hundreds of processes: each would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo generate test test-all test-oldest fuzz chaos mutants lint typecheck format bench clean
+.PHONY: demo generate test test-all test-oldest fuzz chaos mutants lint typecheck format bench figures clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
 	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
@@ -56,6 +56,9 @@ bench: $(INSTALLED)  ## measure: the example against its source model, and the t
 	    --data examples/fashion/calibration.npz --output demo/fashion.ee
 	$(BIN)/eebench compare demo/fashion.ee --data examples/fashion/test.npz
 	$(BIN)/python -m benchmarks.thresholds
+
+figures: $(INSTALLED)  ## measure all figures of README and docs, or RESULTS, and fill the tables
+	$(BIN)/python -m offramp.tools.figures --measure $(RESULTS) $(if $(BUSY),--busy)
 
 clean:
 	rm -rf $(VENV) .venv-oldest demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

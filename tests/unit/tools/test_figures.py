@@ -1,0 +1,101 @@
+"""Tables of README and docs are those of the results, and results can be measured again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tests.facts import tells
+
+from offramp.tools import figures
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_tables_are_those_of_the_results() -> None:
+    marked = [page for page in figures.pages() if "<!-- table:" in page.read_text()]
+    assert "README.md" in {page.name for page in marked}
+    for page in marked:
+        assert figures.filled(page.read_text()) == page.read_text(), f"{page}: make figures"
+
+
+def test_every_table_is_in_a_page() -> None:
+    text = "".join(page.read_text() for page in figures.pages())
+    assert [name for name in figures.TABLES if f"<!-- table: {name} -->" not in text] == []
+
+
+def test_a_table_is_written_between_its_markers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> Iterator[Sequence[str]]:
+        yield "a", "b"
+        yield "1", "2"
+
+    monkeypatch.setattr(figures, "TABLES", {"x": rows})
+    page = "before\n<!-- table: x -->\nold\n<!-- end -->\nafter"
+    wanted = "before\n<!-- table: x -->\n| a | b |\n|---|---|\n| 1 | 2 |\n<!-- end -->\nafter"
+    assert figures.filled(page) == wanted
+    assert figures.filled(wanted) == wanted
+    with pytest.raises(KeyError):
+        figures.filled("<!-- table: y -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "module"),
+    [
+        ("eebench compare demo/fashion.ee --json x.json", "offramp.tools.bench.cli"),
+        ("cli.py adapt demo/fashion.ee", "offramp.tools.bench.cli"),
+        ("front.py --triton x", "benchmarks.front"),
+        ("python -m tests.chaos --minutes 60", "tests.chaos"),
+    ],
+)
+def test_recorded_commands_run_in_the_sources(results: Path, recorded: str, module: str) -> None:
+    (results / "x.json").write_text(json.dumps({"environment": {"command": recorded}}))
+    command = figures.command_of("x")
+    assert command[:3] == [sys.executable, "-m", module]
+    assert command[3:] == recorded.split()[-len(command[3:]) :]
+
+
+def test_a_result_without_a_command_is_refused(results: Path) -> None:
+    (results / "x.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"x\.json"):
+        figures.command_of("x")
+
+
+def test_nothing_is_measured_on_a_busy_machine_or_twice(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (results / "x.json").write_text(json.dumps({"environment": {"command": "front.py"}}))
+    ran: list[list[str]] = []
+    monkeypatch.setattr(figures.subprocess, "run", lambda command, **_: ran.append(command))
+    monkeypatch.setattr(figures.os, "getloadavg", lambda: (2.0, 0, 0))
+    with pytest.raises(SystemExit) as refused:
+        figures.measure(["x"], busy=False)
+    tells(str(refused.value), "2.00", "0.3", "--busy")
+    assert ran == []
+    figures.measure(["x"], busy=True)
+    monkeypatch.setattr(figures.os, "getloadavg", lambda: (0.1, 0, 0))
+    figures.measure(["x"], busy=False)
+    assert ran == [[sys.executable, "-m", "benchmarks.front"]] * 2
+    with (
+        figures.measuring_alone(),
+        pytest.raises(SystemExit, match="another process"),
+        figures.measuring_alone(),
+    ):
+        pass
+
+
+def test_what_is_read_is_made_first(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(figures.subprocess, "run", lambda words, **_: ran.append(" ".join(words)))
+    figures.prepare(["methods.py", "--bundle", "x=demo/fashion.ee", "other.ee"])
+    assert [command.split()[2] for command in ran] == ["offramp.compiler.commands.cli"]
+    (results / "demo/fashion.ee").mkdir(parents=True)
+    figures.prepare(["demo/fashion.ee"])
+    assert len(ran) == 1

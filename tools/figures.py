@@ -1,0 +1,179 @@
+"""Figures of README and docs: measured again, and written into tables between markers.
+
+    python -m offramp.tools.figures [--measure [RESULT ...]] [--busy]
+
+Tables are made from ``benchmarks/results/*.json`` and written between ``<!-- table: NAME -->`` and
+``<!-- end -->``. With ``--measure`` the results are measured first, all or those that are named, by
+the command that each file records. One process measures at a time, and none starts on a busy
+machine unless ``--busy`` is given; the load is recorded in the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+RESULTS: Final = ROOT / "benchmarks/results"
+_TABLE: Final = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_IDLE: Final = 0.3
+"""Processes that run on average on an idle machine, at most."""
+_FASHION: Final = "examples/fashion/calibration.npz"
+_JOINT: Final = "demo/normaliser/joint"
+_TEXT: Final = (
+    f"eecompile generation {_JOINT} --train none --data {_JOINT}/calibration.npz --output"
+)
+PREPARED: Final[Mapping[str, str]] = {
+    "demo/fashion.ee": "eecompile examples/fashion/fashion_resnet56.onnx "
+    f"--data {_FASHION} --output demo/fashion.ee",
+    "demo/fast.onnx": f"eecompile export demo/fashion.ee --data {_FASHION} --output demo/fast.onnx",
+    _JOINT: "python -m offramp.tools.zoo.text_normaliser "
+    "--output demo/normaliser --only joint layers_3 layers_4",
+    "demo/whole.ee": f"{_TEXT} demo/whole.ee",
+    "demo/edit.ee": f"{_TEXT} demo/edit.ee --dissimilarity edit-distance",
+    "demo/tokens.ee": f"{_TEXT} demo/tokens.ee --promise tokens",
+}
+"""Commands that make what measurements read, by its path."""
+
+Result: TypeAlias = "dict[str, Any]"
+
+
+def read_result(name: str) -> Result:
+    """Return a file of ``benchmarks/results``, with its facts under ``environment``."""
+    content = json.loads((RESULTS / f"{name}.json").read_text())
+    return content if isinstance(content, dict) else {"rows": content}
+
+
+def compare_table() -> Iterator[Sequence[str]]:
+    """Yield the rows of README's table: exits over the unmodified model, by model and batch."""
+    yield "model", "batch", "mean", "median", "p99", "busy time", "nothing exits", "agreement"
+    models = {
+        "fashion": ("Fashion-MNIST, ResNet-56", (1, 4, 16, 32)),
+        "minilm_sentiment": ("sentiment, MiniLM (6 layers)", (1, 16)),
+    }
+    for name, (model, sizes) in models.items():
+        rows = {(row["system"], row["batch_size"]): row for row in read_result(name)["rows"]}
+        for size in sizes:
+            source, early, none = (
+                rows[system, size] for system in ("source", "offramp", "offramp-no-exit")
+            )
+            shares = [
+                early[key] / source[key]
+                for key in ("mean_ms", "median_ms", "p99_ms", "busy_ms_per_sample")
+            ]
+            shares.append(none["busy_ms_per_sample"] / source["busy_ms_per_sample"])
+            agreement = f"{early['agreement']:.2%}"
+            yield model, str(size), *(f"{share:.2f}" for share in shares), agreement
+
+
+TABLES: Final[Mapping[str, Callable[[], Iterator[Sequence[str]]]]] = {
+    "compare": compare_table,
+}
+"""Rows of each table, its heading first."""
+
+
+def filled(text: str) -> str:
+    """Return a page with its tables made anew; KeyError if one has an unknown name."""
+
+    def table(match: re.Match[str]) -> str:
+        heading, *rows = TABLES[match["name"]]()
+        lines = [heading, ["---"] * len(heading), *rows]
+        written = "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---")
+        return f"{match[1]}{written.replace('|--- |', '|---|')}{match[3]}"
+
+    return _TABLE.sub(table, text)
+
+
+def pages() -> list[Path]:
+    """Return README and the pages of docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def command_of(name: str) -> list[str]:
+    """Return the command that a result records, for this interpreter; ValueError if it has none."""
+    recorded = read_result(name).get("environment", {}).get("command")
+    if not recorded:
+        raise ValueError(f"{name}.json records no command; measure it once by hand")
+    return runnable(recorded)
+
+
+def runnable(command: str) -> list[str]:
+    """Return a command line as it runs in the sources: modules in place of scripts."""
+    program, *words = shlex.split(command)
+    commands = {"eecompile": "offramp.compiler.commands.cli", "eebench": "offramp.tools.bench.cli",
+                "cli.py": "offramp.tools.bench.cli"}  # fmt: skip
+    if program == "python":
+        return [sys.executable, *words]
+    module = commands.get(program) or f"benchmarks.{program.removesuffix('.py')}"
+    return [sys.executable, "-m", module, *words]
+
+
+def prepare(words: Sequence[str]) -> None:
+    """Make what a command reads of :data:`PREPARED`, and is not there."""
+    for word in words:
+        path = word.rpartition("=")[2]
+        if path in PREPARED and not (ROOT / path).exists():
+            command = runnable(PREPARED[path])
+            prepare([read for read in command if read != path])
+            print(PREPARED[path], flush=True)
+            subprocess.run(command, cwd=ROOT, check=True)
+
+
+def measure(names: Sequence[str], *, busy: bool) -> None:
+    """Run the commands of results, one after another; SystemExit if the machine is busy."""
+    for name in names:
+        command = command_of(name)
+        prepare(command)
+        load = os.getloadavg()[0]
+        if load > _IDLE and not busy:
+            raise SystemExit(
+                f"the machine is busy: {load:.2f} processes ran on average in the last minute, "
+                f"expected at most {_IDLE}. End them and wait, or measure all the same by --busy"
+            )
+        print(shlex.join(command), flush=True)
+        subprocess.run(command, cwd=ROOT, check=True)
+
+
+@contextmanager
+def measuring_alone() -> Iterator[None]:
+    """Hold the lock of measurements; SystemExit if another process has it."""
+    path = ROOT / "build/measuring.lock"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SystemExit(f"another process measures here; it holds {path}") from error
+        yield
+
+
+def main() -> None:
+    """Measure if asked to, and fill the tables."""
+    parser = argparse.ArgumentParser(description="Measure figures, and fill the tables.")
+    parser.add_argument("--measure", nargs="*", metavar="RESULT",
+                        help="results to measure first, by name; all without a name")  # fmt: skip
+    parser.add_argument("--busy", action="store_true", help="measure on a busy machine, too")
+    options = parser.parse_args()
+    if options.measure is not None:
+        every = sorted(path.stem for path in RESULTS.glob("*.json"))
+        with measuring_alone():
+            measure(options.measure or every, busy=options.busy)
+    for page in pages():
+        text = page.read_text()
+        if (new := filled(text)) != text:
+            page.write_text(new)
+            print(f"wrote {page.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
