@@ -93,8 +93,8 @@ def generation_parser() -> argparse.ArgumentParser:
                        "spread); those that save most time are used")  # fmt: skip
     exits.add_argument("--criterion", choices=sorted(CRITERIA), default="softmax-margin",
                        help="confidence of an exit (CALM): softmax-margin, the difference of its "
-                       "two largest probabilities; max-probability; state-similarity, input "
-                       "against output of its last layer; learned-classifier, of the state")  # fmt: skip
+                       "two largest probabilities; max-probability; state-similarity, of its last "
+                       "layer's input and output; learned-classifier, of the state")  # fmt: skip
     exits.add_argument("--head", choices=HEADS, default="full",
                        help="head of exits: the model's own; or, for large vocabularies, one that "
                        "is trained: subset, of the most frequent tokens; low-rank")  # fmt: skip

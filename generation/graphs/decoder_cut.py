@@ -80,8 +80,7 @@ class DecoderCut:
         )
 
     def _behind_all(self, before: Sequence[str]) -> str:
-        """Return the output of the last layer: the state up to which it is most like the one
-        before.
+        """Return the output of the last layer, by its likeness to the layer before.
 
         The final norm and LM head follow it with tensors that all data passes through too. Any of
         them would give the same answers, but an exit needs the output of a layer.

@@ -172,9 +172,7 @@ _Caches: TypeAlias = "dict[tuple[int, Side, CacheKind], str]"
 
 
 def _caches(inputs: Sequence[str] | Mapping[str, object], name: str) -> _Caches:
-    """Find the inputs with keys and values, by layer, side and kind; ModelError if one is
-    missing.
-    """
+    """Find the inputs with keys and values, by layer, side and kind; ModelError if one lacks."""
     found: _Caches = {}
     for given in inputs:
         for pattern in _CACHES:

@@ -40,9 +40,7 @@ class TensorSizes:
         return self.shapes.get(tensor)
 
     def is_state(self, tensor: str) -> bool:
-        """Return True if a tensor may be the state between layers: floats [batch, tokens,
-        width].
-        """
+        """Return True if a tensor may be a state between layers: floats [batch, tokens, width]."""
         shape = self.shapes.get(tensor, ())
         return (
             len(shape) == 3

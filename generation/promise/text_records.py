@@ -66,7 +66,7 @@ class TextRecords:
 
     @property
     def places(self) -> IntArray:
-        """int64[tokens]: which token of its output each one is, from 0."""
+        """int64[tokens]: position of each token in its output, from 0."""
         return np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
 
     def take(self, prompts: IntArray) -> TextRecords:

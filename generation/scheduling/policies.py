@@ -35,7 +35,7 @@ class RefillPolicy:
     """
 
     def __init__(self, *, patience: int = 32, urgent_s: float = 0.05) -> None:
-        """Create the policy; a deadline is near from ``urgent_s`` seconds before it."""
+        """Create the policy; ``patience`` in steps, near deadlines at most ``urgent_s`` ahead."""
         if patience < 1 or not urgent_s >= 0.0:
             raise ValueError(f"patience {patience} must be at least 1, urgent_s {urgent_s} from 0")
         self._patience, self._urgent_s = patience, urgent_s
