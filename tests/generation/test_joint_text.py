@@ -199,7 +199,7 @@ def test_answers_that_are_not_the_models_own_are_refused() -> None:
     [
         ({"exits": (3, 1)}, r"exits are wanted after layers \[3, 1\]"),
         ({"exits": ()}, r"exits are wanted after layers \[\]"),
-        ({"exits": (LAYERS,)}, f"rising numbers from 1 to {LAYERS - 1}"),
+        ({"exits": (LAYERS,)}, f"increasing numbers from 1 to {LAYERS - 1}"),
         ({"answers": []}, "40 prompts and 0 answers"),
         ({"answers": [np.zeros(0, np.int64)] * PROMPTS}, "is empty"),
     ],
