@@ -2,7 +2,7 @@
 
     python -m benchmarks.attacks BUNDLE [--seconds 10] [--rounds 3] [--only NAME …] [--json FILE]
 
-A server with default flags, the attackers, and a process that calls ``ServerLive`` every 50 ms share
+A server with default flags, attackers, and a process that calls ``ServerLive`` every 50 ms share
 this machine's cores. A round lasts ``--seconds`` for each attack, on a new server each, and once
 without one (``quiet``). Reported for the calls: median, maximum, and the number above 100 ms; an
 attacker is one process that sends as fast as it can. Memory is the server's resident set before the

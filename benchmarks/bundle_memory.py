@@ -7,6 +7,7 @@ Each bundle is measured as written (``named``: graphs refer to their weights in 
 which ONNX Runtime maps) and in a form whose graphs contain their weights (``held``). In addition to
 the given bundles a BERT of random weights is made (heads of 64, 30,522 words, 128 tokens, two
 exits), which is not trained.
+
 Memory and loading: each form in its own process, in turns, ``--rounds`` times. ``serve`` loads the
 stages that the policy needs; ``both`` also the unmodified model as one graph, as a server does
 while it compares or changes what it runs. Figures are the increase over the process before loading:

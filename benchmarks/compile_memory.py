@@ -5,8 +5,8 @@
         [--json FILE]
 
 Models are made in torch with random weights: ``bert`` has BERT-base's sizes (12 layers, 768 wide,
-30,522 words), ``resnet50`` those of ResNet-50, ``convolutions`` is small; both take 3x64x64. Each is
-compiled in its own process, once for each number of samples. The resident memory of that process
+30,522 words), ``resnet50`` those of ResNet-50, ``convolutions`` is small; both take 3x64x64. Each
+is compiled in its own process, once for each number of samples. The resident memory of that process
 and its children is sampled fifty times a second: ``resident`` is all of it, ``anonymous`` excludes
 pages of files, which the system may reclaim. MB are 10^6 bytes. Samples are of seven kinds, so that
 exits learn from few of them and are used; only memory and time are measured.

@@ -6,7 +6,7 @@
 Simulated: streams are drawn with replacement from the records of a bundle's real model, so that the
 true disagreement is known; no model runs. Controllers are those served in audit mode, some with a
 constant share of audits (``constant``, the baseline), others with audits that rise with suspicion
-(``rising``). All streams start without drift. Inputs look the same in all drifts, so only audits can
+(``rising``). All streams start without drift. Inputs look the same in all drifts; only audits can
 detect them, and the guard of the inputs is not used.
 
 * abrupt: exits err on a fixed share more of the samples, suddenly;

@@ -14,7 +14,7 @@ full batch. Shared has no splits: all devices serve all stages, and batches are 
 
 Assumed, since the paper prints none: batch curves of devices (benchmarks/clusters.py), 12 layers
 with an exit after each at 2 % of a layer, easy rows that leave evenly over the first half, and 128
-x 768 floats per row that changes devices, at 80 Gb/s and 0.1 ms, during which the device that merges
+x 768 floats per row that changes devices, at 80 Gb/s and 0.1 ms, in which the device that merges
 it waits: the paper overlaps transfers with work (3.2.2). Unprofitable exits are off and plans know
 the true shares, unless stated otherwise.
 """
@@ -263,9 +263,7 @@ def wrapper() -> Iterator[Row]:
 
 
 def bursts(path: Path | None) -> Iterator[Row]:
-    """Yield the share of answers in time under a recorded trace at a rate the source model
-    sustains.
-    """
+    """Yield shares of answers in time under a recorded trace, at a rate for the source model."""
     if path is None:
         raise SystemExit("bursts: needs --trace, an Azure LLM inference trace")
     mix = alike(0.8, 8)

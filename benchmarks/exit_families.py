@@ -54,10 +54,10 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--data", type=Path, required=True, help="calibration data")
     parser.add_argument(
-        "data that nothing was trained on",
+        "--test",
         type=Path,
         required=True,
-        help="data that nobody has seen",
+        help="test data, used by neither training nor compiling",
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["pooled", "bridges", "joint"])

@@ -7,7 +7,7 @@ TRACES is a folder with AzureLLMInferenceTrace_conv.csv.gz, AzureLLMInferenceTra
 servegen_m-small_rate_per600s.csv (summed from Alibaba's ServeGen, Apache-2.0).
 
 Series: a request of the Azure traces goes on after exit k if its context is longer than a quantile
-of all contexts of its trace (so that 80, 50 and 20 % do); windows of two minutes. In addition, mixes
+of all contexts of its trace (so that 80, 50 and 20 % do); windows of two minutes. Further, mixes
 of easy and hard rows that shift from 80:20 to 20:80, by steps and by waves, with as many rows per
 window as the traces have; easy rows are drawn at random. With a bundle and data that it was not
 trained on, shifting mixes are also served in simulation, as in `python -m benchmarks.adapt`

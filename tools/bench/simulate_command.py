@@ -156,7 +156,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         "--max-violations",
         type=float,
         metavar="SHARE",
-        help="choose the number by the share of late samples (PAME's tau_l)",
+        help="choose that number by the share of late samples (PAME's tau_l)",
     )
     add(
         "--forbid-forced-exits",

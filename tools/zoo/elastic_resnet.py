@@ -236,9 +236,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch while it trains")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "file with the training state; an existing one is resumed",
-        type=Path,
-        help="file that keeps what is trained; if it is there, it goes on",
+        "--state", type=Path, help="file with the training state; an existing one is resumed"
     )
     options = parser.parse_args()
 
