@@ -1,13 +1,13 @@
-"""Time of one ramp adjustment: what the decision takes, without the round of tuning.
+"""Time of one ramp adjustment: the decision, without the round of tuning.
 
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
     python -m benchmarks.adjustment [--json FILE]
 
-Thirteen exits, of which about half are in use, so that every rule has candidates. Situations are
-drawn at random (seeded) until each kind has as many as asked for: some exits lose time; none does,
-and one is added; none does, and one is shifted. Each is decided several times; a figure is the
-median over the situations of a kind of their median. ``all in use`` is the dearest to evaluate.
-Apparate reports 0.5 ms a round (5.4).
+Of thirteen exits about half are in use, so that every rule has candidates. Situations are drawn at
+random (seeded) until each kind has the requested number: some exits lose time; none does, and one
+is added; none does, and one is shifted. Each is decided several times; a figure is the median over
+the situations of a kind of their median. ``all in use`` is the most expensive to evaluate.
+Apparate reports 0.5 ms per round (5.4).
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def draw(samples: int, count: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def situation_of(rng: np.random.Generator, samples: int, active: list[int]) -> dict[str, Any]:
-    """Confidence rises with depth; how fast, and what exits cost, differs."""
+    """Return a random situation: confidence rises with depth; its rise and the exits' costs
+    vary.
+    """
     surer = np.array(active)[:, None] / EXITS * rng.uniform(0.1, 0.6)
     confidence = rng.random((len(active), samples)) * (1 - surer) + surer
     costs = CostModel(

@@ -3,21 +3,21 @@
     python -m benchmarks.apparate BUNDLE --data TEST.npz [--only TABLE …] [--json FILE] [--quick]
 
 Engines in this process, one stream and one thread (the sender has the other core). All systems of a
-table are open at the same time, and are sent the same samples at the same moments, one system after
+table are open at the same time, and receive the same samples at the same times, one system after
 the other. ``off`` is the unmodified model, ``apparate`` the published controller in release mode,
-``release``, ``audit`` and ``leave`` are this project's. Before it is measured, whatever learns is
-driven at saturation for a while: figures are those of a server that has been running.
+``release``, ``audit`` and ``leave`` are this project's. Systems that learn are first driven at
+saturation for a while: figures are those of a server that has been running.
 
 * latency: loads of 20, 40 and 60 % of the throughput of ``off``. ``poisson`` sends in random order;
-  ``video`` sends samples that are like the one before, at a constant rate; ``reviews`` sends class
+  ``video`` sends samples similar to the one before, at a constant rate; ``reviews`` sends class
   by class, with Poisson arrivals.
 * slo: deadlines of 2, 4 and 8 times the latency of a lone request, under the policy ``clockwork``.
 * ramp_budget and constraint: 1, 2, 5 and 10 %; 1, 2 and 5 %.
 
 ``optimal`` is SIMULATED as in the paper (2.2): each sample leaves at the first exit that answers
-like the model, and no other exit costs anything. From each latency measured with ``off`` it takes
-the time of a batch of 1 that the sample would have avoided; what others then wait less is left out.
-Everything else is MEASURED. Agreement is with the unmodified model.
+like the model, and no other exit costs anything. From each latency measured with ``off`` the time
+that the sample would have saved in a batch of 1 is subtracted; shorter waiting times of others are
+ignored. Everything else is MEASURED. Agreement is with the unmodified model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _HEADLINE: Final = ("p50", "p99")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSystem:
-    """A mode and a controller, and what is asked of it; ``None`` is the default."""
+    """A mode and a controller, and their options; ``None`` is the default."""
 
     name: str
     mode: Mode
@@ -100,7 +100,7 @@ class Extent:
     ramp_budgets: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1)
     constraints: tuple[float, ...] = (0.01, 0.02, 0.05)
     duration_s: float = 5.0
-    """Of each figure's load."""
+    """Duration of the load of each figure."""
     settle_s: float = 4.0
     """Time at saturation before, of each system that learns."""
     lone_requests: int = 500
@@ -125,7 +125,7 @@ class Workload:
     order: NDArray[np.int64]
     """int64[samples]: rows of the data, sent again and again."""
     evenly: bool = False
-    """Whether requests come at a constant rate; else as a Poisson process."""
+    """True if requests come at a constant rate, false for a Poisson process."""
 
     def trace(self, rate: float, duration_s: float, seed: int) -> Trace:
         """Arrivals at a mean rate, in requests a second."""
@@ -193,9 +193,9 @@ class OptimalExits:
         return cls(exit=at.astype(np.int16), saved=saved[first])
 
     def improve(self, outcomes: Outcomes, rows: NDArray[np.int64], lone_ms: float) -> Outcomes:
-        """Return what requests of samples, by row, would have taken with these exits.
+        """Return the outcomes that requests of samples, by row, would have with these exits.
 
-        ``lone_ms`` is the time in which the unmodified model runs a batch of 1.
+        ``lone_ms`` is the time of the unmodified model for a batch of 1.
         """
         saved_s = self.saved[rows] * lone_ms / 1e3
         latency_s = np.maximum(outcomes.latency_s - saved_s, 0.0)
@@ -214,7 +214,7 @@ class ApparateBench:
             self.population, CostModel.of(bundle.manifest, bundle.profile(), 1)
         )
         self.lone_ms = self.lone_stages_ms = self.capacity_rps = 0.0
-        """Of the unmodified model: latency of a lone request, time of its stages, throughput."""
+        """Latency of a lone request, time of the stages and throughput of the unmodified model."""
 
     async def calibrate(self) -> None:
         """Measure the unmodified model, lone and at saturation."""

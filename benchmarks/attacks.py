@@ -1,10 +1,10 @@
-"""How soon a server under attack says that it is live, and what the attack leaves behind.
+"""Response time of ``ServerLive`` during attacks on a server, and memory after them.
 
     python -m benchmarks.attacks BUNDLE [--seconds 10] [--rounds 3] [--only NAME …] [--json FILE]
 
-A server with default flags, the attackers, and a process that asks ``ServerLive`` every 50 ms share
-this machine's cores. A round lasts so many seconds for each attack, on a new server each, and once
-without one (``quiet``). Of the answers: median, the longest, and how many took above 100 ms; an
+A server with default flags, attackers, and a process that calls ``ServerLive`` every 50 ms share
+this machine's cores. A round lasts ``--seconds`` for each attack, on a new server each, and once
+without one (``quiet``). Reported for the calls: median, maximum, and the number above 100 ms; an
 attacker is one process that sends as fast as it can. Memory is the server's resident set before the
 attack, its peak, and 15 s after the end.
 """
@@ -49,7 +49,7 @@ _OPTIONS: Final = (("grpc.max_send_message_length", -1),)
 
 
 class AttackedServer:
-    """Where to send what, in an attacker's process."""
+    """The server's addresses and a request, in an attacker's process."""
 
     def __init__(self, address: str, http: str, request: bytes, until_s: float) -> None:
         self.address, self.http, self.request = address, http, request
@@ -60,7 +60,7 @@ class AttackedServer:
         return time.monotonic() >= self.until_s
 
     def calls(self, content: bytes, at_once: int, *, connections: int = 1) -> None:
-        """Send a message again and again, so many at once."""
+        """Send a message repeatedly, ``at_once`` calls at a time."""
         each = at_once // connections
         together(connections, lambda _: self._calls(content, each))
 
@@ -90,7 +90,7 @@ class AttackedServer:
             together(at_once, one)
 
     def connections(self, where: str, greeting: bytes, count: int) -> None:
-        """Connect so often, send what is no whole request, and stay."""
+        """Open ``count`` connections, send an incomplete request, and keep them open."""
         host, _, port = where.rpartition(":")
         open_ones = []
         for _ in range(count):
@@ -134,7 +134,7 @@ _numbers: Final = itertools.count()
 
 
 def next_option() -> tuple[str, int]:
-    """By which a channel gets a connection of its own."""
+    """Return a channel option that gives the channel its own connection."""
     return "benchmark.number", next(_numbers)
 
 
@@ -158,7 +158,7 @@ def _for_no_model(mib: int) -> bytes:
 
 
 def _unread(server: AttackedServer) -> None:
-    """Streams of right requests whose answers nobody reads."""
+    """Send valid requests on streams whose answers are never read."""
 
     def endless() -> Iterator[bytes]:
         while not server.over:
@@ -196,7 +196,7 @@ def _shapes(server: AttackedServer) -> None:
 
 
 def _resets(server: AttackedServer) -> None:
-    """Calls with a message that are cancelled at once, on connections that come again."""
+    """Send calls that are cancelled immediately, on connections that are opened repeatedly."""
     cancel = struct.pack(">I", 8)
 
     def calls() -> Iterator[bytes]:
@@ -214,7 +214,7 @@ def _resets(server: AttackedServer) -> None:
 
 
 def _unread_unary(server: AttackedServer) -> None:
-    """Right requests whose answers nobody reads, as many as a connection may have."""
+    """Send as many valid requests as a connection allows, without reading the answers."""
     no_window = struct.pack(">HI", 4, 0)
 
     def calls() -> Iterator[bytes]:
@@ -244,7 +244,7 @@ ATTACKS: Final[dict[str, Callable[[AttackedServer], None] | None]] = {
 
 
 def attack(name: str, address: str, http: str, request: bytes, seconds: float) -> None:
-    """In a process of its own."""
+    """Run an attack in its own process."""
     run = ATTACKS[name]
     assert run is not None
     run(AttackedServer(address, http, request, time.monotonic() + seconds))
@@ -253,9 +253,9 @@ def attack(name: str, address: str, http: str, request: bytes, seconds: float) -
 async def measure(
     name: str, bundle: Path, request: bytes, seconds: float
 ) -> tuple[list[Beat], list[float]]:
-    """One round of an attack; gives what ``ServerLive`` took, and MiB before, at most, after."""
+    """Run one round of an attack; return the beats, and MiB before, at the peak, and after."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / bundle.name  # beside which its state is kept
+        copy = Path(folder) / bundle.name  # its state is kept next to it
         await asyncio.to_thread(shutil.copytree, bundle, copy)
         server = Supervisor(copy, Path(folder))
         await server.start()

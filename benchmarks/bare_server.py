@@ -26,7 +26,7 @@ THREADS = 2
 
 
 class BareServer:
-    """A model behind one method."""
+    """A server with a model and one method."""
 
     def __init__(self, path: str) -> None:
         options = onnxruntime.SessionOptions()

@@ -1,16 +1,15 @@
-"""The memory that compiling, verifying, exporting and serving a model beyond 2 GiB takes.
+"""Memory of compiling, verifying, exporting and serving a model beyond 2 GiB.
 
     python -m benchmarks.beyond_two_gib [--width 8192] [--layers 12] [--samples 400] [--seed 0]
         [--folder DIR] [--json FILE]
 
-The model is a chain of matrix products with random weights, in external data: 3 GiB as it is by
-default. It is compiled without data and with some, verified, exported to a file and to a repository
-for Triton, and bundle and file are served. Each runs in a process of its own, whose resident
-memory, with that of the processes that it starts, is sampled fifty times a second: ``resident`` is
-all of it, ``anonymous`` is without pages of files, which the system may take back. It may be the
-model's size and 3 GiB. Answers of servers are compared with those that numpy computes of the
-weights.
-The folder needs room for six times the model; it is emptied again.
+The model is a chain of matrix products with random weights, in external data: 3 GiB by default. It
+is compiled without data and with some, verified, exported to a file and to a repository for Triton,
+and bundle and file are served. Each step runs in its own process. The resident memory of that
+process and its children is sampled fifty times a second: ``resident`` is all of it, ``anonymous``
+excludes pages of files, which the system may reclaim. The limit is the model's size plus 3 GiB.
+Answers of servers are compared with those that numpy computes from the weights.
+The folder needs space for six times the model; it is emptied at the end.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from offramp.tools.bench.common.output import describe_environment, wide_console
 CLASSES, ASKED = 10, 3
 _PAGE: Final = 4096
 _KINDS: Final = 7
-"""Of samples, by which a model of random weights tells them: so exits learn, and come into use."""
+"""Kinds of samples that a model of random weights separates, so that exits learn and are used."""
 _ALLOWED: Final = 3 * 2**30
-"""Bytes that may be taken beside the model."""
+"""Allowed bytes in addition to the model."""
 _READY: Final = re.compile(r"ready: gRPC on (\S+),")
 _COMMAND: Final = "import sys; from offramp.start import {0}; sys.exit({0}())"
 
@@ -127,7 +126,7 @@ class LargeChain:
 
     @property
     def size_bytes(self) -> int:
-        """Of all weights."""
+        """Size of all weights."""
         return self._data.stat().st_size
 
     def answer(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -151,7 +150,7 @@ class LargeChain:
 
 
 def measure(chain: LargeChain, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Run all commands on a model, and say what memory each took."""
+    """Run all commands on a model, and yield the memory of each."""
     folder = chain.path.parent
     rng = np.random.default_rng(options.seed)
     of_kind = rng.standard_normal((_KINDS, chain.width), np.float32)
@@ -211,7 +210,7 @@ def _served(
     asked: NDArray[np.float32],
     wanted: NDArray[np.float32] | None,
 ) -> dict[str, Any]:
-    """Serve a model until it has answered some samples; ``wanted`` are the answers, if known."""
+    """Serve a model until it has answered some samples; ``wanted`` are the expected answers."""
     command = ["eeserve", model, "--grpc-port", "0", "--http-port", "0", *flags]
     folder, started_s = chain.path.parent, time.monotonic()
     log = folder / "log"

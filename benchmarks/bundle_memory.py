@@ -1,21 +1,21 @@
-"""What one file of weights for all graphs of a bundle saves, in memory, on the disk and in time.
+"""Savings of one weight file for all graphs of a bundle, in memory, on disk and in time.
 
     python -m benchmarks.bundle_memory [BUNDLE ...] [--layers 6] [--width 768] [--rounds 5]
         [--runs 20] [--json FILE]
 
-Each bundle is measured as it is written (``named``: graphs name their weights in ``weights.bin``,
-which ONNX Runtime maps) beside the same bundle with graphs that hold their weights, as they did
-before (``held``). Beside the bundles that are given there is a BERT of random weights (heads of 64,
-30,522 words, 128 tokens, two exits), which is made here and was not trained.
+Each bundle is measured as written (``named``: graphs refer to their weights in ``weights.bin``,
+which ONNX Runtime maps) and in a form whose graphs contain their weights (``held``). In addition to
+the given bundles a BERT of random weights is made (heads of 64, 30,522 words, 128 tokens, two
+exits), which is not trained.
 
-Memory and loading: each form in a process of its own, in turns, ``--rounds`` times. ``serve`` loads
-the stages that the policy asks for; ``both`` the unmodified model as one graph too, as a server
-has while it compares or changes what it runs. Counted is what the process has more than before it
-loaded: proportional set size, and the part of it that is anonymous, after a few runs (MiB are 2^20
-bytes); ``peak`` is the most that was resident above that. The files were read shortly before and
-come from the system's cache. Speed: both forms in one process, batch after batch in turns, through
-all stages as if nothing left, in processor time of the one thread that computes; answers must be
-equal to the bit. Figures are medians of rounds, ratios named to held, with the least and the most.
+Memory and loading: each form in its own process, in turns, ``--rounds`` times. ``serve`` loads the
+stages that the policy needs; ``both`` also the unmodified model as one graph, as a server does
+while it compares or changes what it runs. Figures are the increase over the process before loading:
+proportional set size, and its anonymous part, after a few runs (MiB are 2^20 bytes); ``peak`` is
+the largest increase of resident memory. The files were read shortly before and come from the
+system's cache. Speed: both forms in one process, batch after batch in turns, through all stages as
+if no sample left, in processor time of the one computing thread; answers must be bit-identical.
+Figures are medians of rounds, ratios of named to held, with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _measure(named: Bundle, folder: Path, options: argparse.Namespace) -> dict[s
                 found = _child(["--step=load", f"--case={case}", str(forms[form].path)])
                 loaded[case][form].append(found)
     speed = []
-    for number in range(options.rounds):  # who is loaded first has other places in memory
+    for number in range(options.rounds):  # the first one gets other addresses
         order = FORMS if number % 2 == 0 else FORMS[::-1]
         paths = [str(forms[form].path) for form in order]
         speed.append(_child(["--step=speed", f"--runs={options.runs}", *paths]))
@@ -162,7 +162,7 @@ def _summary(
 
 
 def _load(options: argparse.Namespace) -> dict[str, float]:
-    """Load a bundle's stages, run them, and say what that took."""
+    """Load a bundle's stages, run them, and return memory and times."""
     backend = OnnxRuntimeBackend(threads=1)
     shrink_arena()  # makes the arena, and its session
     start = time.perf_counter()
@@ -217,7 +217,7 @@ _Arrays = Mapping[str, NDArray[Any]]
 def _runner(
     bundle: Bundle, backend: OnnxRuntimeBackend, case: str
 ) -> Callable[[_Arrays], list[NDArray[Any]]]:
-    """Load stages; gives what runs a batch through all of them."""
+    """Load stages; return a function that runs a batch through all of them."""
     plans = [make_plan(bundle)]
     if case == "both":
         plans.append(make_plan(bundle, mode=Mode.OFF))

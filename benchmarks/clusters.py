@@ -18,11 +18,11 @@ PRICES = {"V100": 2.93, "P100": 1.97, "K80": 0.90}
 HOMOGENEOUS = {"V100": 16}
 HETEROGENEOUS = {"V100": 6, "P100": 8, "K80": 15}
 EXIT_COST = 0.02
-"""Of a layer: head, check and border of an exit. ASSUMED."""
+"""Cost of an exit (head, check and border) relative to a layer. ASSUMED."""
 ROW_BYTES = 128 * 768 * 4
-"""Of the paper's BERT-base: 128 tokens. ASSUMED."""
+"""Row size of the paper's BERT-base: 128 tokens. ASSUMED."""
 LINK = DeviceLink(bytes_per_s=8 * 10e9 / 8, latency_s=1e-4)
-"""Eight links of 10 Gb/s at once between two splits; each server of the paper has one. ASSUMED."""
+"""Eight parallel links of 10 Gb/s between two splits; each server of the paper has one. ASSUMED."""
 MOST_ROWS = 64
 
 
@@ -54,7 +54,7 @@ def going_on(easy: float, layers: int = LAYERS) -> tuple[float, ...]:
 
 
 def model_of(shares: Sequence[float]) -> ModelFacts:
-    """A model with an exit behind every layer but the last, and the shares that go on."""
+    """Return a model with an exit after every layer but the last; ``shares`` of rows go on."""
     return ModelFacts(
         segments=len(shares) + 1,
         exit_after=tuple(range(len(shares))),

@@ -18,7 +18,7 @@ from offramp.cluster.planning.cluster_plan import ClusterPlan
 def make_parser(
     doc: str | None, *, bundle: bool = False, data: bool = False
 ) -> argparse.ArgumentParser:
-    """A parser with ``--json`` and, if wanted, a bundle and ``--data``; ``doc`` is the module's."""
+    """Return a parser with ``--json`` and, if asked, a bundle and ``--data``."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     if bundle:
         parser.add_argument("bundle", type=Path, help="folder made by eecompile")
@@ -39,13 +39,13 @@ def time_ms(action: Callable[[], object], repeat: int = 5) -> float:
 
 
 def in_a_process(module: str, *arguments: str) -> Any:
-    """Run a module in a process of its own; gives what it prints, which is JSON."""
+    """Run a module in its own process; return its output, parsed as JSON."""
     command = [sys.executable, "-m", module, *arguments]
     return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
 def memory_mib() -> dict[str, float]:
-    """What this process has, in MiB: ``pss``, ``anonymous`` (of it), ``rss``, and its ``peak``."""
+    """Return this process's MiB: ``pss``, ``anonymous`` (part of it), ``rss``, and ``peak``."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     lines += Path("/proc/self/status").read_text().splitlines()
     told = dict(line.split(":", 1) for line in lines)
@@ -54,7 +54,7 @@ def memory_mib() -> dict[str, float]:
 
 
 def described(plan: ClusterPlan) -> str:
-    """Say in a line which segments of a plan run on how many devices of which type."""
+    """Return one line with the segments of a plan and their devices by type."""
     parts = [
         f"{s.first_segment}-{s.last_segment}: "
         + "+".join(f"{r.count} {r.device_type}" for r in s.replicas)

@@ -1,4 +1,4 @@
-"""The memory that compiling takes, step by step: of a large model, and as the data grow.
+"""Memory of compiling, step by step, for a large model and for growing data.
 
     python -m benchmarks.compile_memory [--model bert,convolutions] [--samples 96,768]
         [--tokens 128] [--epochs 1] [--sweeps N] [--seed 0] [--folder DIR]
@@ -6,11 +6,10 @@
 
 Models are made in torch with random weights: ``bert`` has BERT-base's sizes (12 layers, 768 wide,
 30,522 words), ``resnet50`` those of ResNet-50, ``convolutions`` is small; both take 3x64x64. Each
-is compiled in a process of its own, on as many samples as are named, one run after another. Its
-resident memory, and that of the processes that it starts, is sampled fifty times a second:
-``resident`` is all of it, ``anonymous`` is without pages of files, which the system may take back.
-MB are 10^6 bytes. Samples are of seven kinds, so that exits learn from few of them and come into
-use; what is measured is memory and time alone.
+is compiled in its own process, once for each number of samples. The resident memory of that process
+and its children is sampled fifty times a second: ``resident`` is all of it, ``anonymous`` excludes
+pages of files, which the system may reclaim. MB are 10^6 bytes. Samples are of seven kinds, so that
+exits learn from few of them and are used; only memory and time are measured.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from offramp.tools.bench.common.output import describe_environment, wide_console
 CLASSES, SIDE = 10, 64
 MODELS = ("bert", "resnet50", "convolutions")
 _KINDS = 7
-"""Of samples, by which a model of random weights tells them: so exits learn, and come into use."""
+"""Kinds of samples that a model of random weights separates, so that exits learn and are used."""
 _MARK = "step: "
 
 

@@ -1,12 +1,12 @@
-"""The cost of control while serving: modes against each other, the controller on and off.
+"""Cost of control while serving: modes compared, the controller on and off.
 
     python -m benchmarks.control BUNDLE --data TEST.npz [--rounds 5] [--json FILE]
 
 In one process and without the network, at saturation, with one stream (the sender has the other
-core): an engine per mode, all of them open, driven in turn, round after round; every figure is the
-median over rounds. First the audited engine is driven until its audits have settled. Savings are
-of the seconds that stages run per answered sample, against the source model's. The last part drives
-two engines in audit mode, one of which nobody watches: its samples are recorded, and nothing reads
+core): an engine per mode, all open, driven in turn, round after round; every figure is the median
+over rounds. First the audited engine is driven until its audits have settled. Savings are of the
+stages' seconds per answered sample, relative to the source model's. The last part drives two
+engines in audit mode, one of them without a controller: its samples are recorded, and nothing reads
 the records.
 """
 
@@ -79,7 +79,7 @@ class DrivenEngine:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All that the module's docstring says."""
+    """Run all measurements of the module's docstring."""
     data = read_dataset(options.data, Bundle.open(options.bundle).manifest.inputs)
     samples = all_different(single_samples(data, options.samples))
     async with AsyncExitStack() as stack:
@@ -134,7 +134,7 @@ def all_different(samples: Sequence[dict[str, NDArray[Any]]]) -> list[dict[str, 
 
 
 async def settle(system: DrivenEngine, limit_s: float) -> float:
-    """Drive a system until its audit probability stays; gives how long that took."""
+    """Drive a system until its audit probability is stable; return the seconds needed."""
     taken_s, before = 0.0, -1.0
     while taken_s < limit_s:
         await system.replay.saturate(CONCURRENCY, SETTLED_S)

@@ -1,12 +1,12 @@
-"""How deep ``slackfit`` goes, beside the deepest setting that meets the same deadlines, simulated.
+"""Depth of ``slackfit`` compared with the deepest setting for the same deadlines, simulated.
 
     python -m benchmarks.depth BUNDLE [--slo-ms 20] [--streams 1] [--duration-s 5] [--seed 0]
         [--json FILE]
 
-The loads are shares of what the streams serve at the last exit, by the bundle's profile, in the
-largest batch. The oracle knows each trace as a whole: of all single depths (``fixed:…``) it takes
-the one of the highest agreement that is in time at least as often as ``slackfit`` was. A depth that
-is in time less often is none that "met the same deadlines". All on virtual time.
+The loads are shares of the streams' rate at the last exit, by the bundle's profile, in the
+largest batch. The oracle knows the whole trace: of all single depths (``fixed:…``) it takes
+the one of the highest agreement that is in time at least as often as ``slackfit``. A depth that
+is in time less often did not "meet the same deadlines". All on virtual time.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def loads(model: SimulatedModel, options: argparse.Namespace) -> Iterator[tuple[
 def under(
     model: SimulatedModel, trace: Trace, *, slo_ms: float, streams: int, seed: int = 0
 ) -> dict[str, Summary]:
-    """Simulate all policies, and every depth by itself, under a trace."""
+    """Simulate all policies, and every fixed depth, under a trace."""
     names = [*POLICIES, *(f"fixed:{_exit_name(point)}" for point in model.points.points)]
     return {
         name: run(name, model, trace, slo_ms=slo_ms, streams=streams, seed=seed) for name in names

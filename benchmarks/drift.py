@@ -1,23 +1,23 @@
-"""How soon the controller notices more disagreement, and what its audits cost while there is none.
+"""Delay until the controller notices drift, and the cost of its audits without drift.
 
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
     python -m benchmarks.drift demo/fashion.ee [--streams 200] [--baseline 20] [--json FILE]
 
 Simulated: streams are drawn with replacement from the records of a bundle's real model, so that the
-true disagreement is known; nothing runs. Controllers are as they are served in audit mode, some
-with as many audits all the time (``constant``, the baseline), others with audits that rise with
-suspicion (``rising``). All streams begin without drift. Where inputs look the same, only audits can
-tell, and the guard of the inputs is left out.
+true disagreement is known; no model runs. Controllers are those served in audit mode, some with a
+constant share of audits (``constant``, the baseline), others with audits that rise with suspicion
+(``rising``). All streams start without drift. Inputs look the same in all drifts; only audits can
+detect them, and the guard of the inputs is not used.
 
-* abrupt: exits go wrong on so many more samples, at once;
+* abrupt: exits err on a fixed share more of the samples, suddenly;
 * slow: the same, growing over 20,000 samples;
 * periodic: the same, on for 5,000 samples and off for 5,000;
 * label skew: classes on which exits err become more frequent, as far as the records allow;
-* adversarial: answers go wrong only while exits answer, and only those of the answering exits.
+* adversarial: errors occur only while exits answer, and only at the answering exits.
 
-Delays are answers from the first that is touched to the alarm. ``quiet`` is what audits cost, and
-how often alarms ring in vain; ``false_alarms`` is the drift alarm alone, with a rate so high that
-false alarms can be counted; ``limits`` is what no rule can do better with the same rate.
+Delays are answers from the first that is affected to the alarm. ``quiet`` is the cost of audits and
+the rate of false alarms; ``false_alarms`` is the drift alarm alone, with a rate so high that false
+alarms can be counted; ``limits`` is the bound that no rule with the same rate can beat.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LIMITS: Final = (0.02, 0.027, 0.057)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftStream:
-    """What a stream needs to be drawn, in a process of its own."""
+    """Data to draw a stream, in its own process."""
 
     bundle: Path
     rising: bool
@@ -96,7 +96,7 @@ class DriftStream:
 
 @dataclass(slots=True, kw_only=True)
 class RunningStream:
-    """A stream, its controller, and what is true of the policies that it was served under."""
+    """A stream, its controller, and the true risk of its policies."""
 
     population: Population
     classes: Any
@@ -116,7 +116,7 @@ class RunningStream:
         return self.facts[policy]
 
     def step(self, *, added: float = 0.0, weight: Any = None, only_answers: bool = False) -> None:
-        """Serve a chunk and have it observed; jobs run at once."""
+        """Serve a chunk and pass it to the controller; jobs run immediately."""
         policy, q = self.controller.policy, self.controller.audit_probability
         rows = self.rng.choice(self.population.size, size=CHUNK, p=weight)
         agrees = self.population.agrees[:, rows].copy()
@@ -185,7 +185,7 @@ def measure(asked: argparse.Namespace, pool: ProcessPoolExecutor) -> dict[str, A
 
 
 def stay(given: DriftStream) -> dict[str, float]:
-    """Serve without drift: what is audited, and what is said meanwhile."""
+    """Serve without drift; return the audits and the alarms."""
     stream = given.begin(guarded=True)
     audited = audits_ms = total_ms = suspicious = 0.0
     for _ in range(QUIET // CHUNK):
@@ -356,11 +356,12 @@ def false_alarms(given: tuple[float, str], *, streams: int, seed: int) -> dict[s
 
 
 def limit(risk: float) -> dict[str, Any]:
-    """The mean audits until the best rule rings that has the alarm's rate, all being audited.
+    """Return the mean audits to the alarm of the best rule of this rate, all being audited.
 
-    Of all rules whose false alarms are 1/rate audits apart in the mean at a risk of ε, the
+    Among all rules whose false alarms are 1/rate audits apart on average at a risk of ε, the
     cumulative sum for this risk has the least delay (Lorden's worst mean; Moustakides 1986). Its
-    steps are rounded to one disagreement for so many agreements; its delays solve a linear system.
+    steps are rounded to one disagreement per whole number of agreements; a linear system gives its
+    delays.
     """
     up, down = math.log(risk / BOUND), -math.log((1 - risk) / (1 - BOUND))
     jump, kl = round(up / down), risk * up - (1 - risk) * down

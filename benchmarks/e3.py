@@ -1,22 +1,22 @@
-"""E3's evaluation (section 5) on virtual time: what splits on devices of their own bring.
+"""E3's evaluation (section 5) on virtual time: benefit of splits on dedicated devices.
 
     python -m benchmarks.e3 [--json FILE] [--only NAME,…] [--trace TRACE.csv.gz]
 
-All goodputs are SIMULATED: the server's own scheduler under the plan's placement, and devices whose
-stages take what is assumed. Goodput is the highest rate of evenly spaced requests, to 2 %, at which
-99.9 % are answered within 100 ms and no backlog grows, over the second half of 0.6 s of virtual
-time (of 1 s for the mixes).
+All goodputs are SIMULATED: the server's own scheduler under the plan's placement, on devices with
+assumed stage times. Goodput is the highest rate of evenly spaced requests, to 2 %, at which 99.9 %
+are answered within 100 ms and no backlog grows, over the second half of 0.6 s of virtual time (of
+1 s for the mixes).
 
-Systems: source is the model as it is on all devices, in batches. Run-through has exits, and batches
-that shrink, as DeeBERT. Dedicated is a plan of the optimiser whose devices run their own split
-only, as E3 has it. Stealing is the same plan, whose devices take other work where their own has no
+Systems: source is the unmodified model on all devices, in batches. Run-through has exits, and
+batches that shrink, as DeeBERT. Dedicated is a plan of the optimiser whose devices run their own
+split only, as in E3. Stealing is the same plan, whose devices take other work if their own has no
 full batch. Shared has no splits: all devices serve all stages, and batches are refilled.
 
 Assumed, since the paper prints none: batch curves of devices (benchmarks/clusters.py), 12 layers
-with an exit behind each at 2 % of a layer, easy rows that leave evenly over the first half, and 128
-x 768 floats a row that changes devices, at 80 Gb/s and 0.1 ms, for which the device that merges it
-waits: the paper overlaps transfers with work (3.2.2). Exits that earn nothing are off but where
-said. Plans know the true shares but where said.
+with an exit after each at 2 % of a layer, easy rows that leave evenly over the first half, and 128
+x 768 floats per row that changes devices, at 80 Gb/s and 0.1 ms, in which the device that merges
+it waits: the paper overlaps transfers with work (3.2.2). Unprofitable exits are off and plans know
+the true shares, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from offramp.tools.bench.common.traces import azure
 
 EASY: Final = (0.8, 0.5, 0.2)
 SIZES: Final = (1, 4, 16, 64)
-"""Beside 8, which the mixes have."""
+"""Batch sizes in addition to 8, which the mixes have."""
 SLO_S: Final = 0.1
 SEARCH: Final = Search(slo_s=SLO_S, duration_s=6 * SLO_S)
 LONGER: Final = Search(slo_s=SLO_S, duration_s=10 * SLO_S)
 """For the mixes."""
 ERRORS: Final = (-0.2, 0.2)
-"""Of the share that leaves: 0.2 expects a fifth less to leave than do."""
+"""Relative errors of the share that leaves: 0.2 expects a fifth fewer to leave than do."""
 STRAGGLER: Final = 4.0
 """Times as long as others of its kind."""
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def keep(path: Path, name: str, rows: Sequence[Row]) -> None:
-    """Write the rows of an experiment beside those of others that the file has."""
+    """Write the rows of an experiment, keeping other experiments in the file."""
     found = json.loads(path.read_text())["experiments"] if path.exists() else {}
     found[name] = {
         "rows": rows,
@@ -141,7 +141,7 @@ class EasyMix:
         expected: ModelFacts | None = None,
         wrapper: bool = True,
     ) -> None:
-        """Plan it; ``expected`` is what the plan is made for, if not the truth."""
+        """Plan the mix; ``expected`` is the model that the plan assumes, if not the true one."""
         self.model = model_of(going_on(easy))
         self.depths = draw_depths(self.model.going_on, SEARCH.seed)
         self.plan = make_plan(expected or self.model, cluster, size, wrapper=wrapper)
@@ -175,7 +175,7 @@ class EasyMix:
 
 @functools.cache
 def alike(easy: float, size: int) -> EasyMix:
-    """A mix on 16 V100, planned on what it is."""
+    """Return a mix on 16 V100, planned with its true shares."""
     return EasyMix(easy, cluster_of(HOMOGENEOUS), size)
 
 
@@ -186,7 +186,7 @@ LIKELY: Final = {
     "stealing": 0.87,
     "shared": 0.88,
 }
-"""Where the search for a system's goodput begins, of its limit, or of what is predicted."""
+"""Start of the search for a system's goodput, relative to its limit or its prediction."""
 SYSTEMS: Final = tuple(LIKELY)
 SPLIT: Final = ("dedicated", "stealing", "shared")
 
@@ -198,7 +198,7 @@ def ratios(mix: EasyMix, source: float, search: Search = SEARCH) -> Row:
 
 
 def mixes() -> Iterator[Row]:
-    source = alike(EASY[0], 8).goodput("source", search=LONGER)  # the same in all
+    source = alike(EASY[0], 8).goodput("source", search=LONGER)  # equal in all
     for easy in EASY:
         mix = alike(easy, 8)
         yield {"easy": f"{easy:.0%}", "source rows/s": round(source),
@@ -263,7 +263,7 @@ def wrapper() -> Iterator[Row]:
 
 
 def bursts(path: Path | None) -> Iterator[Row]:
-    """Answers in time under a recorded trace whose mean rate the source model can bear."""
+    """Yield shares of answers in time under a recorded trace, at a rate for the source model."""
     if path is None:
         raise SystemExit("bursts: needs --trace, an Azure LLM inference trace")
     mix = alike(0.8, 8)

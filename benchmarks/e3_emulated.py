@@ -2,19 +2,19 @@
 
     python -m benchmarks.e3_emulated [--only NAME,…] [--stretch 20] [--duration-s 0.5] [--json FILE]
 
-Each device is a worker process that answers from a script and sleeps for as long as the device
-would, and as rows from another device would travel; all times are stretched twentyfold, so that two
-cores carry 29 devices, and rates are those of the devices. Goodput is that of closed-loop clients,
-rows a second that are answered within 100 ms: so many are under way as four batches of each device,
-or as 70 ms of the simulated rate, if that is less. What benchmarks/e3.py SIMULATES for the same
-systems, the highest rate of evenly spaced requests, stands beside it. What is assumed of devices,
-layers, exits, links and rows is what is assumed there.
+Each device is a worker process that answers from a script and sleeps for the device's times and for
+the transfers of rows; all times are stretched twentyfold, so that two cores carry 29 devices, and
+rates are those of the devices. Goodput is that of closed-loop clients, rows per second that are
+answered within 100 ms: as many are in flight as four batches of each device, or as 70 ms of the
+simulated rate, if that is less. The SIMULATED result of benchmarks/e3.py for the same systems, the
+highest rate of evenly spaced requests, is shown next to it. Devices, layers, exits, links and rows
+are assumed as there.
 
-Systems: source is the model as it is on all devices, in batches. Run-through has exits, and batches
-that shrink (DeeBERT, BranchyNet). Dedicated is a plan whose devices run their own split only, as
-E3's; overlapped, each device receives the next batch and sends the last one while it computes (E3
-3.2.2; batches_per_worker = 2). Stealing is the same plan, whose devices take other work where their
-own has none, as ``eeserve --cluster`` serves it.
+Systems: source is the unmodified model on all devices, in batches. Run-through has exits, and
+batches that shrink (DeeBERT, BranchyNet). Dedicated is a plan whose devices run their own split
+only, as in E3; overlapped, each device receives the next batch and sends the last one while it
+computes (E3 3.2.2; batches_per_worker = 2). Stealing is the same plan, whose devices take other
+work if their own has none, as ``eeserve --cluster`` serves it.
 
 Devices for 6,000 rows a second, 80 % easy, are counted from simulated rates, and added until the
 measured goodput is as high (fewest, cheapest).
@@ -66,7 +66,7 @@ FULL: Final = 0.7
 WANTED_RPS: Final = 6_000.0
 PRICED_SIZES: Final = (1, 4, 8)
 OFFERED: Final = {"V100": 16, "P100": 16, "K80": 48}
-"""Of which the cheapest are taken."""
+"""Available devices; the cheapest are taken."""
 
 Row = dict[str, Any]
 
@@ -104,7 +104,7 @@ class EmulatedGoodputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedBench:
-    """How devices are emulated, and how long each load is."""
+    """Settings of the emulated devices, and the duration of each load."""
 
     stretch: float
     duration_s: float
@@ -238,7 +238,7 @@ def cheapest(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def _cheapest_shared(name: str, size: int, wanted_rps: float) -> dict[str, int]:
-    """The devices whose limits come to the rate, where all serve all stages."""
+    """Return the devices whose limits reach the rate, if all serve all stages."""
     limits = {}
     for kind in OFFERED:
         mix = EasyMix(EASY[0], cluster_of({kind: 1}), size)

@@ -4,12 +4,12 @@
 
 From the paper: 16 devices, batch 8, SLO 100 ms, half of the inputs easy; goodput is the rate that
 can be sustained without violating the SLO. Assumed: a model of two equal halves, where easy inputs
-leave after the first; a half takes L(b) = 5 ms · (8 + b) / 16, so that a batch of 8 costs not twice
-as much as one of 1 (the devices are not saturated at batch 8); exits and moving data cost nothing.
+leave after the first; a half takes L(b) = 5 ms · (8 + b) / 16, so that a batch of 8 costs less than
+twice as much as one of 1 (devices are not saturated at batch 8); exits and moving data are free.
 Requests are evenly spaced, as the paper's uniform arrivals; a rate is sustained if 99.9 % of the
 second half of the requests of 60 SLOs (6 s) are in time: the first half may fill a backlog. E3
-dedicates devices to each half; here every device serves both: benchmarks/e3_plans.py predicts what
-dedicated ones bring.
+dedicates devices to each half; here every device serves both: benchmarks/e3_plans.py predicts the
+result of dedicated ones.
 """
 
 from __future__ import annotations

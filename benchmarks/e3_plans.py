@@ -2,12 +2,12 @@
 
     python -m benchmarks.e3_plans [--json FILE]
 
-All goodputs are PREDICTED, in closed form and without queues: the simulator's streams are alike and
+All goodputs are PREDICTED, in closed form and without queues: the simulator's streams are equal and
 share all stages, so it cannot place splits on devices. Assumed, since the paper prints none: batch
-curves of the devices (benchmarks/clusters.py), 12 layers with an exit behind each at 2 % of a
-layer, easy rows that leave evenly over the first half, 128 x 768 floats a row that cross a border,
-and 80 Gb/s between two splits. Source is the model as it is, data parallel; run-through is the
-model whole with all exits on, as DeeBERT runs. Times are of CPU, MEASURED.
+curves of the devices (benchmarks/clusters.py), 12 layers with an exit after each at 2 % of a layer,
+easy rows that leave evenly over the first half, 128 x 768 floats per row that cross a border, and
+80 Gb/s between two splits. Source is the unmodified model, data parallel; run-through is the whole
+model with all exits on, as DeeBERT runs. Times are CPU times, MEASURED.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ PAPER_SIZES: Final = (1, 2, 4, 8)
 """The next size violates the paper's objective of 100 ms (5.1.1)."""
 FIXED_RPS: Final = 6000.0
 ERRORS: Final = (-0.2, 0.0, 0.2, 0.5, 1.0)
-"""Of the share that leaves: 0.5 expects half of it, as the paper's example (5.8.3)."""
+"""Relative errors of the share that leaves: 0.5 expects half of it, as the paper's example
+(5.8.3).
+"""
 SPARE: Final = {"V100": 46, "P100": 46, "K80": 46}
 
 _Result = dict[str, Any]

@@ -1,4 +1,4 @@
-"""What the E3 paper reports of what benchmarks/e3.py simulates, and why ours differs."""
+"""Results of the E3 paper for the experiments of benchmarks/e3.py, and reasons for differences."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ IN_TIME = 0.999
 BEARABLE = 0.9
 """The same after a third of the time: with less, the rate is far too high."""
 MOST_GROWTH = 0.02
-"""Of the objective: so much later may the mean request be in the last quarter than in the third. A
-backlog that grows at 1 % of overload is beyond that, long before it makes anything late."""
+"""Largest delay of the mean request in the last quarter relative to the third, as a share of the
+objective. A backlog that grows at 1 % of overload exceeds it, long before requests are late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +58,7 @@ class System:
 def spans_of(
     model: ModelFacts, exits: Sequence[int], borders: Sequence[int] = ()
 ) -> tuple[StageSpan, ...]:
-    """Cut a model behind the segments of exits that are on, and behind the last of each split."""
+    """Cut a model after the segments of active exits, and after the last of each split."""
     after = {model.exit_after[exit_]: exit_ for exit_ in exits}
     last = model.segments - 1
     ends = sorted({*after, *borders, last})
@@ -95,7 +95,7 @@ def shared(
 
 
 def planned(plan: ClusterPlan, model: ModelFacts, cluster: Cluster, *, steals: bool) -> System:
-    """A plan's splits on its devices; with stealing, those that it leaves idle help too."""
+    """Return a plan's splits on its devices; with stealing, its idle devices help too."""
     borders = [split.last_segment for split in plan.splits]
     spans = spans_of(model, exits_of(plan), borders)
     roles = roles_for(plan, cluster.device_types)
@@ -154,7 +154,7 @@ def behaviour_of(system: System, depths: NDArray[np.int64]) -> Behaviour:
 
 
 def points_of(system: System, placement: Placement) -> OperatingPoints:
-    """The one operating point of a system, to the model's end, and what its stages take."""
+    """Return the one operating point of a system, to the model's end, with its stage times."""
     table = placement.kinds[0].seconds
     last = OperatingPoint(deepest=len(table) - 1, exit=MODEL_END, agreement=1.0)
     return OperatingPoints(points=(last,), latencies=Latencies(table, system.going_on))
@@ -192,11 +192,11 @@ def run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """How the highest rate is looked for that a system sustains."""
+    """Search for the highest rate that a system sustains."""
 
     slo_s: float
     duration_s: float
-    """Of a load; the first half may fill a backlog, and is not looked at."""
+    """Duration of a load; the first half may fill a backlog, and is not evaluated."""
     precision: float = 0.02
     seed: int = 0
 
@@ -237,11 +237,11 @@ class Search:
         return low
 
     def _bearable(self, outcomes: Outcomes) -> bool:
-        """Whether it is worth to look longer: most are in time so far."""
+        """Return True if a longer run is useful: most requests are in time so far."""
         return float(outcomes.within(1e3 * self.slo_s).mean()) > BEARABLE
 
     def _holds(self, outcomes: Outcomes) -> bool:
-        """Whether requests are in time, and the second half hardly later than the first."""
+        """Return True if requests are in time, and the second half hardly later than the first."""
         if float(outcomes.within(1e3 * self.slo_s).mean()) < IN_TIME:
             return False
         first = outcomes.intended_s < outcomes.duration_s / 2

@@ -1,8 +1,8 @@
 """Systems of E3's evaluation on emulated devices: the real router, wire and worker processes.
 
-Workers answer by script and sleep for as long as a device would (:mod:`.testing.emulated_worker`),
-with all times stretched, so that a machine of two cores carries many: what the router itself takes
-is the smaller, the more they are stretched, and is in the figures.
+Workers answer from a script and sleep for the device's times (:mod:`.testing.emulated_worker`). All
+times are stretched, so that a machine of two cores carries many devices: the router's own time is
+included, and its share falls with the stretching.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class EmulatedCluster:
     backend: RemoteBackend
     stretch: float
     slowdowns: tuple[Path, ...]
-    """[workers]: files with what each one's times are multiplied by."""
+    """[workers]: files with the factor of each one's times."""
 
     def slow_down(self, slower: Mapping[int, float] | None = None) -> None:
-        """Have workers take so many times as long from now on, by their numbers; others as ever."""
+        """Multiply the times of workers by factors, by their numbers, from now on; 1 for others."""
         for number, path in enumerate(self.slowdowns):
             path.write_text(str((slower or {}).get(number, 1.0)))
 
@@ -86,7 +86,7 @@ def emulated_cluster(
 def emulated_workers(
     devices: Sequence[EmulatedDevice], *, stretch: float
 ) -> Iterator[EmulatedCluster]:
-    """Start a worker for each device, whose times are stretched; they end with the context."""
+    """Start a worker for each device, with stretched times; they end with the context."""
     with tempfile.TemporaryDirectory() as folder:
         launchers, slowdowns = [], []
         for number, device in enumerate(devices):
@@ -116,9 +116,9 @@ def goodput_emulated(
     duration_s: float,
     batches_per_worker: int = 1,
 ) -> float:
-    """Serve closed-loop clients by a system; gives the rows a second that are in time (E3 5).
+    """Serve closed-loop clients by a system; return the rows per second in time (E3 5).
 
-    All times, the returned rate's too, are those of the devices, not stretched.
+    All times, including the returned rate, are those of the devices, not stretched.
     """
     stretch = emulated.stretch
 
@@ -139,12 +139,12 @@ def goodput_emulated(
 
 
 def stretched(times: NDArray[np.float64], stretch: float) -> tuple[tuple[float, ...], ...]:
-    """Give a table of seconds, times so much."""
+    """Return a table of seconds, multiplied by a factor."""
     return tuple(tuple(row) for row in (stretch * times).tolist())
 
 
 def _slower(placement: Placement, stretch: float, batches: int) -> Placement:
-    """Stretch all times, and give each device so many streams."""
+    """Stretch all times, and set the number of streams of each device."""
 
     def link(given: DeviceLink) -> DeviceLink:
         return DeviceLink(
@@ -164,7 +164,7 @@ def _slower(placement: Placement, stretch: float, batches: int) -> Placement:
 
 
 def samples_of(system: System, depths: NDArray[np.int64]) -> list[dict[str, NDArray[Any]]]:
-    """Make the script of each row: it is sure at the stage that it leaves at, and behind it."""
+    """Return the script of each row: it is confident from the stage where it leaves."""
     leaves_at = behaviour_of(system, depths).leaves_at
     last = system.spans[-1][1]
     samples = []
@@ -222,10 +222,10 @@ def scripted_model(
     variants: Sequence[Variant] = (),
     parallel: ParallelLimit | None = None,
 ) -> ServedModel:
-    """Make a model that answers by script, of stages as a deployment has them.
+    """Return a model that answers from a script, with the stages of a deployment.
 
-    Its one input is float32[rows, positions, 2]: a position for each segment, and one behind them
-    for the mark of the worker that had the row last.
+    Its one input is float32[rows, positions, 2]: a position for each segment, and one more for the
+    mark of the worker that had the row last.
     """
     positions = max(stage.last_segment for stage in deployment.pipeline.plan.stages) + 2
     chosen = PolicyName.parse(policy)
@@ -256,7 +256,7 @@ def scripted_model(
 
 
 def show_emulated(name: str, rows: Sequence[Mapping[str, Any]], *, digits: int, width: int) -> None:
-    """Print what was measured in an experiment."""
+    """Print the measurements of an experiment."""
     table = Table(*rows[0], title=f"MEASURED ON EMULATED DEVICES: {name}")
     for row in rows:
         values = (f"{v:,.{digits}f}" if isinstance(v, float) else str(v) for v in row.values())
@@ -267,6 +267,6 @@ def show_emulated(name: str, rows: Sequence[Mapping[str, Any]], *, digits: int, 
 def write_emulated(
     path: Path | None, doc: str | None, experiments: Mapping[str, Any], **others: Any
 ) -> None:
-    """Write experiments as JSON; what they assume is in ``doc``, behind the command."""
+    """Write experiments as JSON; ``doc`` has their assumptions, after the command."""
     assumptions = " ".join((doc or "").split("FILE]")[1].split())
     write_json(path, {"assumptions": assumptions, "experiments": experiments, **others})

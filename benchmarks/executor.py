@@ -1,12 +1,12 @@
-"""The time of the Python path, executor and scheduler, without a model.
+"""Time of the Python path, executor and scheduler, without a model.
 
-Two measurements on the fake backend, whose own time is taken off:
+Two measurements on the fake backend, whose own time is subtracted:
 
-* the executor's time a stage: from the end of one stage on a stream to the start of the next
+* the executor's time per stage: from the end of one stage on a stream to the start of the next
   (answers, scheduling, compaction, gathering), median over batches of 8 one-sample requests. The
-  requests are all queued before the first stage ends, or (``beside``) are sent meanwhile: then most
-  of the time is that of the event loop, which has the interpreter to itself while it takes one in;
-* the scheduler's time a decision, policy by policy: ``next`` forming a batch of 8 from a queue of
+  requests are all queued before the first stage ends, or (``beside``) are sent during the stages:
+  then most of the time is that of the event loop, which holds the interpreter while it accepts one;
+* the scheduler's time per decision, policy by policy: ``next`` forming a batch of 8 from a queue of
   1,000 samples with deadlines.
 
     python -m benchmarks.executor [--json FILE]
@@ -120,9 +120,9 @@ def main() -> None:
 
 
 async def stage_gaps_us(*, beside: bool) -> dict[str, float]:
-    """Median microseconds between the end of a stage and the start of the next one.
+    """Return the median microseconds between the end of a stage and the start of the next.
 
-    ``beside`` says whether requests are taken in meanwhile.
+    ``beside`` is true if requests are accepted at the same time.
     """
     queued = threading.Event()
 

@@ -1,15 +1,14 @@
-"""Pooled heads, bridges, and the model trained with its exits, beside each other on one model.
+"""Pooled heads, bridges, and the model trained with its exits, compared on one model.
 
     python -m benchmarks.exit_families MODEL.onnx --data calibration.npz --test test.npz
         --output demo/families [--ways pooled bridges both joint] [--samples 6000]
         [--repeats 3] [--json FILE]
 
-Compiles the model once for each way, with no other flag than those that name it, and measures every
-bundle beside the unmodified model as ``benchmarks/trained_models.py`` does, on test data that
-neither training nor compiling saw: agreement, busy time and mean latency. What is certified and
-predicted is as the bundle says it; how often each exit agrees is counted on the certify split.
-``joint`` is ``--train joint`` on top of the family that is the default; ``entropy`` and the other
-criteria are with that family, too.
+Compiles the model once for each way, with no other flag than those that name it, and compares every
+bundle with the unmodified model as ``benchmarks/trained_models.py`` does, on test data that neither
+training nor compiling used: agreement, busy time and mean latency. Certified and predicted figures
+are the bundle's own; the agreement of each exit is counted on the certify split. ``joint`` is
+``--train joint`` with the default family; ``entropy`` and the other criteria also use that family.
 """
 
 from __future__ import annotations
@@ -54,7 +53,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--data", type=Path, required=True, help="calibration data")
-    parser.add_argument("--test", type=Path, required=True, help="data that nobody has seen")
+    parser.add_argument(
+        "--test",
+        type=Path,
+        required=True,
+        help="test data, used by neither training nor compiling",
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["pooled", "bridges", "joint"])
     parser.add_argument("--samples", type=int, help="of the calibration data; default: all")
@@ -75,7 +79,7 @@ def main() -> None:
 
 
 def part_of(data: Path, samples: int | None, target: Path) -> Path:
-    """Write the first samples of some data, where not all are wanted."""
+    """Write the first samples of some data, unless all are needed."""
     if samples is None:
         return data
     with np.load(data) as archive:

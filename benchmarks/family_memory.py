@@ -26,7 +26,7 @@ class StepMemory:
 
 @dataclass
 class WatchedFamily:
-    """A process, with all that it starts, whose memory is sampled, step by step."""
+    """A process with its children, whose memory is sampled, step by step."""
 
     process: int
     step: str = _BEFORE
@@ -34,7 +34,7 @@ class WatchedFamily:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Sample meanwhile, fifty times a second."""
+        """Sample fifty times a second during the context."""
         ended = threading.Event()
         thread = threading.Thread(target=self._sample, args=(ended,), daemon=True)
         thread.start()

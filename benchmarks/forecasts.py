@@ -6,16 +6,16 @@ TRACES is a folder with AzureLLMInferenceTrace_conv.csv.gz, AzureLLMInferenceTra
 (Azure Public Dataset, CC-BY-4.0; times and context lengths of requests) and
 servegen_m-small_rate_per600s.csv (summed from Alibaba's ServeGen, Apache-2.0).
 
-Series: a request of the Azure traces goes on behind exit k if its context is longer than a
-quantile of all contexts of its trace (so that 80, 50 and 20 % do); windows of two minutes. Besides,
-mixes of easy and hard rows that shift from 80:20 to 20:80, by steps and by waves, with as many rows
-in a window as the traces have; which rows are easy is drawn. With a bundle and data that it never
-saw, mixes that shift are served in simulation too, as `python -m benchmarks.adapt` does (SIMULATED:
-thresholds as compiled, and as the default controller moves them meanwhile), and what the recorder
-of the server made of it are the series; rows in a window are those of the conversations trace, and
-exits are where they are in the model, by depth. For each window each method sees those before it.
-Pinball loss is that of shares, the mean of quantiles 0.5 and 0.8; lost goodput is PREDICTED, of the
-plan for a forecast against that for what came, both under what came, on 16 V100 (batch curves
+Series: a request of the Azure traces goes on after exit k if its context is longer than a quantile
+of all contexts of its trace (so that 80, 50 and 20 % do); windows of two minutes. Further, mixes
+of easy and hard rows that shift from 80:20 to 20:80, by steps and by waves, with as many rows per
+window as the traces have; easy rows are drawn at random. With a bundle and data that it was not
+trained on, shifting mixes are also served in simulation, as in `python -m benchmarks.adapt`
+(SIMULATED: thresholds as compiled, and as the default controller changes them), and the server's
+recorder produces the series; rows per window are those of the conversations trace, and exits are at
+their depth in the model. For each window each method sees the windows before it. Pinball loss is of
+shares, the mean of quantiles 0.5 and 0.8; lost goodput is PREDICTED, of the plan for a forecast
+compared with the plan for the true values, both under the true values, on 16 V100 (batch curves
 assumed). ARIMA needs the extra `forecast`.
 """
 
@@ -139,7 +139,7 @@ def mean_of(found: Sequence[Mapping[str, Any]], column: str) -> dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Series:
-    """What went on behind each exit, window by window."""
+    """Shares that went on after each exit, window by window."""
 
     shares: NDArray[np.float64]
     """[windows, exits]; NaN of exits that were off."""
@@ -148,7 +148,7 @@ class Series:
 
 
 def made_series(folder: Path, seed: int) -> dict[str, Series]:
-    """Series of what traces say of requests, and of mixes that are drawn."""
+    """Return series from the requests of traces, and from random mixes."""
     return {name: Series(shares=shares) for name, shares in drawn_shares(folder, seed).items()}
 
 
@@ -258,7 +258,7 @@ def compare(method: Forecaster, series: Series) -> dict[str, float]:
 
 
 def filled(came: NDArray[np.float64]) -> NDArray[np.float64]:
-    """At an exit that was off, all go on that came to it."""
+    """Return shares without NaN: all rows that reached an exit that was off went on."""
     shares, before = [], 1.0
     for share in came.tolist():
         before = before if np.isnan(share) else share
@@ -280,7 +280,7 @@ def cluster(exits: tuple[int, ...]) -> Cluster:
 def goodput_lost(
     forecast: tuple[float, ...], came: NDArray[np.float64], exits: tuple[int, ...]
 ) -> float:
-    """Share of the goodput of the plan that knew what came."""
+    """Return the goodput lost, as a share of that of the plan for the true values."""
     truth = facts(tuple(np.minimum.accumulate(came).tolist()), exits)
     best, made = (
         rate(plan_for(rounded(shares), exits), truth) for shares in (truth.going_on, forecast)

@@ -51,7 +51,7 @@ READY = re.compile(r"ready: gRPC on (\S+),")
 SECONDS, WARM_UP_S = 4, 1
 FRONTENDS = (0, 1, 2)
 NAME = "model"
-"""By which all serve it."""
+"""Name of the model on all servers."""
 SAMPLES = 1000
 TRITON_TYPES = {"tensor(float)": "TYPE_FP32", "tensor(uint8)": "TYPE_UINT8"}
 MODEL_PY = """
@@ -230,7 +230,7 @@ def measure(
 async def by_this_process(
     served: MeasuredServer, clients: int, requests: Sequence[bytes]
 ) -> tuple[float, NDArray[np.float64]]:
-    """Keep so many requests under way; returns requests a second, and what each took, in us."""
+    """Keep requests in flight; return requests per second, and the time of each in µs."""
     took_us: list[float] = []
     began_s = time.perf_counter()
     counted_s, end_s = began_s + WARM_UP_S, began_s + WARM_UP_S + SECONDS
@@ -251,7 +251,7 @@ async def by_this_process(
 def by_h2load(
     served: MeasuredServer, clients: int, request: bytes, folder: Path
 ) -> tuple[float, NDArray[np.float64]]:
-    """Return what h2load found: requests a second, and what each took, in us."""
+    """Return h2load's result: requests per second, and the time of each in µs."""
     body, log = folder / "body", folder / "times"
     body.write_bytes(b"\0" + len(request).to_bytes(4, "big") + request)
     log.unlink(missing_ok=True)

@@ -4,23 +4,23 @@
         [--smaller layers_3=FOLDER] [--truncate 2,3,4,5,6] [--in-flight 1,4,8,16,32]
         [--rounds 5] [--prompts 256] [--splits 100] [--json FILE]
 
-All systems run in this process by the server's own scheduler, step loop and backend, with equal
-caches and batches; no thread, no client. So many sequences are always in flight: the next prompt
-starts when an answer ends. Rounds are interleaved, and figures are medians of the rounds:
+All systems run in this process with the server's own scheduler, step loop and backend, with equal
+caches and batches; no thread, no client. A fixed number of sequences is always in flight: the next
+prompt starts when an answer ends. Rounds are interleaved, and figures are medians of the rounds:
 
-* unmodified: the model in one stage, which no exit interrupts;
-* of each ``--bundle``: exits with batches that are refilled (E3), and the same in CALM's own
+* unmodified: the model in one stage, without exits;
+* for each ``--bundle``: exits with batches that are refilled (E3), and the same in CALM's own
   batches, which start and end together;
-* first k layers: the model cut off after k layers, the rest is not there;
-* of each ``--smaller``: another model, for instance one trained with fewer layers.
+* first k layers: the model cut off after k layers, without the rest;
+* for each ``--smaller``: another model, for instance one trained with fewer layers.
 
-Bundles must be of MODEL. Goodput counts the tokens of answers, and other systems give other answers
-than the unmodified model: so their risks stand beside, on all test prompts, and the share of right
-answers where there are labels: a model that was trained otherwise may differ and be as good. Shares
-of layers are of the unmodified decoder's.
+Bundles must be of MODEL. Goodput counts the tokens of answers, and other systems have other answers
+than the unmodified model: so their risks on all test prompts are shown too, and the share of right
+answers if there are labels: a model with other training may differ and be as good. Shares of layers
+are of the unmodified decoder's.
 
-``--splits`` answers whether the promise holds: prompts are parted at random, again and again, in
-some that certify a level of thresholds and others that test it (:mod:`.generation_splits`).
+``--splits`` tests the promise: prompts are repeatedly divided at random into some that certify a
+level of thresholds and others that test it (:mod:`.generation_splits`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("model", type=Path, help="the unmodified model: a decoder's file, or a folder of three")
-    add("--data", type=Path, help="npz of test prompts (default: test.npz beside the model)")
+    add("--data", type=Path, help="npz of test prompts (default: test.npz next to it)")
     add("--bundle", type=named, action="append", default=[], metavar="NAME=FOLDER",
         help="generating bundle of the model; may be repeated")  # fmt: skip
     add("--smaller", type=named, action="append", default=[], metavar="NAME=MODEL",

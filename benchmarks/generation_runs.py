@@ -1,4 +1,4 @@
-"""Systems that generate text, run in one thread: what :mod:`benchmarks.generation` measures."""
+"""Systems that generate text in one thread, as measured by :mod:`benchmarks.generation`."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ Prompts: TypeAlias = Sequence[NDArray[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSetup:
-    """The unmodified model, and what is asked of all systems."""
+    """The unmodified model, and the common settings of all systems."""
 
     model: Path
     layers: int
-    """Of its decoder."""
+    """Number of layers of its decoder."""
     prompts: Prompts
     pool: Prompts
     """Prompts of random splits."""
     labels: Sequence[list[int]] = ()
     """Right answers to ``prompts``, with their ends; empty if they are not known."""
     most_tokens: int
-    """Of an answer."""
+    """Most tokens of an answer."""
     start_token: int | None
     stop: frozenset[int]
     threads: int
 
     @classmethod
     def of(cls, model: Path, data: Path | None, pool: Path | None, *, threads: int) -> Self:
-        """Read a model's configuration and its prompts; the pool is by default those that test."""
+        """Read a model's configuration and its prompts; the pool is by default the test prompts."""
         folder = model if model.is_dir() else model.parent
         source = numpy_source(data or folder / "test.npz")
         settings = settle(TextCompileOptions(model=model, data=source, output=Path()))
@@ -123,7 +123,7 @@ class TextSystem:
 
     @property
     def has_exits(self) -> bool:
-        """Whether tokens may leave early."""
+        """True if tokens may leave early."""
         return self.backend.stages > 1
 
 
@@ -138,7 +138,7 @@ def layers_system(setup: TextSetup, count: int, slots: int) -> TextSystem:
 
 
 def bundle_systems(name: str, setup: TextSetup, path: Path, slots: int) -> list[TextSystem]:
-    """Load a bundle; with batches that are refilled, and with those that stay together."""
+    """Load a bundle as two systems: with refilled batches, and with batches that stay together."""
     bundle = GeneratingBundle.open(path)
     model = bundle.model
     room = setup.room(encodes=bool(model.encoder))
@@ -189,7 +189,7 @@ def first_layers(path: Path, count: int) -> TextExport:
 
 
 def _drop_later_layers(graph: Any, logits: str, count: int) -> None:
-    """Keep the logits, the new keys and values of the first layers, and what these need."""
+    """Keep only the logits, the new keys and values of the first layers, and their inputs."""
     caches = re.compile(rf"present\.({'|'.join(map(str, range(count)))})\.")
     outputs = [o for o in graph.output if o.name == logits or caches.match(o.name)]
     wanted, nodes = {output.name for output in outputs}, list[Any]()
@@ -214,7 +214,7 @@ class LoopRun:
     layers_run: float
     """Mean number of decoder layers that a token ran."""
     steps: int
-    """Of stages."""
+    """Number of steps of stages."""
     rows_of_a_step: float
 
     @property
@@ -315,7 +315,7 @@ class StepTimes:
         return counted
 
     def shares(self, total_s: float) -> dict[str, float]:
-        """Return the shares of a run; ``python`` is what is left."""
+        """Return the shares of a run; ``python`` is the rest."""
         found = {kind: self.seconds.get(kind, 0.0) / total_s for kind in self.KINDS}
         return {**found, "python": 1 - sum(found.values())}
 
@@ -340,7 +340,7 @@ def timed_graphs() -> Iterator[StepTimes]:
 
 
 def _kind_of(graph: LoadedGraph) -> str:
-    """Tell what a graph of a generating model does by the names of its tensors."""
+    """Return the purpose of a generating model's graph, from the names of its tensors."""
     given: Mapping[str, None] = dict.fromkeys(graph.given)
     if ANSWER in given or CONFIDENCE in given or list(given) == [NEXT_STATE]:
         return "head"  # or the judge or the adapter of an exit

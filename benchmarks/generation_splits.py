@@ -1,8 +1,8 @@
-"""Whether promises about generated text hold: random splits that certify, and test.
+"""Test of promises about generated text, by random splits into certifying and testing prompts.
 
-A pool of prompts is answered at every level of a path of thresholds, once. Then prompts are drawn
-that certify a level, by the code that compiles, and the others test it. The path is one threshold
-for all exits and is fixed beforehand, so that no prompt of the pool has a say in it.
+A pool of prompts is answered once at every level of a path of thresholds. Then prompts are drawn
+that certify a level, with the compiler's code, and the others test it. The path is one threshold
+for all exits and is fixed beforehand, so that it does not depend on the pool.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PATH: Final = tuple(1 - miss for miss in np.geomspace(1e-4, 0.9, 16).tolist())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCounts:
-    """What came of splits, for one promise."""
+    """Results of splits, for one promise."""
 
     splits: int
     certified: int
     """Splits that certified some level; the others promise nothing, and cannot break it."""
     above_on_test: int
-    """Splits whose level has a risk above the bound on the prompts that test."""
+    """Splits whose level has a risk above the bound on the testing prompts."""
     above_in_pool: int
     """The same on all prompts of the pool, which is the risk of a prompt that is drawn from it."""
     levels: tuple[int, ...]
-    """How often each level was certified."""
+    """Number of certifications of each level."""
 
     @property
     def failing(self) -> float:
@@ -78,7 +78,7 @@ def count_splits(
 
 
 class KindOfPromise(NamedTuple):
-    """A promise's name and risk, and what it counts of two answers."""
+    """A promise's name, risk and loss of two answers."""
 
     name: str
     risk: TextRisk
@@ -108,7 +108,7 @@ def path_differences(
 
 
 def losses_for(kind: KindOfPromise, level: Sequence[TextDifference]) -> TextLosses:
-    """Return what a promise counts of differences."""
+    """Return the losses of a promise for some differences."""
     losses = [difference.edits if kind.by_edits else difference.differs for difference in level]
     return TextLosses(
         losses=np.array(losses, np.float64),

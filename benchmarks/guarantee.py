@@ -1,17 +1,17 @@
-"""Whether the guarantee holds while serving: simulated streams whose true risk is known.
+"""Test of the guarantee while serving, on simulated streams whose true risk is known.
 
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
     python -m benchmarks.guarantee demo/fashion.ee [--streams 200] [--json FILE]
 
-Streams are drawn with replacement from a fixed population, so that the true disagreement of every
-policy is known: a synthetic one, and the recorded answers of a bundle's real model. Nothing runs;
+Streams are drawn with replacement from a fixed population, so the true disagreement of every
+policy is known: a synthetic one, and recorded answers of a bundle's real model. No model runs;
 savings are predicted from profiled times.
 
-* certificate: wealth of bets against a risk just at the constraint, looked at after every chunk;
-* claims: the whole controller without drift; a stream is wrong if ever a policy in force was called
-  certified, or bounded, though its true disagreement is above;
-* drift: disagreement rises at once; audits until the alarm, and what was served meanwhile;
-* steady: savings of audit mode beside leave mode's;
+* certificate: wealth of bets against a risk just at the constraint, checked after every chunk;
+* claims: the whole controller without drift; a stream is wrong if an active policy was ever called
+  certified, or bounded, although its true disagreement is above;
+* drift: disagreement rises suddenly; audits until the alarm, and the answers served until then;
+* steady: savings of audit mode compared with leave mode's;
 * time of observe(), by chunk.
 """
 
@@ -47,7 +47,7 @@ BATCH = 32
 MOST_AUDITED = 10_000
 """Audited samples after which drift counts as not noticed."""
 NEVER = 10**9
-"""In place of a number of samples that was not reached."""
+"""Placeholder of a number of samples that was not reached."""
 
 
 def main() -> None:
@@ -215,7 +215,7 @@ def drift(risk: float, *, release: bool, streams: int, seed: int, bundle: Bundle
 
 
 def steady(bundle: Bundle, *, seed: int) -> dict[str, Any]:
-    """Savings of audit mode when nothing is left to learn, or patience ends, beside leave mode."""
+    """Return savings in the steady state of audit mode, compared with leave mode."""
     population, costs, policy = recorded(bundle)
     rng = np.random.default_rng([seed, 2])
     controller = CertifiedController(policy, costs, bundle.records(), CertifiedSettings())

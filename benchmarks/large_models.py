@@ -1,10 +1,10 @@
-"""How the time of reading, cutting and slicing a model grows with its operators.
+"""Growth of the time to read, cut and slice a model with its number of operators.
 
     python -m benchmarks.large_models [--sizes 1000,5000,20000] [--repeat 3]
         [--json FILE] [--svg FILE]
 
-The models are residual networks of five operators a block, 16 values wide: nothing but graph. Times
-are seconds of CPU of this process, the least of the repetitions; reading is without and with
+The models are residual networks of five operators a block, 16 values wide, almost without weights.
+Times are seconds of CPU of this process, the least of the repetitions; reading is without and with
 onnxslim, which is not run on the largest. The last column is the growth of cutting and slicing: the
 exponent of the number of operators, from the size before (1 is linear). ``--svg`` draws it.
 """
@@ -96,9 +96,9 @@ def measure(operators: int) -> dict[str, Any]:
 
 
 def plot(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Draw the seconds of reading, and of cutting and slicing, by operators: SVG, log by log.
+    """Draw the seconds of reading, and of cutting and slicing, by operators: SVG, log-log.
 
-    Dashed is what grows linearly from the first size.
+    The dashed line is linear growth from the first size.
     """
     sizes = [math.log10(row["operators"]) for row in rows]
     lines = {"read": "#30475e", "cut and slice": "#5a9a59"}
@@ -125,7 +125,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def timed(action: Callable[[], _Result]) -> tuple[_Result, float]:
-    """Give the result of an action, and the CPU seconds that it took."""
+    """Return the result of an action, and its CPU seconds."""
     start = time.process_time()
     result = action()
     return result, time.process_time() - start

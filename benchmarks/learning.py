@@ -3,12 +3,12 @@
     python -m benchmarks.learning MODEL.onnx --load LOAD.npz --unseen UNSEEN.npz
         [--samples 6000] [--rate 40] [--json FILE]
 
-A real ``eeserve MODEL.onnx --learn`` answers requests of one sample that come at a fixed rate,
-through the SDK over gRPC, from before it records to after it serves with exits. Latencies are
-grouped by the phase that the server was in when the request was sent; each figure is measured.
-A schedule is kept: a request that is late because the one before took long counts from the time
-when it was due. Then answers on samples that the server never saw are compared with those of ONNX
-Runtime on the file, and ``eebench compare`` measures what the bundle saves.
+A real ``eeserve MODEL.onnx --learn`` answers requests of one sample at a fixed rate, through the
+SDK over gRPC, from before it records to after it serves with exits. Latencies are grouped by the
+phase of the server when the request was sent; each figure is measured. Requests follow a schedule:
+one that is late because the previous one took long counts from its due time. Then answers on
+samples that the server never received are compared with those of ONNX Runtime on the file, and
+``eebench compare`` measures the bundle's savings.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ PHASE = re.compile(r'^offramp_learning_phase\{(?=.*phase="(\w+)").*\} 1\.0$', re
 BATCH = 16
 """Samples of a request once the unseen ones are asked for."""
 SENDERS = 8
-"""Threads that send: as many requests may be on their way at once."""
+"""Sending threads, and so the largest number of concurrent requests."""
 
 
 @dataclass(slots=True)
 class Load:
-    """Requests of one sample at a fixed rate, and what became of each."""
+    """Requests of one sample at a fixed rate, and their outcomes."""
 
     client: Client
     model: str
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="ONNX file with one input")
     parser.add_argument("--load", type=Path, required=True, help=".npz of the samples sent")
     parser.add_argument("--unseen", type=Path, required=True, help=".npz of samples for the end")
-    parser.add_argument("--samples", type=int, default=6000, help="what is learned from")
+    parser.add_argument("--samples", type=int, default=6000, help="number of samples to learn from")
     parser.add_argument("--rate", type=float, default=40.0, help="requests a second")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="until exits serve")
     options = parser.parse_args()
@@ -184,7 +184,7 @@ def _agreement(options: Any, client: Client, model: str) -> dict[str, Any]:
 
 
 def _compare(bundle: Path, unseen: Path) -> Any:
-    """Run ``eebench compare`` at batch 1 and 16, with no server beside it."""
+    """Run ``eebench compare`` at batch 1 and 16, without a running server."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "offramp.tools.bench.cli", "compare", str(bundle)]
         command += ["--data", str(unseen), "--batch-sizes", "1,16", "--json", file.name]

@@ -1,18 +1,18 @@
-"""Requests of mixed length: padded into shared batches, beside batches of equal lengths only.
+"""Requests of mixed length: padded into shared batches, or only batched with equal lengths.
 
     python -m benchmarks.lengths [--rounds 5] [--requests 240] [--json FILE]
 
-A BERT of MiniLM's dimensions with random weights (latency does not depend on them), served
-unmodified: exits would only blur what is compared. The compiler finds that it may be padded. Two
-engines of one stream on all cores stand side by side, one that pads and one that does not, and
-take turns in every round, each with the same requests of one sample:
+A BERT of MiniLM's dimensions with random weights (latency does not depend on them), served without
+exits, which would only add noise to the comparison. The compiler detects that it may be padded. Two
+engines of one stream on all cores, one that pads and one that does not, take turns in every round,
+each with the same requests of one sample:
 
-* saturated: so many requests are always under way, until all are answered;
+* saturated: a fixed number of requests is in flight, until all are answered;
 * lone: one request after the other, which padding must not make slower.
 
 Lengths are drawn from two log-normal distributions, about as long as sentences and as reviews are,
-cut off at 128 tokens. Every figure is the median over rounds. Time of the CPU is told beside that
-of the clock, since other processes hardly change it.
+cut off at 128 tokens. Every figure is the median over rounds. CPU time is reported in addition to
+wall time, since other processes hardly change it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LENGTHS = {"sentences": (20.0, 0.5), "reviews": (80.0, 0.6)}
 SHORTEST = 4
 UNDER_WAY = (16,)
 LONE_SHARE = 4
-"""Of the requests, one in so many is also sent alone."""
+"""One request of this many is also sent alone."""
 SYSTEMS = {"equal": False, "padded": True}
 
 _LONE = ("ms", "cpu_ms")
@@ -61,11 +61,11 @@ Sample = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one system did with the requests of a round."""
+    """Results of one system for the requests of a round."""
 
     per_s: float
     cpu_ms: float
-    """Of the whole process, for each request: other processes hardly change it."""
+    """CPU time of the whole process per request: other processes hardly change it."""
     mean_batch: float
     added: float
     """Positions that were added, as a share of those of the requests."""
@@ -128,7 +128,7 @@ async def lone(engine: Engine, requests: list[Sample]) -> dict[str, float]:
 
 
 async def measure(bundle: Bundle, requests: list[Sample], rounds: int) -> dict[str, Any]:
-    """All systems in turn, round after round; who begins changes."""
+    """Measure all systems in turn, round after round; the first one changes."""
     engines = {name: await open_engine(bundle, pads=pads) for name, pads in SYSTEMS.items()}
     found: dict[str, Any] = {name: {} for name in SYSTEMS}
     try:

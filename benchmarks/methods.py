@@ -1,20 +1,20 @@
-"""Published early-exit methods on a bundle's own exits, beside what ``eebench compare`` measures.
+"""Published early-exit methods on a bundle's own exits, compared by ``eebench compare``.
 
     python -m benchmarks.methods BUNDLE --data TEST --method branchynet,deebert,pabee [--json FILE]
 
 A method is a criterion and a rule for its thresholds. Backbone, heads, data and rounds are the
-bundle's, so that what differs is how it is decided who leaves:
+bundle's, so only the decision to leave differs:
 
 * BranchyNet (Algorithm 1): the entropy of the answer, a threshold for each exit;
 * DeeBERT (3.2): the entropy, one threshold for all exits;
-* PABEE (3.3): so many exits in a row that give the same class, one number for all.
+* PABEE (3.3): a number of consecutive exits with the same class, one number for all.
 
-Of the thresholds that keep the bundle's bound on the samples that tune, those are taken that are
-predicted to save most: nothing is promised of other samples. All tune on the split that the
-bundle's own thresholds were tuned on, as far as that can be had. The records that the bundle keeps
-of it have classes, and one number for how sure each exit was, of which entropies follow where there
-are two classes; else the data that the bundle was compiled with has to be there. Without it the
-first samples of the data tune entropies, and are not measured.
+Among the thresholds that keep the bundle's bound on the tuning samples, those with the largest
+predicted savings are taken: nothing is promised for other samples. All methods tune on the split
+that tuned the bundle's own thresholds, if available. The bundle's records of it have classes and
+one confidence for each exit, which determines the entropy for two classes; otherwise the data that
+the bundle was compiled with must be present. Without it the first samples of the data tune
+entropies, and are not measured.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from offramp.tools.bench.common.bench_flags import look_up
 from offramp.tools.bench.compare_command import FurtherPlans, add_arguments
 
 TUNING_SHARE: Final = 0.25
-"""Of the data, that tunes where records do not do."""
+"""Share of the data for tuning, if records are not enough."""
 MOST_TUNING: Final = 1000
 _LEAST_TUNING: Final = 50
 
@@ -65,7 +65,7 @@ class Method:
 
     criterion: Criterion
     search: Callable[[Records, int], FloatArray]
-    """Takes what exits said of the samples that tune, and how many errors are allowed; gives a
+    """Function from the exits' records of the tuning samples and the allowed number of errors to a
     threshold for each exit."""
 
 
@@ -86,16 +86,16 @@ class TunedMethod:
     name: str
     plan: Plan
     thresholds: tuple[float, ...]
-    """Of all exits of the bundle, as confidences."""
+    """Thresholds of all exits of the bundle, as confidences."""
     tuned_on: str
-    """In words: which samples, and how many."""
+    """Description of the tuning samples, and their number."""
     disagreement: float
-    """On these samples."""
+    """Disagreement on these samples."""
     predicted_savings: float
-    """On these samples, at the bundle's reference batch size."""
+    """Predicted savings on these samples, at the bundle's reference batch size."""
 
     def describe(self) -> str:
-        """Say what was tuned, for the table's footnote."""
+        """Return the tuned thresholds, for the table's footnote."""
         used = [f"exit {i} ≥ {t:.4g}" for i, t in enumerate(self.thresholds) if t < NEVER]
         return (
             f"{self.name}: {', '.join(used) or 'no exit pays within the bound'}; tuned on "
@@ -118,10 +118,11 @@ def tune_methods(
     compiled_with: Dataset | None = None,
     seed: int = 0,
 ) -> tuple[list[TunedMethod], Dataset]:
-    """Find the thresholds of methods; gives them, and the data that is left to be measured.
+    """Find the thresholds of methods; return them, and the remaining data to measure.
 
-    ``compiled_with`` is the data that the bundle was compiled with, by this ``seed``. ValueError
-    where it is not, the bundle is none of classification or has no exits, or the data are too few.
+    ``compiled_with`` is the data that the bundle was compiled with, by this ``seed``. Raise
+    ValueError if it is not, if the bundle is not a classifier or has no exits, or if the data are
+    too few.
     """
     manifest = bundle.manifest
     if not names:
@@ -154,11 +155,11 @@ def tune_methods(
 
 
 class _Tuning(NamedTuple):
-    """What methods of a criterion are tuned on."""
+    """Tuning data of the methods of a criterion."""
 
     records: ExitRecords
     tuned_on: str
-    """In words."""
+    """Description of the samples."""
 
 
 _RECORDS: Final = "the bundle's {} tuning records"
@@ -166,9 +167,9 @@ _SPLIT: Final = "the {} samples that the bundle was tuned on"
 
 
 def _kept_entropies(bundle: Bundle, kept: ExitRecords) -> _Tuning | None:
-    """Take entropies from the bundle's records; ``None`` where these do not have them.
+    """Compute entropies from the bundle's records; ``None`` if these do not suffice.
 
-    Of two classes the largest probability says all, and so does the difference of both.
+    For two classes the largest probability determines the entropy, and so does their difference.
     """
     answer = bundle.manifest.answer
     confidence = kept.confidence.astype(np.float64)
@@ -208,7 +209,7 @@ def _tuning_split(bundle: Bundle, dataset: Dataset, seed: int, threads: int) -> 
 def _held_back(
     asked: str, bundle: Bundle, dataset: Dataset, threads: int
 ) -> tuple[_Tuning, Dataset]:
-    """Record entropies of the first samples; gives the others too, which may be measured."""
+    """Record entropies of the first samples; also return the others, which may be measured."""
     count = min(int(TUNING_SHARE * len(dataset)), MOST_TUNING)
     if count < _LEAST_TUNING:
         criterion = bundle.manifest.answer.criterion.name
@@ -248,7 +249,7 @@ def _tune(name: str, bundle: Bundle, records: ExitRecords, tuned_on: str) -> Tun
 
 
 def _plan(bundle: Bundle, criterion: Criterion, thresholds: FloatArray) -> Plan:
-    """Plan stages that decide by a criterion, whatever the bundle was compiled with."""
+    """Plan stages that decide by a criterion, independent of the bundle's own."""
     active = tuple(
         ActiveExit(exit=index, threshold=threshold)
         for index, threshold in enumerate(thresholds.tolist())
@@ -290,7 +291,7 @@ def _recorded(bundle: Bundle, dataset: Dataset, criterion: Criterion, threads: i
 
 
 def _patient(records: ExitRecords) -> ExitRecords:
-    """Find what patience says of recorded classes."""
+    """Return records with the patience of recorded classes as confidence."""
     confidence: NDArray[np.float32] = np.empty_like(records.confidence)
     state: State = {}
     for place, classes in enumerate(records.prediction):

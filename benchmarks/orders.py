@@ -1,7 +1,7 @@
 """Orders in which a load sends its samples: at random, like a video, like reviews (Apparate 5.1).
 
-Consecutive frames of a video are alike, since objects move little between them. Consecutive reviews
-are not, but they come category by category, so that the mix of classes changes.
+Consecutive frames of a video are similar, since objects move little between them. Consecutive
+reviews are not, but they come category by category, so that the mix of classes changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def random_order(samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
 def video_order(
     array: NDArray[Any], rng: np.random.Generator, *, scene: int = SCENE
 ) -> NDArray[np.int64]:
-    """Return int64[samples], a permutation in which consecutive samples of [samples, …] are alike.
+    """Return int64[samples], a permutation with similar consecutive samples of [samples, …].
 
     A scene begins with a sample drawn at random. Each next one is the unused sample nearest to the
     one before, by Euclidean distance.

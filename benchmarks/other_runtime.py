@@ -45,12 +45,12 @@ class OpenVinoGraph:
         self._output = output
 
     def run(self, tensors: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-        """Give the first output."""
+        """Return the first output."""
         (found,) = self._graph.execute([self._output], tensors, None)
         return found
 
     def time_ms(self, tensors: Mapping[str, NDArray[Any]]) -> float:
-        """Run once; gives the milliseconds."""
+        """Run once; return the milliseconds."""
         started = time.perf_counter()
         self.run(tensors)
         return (time.perf_counter() - started) * 1e3

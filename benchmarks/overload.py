@@ -1,15 +1,14 @@
-"""Beyond capacity, and bursts, measured: does goodput hold, and what does SlackFit attain?
+"""Goodput beyond capacity and attainment of SlackFit under bursts, measured.
 
     python -m benchmarks.overload BUNDLE --data TEST.npz [--json FILE]
 
 Engines in this process, as in ``benchmarks.policies``. Gamma arrivals of CV² 2, 4 and 8: the rate
-rises in steps of a tenth of the source model's capacity until the source model under
-``clockwork`` attains less than 95 %; there SlackFit and others run the very same trace, in rounds;
-figures are medians. Then goodput at rising rates, as shares of each system's own throughput at
-saturation: at twice and four times that it should stay near its peak, or near what is offered where
-that is less (``slackfit`` serves more the more is asked for). With as many streams as cores
-the sender, which also turns away what is refused, takes its time from the streams; ``--streams 1``
-leaves it a core.
+rises in steps of a tenth of the source model's capacity until the source model under ``clockwork``
+attains less than 95 %; there SlackFit and others run the same trace, in rounds; figures are
+medians. Then goodput at rising rates, as shares of each system's own throughput at saturation: at
+two and four times that rate it should stay near its peak, or near the offered rate if that is less
+(``slackfit`` serves more if more is offered). With as many streams as cores the sender, which also
+handles rejected requests, takes its time from the streams; ``--streams 1`` leaves it a core.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ async def bursts(bench: Bench, slo_s: float, rounds: int) -> dict[str, Any]:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All that the module's docstring says."""
+    """Run all measurements of the module's docstring."""
     bench = Bench(options.bundle, options.data, 4000, streams=options.streams)
     await bench.prepare()
     lone_s, _ = await bench.lone("source:clockwork")

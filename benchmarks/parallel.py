@@ -2,22 +2,22 @@
 
     python -m benchmarks.parallel BUNDLE --data TEST.npz [--rounds 3] [--json FILE] [--quick]
 
-Two streams, batches of at most 8, policy run-through. A batch may start beside a running one that
-has fewer than τ_b rows: with 1 one runs after the other, and 9 limits nothing. The settings take
+Two streams, batches of at most 8, policy run-through. A batch may start next to a running one that
+has fewer than τ_b rows: 1 runs one after the other, and 9 is no limit. The settings take
 turns in each round; figures are medians of rounds.
 
-* cpu: MEASURED, the bundle by ONNX Runtime in mode leave, a thread a stream.
+* cpu: MEASURED, the bundle by ONNX Runtime in mode leave, one thread per stream.
 * device: MEASURED ON EMULATED DEVICES, in this process. A batch of 8 takes twice as long as one of
   1 (7 and 14 ms for the model), half of it before the only exit, which takes 8.9 % of the model
-  (7.7) and is sure of 70 % of the rows. Batches side by side are slowed down equally where together
-  they would have more rows a second than batches of 8 alone: curve and rule are assumed. All times
-  are stretched tenfold.
+  (7.7) and is confident on 70 % of the rows. Parallel batches are slowed down equally if together
+  they would have more rows per second than batches of 8 alone: curve and rule are assumed. All
+  times are stretched tenfold.
 
-``throughput`` is that of 16 clients that send again at once; ``in stages`` is the mean time of a
-batch from its first stage to its last, meanwhile. ``mean``, ``p99`` and ``late`` are of Poisson
-arrivals at 80 % of the throughput of τ_b = 1, late after three times what the unmodified model
-takes for a batch of 8. The last row follows τ_l = 0.02 (``--max-violations``), where τ_b begins at
-9 and is lowered after 256 requests of which more were late; its τ_b is the one at the end.
+``throughput`` is that of 16 clients that send again immediately; ``in stages`` is the mean time of
+a batch from its first stage to its last in that load. ``mean``, ``p99`` and ``late`` are of Poisson
+arrivals at 80 % of the throughput of τ_b = 1, late after three times the unmodified model's time
+for a batch of 8. The last row follows τ_l = 0.02 (``--max-violations``): τ_b starts at 9 and falls
+after 256 requests of which a larger share was late; its τ_b is the final one.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ CLIENTS: Final = 2 * BATCH
 LIMITS: Final = (1, 2, 4, 6, 8, BATCH + 1)
 MAX_VIOLATIONS: Final = 0.02
 LOAD: Final = 0.8
-"""Of the throughput where batches run one after another."""
+"""Load relative to the throughput with sequential batches."""
 LATE_AFTER: Final = 3.0
 """Times the unmodified model's time for a full batch."""
 STRETCH: Final = 10.0
 MODEL_MS: Final = (7.0, 14.0)
-"""Of a batch of 1, and of ``BATCH``."""
+"""Times of a batch of 1, and of ``BATCH``, in ms."""
 EXIT_SHARE: Final = 0.089
 GOING_ON: Final = 0.3
 
@@ -88,13 +88,13 @@ def model_s(rows: int) -> float:
 
 
 def stages_s(rows: int) -> tuple[float, float]:
-    """Seconds of the emulated device for the stage with the exit, and for the one behind it."""
+    """Return the emulated seconds of the stage with the exit, and of the one after it."""
     half = model_s(rows) / 2
     return half + EXIT_SHARE * model_s(rows), half
 
 
 class SharedDevice:
-    """A device that two batches share: what each takes alone, or both more slowly."""
+    """A device shared by two batches: each takes its own time, or both are slower."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -140,7 +140,7 @@ class SharedDeviceBackend(ScriptedBackend):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSetting:
-    """A limit on batches side by side: τ_b itself, or the share of late samples that it follows."""
+    """A limit on parallel batches: τ_b itself, or the share of late samples that adapts it."""
 
     name: str
     fixed: int | None = None
@@ -206,22 +206,22 @@ async def open_emulated(system: System, setting: ParallelSetting) -> Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelBench:
-    """Where settings are measured, and how long."""
+    """Settings of a measurement: engines and durations."""
 
     label: str
     opened: Callable[[ParallelSetting], Any]
-    """Gives an engine, awaited."""
+    """Awaitable function that opens an engine."""
     samples: Sequence[Mapping[str, NDArray[Any]]]
     objective_s: float
-    """As time passes here."""
+    """Latency objective, in wall time."""
     stretch: float
     rounds: int
     duration_s: float
-    """Of each of the two loads, as time passes here."""
+    """Duration of each of the two loads, in wall time."""
     seed: int
 
     async def measure(self) -> list[dict[str, Any]]:
-        """Give a row for each setting."""
+        """Return a row for each setting."""
         found: dict[str, list[dict[str, float]]] = {s.name: [] for s in SETTINGS}
         async with AsyncExitStack() as stack:
             replays: dict[str, tuple[Engine, Replay]] = {}

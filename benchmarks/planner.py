@@ -1,9 +1,9 @@
-"""How the optimiser's time grows with the devices, of one type and of three.
+"""Growth of the optimiser's time with the number of devices, of one type and of three.
 
     python -m benchmarks.planner [--segments 34] [--repeat 5] [--json FILE] [--svg FILE]
 
-CPU milliseconds of one plan, MEASURED, the least of the repetitions: all batch sizes from 1 to 64,
-for the highest rate within 100 ms, and for half the rate of the model as it is at the least cost.
+CPU milliseconds of one plan, MEASURED, minimum of the repetitions: all batch sizes from 1 to 64,
+for the highest rate within 100 ms, and for half the rate of the unmodified model at the least cost.
 The cluster is that of benchmarks/clusters.py; three types have a quarter, a quarter and a half of
 the devices. ``growth`` is the exponent from the size before (1 is linear). ``--svg`` draws it.
 """
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def cluster(name: str, devices: int, segments: int) -> Cluster:
-    """So many devices, of one type or of three."""
+    """Return a cluster of devices of one type or of three."""
     quarter = devices // 4
     unequal = {"V100": quarter, "P100": quarter, "K80": devices - 2 * quarter}
     return cluster_of({"V100": devices} if name == "one type" else unequal, segments)
@@ -85,9 +85,9 @@ def measure(cluster: Cluster, options: Any) -> dict[str, float]:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], segments: int) -> str:
-    """Draw the milliseconds of the longer direction by devices: SVG, log by log.
+    """Draw the milliseconds of the longer direction by devices: SVG, log-log.
 
-    Dashed is what grows linearly from the first size.
+    The dashed line is linear growth from the first size.
     """
     sizes = [math.log10(size) for size in SIZES]
     x = Scale(low=sizes[0], high=sizes[-1], start=60.0, end=480.0)

@@ -1,16 +1,16 @@
-"""Every policy under one trace, measured side by side on this machine.
+"""Every policy under one trace, compared on this machine.
 
     python -m benchmarks.policies BUNDLE --data TEST.npz --trace azure:FILE [--share 0.8]
         [--rounds 3] [--json FILE]
 
-In one process and without the network: each system is an engine of its own, opened anew, with as
-many streams of one thread as there are cores; the sender shares its event loop, and how late it was
-itself is reported. First the source model's latency at batch 1 and its capacity are measured; the
-trace is rescaled to a share of that capacity. Then every system runs it: without deadlines, so that
-all requests are answered and quantiles of latency can be compared; and under two latency
-objectives, 2 and 10 times the source model's latency at batch 1, where quantiles are those of the
-answered only, and attainment and goodput are what counts. System after system, in rounds; every
-figure is the median over rounds. ``source:delay`` has the same largest batch as the others.
+In one process and without the network: each system is a new engine, with as many streams of one
+thread as there are cores; the sender shares its event loop, and its own lateness is reported. First
+the source model's latency at batch 1 and its capacity are measured; the trace is rescaled to a
+share of that capacity. Then every system runs it: without deadlines, so that all requests are
+answered and quantiles of latency can be compared; and under two latency objectives, 2 and 10 times
+the source model's latency at batch 1, where quantiles are of answered requests only, and attainment
+and goodput are the result. System after system, in rounds; every figure is the median over rounds.
+``source:delay`` has the same largest batch as the others.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ SYSTEMS = (
     "cheapest",
 )
 PATIENT = ("source:clockwork", "source:delay", "run-through", "refill", "rebatch", "delay")
-"""Systems of which one without deadlines says something."""
+"""Systems with a meaningful run without deadlines."""
 MODEL = "model"
 SLO_FACTORS = (2, 10)
 MAX_BATCH = 16
 DELAY_MS = 1.0
-"""Of ``delay``: how long it waits for batch mates."""
+"""Waiting time of ``delay`` for more samples of a batch."""
 SATURATED = 128
 """Requests under way when capacity is measured."""
 LONE_REQUESTS = 1000
@@ -81,7 +81,7 @@ class Bench:
         self._reference: NDArray[np.int64] = np.zeros(len(self._samples), np.int64)
         self.streams = streams or os.cpu_count() or 1
         self.lateness_ms: list[dict[str, float]] = []
-        """Of the sender itself, run by run."""
+        """Lateness of the sender itself, run by run."""
 
     def median_lateness_ms(self) -> dict[str, float]:
         """Medians over the runs so far."""
@@ -94,12 +94,12 @@ class Bench:
             self._reference = await replay.answers()
 
     def judge_by(self, labels: NDArray[np.int64]) -> None:
-        """Count answers against labels instead: what figures call agreement is accuracy then."""
+        """Compare answers with labels instead: then figures called agreement are accuracy."""
         self._reference = labels[: len(self._samples)]
 
     @asynccontextmanager
     async def _replaying(self, system: str) -> AsyncIterator[Replay]:
-        """A replay on an engine that is open meanwhile."""
+        """Yield a replay on an open engine."""
         parsed = SystemUnderTest.parse(system)
         options = EngineOptions(
             mode=parsed.mode,
@@ -140,7 +140,7 @@ class Bench:
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All that the module's docstring says."""
+    """Run all measurements of the module's docstring."""
     bench = Bench(options.bundle, options.data, options.samples)
     await bench.prepare()
     lone_s, _ = await bench.lone("source:clockwork")

@@ -1,12 +1,12 @@
-"""Which int8 is worth it on this machine: kinds beside float32, in interleaved rounds.
+"""Benefit of int8 on this machine: kinds compared with float32, in interleaved rounds.
 
     python -m benchmarks.precision MODEL.onnx --data CALIBRATION.npz [--judge TEST.npz]
         [--samples 500] [--batch-sizes 1 16] [--threads 1] [--seconds 20] [--json FILE]
 
 Ratios are of times in the same round, medians with the interval of order statistics. Agreement is
-with float32's largest class, on samples that scales were not measured on. ``depends`` is by how
-much answers differ between batches, as a share of the largest one. With ``--judge`` and labels,
-accuracies are not compared: a kind is to answer as the source model does.
+with float32's largest class, on samples not used for the scales. ``depends`` is the difference of
+answers between batches, as a share of the largest one. Accuracies are not compared, even with
+``--judge`` and labels: a kind should answer as the source model does.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def show(choice: PrecisionChoice, least_agreement: float) -> None:
 
 
 def facts(result: KindMeasured, least_agreement: float) -> dict[str, Any]:
-    """What was measured of a kind, as JSON values."""
+    """Return the measurements of a kind, as JSON values."""
     return {
         "kind": result.kind.value,
         "what": result.kind.facts.what,
@@ -130,11 +130,11 @@ def facts(result: KindMeasured, least_agreement: float) -> dict[str, Any]:
 
 
 def computes_natively(elem_type: int) -> bool:
-    """Whether ONNX Runtime's CPU provider multiplies matrices of a type in that type.
+    """Return True if ONNX Runtime's CPU provider multiplies matrices of a type natively.
 
-    ``elem_type`` is one of ONNX's, such as ``TensorProto.FLOAT16``. Tried, not looked up: a product
-    of that type is optimised for this machine. On x86, ONNX Runtime 1.31 wraps float16 in casts
-    to float32 and back, and refuses bfloat16, whatever instructions the CPU has.
+    ``elem_type`` is one of ONNX's, such as ``TensorProto.FLOAT16``. It is tested: a product of that
+    type is optimised for this machine. On x86, ONNX Runtime 1.31 wraps float16 in casts to float32
+    and back, and rejects bfloat16, whatever instructions the CPU has.
     """
     one = helper.make_node("MatMul", ["a", "b"], ["c"])
     a, b, c = (helper.make_tensor_value_info(name, elem_type, [4, 4]) for name in "abc")
@@ -158,7 +158,7 @@ def computes_natively(elem_type: int) -> bool:
 
 
 def half_precision() -> dict[str, bool]:
-    """Whether float16 and bfloat16 are computed natively, by name."""
+    """Return if float16 and bfloat16 are computed natively, by name."""
     types = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
     return {name: computes_natively(elem_type) for name, elem_type in types.items()}
 

@@ -1,13 +1,13 @@
-"""How often does a certified policy break its promise on what it has not seen?
+"""Frequency with which a certified policy breaks its promise on unseen data.
 
     python -m benchmarks.promise BUNDLE --data TEST.npz [--draws 1000] [--json FILE]
 
-The population is the bundle's certify split and the test data together: samples that neither
-trained nor tuned anything. The exits in use and the path of their thresholds are those of the
-tuning split, as when compiling. Each draw takes as many samples of the population as the certify
-split has, with replacement, certifies along the path, and looks up how often the policy disagrees
-with the unmodified model in the whole population, as the task has it. The promise allows a share of
-1 - confidence of the draws to be above the bound.
+The population is the bundle's certify split and the test data together: samples that were used
+neither for training nor for tuning. The exits in use and the path of their thresholds are those of
+the tuning split, as in compiling. Each draw takes as many samples of the population as the certify
+split has, with replacement, certifies along the path, and counts the disagreements of the policy
+with the unmodified model in the whole population, as the task defines them. The promise allows a
+share of 1 - confidence of the draws to be above the bound.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def resample(path: Path, data: Path, *, draws: int, seed: int) -> dict[str, float]:
-    """Give the share of draws above the bound, and quantiles of the true disagreement."""
+    """Return the share of draws above the bound, and quantiles of the true disagreement."""
     bundle = Bundle.open(path)
     promise = bundle.policy.promise
     if promise is None:

@@ -1,13 +1,13 @@
-"""How often does a policy that was certified for engines of a precision break its promise?
+"""Frequency with which a policy certified for engines of a precision breaks its promise.
 
     python -m benchmarks.promise_engines BUNDLE --data TEST.npz --calibration CALIBRATION.npz \\
         --precision int8 [--draws 500] [--json FILE]
 
-As ``benchmarks.promise``, of what ``eecompile build --precision`` certifies: the population is the
-bundle's certify split and the test data, each draw takes as many of them as the certify split has,
-with replacement, and shares the promise between the model's end in that precision and its exits.
-Looked up is how often what is served disagrees with the *float32* model in the whole population.
-The arithmetic is that of the graphs that engines are built of, on ONNX Runtime.
+As ``benchmarks.promise``, for the certificate of ``eecompile build --precision``: the population is
+the bundle's certify split and the test data; each draw takes as many of them as the certify split
+has, with replacement, and shares the promise between the model's end in that precision and its
+exits. Counted are disagreements of served answers with the *float32* model in the whole population.
+Arithmetic is that of the graphs of the engines, on ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
 def resample(
     bundle: Bundle, data: Path, calibration: Path, precision: Precision, *, draws: int, seed: int
 ) -> dict[str, Any]:
-    """Give the share of draws above the bound, and quantiles of the true disagreement."""
+    """Return the share of draws above the bound, and quantiles of the true disagreement."""
     promise = bundle.policy.promise
     if promise is None:
         raise SystemExit(f"{bundle.path} has no certified policy to look at")

@@ -2,10 +2,11 @@
 
     python -m benchmarks.reloads [--reloads 1000] [--clients 4] [--json FILE]
 
-A real ``eeserve --model-repository`` serves a model whose answers tell its version. Clients of
-``tritonclient`` ask without a pause of more than 2 ms; meanwhile a new version is put into the
-repository, loaded, and the former one removed, again and again. Every answer's version is compared
-with what was computed. The resident memory of the server is read after every hundredth reload.
+A real ``eeserve --model-repository`` serves a model whose answers identify its version. Clients of
+``tritonclient`` send requests with pauses of at most 2 ms; during that time new versions are
+repeatedly added to the repository and loaded, and the previous ones removed. Every answer's version
+is compared with the computed one. The resident memory of the server is read after every hundredth
+reload.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from offramp.tools.bench.common.output import describe_environment, write_json
 
 READY = re.compile(r"ready: gRPC on (\S+),")
 MODELS = 5
-"""Models that are told apart; version n is the model n % 5."""
+"""Number of distinguishable models; version n is the model n % 5."""
 EVERY = 100
 """Reloads between two looks at the memory."""
 
@@ -106,7 +107,7 @@ def resident_mib(pid: int) -> float:
 
 
 def add_version(repository: Path, version: int, bundles: list[Path]) -> None:
-    """Put a version into the repository, whole at once."""
+    """Add a version to the repository atomically."""
     new = repository / f"{version}.new"
     shutil.copytree(bundles[version % MODELS], new)
     new.rename(repository / f"{version}.ee")
@@ -114,7 +115,7 @@ def add_version(repository: Path, version: int, bundles: list[Path]) -> None:
 
 @contextmanager
 def serving(repository: Path, log: Path) -> Iterator[tuple[int, str]]:
-    """Serve the repository; gives the process and its address."""
+    """Serve the repository; yield the process and its address."""
     command = [
         sys.executable, "-m", "offramp.server.cli", "--grpc-port=0", "--http-port=0",
         f"--model-repository={repository}", "--model-control=explicit", "--load-model=adds",
@@ -129,7 +130,7 @@ def serving(repository: Path, log: Path) -> Iterator[tuple[int, str]]:
 
 
 def reload_often(folder: Path, reloads: int, clients: int) -> dict[str, Any]:
-    """Reload under load; return what became of requests and memory."""
+    """Reload under load; return the outcomes of requests, and memory."""
     bundles = make_bundles(folder)
     model = folder / "models" / "adds"
     model.mkdir(parents=True)
@@ -169,8 +170,8 @@ def reload_often(folder: Path, reloads: int, clients: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write."""
     parser = make_parser(__doc__)
-    parser.add_argument("--reloads", type=int, default=1000, help="how many")
-    parser.add_argument("--clients", type=int, default=4, help="that ask meanwhile")
+    parser.add_argument("--reloads", type=int, default=1000, help="number of reloads")
+    parser.add_argument("--clients", type=int, default=4, help="number of concurrent clients")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = reload_often(Path(folder), options.reloads, options.clients)

@@ -133,11 +133,11 @@ class Replay:
         return records.to_outcomes(self._reference, duration_s)
 
     async def closed_loop(self, concurrency: int, duration_s: float) -> float:
-        """Keep requests under way; gives answers a second, the first tenth left out."""
+        """Keep requests in flight; return answers per second, without the first tenth."""
         return len(await self.saturate(concurrency, duration_s)) / (COUNTED * duration_s)
 
     async def saturate(self, concurrency: int, duration_s: float) -> NDArray[np.float64]:
-        """Keep requests under way; gives the seconds that each took, the first tenth left out."""
+        """Keep requests in flight; return the seconds of each, without the first tenth."""
         started_s = time.monotonic()
         counted_from_s = started_s + (1 - COUNTED) * duration_s
         end_s = started_s + duration_s

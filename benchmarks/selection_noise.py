@@ -1,16 +1,15 @@
-"""Does noise in what is measured change which exits are chosen for the worse?
+"""Loss of savings when measurement noise changes the choice of exits.
 
     python -m benchmarks.selection_noise BUNDLE [--draws 500] [--json FILE]
 
-The bundle's profile is taken for the truth. Rounds are drawn from it with noise: every run is off
-by a lognormal factor on a machine whose speed wanders from round to round, runs take three times
-as long at random, one round is bad for everyone, or one batch size is bad in all rounds. From these
+The bundle's profile is taken as the truth. Rounds are drawn from it with noise: every run is off by
+a lognormal factor on a machine whose speed drifts from round to round, runs randomly take three
+times as long, one round is bad for all systems, or one batch size is bad in all rounds. From these
 rounds the profile is estimated, exits are chosen on the tuning split and certified on the certify
-split, as compiling does. What a policy truly saves is computed with the bundle's own profile.
+split, as in compiling. A policy's true savings are computed with the bundle's own profile.
 
-The same rounds are given to the rule that this one replaced (quartiles of each part alone, one cost
-for all borders that is cut off at 0, exits dropped while they add more than 10 % at any batch
-size).
+The same rounds are passed to the previous rule (quartiles of each part separately, one cost for all
+borders that is cut off at 0, exits dropped while they add more than 10 % at any batch size).
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from offramp.tools.bench.common.output import check_outputs, describe_environmen
 
 FloatArray = NDArray[np.float64]
 Draw = Callable[[np.random.Generator, FloatArray], FloatArray]
-"""From times that are true [rounds, systems], those that are seen."""
+"""Function from true times [rounds, systems] to measured ones."""
 
 SWEEPS = 6
 """The least that are ever run."""
 SIGMA, WANDER = 0.2, 0.3
-"""Of the lognormal factors of a run, and of the machine in a round."""
+"""Standard deviations of the lognormal factors of a run, and of the machine in a round."""
 SPIKES, SPIKE = 0.05, 3.0
 BAD_ROUND = 3.0
 BAD_SIZE = 0.15
@@ -135,7 +134,7 @@ class Case:
         return CostModel.of(self.bundle.manifest, profile, size)
 
     def true_savings(self, active: tuple[int, ...], profile: Profile) -> float:
-        """The savings of what ships if this profile chooses these exits, at true times."""
+        """Return the savings, at true times, of the policy for these exits under this profile."""
         if active not in self.shipped:
             self.shipped[active] = self._certified(active)
         policy = self.shipped[active]
@@ -235,7 +234,7 @@ def case_bytes(case: Case) -> FloatArray:
 
 
 def old_profile(case: Case, seen: DrawnRounds) -> Profile:
-    """OLD RULE: the quartile of each part over its rounds, borders cut off at 0, alike for all."""
+    """OLD RULE: the quartile of each part over its rounds, borders cut off at 0, equal for all."""
 
     def typical(rounds: Rounds) -> FloatArray:
         found: FloatArray = np.quantile(rounds.times_ms, OLD_QUANTILE, axis=0)
@@ -333,7 +332,7 @@ def measure(case: Case, draws: int) -> dict[str, Any]:
 
 
 def summary(saved: FloatArray, best: float) -> dict[str, float]:
-    """The share of draws that fall behind the noiseless choice of the new rule, and how far."""
+    """Return statistics of savings, with the share of draws near the noiseless choice."""
     return {
         "within_3_points": float((saved >= best - WITHIN).mean()),
         "no_exit": float((saved == 0).mean()),

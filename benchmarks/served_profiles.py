@@ -36,7 +36,7 @@ from offramp.engine.control.costs import CostModel
 from offramp.engine.requests.departures import Departures
 
 CONTROLLERS = ("leave", "certified")
-"""Thresholds that stay, and those that the server's default controller moves meanwhile."""
+"""Fixed thresholds, and those changed by the server's default controller."""
 BATCH = 32
 
 
@@ -70,7 +70,7 @@ def served_profiles(
 
 
 def workplace_of(bundle: Bundle) -> Workplace:
-    """As `python -m benchmarks.adapt` has it by default."""
+    """Return the default workplace of `python -m benchmarks.adapt`."""
     promise = bundle.policy.promise
     return Workplace(
         bundle=bundle,
@@ -91,7 +91,7 @@ def profile_of(
     *,
     exits: int,
 ) -> BatchProfile:
-    """Count what was served as a server does: where rows were answered, by the exits in use."""
+    """Count served samples as a server does: by the exit that answered, and the exits in use."""
     in_use = [
         tuple(a.exit for a in c.policy.active if contender.mode.observed or a.threshold < NEVER)
         for c in trace.changes

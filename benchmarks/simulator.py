@@ -1,15 +1,15 @@
-"""The simulator against the real thing: same trace, same bundle, and how far they are apart.
+"""Comparison of the simulator with real runs: same trace, same bundle.
 
     python -m benchmarks.simulator BUNDLE --data TEST.npz [--json FILE]
 
 Each trace is run three times: by the real engine in this process, by a real ``eeserve`` loaded over
 loopback by ``eebench load``, and by the simulator. The first two have one stream of one thread; the
-other core is for whoever sends. Two constants are measured beforehand and given to the simulator,
-which knows nothing of them: how much longer stages take than the profile says when one request
-follows the other, and what a request spends on its way to the scheduler and back (the latency of
-requests 10 ms apart less what is simulated for them; once for the engine, once for the server; with
-that go the cold caches and sleeping cores that such requests find). Nothing is fitted to the runs
-that are compared. First: how many requests a second are simulated.
+other core is for the sender. Two constants are measured beforehand and passed to the simulator,
+which cannot know them: the factor of stage times over the profile when one request follows the
+other, and the time of a request on its way to the scheduler and back (the latency of requests 10 ms
+apart minus the simulated one; once for the engine, once for the server; it includes the cold caches
+and sleeping cores of such requests). Nothing is fitted to the compared runs. First: the number of
+simulated requests per second.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Twin:
         return summarise(self.run(trace, slo_s)[0], slo_ms=slo_s * 1e3)
 
     def run(self, trace: Trace, slo_s: float) -> tuple[Outcomes, float]:
-        """Run a trace on virtual time; gives the seconds of real time, too."""
+        """Run a trace on virtual time; also return the seconds of real time."""
         model = self.model()
         scheduler = scheduler_of(model.points, self._options, streams=1)
         records = model.behaviour.leaves_at.size
@@ -127,7 +127,7 @@ async def compare(policy: str, options: argparse.Namespace, bench: Bench) -> lis
 def row(
     policy: str, rate: float, way: Way, measured: Mapping[str, Any], twin: Twin
 ) -> dict[str, Any]:
-    """Measured figures beside the simulated ones."""
+    """Return measured figures next to the simulated ones."""
     simulated = twin.simulated(poisson(rate, DURATION_S, 1), SLO_S - way.seconds).to_json()
     measured_ms = {q: measured["latency_ms"][q] for q in QUANTILES}
     simulated_ms = {q: simulated["latency_ms"][q] + way.seconds * 1e3 for q in QUANTILES}
@@ -183,7 +183,7 @@ def load(address: str, options: argparse.Namespace, arguments: Sequence[str]) ->
 
 @contextmanager
 def serving(policy: str, bundle: Path) -> Iterator[str]:
-    """A server of the bundle, as ``model``; gives its address."""
+    """Serve the bundle as ``model``; yield the server's address."""
     system = SystemUnderTest.parse(policy)
     command = [sys.executable, "-m", "offramp.server.cli", "--model", f"model={bundle}"]
     command += ["--policy", str(system.scheduling), "--mode", system.mode.value]

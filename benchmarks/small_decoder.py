@@ -1,10 +1,10 @@
-"""What a decoder that answers with one token gains with default flags.
+"""Gain of a decoder that answers with one token, with default flags.
 
     python -m benchmarks.small_decoder --output demo/decoder [--repeats 5] [--json FILE]
 
 Trains the decoder if it is not in ``--output`` yet (:mod:`offramp.tools.zoo.small_decoder`, about
 twelve minutes on a core), compiles it as ``eecompile MODEL --answer-tokens 3,4 --data CALIBRATION``
-does, without a further flag, and measures the bundle against the reduced model, as
+does, without a further flag, and compares the bundle with the reduced model, as
 ``benchmarks.trained_models`` does. The reduced model is compared with the whole one too: its
 answers on all test prompts, and its time.
 """
@@ -33,7 +33,7 @@ _TIMED = 20
 
 
 def main() -> None:
-    """Train what is missing, compile, measure, print, and write if asked."""
+    """Train missing models, compile, measure, print, and optionally write JSON."""
     parser = make_parser(__doc__)
     small_decoder.add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of the comparison")
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def exit_checks(bundle: Bundle, source_ms: float) -> dict[str, float]:
-    """Give the profiled time of each exit in use at batch 1, as a share of the model's."""
+    """Return the profiled time of each exit in use at batch 1, as a share of the model's."""
     profile = bundle.profile()
     column = profile.batch_sizes.index(1)
     return {

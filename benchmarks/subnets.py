@@ -1,20 +1,20 @@
-"""Exits, subnets, and subnets with exits, measured side by side at equal accuracy.
+"""Exits, subnets, and subnets with exits, compared at equal accuracy.
 
     python -m benchmarks.subnets SUPERNET.ee --data TEST.npz [--batch-sizes 1,8,16] [--points 10]
         [--rounds 6] [--samples 4000] [--json FILE]
 
 Four ways of making the model faster (:mod:`~offramp.calibration.choose.trade_offs`): the full
-model's exits; subnets to their own ends; every subnet with exits of its own; and subnets that hand
-on to the full model what they are not sure of, which no policy serves yet. Thresholds lie on the
-paths of the tuning split. For each batch size, and of each way, points on the fronts of accuracy
-and of agreement over predicted time are chosen on the certify split. Their accuracy and agreement
-is then *counted* on the test data, from answers that every exit of every variant gives once; their
-time is *measured* on the first samples of it, beside the source model as a plain session, batch by
-batch in interleaved rounds: CPU time of the one thread.
+model's exits; subnets to their own ends; every subnet with its own exits; and subnets that pass
+uncertain samples to the full model, which no policy serves yet. Thresholds are on the paths of the
+tuning split. For each batch size and each way, points on the fronts of accuracy and of agreement
+over predicted time are chosen on the certify split. Their accuracy and agreement is then *counted*
+on the test data, from one answer of every exit of every variant; their time is *measured* on its
+first samples, in comparison with the source model as a plain session, batch by batch in interleaved
+rounds: CPU time of the one thread.
 
-Curves are compared at equal accuracy on the test data, and at equal agreement: of each way the
+Curves are compared at equal accuracy on the test data, and at equal agreement: for each way the
 measured point of least time that is at least as good. The goal: both ways together take at most 0.9
-of the better one alone at equal accuracy.
+of the time of the better one alone at equal accuracy.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ GROUPS: Final[Mapping[str, tuple[Way, ...]]] = {
     "both": ("exits", "subnets", "both"),
     "handing on too": WAYS,
 }
-"""What is compared, and the ways that each may take its points from."""
+"""Compared groups, and the ways that each may take its points from."""
 WORTHS: Final[Mapping[str, Worth]] = {"accuracy": accuracy_worth, "agreement": agreement_worth}
 
 
@@ -79,21 +79,21 @@ class ChosenPoint:
     """A trade-off that was chosen without the test data for a batch size."""
 
     ways: tuple[Way, ...]
-    """Those that chose it."""
+    """Ways that chose it."""
     chosen: TradeOff
-    """As predicted, and counted on the certify split."""
+    """Trade-off as predicted, and counted on the certify split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPoint:
-    """A trade-off, and what it does on the test data."""
+    """A trade-off, with its results on the test data."""
 
     ways: tuple[Way, ...]
     chosen: TradeOff
     counted: TradeOff
-    """As predicted, and counted on all of the test data."""
+    """Trade-off as predicted, and counted on all of the test data."""
     measured: FrontierPoint
-    """Beside the full model."""
+    """Measurements, compared with the full model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class EqualWorth:
 
     batch_size: int
     worth: str
-    """By what: accuracy or agreement."""
+    """Criterion: accuracy or agreement."""
     drop: float
     """Below the full model's on the test data."""
     times: dict[str, float]
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,8,16")
     parser.add_argument("--points", type=int, default=10, help="of each front, at most")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--samples", type=int, default=4000, help="whose time is measured, at most")
+    parser.add_argument("--samples", type=int, default=4000, help="most samples to time")
     options = parser.parse_args()
     bundle = Bundle.open(options.bundle)
     if not bundle.manifest.variants:
@@ -180,7 +180,7 @@ def choose(judged: Judged, most: int) -> list[ChosenPoint]:
 def _spread(
     front: Sequence[TradeOff], worth: Worth, of_full: float, most: int
 ) -> Iterator[TradeOff]:
-    """Give points of a front, evenly spread over what they are worth, down to a loss."""
+    """Yield points of a front, evenly spread over their worth, down to a largest loss."""
     best = worth(front[-1])
     lowest = min(max(worth(front[0]), of_full - LOWEST_DROP), best)
     for level in np.linspace(lowest, best, most):
@@ -243,7 +243,7 @@ def measure(
 def runners_of(
     bundle: Bundle, points: Sequence[ChosenPoint], backend: Backend, slot: Slot
 ) -> list[BatchRunner]:
-    """Make what runs each point; the first is the full model, as a user would run it."""
+    """Return a runner for each point; the first is the full model, as a user would run it."""
     manifest = bundle.manifest
     stages = [SharedStages(backend) for _ in bundle.variants()]
     runners: list[BatchRunner] = [
@@ -283,7 +283,7 @@ def to_json(
     rows: Sequence[EqualWorth],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """JSON values: what was predicted, counted and measured, each under its own name."""
+    """Return JSON values: predicted, counted and measured figures, each under its own name."""
     return {
         "measured": True,
         "bundle": bundle.manifest.name,
@@ -334,7 +334,7 @@ def print_points(
 
 
 def print_equal(console: Console, rows: Sequence[EqualWorth], size: int) -> None:
-    """Print what each group takes where they answer equally well."""
+    """Print the times of each group at equally good answers."""
     for worth in dict.fromkeys(row.worth for row in rows):
         table = figure_table(
             f"Least measured busy time × at equal {worth} on the test data, batch {size}",

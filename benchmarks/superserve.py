@@ -10,19 +10,18 @@ stage; variant 0 is the largest, ``fixed:final@5`` is Clipper+ with the smallest
 paper prints no table: latency is affine in the batch size, L(b) = c · (2 + b), batches of at most
 16, and c rises evenly from the smallest subnet to the largest, as their sizes do in FLOPs. c is set
 at both ends so that 8 workers sustain the published rates of evenly spaced requests with 99.9 % in
-time. Queries are answered rightly as often as their subnet's accuracy says, and no query leaves
-early on its own. All policies give up what would be late and drop early; at most 4,096 queries
-wait.
+time. Queries are answered correctly at the rate of their subnet's accuracy, and no query leaves
+early on its own. All policies drop queries that would be late; at most 4,096 queries wait.
 
-That cost table ("linear") leaves no room at 7,050 requests/s for anything but the smallest subnet,
-while the paper's system works at 76 to 78 % there. So there is a second one ("fitted"): the subnets
-sustain 8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that this is possible.
-The third ("GPU") has curves of a GPU: a batch of 16 takes 5 times as long as one query, 9 ms on the
-smallest subnet and 36 ms, the objective, on the largest, so that 7,050 requests/s leave room for
-some 77 %, as in the paper.
+With that cost table ("linear") only the smallest subnet can serve 7,050 requests/s, while the
+paper's system reaches 76 to 78 % there. So there is a second one ("fitted"): the subnets sustain
+8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that this is possible. The third
+("GPU") has curves of a GPU: a batch of 16 takes 5 times as long as one query, 9 ms on the smallest
+subnet and 36 ms, the objective, on the largest, so that about 77 % are possible at 7,050
+requests/s, as in the paper.
 
-With ``--buckets`` it is the published rule alone, with so many latency buckets, of which the paper
-does not say how many there are.
+With ``--buckets`` only the published rule runs, with these numbers of latency buckets; the paper
+does not state their number.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from offramp.tools.bench.simulation import SimulatedOutcomes, draw_load, simulat
 SubnetTable: TypeAlias = Sequence[Sequence[float]]
 """[subnets][rows + 1]: seconds of batches, the smallest subnet first."""
 ACCURACIES = (0.7382, 0.7669, 0.7764, 0.7825, 0.7944, 0.8016)
-"""Of the subnets, the smallest first; as variants they are numbered from the largest."""
+"""Accuracies of the subnets, the smallest first; as variants they are numbered from the largest."""
 WORKERS, SLO_MS, MAX_BATCH = 8, 36.0, 16
 SUSTAINED: dict[str, tuple[float | None, ...]] = {
     "linear": (8_000.0, None, None, None, None, 2_000.0),
@@ -68,7 +67,7 @@ SUSTAINED: dict[str, tuple[float | None, ...]] = {
 }
 """Requests a second that 8 workers sustain on each; ``None`` is between its neighbours."""
 FIXED_PART = 2.0
-"""What a batch costs besides its rows, in rows."""
+"""Cost of a batch in addition to its rows, in rows."""
 GPU_FIXED_PART, GPU_FULL_S = 2.57, (9e-3, 36e-3)
 """The same of the table "GPU", and seconds of a full batch on the smallest and the largest."""
 POLICIES = (
@@ -143,7 +142,7 @@ def gpu_table() -> SubnetTable:
 
 
 def affine(costs: Sequence[float], fixed_part: float) -> SubnetTable:
-    """Give the seconds of batches whose rows cost so much, the smallest subnet first."""
+    """Return the seconds of batches from the cost of a row, the smallest subnet first."""
     sizes = np.arange(1, MAX_BATCH + 1)
     return [[0.0, *(cost * (fixed_part + sizes)).tolist()] for cost in costs]
 
@@ -219,7 +218,7 @@ def costs_for(rates: Sequence[float | None], seed: int) -> list[float]:
 
 
 def sustains(cost: float, rps: float, seed: int) -> bool:
-    """Whether 8 workers answer 99.9 % of evenly spaced requests in time."""
+    """Return True if 8 workers answer 99.9 % of evenly spaced requests in time."""
     found = run("fixed:final", affine([cost], FIXED_PART), constant(rps, 4.0), seed)
     return found.attainment is not None and found.attainment >= 0.999
 

@@ -1,23 +1,23 @@
-"""SuperServe's policies (6.2, 6.4) MEASURED ON EMULATED DEVICES, and how fast the router is.
+"""SuperServe's policies (6.2, 6.4) MEASURED ON EMULATED DEVICES, and the speed of the router.
 
     python -m benchmarks.superserve_emulated [--only NAME,…] [--stretch 10] [--duration-s 3]
         [--json FILE]
 
-Each of 8 devices is a worker process that sleeps for as long as a batch takes on it, by the curves
-of the table "GPU" of benchmarks/superserve.py, which are assumed; router, scheduler, wire and
-processes are the real ones. All times are stretched tenfold; rates and latencies are those of the
-devices. The objective is 36 ms, the mean rate 7,050 requests/s but where said. Accuracy is that of
-the subnet that answered. Beside slackfit-bare, the published rule, and slackfit, ours, stand
-max-batch (MaxBatch), max-accuracy (MaxAcc), cheapest (INFaaS without an accuracy target), and
-fixed:final@5 to @3, single subnets (Clipper+), the smallest first.
+Each of 8 devices is a worker process that sleeps for the time of a batch on it, by the curves of
+the table "GPU" of benchmarks/superserve.py, which are assumed; router, scheduler, wire and
+processes are real. All times are stretched tenfold; rates and latencies are those of the devices.
+The objective is 36 ms, the mean rate 7,050 requests/s unless stated otherwise. Accuracy is that of
+the subnet that answered. Systems are slackfit-bare, the published rule, and slackfit, ours,
+compared with max-batch (MaxBatch), max-accuracy (MaxAcc), cheapest (INFaaS without an accuracy
+target), and fixed:final@5 to @3, single subnets (Clipper+), the smallest first.
 
 * bursts: 1,500 constant and 5,550 of a gamma stream of CV² 2, 4 and 8 (figures 8 and 10);
 * accelerating: from 2,500 to 7,400 requests/s (figure 9; 11b);
 * spikes: 5,500, and 8,750 for a tenth of each second, as the MAF trace is described in 6.2;
-* kills: 1,500 constant and 3,500 of CV² 2 while a worker is killed every 12 s as they pass here,
-  1.2 s of the devices', which the router starts again (6.4, where it is lost for good);
-* router: queries a second of closed-loop clients on 1 to 8 workers that take no time, not
-  stretched; processor time of the router a query.
+* kills: 1,500 constant and 3,500 of CV² 2 while a worker is killed every 12 s of wall time, 1.2 s
+  of the devices', and restarted by the router (in 6.4 it is lost permanently);
+* router: queries per second of closed-loop clients on 1 to 8 workers that take no time, not
+  stretched; processor time of the router per query.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ServedSupernet:
         self._samples = [{SCRIPT: script}]
 
     def load(self, policy: str, trace: Trace, *, kills: bool = False) -> Row:
-        """Serve a trace by a policy; gives attainment and accuracy."""
+        """Serve a trace by a policy; return attainment and accuracy."""
         return uvloop.run(self._load(policy, trace, kills=kills))
 
     def rate(self, policy: str, duration_s: float) -> tuple[float, float]:

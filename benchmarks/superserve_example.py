@@ -1,24 +1,24 @@
-"""SlackFit over a bundle's subnets and exits beside fixed points, as SuperServe did (6.2 to 6.4).
+"""SlackFit over a bundle's subnets and exits compared with fixed points (SuperServe 6.2 to 6.4).
 
     python -m benchmarks.superserve_example SUPERNET.ee [--trace azure:FILE] [--streams 8]
         [--share 0.8] [--requests 60000] [--data TEST.npz] [--json FILE]
 
 SIMULATED with the bundle's own profile and records, on virtual time: gamma arrivals of CV² 2, 4 and
-8, a stream whose rate rises from half to the whole, and a recorded trace, where one is named (time
-is rescaled). The mean rate is a share of what the fastest operating point of all (of subnets and
-exits) serves in full batches, the latency objective the tightest at which that point alone has
-0.9995 of the requests in time (by bisection). There slackfit runs beside every fixed point
-(Clipper+), ``cheapest`` (INFaaS without an accuracy target), ``max-batch`` and ``max-accuracy``.
-The goal: slackfit has 0.999 in time, and is right at least a point more often than the best fixed
-point that has. Accuracy is against the labels of the certify split; without labels it is agreement.
+8, a stream whose rate rises from half to the whole, and a recorded trace, if named (time is
+rescaled). The mean rate is a share of the rate of the fastest operating point (of subnets and
+exits) in full batches, the latency objective the tightest at which that point alone has 0.9995 of
+the requests in time (by bisection). There slackfit is compared with every fixed point (Clipper+),
+``cheapest`` (INFaaS without an accuracy target), ``max-batch`` and ``max-accuracy``. The goal:
+slackfit has 0.999 in time, and is right at least a point more often than the best fixed point that
+also has. Accuracy is against the labels of the certify split; without labels it is agreement.
 
-Where exits may be forced the fastest point can be an exit of so few layers that rates and
-objectives leave the range that schedulers react in (slackfit learns arrivals over 100 ms): with
+If exits may be forced, the fastest point can be an exit of so few layers that rates and objectives
+leave the range in which schedulers react (slackfit learns arrivals over 100 ms): with
 ``--ends-only`` operating points are subnets to their own ends, as in the paper; certified exits are
-taken on the way all the same.
+still used on the way.
 
 Then half of the streams are lost, one by one every ``--lost-every-s``, under a load of CV² 2 that
-the fastest point could just so serve with those that are left (figure 11a): the goal is 0.999 too.
+the fastest point can just serve with the remaining streams (figure 11a): the goal is 0.999 too.
 
 With ``--data`` one case, CV² 2, is MEASURED on engines in this process as in
 ``benchmarks.policies``, at shares of the rate that the fastest point reaches there.
@@ -64,7 +64,7 @@ POLICIES: Final = ("slackfit", "slackfit-bare", "max-batch", "max-accuracy", "ch
 FASTEST: Final = "cheapest"
 CV2: Final = (2.0, 4.0, 8.0)
 ATTAINED: Final = 0.9995
-"""By the fastest point alone, at the objective that is looked for."""
+"""Attainment of the fastest point alone that defines the objective."""
 GOAL: Final = 0.999
 GAIN: Final = 0.01
 """Accuracy of slackfit above the best fixed point that reaches the goal."""
@@ -74,12 +74,12 @@ SHORTEST_S, LONGEST_S = 1e-4, 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveCase:
-    """A trace with its objective, and what each policy makes of it."""
+    """A trace with its objective, and the results of each policy."""
 
     trace: Trace
     slo_s: float
     rows: Mapping[str, Summary]
-    """By policy; agreement is accuracy, where there are labels."""
+    """Summaries by policy; agreement is accuracy if there are labels."""
 
     @property
     def best_fixed(self) -> tuple[str, Summary] | None:
@@ -100,7 +100,7 @@ class ObjectiveCase:
         return ours - best[1].agreement
 
     def describe(self) -> str:
-        """Say how it stands with the goal, in a line."""
+        """Return one line on the goal."""
         attained = self.rows["slackfit"].attainment or 0.0
         best, gain = self.best_fixed, self.gain
         if best is None or gain is None:
@@ -200,7 +200,7 @@ class Simulation:
         return ObjectiveCase(trace=trace, slo_s=slo_s, rows=rows)
 
     def losing_streams(self, share: float, every_s: float) -> dict[str, Any]:
-        """Lose half of the streams one by one; gives figures of each policy, whole and by phase."""
+        """Lose half of the streams one by one; return figures by policy, in total and by phase."""
         left = self.streams - self.streams // 2
         losing_s = [every_s * (n + 1) for n in range(self.streams - left)]
         rate, duration_s = share * self.capacity(left), every_s * (len(losing_s) + 1)
@@ -230,7 +230,7 @@ def _place(point: OperatingPoint) -> str:
 def _phase(
     outcomes: SimulatedOutcomes, during: np.ndarray[Any, Any], slo_s: float
 ) -> dict[str, float]:
-    """Attainment, and accuracy (or agreement), of what was to be sent during a phase."""
+    """Return attainment, and accuracy (or agreement), of requests due during a phase."""
     known = outcomes.answered & during
     worth = outcomes.right if (outcomes.right[known] >= 0).any() else outcomes.agrees
     return {
@@ -279,7 +279,7 @@ def traces_of(rate: float, options: argparse.Namespace) -> Iterator[Trace]:
 
 
 async def measured(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """One case on the real engine: slackfit beside the others, in rounds."""
+    """Measure one case on the real engine: slackfit and the others, in rounds."""
     labels = read_dataset(options.data, Bundle.open(options.bundle).manifest.inputs).labels
     bench = Bench(options.bundle, options.data, options.samples)
     if labels is None:
@@ -300,7 +300,7 @@ async def measured(options: argparse.Namespace, console: Console) -> dict[str, A
         for policy in simulation.policies:
             try:
                 summary = await bench.under(policy, trace, slo_s)
-            except OptionsError:  # profiled anew where it is served, another one dominates it
+            except OptionsError:  # by the new profile another one dominates it
                 console.print(f"{policy} is no operating point of the engine this time")
                 continue
             rounds.setdefault(policy, []).append(summary)
@@ -315,7 +315,7 @@ async def measured(options: argparse.Namespace, console: Console) -> dict[str, A
 def main() -> None:
     """Simulate, measure if asked, print, and write if asked."""
     parser = make_parser(__doc__, bundle=True)
-    parser.add_argument("--trace", help="azure:FILE, besides those that are drawn")
+    parser.add_argument("--trace", help="azure:FILE, in addition to random traces")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--share", type=float, default=0.8, help="of the fastest point's capacity")
     parser.add_argument("--requests", type=int, default=60_000, help="of each drawn trace")

@@ -1,16 +1,15 @@
-"""The price of changing subnets from one batch to the next, measured in the engine.
+"""Cost of changing subnets from one batch to the next, measured in the engine.
 
     python -m benchmarks.switching SUPERNET.ee --data TEST.npz [--batch-sizes 1,8] [--batches 2000]
         [--rounds 3] [--json FILE]
 
-SuperServe's SubNetAct changes subnets in less than a millisecond (3, figure 5), where loading a
+SuperServe's SubNetAct changes subnets in less than a millisecond (3, figure 5), while loading a
 model takes much longer. Here all variants are loaded when the engine opens. One stream with one
-thread serves requests of a whole batch each, one after the other; a policy of this benchmark's own
-draws the variant of every batch at random. Measured are, after a switch and where the variant stays
-the same: from the policy's decision to the start of the variant's first session run (forming the
-batch, gathering and checking its inputs), and from there to the end of its last run. Wall time, in
-milliseconds; figures are medians over rounds. Nothing is prepared after the start: it says so, or
-stops.
+thread serves requests of a whole batch each, one after the other; a policy of this benchmark draws
+the variant of every batch at random. Measured, after a switch and without one: the time from the
+policy's decision to the start of the variant's first session run (forming the batch, gathering and
+checking its inputs), and from there to the end of its last run. Wall time, in milliseconds; figures
+are medians over rounds. The benchmark fails if anything is prepared after the start.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from offramp.tools.bench.common.output import (
 
 MODEL: Final = "model"
 GOAL_MS: Final = 1.0
-"""At p99, from the decision to the first run after a switch."""
+"""Goal at p99, from the decision to the first run after a switch, in ms."""
 WARM_UP: Final = 100
 """Batches that are not counted."""
 
@@ -60,14 +59,14 @@ class RandomVariant(NeverBuffers):
 
     def __init__(self, deployment: Deployment, max_batch_size: int, seed: int) -> None:
         last = [len(pipeline.plan.stages) - 1 for pipeline in deployment.pipelines]
-        self._deepest = [last[0], *(stage - 1 for stage in last[1:])]  # behind it is the full model
+        self._deepest = [last[0], *(stage - 1 for stage in last[1:])]  # then the full model
         self._max_batch_size = max_batch_size
         self._random = np.random.default_rng(seed)
         self.decisions: list[tuple[float, int]] = []
         """When, in seconds, and which variant."""
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """Start what waits with any variant."""
+        """Start waiting samples with a random variant."""
         bucket = waiting.ready(now_s)
         if not isinstance(bucket, Bucket):
             return bucket
@@ -116,11 +115,11 @@ class NotingBackend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTimes:
-    """What one batch took, in milliseconds."""
+    """Times of one batch, in milliseconds."""
 
     variant: int
     switched: bool
-    """Whether the batch before it ran another variant."""
+    """True if the batch before it ran another variant."""
     start_ms: float
     """From the decision to the start of its first run."""
     run_ms: float
@@ -149,7 +148,7 @@ def batch_times(
 
 
 def put_in_force(engine: Engine, max_batch_size: int, seed: int) -> RandomVariant:
-    """Have an engine draw the variant of every batch from now on."""
+    """Make an engine draw the variant of every batch from now on."""
     executor = engine._executor  # noqa: SLF001 - no policy of the product draws
     deployment = executor.deployment(MODEL)
     policy = RandomVariant(deployment, max_batch_size, seed)

@@ -1,15 +1,15 @@
-"""What tasks beyond one class gain with default flags: pixels, key points, words, labels, values.
+"""Gains of tasks beyond one class with default flags: pixels, key points, words, labels, values.
 
     python -m benchmarks.tasks --output demo/tasks [--only tokens …] [--images DIR]
         [--repeats 3] [--json FILE]
 
-Trains what is not in ``--output`` yet (:mod:`offramp.tools.zoo.task_models`, about five minutes
-each on a core), compiles each model with no flag but the task of ``pose`` and ``values``, which the
-compiler cannot tell, and measures it as ``benchmarks/trained_models.py`` does its models. An answer
-agrees as the bundle has it: 95 % of the pixels, 98 % of the words, all key points within 5 % of the
-map, all labels, or all values within a tenth of their standard deviation. ``mean_latency`` is from
-the start of a batch until a sample's own answer is there, ``busy`` until the last one is, both
-relative to the unmodified model.
+Trains models that are not in ``--output`` yet (:mod:`offramp.tools.zoo.task_models`, about five
+minutes each on a core), compiles each model with no flag but the task of ``pose`` and ``values``,
+which the compiler cannot detect, and measures it as in ``benchmarks/trained_models.py``. An answer
+agrees as the bundle defines it: 95 % of the pixels, 98 % of the words, all key points within 5 % of
+the map, all labels, or all values within a tenth of their standard deviation. ``mean_latency`` is
+from the start of a batch until a sample's own answer is available, ``busy`` until the last one is,
+both relative to the unmodified model.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ FLAGS: Mapping[str, Sequence[str]] = {
     "pose": ("--task", "pose"),
     "values": ("--task", "regression"),
 }
-"""Of ``eecompile``, where it cannot tell."""
+"""Flags of ``eecompile`` for tasks that it cannot detect."""
 
 
 def main() -> None:
-    """Train what is missing, compile, measure, print, and write if asked."""
+    """Train missing models, compile, measure, print, and optionally write JSON."""
     parser = make_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     tasks = list(task_models.TASKS)

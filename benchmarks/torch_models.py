@@ -1,4 +1,4 @@
-"""Models of well-known sizes in torch, with random weights: for what time and memory depend on."""
+"""Models of well-known sizes in torch, with random weights, to measure time and memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Bert(nn.Module):
         self.apply(_as_bert_begins)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Give logits [batch, classes] of ids and mask [batch, tokens]."""
+        """Return logits [batch, classes] of ids and mask [batch, tokens]."""
         x = self.norm(self.words(ids) + self.places(torch.arange(ids.shape[1])))
         bias = (1.0 - mask[:, None, None].float()) * -1e4
         for layer in self.layers:
@@ -113,4 +113,4 @@ MAKERS: dict[str, Callable[[int], Made]] = {
     "resnet50": _resnet50,
     "convolutions": _convolutions,
 }
-"""By name; each takes the number of classes."""
+"""Functions from the number of classes to a model, by name."""

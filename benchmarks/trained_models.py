@@ -1,15 +1,15 @@
-"""What models trained for minutes gain with default flags: a ViT, a MobileNet, an MLP, a text one.
+"""Gains of models trained for minutes, with default flags: ViT, MobileNet, MLP, text encoder.
 
     python -m benchmarks.trained_models --output demo/small [--only vit …] [--images DIR]
         [--repeats 5] [--json FILE]
 
-Trains what is not in ``--output`` yet (:mod:`offramp.tools.zoo.small_models`, four to eight minutes
-each on a core), compiles each model as ``eecompile MODEL --data CALIBRATION`` does, without a
-further flag, in a process of its own (``--compiled`` keeps the bundles that are there), and
-measures the bundle as ``eebench compare`` does: in rounds that take turns with the unmodified
-model, on test data that neither training nor compiling saw. Measuring is repeated; ratios are
-medians of the repetitions, with the least and the largest. Each repetition is done twice: by the
-wall clock, and by the CPU time of the thread that computes, of which other processes take nothing.
+Trains models that are not in ``--output`` yet (:mod:`offramp.tools.zoo.small_models`, four to eight
+minutes each on a core), compiles each as ``eecompile MODEL --data CALIBRATION`` does, without a
+further flag, in its own process (``--compiled`` keeps existing bundles), and measures the bundle as
+``eebench compare`` does: in rounds that alternate with the unmodified model, on test data that
+neither training nor compiling used. Measurements are repeated; ratios are medians of the
+repetitions, with minimum and maximum. Each repetition is done twice: in wall time, and in CPU time
+of the computing thread, which other processes do not affect.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _COMPILE = "import sys; from offramp.start import eecompile; sys.exit(eecompile(
 
 
 def main() -> None:
-    """Train what is missing, compile, measure, print, and write if asked."""
+    """Train missing models, compile, measure, print, and optionally write JSON."""
     parser = make_parser(__doc__)
     small_models.add_arguments(parser)
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of the comparison")
@@ -76,11 +76,11 @@ def examine(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def compiled(
     model: Path, train: Callable[[], None], *flags: str, keep: bool
 ) -> tuple[dict[str, Any], Bundle, Dataset]:
-    """Train a model if it is not there, and compile it with default flags.
+    """Train a model if it is missing, and compile it with default flags.
 
-    ``flags`` say what the model is; the tokens that a decoder answers with are known from its
-    training. With ``keep`` a bundle that is there is taken as it is. Gives what is known of the
-    model, its bundle, and test data.
+    ``flags`` describe the model; the answer tokens of a decoder are known from its training. With
+    ``keep`` an existing bundle is used unchanged. Return the facts of the model, its bundle, and
+    test data.
     """
     folder, bundle = model.parent, model.with_suffix(".ee")
     if not (folder / "training.json").exists():
@@ -102,14 +102,14 @@ def compiled(
 
 
 def compile_by_default(model: Path, data: Path, bundle: Path, *flags: str) -> dict[str, float]:
-    """Run ``eecompile`` in a process of its own; gives what it took.
+    """Run ``eecompile`` in its own process; return its time and memory.
 
-    ``flags`` say what the model is, such as ``--answer-tokens``, not how it is compiled.
+    ``flags`` describe the model, such as ``--answer-tokens``, not how it is compiled.
     """
     arguments = [str(model), "--data", str(data), "--output", str(bundle), "--overwrite", *flags]
     begun = time.monotonic()
     process = subprocess.Popen([sys.executable, "-c", _COMPILE, *arguments])
-    _, status, used = os.wait4(process.pid, 0)  # gives the memory of this process alone
+    _, status, used = os.wait4(process.pid, 0)  # includes the memory of this process only
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
         raise SystemExit(
@@ -123,7 +123,7 @@ def compile_by_default(model: Path, data: Path, bundle: Path, *flags: str) -> di
 
 
 def exits_of(bundle: Bundle) -> dict[str, Any]:
-    """Which exits were built and are in use, and what is promised."""
+    """Return built exits, exits in use, and the promise."""
     policy, manifest = bundle.policy, bundle.manifest
     active = {a.exit: a.threshold for a in policy.active}
     promise = policy.promise
@@ -149,7 +149,7 @@ def exits_of(bundle: Bundle) -> dict[str, Any]:
 def measure(
     bundle: Bundle, dataset: Dataset, repeats: int, sizes: Sequence[int] = BATCH_SIZES
 ) -> dict[str, Any]:
-    """Compare several times; gives figures by batch size, and where samples were answered."""
+    """Compare several times; return figures by batch size, and the exits of samples."""
     backend = make_backend("auto", threads=1, max_rows=max(sizes), bundles=(bundle.path,))
     samples = len(dataset)
     try:

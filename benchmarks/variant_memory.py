@@ -1,24 +1,24 @@
-"""What sharing weights saves of the memory of six subnets of a supernet, and what it costs of time.
+"""Memory saved by sharing weights among six subnets of a supernet, and its cost in time.
 
     python -m benchmarks.variant_memory [--nets bert,resnet] [--rounds 5] [--runs 20] [--json FILE]
 
-Two supernets of random weights, which were not trained: a BERT of 6 layers of width 768 (heads of
-64, 128 tokens, 1,000 words), whose heads and inner widths are elastic, and the elastic ResNet of
-``tools/zoo/elastic_resnet.py`` with SubnetNorm's statistics. Of each, six subnets are loaded into
+Two supernets of random weights, without training: a BERT of 6 layers of width 768 (heads of 64, 128
+tokens, 1,000 words), whose heads and inner widths are elastic, and the elastic ResNet of
+``tools/zoo/elastic_resnet.py`` with SubnetNorm's statistics. Six subnets of each are loaded into
 one process, in one of three forms:
 
-* ``own``: six graphs that hold their weights, in sessions of ONNX Runtime as it is by itself, as
-  six models of their own would be served;
-* ``packed``: graphs that name their weights in one file, with prepacking and blocked layouts
+* ``own``: six graphs that contain their weights, in sessions with ONNX Runtime's defaults, as six
+  separate models would be served;
+* ``packed``: graphs that refer to their weights in one file, with prepacking and blocked layouts
   (``--share-weights never``);
 * ``shared``: the same without either, on the file itself (``--share-weights always``).
 
-Memory and loading: each form in a process of its own, in turns, ``--rounds`` times. Counted is what
-the process has more than before it loaded (proportional set size, and the part of it that is
-anonymous), after a few runs, and after malloc gave back what it held in reserve; MiB are 2^20
-bytes. Speed: all forms in one process, batch after batch in turns, in processor time of the one
-thread that computes; ratios to ``packed``. Answers of ``packed`` and ``shared`` must be those of
-``own`` within 1e-5 of the largest. Figures are medians of rounds.
+Memory and loading: each form in its own process, in turns, ``--rounds`` times. Figures are the
+increase over the process before loading (proportional set size, and its anonymous part), after a
+few runs, and after malloc returned its reserve; MiB are 2^20 bytes. Speed: all forms in one
+process, batch after batch in turns, in processor time of the one computing thread; ratios to
+``packed``. Answers of ``packed`` and ``shared`` must equal those of ``own`` within 1e-5 of the
+largest. Figures are medians of rounds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from offramp.tools.bench.common.output import (
 FORMS = ("own", "packed", "shared")
 BATCH_SIZES = (1, 8)
 TOLERANCE = 1e-5
-"""Of answers, as a share of the largest."""
+"""Tolerance of answers, as a share of the largest."""
 BERT_SUBNETS = ((3, 0.25), (4, 0.5), (4, 0.75), (5, 0.75), (6, 0.75), (6, 1.0))
 """Layers, and width of heads and inside."""
 RESNET_SUBNETS = ((2, 0.25), (1, 0.5), (1, 0.75), (0, 0.5), (0, 0.75), (0, 1.0))
@@ -210,7 +210,7 @@ def _child(step: str, folder: Path, *arguments: str) -> Any:
 
 
 def _execute(folder: Path, form: str) -> list[Execute]:
-    """Load the subnets, and give what runs each: for the outputs that are named, and inputs."""
+    """Load the subnets; return a function for each, from output names and inputs."""
     count = len(list(folder.glob("own-*.onnx")))
     if form == "own":
         return [_ordinary(folder / f"own-{n}.onnx").run for n in range(count)]
@@ -219,9 +219,9 @@ def _execute(folder: Path, form: str) -> list[Execute]:
 
 
 def _ordinary(graph: Path) -> ort.InferenceSession:
-    """Load a graph as ONNX Runtime does by itself, with an arena of its own, on one thread.
+    """Load a graph with ONNX Runtime's defaults, its own arena, on one thread.
 
-    It is loaded from its file: Python's sessions keep the bytes that they are given.
+    It is loaded from its file: Python's sessions keep the bytes that they receive.
     """
     settings = ort.SessionOptions()
     settings.intra_op_num_threads = settings.inter_op_num_threads = 1
@@ -230,7 +230,7 @@ def _ordinary(graph: Path) -> ort.InferenceSession:
 
 
 def _load(options: argparse.Namespace) -> dict[str, float]:
-    """Load all subnets in one form, run them, and say what that took."""
+    """Load all subnets in one form, run them, and return memory and times."""
     shrink_arena()  # makes the arena, and its session
     inputs, output = _inputs(options.folder, 1)
     gc.collect()
@@ -279,7 +279,7 @@ def _runner(
 
 
 def _times(runs: Mapping[str, Callable[[], object]], count: int) -> dict[str, Any]:
-    """Give the median milliseconds of each form, and of rounds the ratio of shared to packed."""
+    """Return the median milliseconds of each form, and the ratios of shared to packed by round."""
     times: dict[str, list[float]] = {form: [] for form in FORMS}
     for number in range(count):
         turn = number % len(FORMS)
@@ -293,7 +293,7 @@ def _times(runs: Mapping[str, Callable[[], object]], count: int) -> dict[str, An
 
 
 def _inputs(folder: Path, rows: int) -> tuple[dict[str, NDArray[Any]], str]:
-    """Make up samples, of which the batch is free; gives them, and the name of the answer."""
+    """Return random samples with a free batch size, and the name of the answer."""
     rng, session = np.random.default_rng(0), _ordinary(folder / "own-0.onnx")
     made: dict[str, NDArray[Any]] = {}
     for tensor in session.get_inputs():

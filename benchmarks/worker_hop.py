@@ -1,12 +1,12 @@
-"""The price of running a stage in a worker process instead of in this one.
+"""Cost of running a stage in a worker process instead of this one.
 
     python -m benchmarks.worker_hop [--rows 8] [--rounds 40] [--runs 50] [--json FILE]
 
 The stage copies its input, and answers with a part of it: here and in a worker, in turns. Measured
-is how much longer the worker's takes, where the input lies in this process's memory (the first
-stage: it is copied to where both see it) and where it was carried on from the stage before (nothing
-is copied again). Wall time in microseconds; of each round the median run, of these the median
-difference and the quartiles. What else the machine does is in it.
+is the worker's additional time, both for input in this process's memory (the first stage: it is
+copied to shared memory) and for input carried from the stage before (nothing is copied again). Wall
+time in microseconds; for each round the median run, of these the median difference and the
+quartiles. Other work on the machine is included.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Chain:
         self._stages: list[Stage] = [backend.prepare(stage_of(k, final=False)) for k in (0, 1)]
 
     def run(self, script: NDArray[Any]) -> tuple[float, float]:
-        """Seconds of the first stage, with its upload, and of the second, on what is carried."""
+        """Return the seconds of the first stage, with upload, and of the second, on carried
+        input.
+        """
         first, second = self._stages
         began_s = time.perf_counter()
         carry: TensorBatch | None = self.slot.run(first, self.slot.upload({SCRIPT: script})).carry

@@ -1,18 +1,18 @@
-"""Ten thousand requests while a random worker is killed every second: is any answer lost or wrong?
+"""Lost or wrong answers among ten thousand requests while a random worker is killed every second.
 
     python -m benchmarks.worker_kills BUNDLE --data TEST.npz [--workers 2] [--splits 1]
         [--requests 10000] [--under-way 32] [--every-s 1.0] [--max-batch-size 1] [--ray]
         [--json FILE]
 
 An engine runs the bundle's stages in worker processes, of which one at a time gets SIGKILL.
-Requests are of one sample each, so many under way at once; what it says is compared, bit by bit,
-with what the same stages give in this process, sample by sample. With ``--splits`` workers have
-room for so small a part of the weights that the model is planned in about that many splits, and
-each holds its own only. With ``--ray`` workers are actors, of one CPU each, of the Ray cluster of
-this host (or of RAY_ADDRESS), which has no other hosts.
+Requests are of one sample each, a fixed number in flight; results are compared, bit by bit, with
+those of the same stages in this process, sample by sample. With ``--splits`` workers have memory
+for only a part of the weights, so that the model is planned in about that many splits, and each
+worker holds its own split only. With ``--ray`` workers are actors, of one CPU each, of the Ray
+cluster of this host (or of RAY_ADDRESS), which has no other hosts.
 
-With batches of more than one sample sums are rounded in another order, by who happens to share one:
-then exits and answers are compared up to 1e-5 of the largest value. MEASURED; times are of the busy
+In batches of more than one sample sums are rounded in another order, depending on the batch: then
+exits and answers are compared up to 1e-5 of the largest value. MEASURED; times are of the busy
 engine, kills included.
 """
 
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 async def measured(options: Namespace) -> dict[str, Any]:
-    """Give what became of the requests."""
+    """Return the outcomes of the requests."""
     bundle = Bundle.open(options.bundle)
     dataset = read_dataset(options.data, bundle.manifest.inputs, answer=bundle.manifest.answer)
     samples = single_samples(dataset, options.requests)
@@ -180,7 +180,7 @@ async def _kill(backend: RemoteBackend, every_s: float, seed: int, killed: list[
 def answers_here(
     bundle: Bundle, borders: Sequence[int], samples: Sequence[Mapping[str, NDArray[Any]]]
 ) -> list[tuple[int, NDArray[Any]]]:
-    """Give exit and answer of each sample, alone, by the same stages in this process."""
+    """Return exit and answer of each sample, run alone, by the same stages in this process."""
     pipeline = Pipeline(OnnxRuntimeBackend(threads=1), make_plan(bundle, borders=borders))
     slot, found = pipeline.backend.open_slot(), []
     for sample in samples:
@@ -191,7 +191,7 @@ def answers_here(
 
 
 def _same(wanted: tuple[int, NDArray[Any]], given: EngineResult, *, exact: bool) -> bool:
-    """Whether two answers are alike: bit by bit, or up to the order of sums."""
+    """Return True if two answers are equal: bit by bit, or up to the order of sums."""
     exit_, answer = wanted
     (found,) = given.outputs.values()
     allowed = 0.0 if exact else TOLERANCE * float(np.abs(answer).max(initial=1.0))

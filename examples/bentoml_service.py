@@ -37,5 +37,5 @@ class MultiExitService:
 
     @bentoml.on_shutdown  # type: ignore[untyped-decorator]
     def close(self) -> None:
-        """Answer what is in flight, and keep what was learned."""
+        """Answer the requests in flight, and save the learned state."""
         self.model.close()

@@ -25,8 +25,8 @@ CLASSES = ("T-shirt", "trouser", "pullover", "dress", "coat",
 
 
 def main() -> int:
-    """Compile, serve, call, compare; gives the exit status."""
-    parser = argparse.ArgumentParser(description="Show what Offramp does, on a real model.")
+    """Compile, serve, call, compare; return the exit status."""
+    parser = argparse.ArgumentParser(description="Demonstrate Offramp on a real model.")
     parser.add_argument("--keep", action="store_true", help="serve on until interrupted")
     options = parser.parse_args()
     started_s = time.monotonic()

@@ -34,10 +34,10 @@ SENTENCES = (
     "nothing has changed at the airport (ref UR1655)",
 )
 COLOURS = ("green", "cyan", "blue", "magenta", "yellow", "bright_green", "bright_cyan")
-"""Of exits, in order; the model's end is red."""
+"""Colours of the exits, in order; the model's end is red."""
 END_COLOUR = "red"
 LAYERS = "0123456789abcdefghijklmnopqrstuvwxyz"
-"""How a layer is written in one character; layers that are deeper are +."""
+"""Layer numbers in one character; deeper layers are +."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ShownToken:
 
     text: str
     number: int
-    """In the vocabulary."""
+    """Token id in the vocabulary."""
     layer: int
     """Decoder layers that it ran."""
 
@@ -142,7 +142,7 @@ def summary(
     full: Sequence[Sequence[ShownToken]],
     ends: Sequence[int],
 ) -> str:
-    """Return in a line what was saved, and how many answers are the model's."""
+    """Return one line: saved layers, and the share of answers equal to the model's."""
     layers = [token.layer for answer in answers for token in answer]
     pairs = zip(answers, full, strict=True)
     equal = sum([t.number for t in a] == [t.number for t in b] for a, b in pairs)

@@ -1,4 +1,4 @@
-"""What generated text adds to ``eecompile``: ``eecompile MODEL --task generation``."""
+"""Registration of generated text with ``eecompile``: ``eecompile MODEL --task generation``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from offramp.generation.compiling.text_options import (
 
 _DESCRIPTION: Final = """\
 Add exits to a model that generates text, token by token (CALM): most tokens are
-easy, and leave after a few layers of the decoder. Thresholds are certified, on
-answers that the model gives itself, so prompts need no labels. MODEL is the
+easy, and leave after a few layers of the decoder. Thresholds are certified on
+answers of the model itself, so prompts need no labels. MODEL is the
 ONNX file of a decoder with past keys and values, or the folder of an
 encoder-decoder (encoder_model.onnx, decoder_model.onnx and
 decoder_with_past_model.onnx), named as transformers or optimum do."""
@@ -54,7 +54,7 @@ _COMBINATIONS: Final = (
 
 
 def generation_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile MODEL --task generation``."""
+    """Return the parser of ``eecompile MODEL --task generation``."""
     parser = make_parser(
         "generation",
         _DESCRIPTION,
@@ -67,57 +67,57 @@ def generation_parser() -> argparse.ArgumentParser:
     add_target(parser, "bundle to write (default: MODEL.ee)", "a generating bundle that is there")
     promise = parser.add_argument_group("promise")
     promise.add_argument("--promise", choices=["texts", "tokens"], default="texts",
-                         help="what is bounded: how unlike whole answers are to the model's, on "
-                         "average; or the share of tokens that differ at the same "
+                         help="what is bounded: texts, the mean dissimilarity of whole answers to "
+                         "the model's; tokens, the share of tokens that differ at the same "
                          "prefix")  # fmt: skip
     promise.add_argument("--max-disagreement", type=values.share, default=0.01, metavar="SHARE",
                          help="the bound")  # fmt: skip
     promise.add_argument("--confidence", dest="confidence_level", type=values.share, default=0.95,
-                         metavar="SHARE", help="certainty of that on unseen prompts")  # fmt: skip
+                         metavar="SHARE", help="confidence of it on unseen prompts")  # fmt: skip
     promise.add_argument("--dissimilarity", default="differs", metavar="NAME",
-                         help="of two answers, 0 to 1: differs, 1 where anything does; "
-                         "edit-distance, by the tokens of the longer one; or FILE.py:NAME, a "
-                         "function of two lists of tokens")  # fmt: skip
+                         help="dissimilarity of two answers, 0 to 1: differs, 1 if they differ; "
+                         "edit-distance, relative to the longer one's tokens; or FILE.py:NAME, "
+                         "a function of two lists of tokens")  # fmt: skip
     promise.add_argument("--exact", metavar="REGEX",
-                         help="parts of the text that must be the same, such as '[0-9]+': where "
-                         "they are not, the answer counts as wholly different")  # fmt: skip
+                         help="parts of the text that must be equal, such as '[0-9]+': if they "
+                         "are not, the answer counts as wholly different")  # fmt: skip
     exits = parser.add_argument_group("exits")
     exits.add_argument("--train", choices=TRAININGS, default="adapters",
-                       help="adapters: a small layer an exit learns the model's own tokens; joint: "
+                       help="adapters: a small layer per exit learns the model's tokens; joint: "
                        "a copy of the decoder learns them with all its exits; none: exits read the "
-                       "model's states, for a model that learnt with its exits")  # fmt: skip
+                       "model's states, for a model that was trained with its exits")  # fmt: skip
     exits.add_argument("--minutes", type=values.seconds, default=5.0, metavar="N",
-                       help="most processor time of --train joint")  # fmt: skip
+                       help="limit on the processor time of --train joint, in minutes")  # fmt: skip
     exits.add_argument("--exits", type=values.tokens, default=(), metavar="A,B,…",
-                       help="layers behind which exits are tried (default: seven, evenly "
-                       "spread); those that net most are used")  # fmt: skip
+                       help="layers after which exits are tried (default: seven, evenly "
+                       "spread); those that save most time are used")  # fmt: skip
     exits.add_argument("--criterion", choices=sorted(CRITERIA), default="softmax-margin",
-                       help="how sure an exit is (CALM): softmax-margin, between its two largest "
-                       "probabilities; max-probability; state-similarity, of the states around its "
-                       "last layer; learned-classifier, of the state")  # fmt: skip
+                       help="confidence of an exit (CALM): softmax-margin, the difference of its "
+                       "two largest probabilities; max-probability; state-similarity, of its last "
+                       "layer's input and output; learned-classifier, of the state")  # fmt: skip
     exits.add_argument("--head", choices=HEADS, default="full",
                        help="head of exits: the model's own; or, for large vocabularies, one that "
-                       "learns: subset, of the most frequent tokens; low-rank")  # fmt: skip
+                       "is trained: subset, of the most frequent tokens; low-rank")  # fmt: skip
     exits.add_argument("--head-size", type=values.positive, default=1024, metavar="N",
                        help="tokens of the subset, or the rank")  # fmt: skip
     exits.add_argument("--skipped", choices=SKIPPED, default="auto",
-                       help="how layers that a token skips get its keys and values: propagation, "
-                       "of the exit's state, at once; catch-up, in full when a later token comes "
-                       "so deep; auto: what is faster here")  # fmt: skip
+                       help="keys and values of layers that a token skips: propagation, computed "
+                       "from the exit's state as it leaves; catch-up, in full when a later token "
+                       "reaches those layers; auto: the faster of both")  # fmt: skip
     exits.add_argument("--decay", type=values.distance, metavar="X",
                        help="speed at which thresholds fall along an answer, as CALM's; 4 is "
-                       "usual (default: they do not)")  # fmt: skip
+                       "usual (default: they are constant)")  # fmt: skip
     model = parser.add_argument_group("the model")
     model.add_argument("--most-tokens", type=values.positive, metavar="N",
-                       help="tokens of an answer (default: as generation_config.json or "
-                       "config.json says, or 128)")  # fmt: skip
+                       help="most tokens of an answer (default: as in generation_config.json or "
+                       "config.json, or 128)")  # fmt: skip
     model.add_argument("--start-token", type=values.seed, metavar="ID",
-                       help="first token of an encoder-decoder's answer (default: as these files "
-                       "say)")  # fmt: skip
+                       help="first token of an encoder-decoder's answer (default: as in these "
+                       "files)")  # fmt: skip
     model.add_argument("--stop-tokens", type=values.tokens, default=(), metavar="ID,ID,…",
-                       help="tokens that end an answer (default: as these files say)")  # fmt: skip
+                       help="tokens that end an answer (default: as in these files)")  # fmt: skip
     model.add_argument("--batch", type=values.positive, default=16, metavar="N",
-                       help="sequences that run together while measuring")  # fmt: skip
+                       help="sequences that run together in measurements")  # fmt: skip
     add_seed(parser, "seed of the split and of training")
     add_data(parser, "prompts like those that will be served: npz with input_ids and "
              "attention_mask, or texts with --tokenizer; see docs/data.md")  # fmt: skip

@@ -1,4 +1,4 @@
-"""What generating models add to ``eeserve``: their bundles, options, metrics and page."""
+"""Registration of generating models with ``eeserve``: bundles, options, metrics and page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Extension:
         return text_families(models)
 
     def sections(self, statistics: ModelStatistics) -> Iterable[str]:
-        """Return what the page has of a generating model besides."""
+        """Yield the additional sections of the page of a generating model."""
         from offramp.generation.serving.text_pages import text_section  # noqa: PLC0415 - a circle
 
         section = text_section(statistics)

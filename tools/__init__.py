@@ -1,1 +1,1 @@
-"""Commands around the product, and scripts for GPU machines and examples; nobody imports them."""
+"""Commands around the product, and scripts for GPU machines and examples; for no package's use."""

@@ -1,6 +1,6 @@
-"""The packages of the code and what each imports: the table in CONTRIBUTING.md, and its drawing.
+"""Packages of the code and their imports: the table in CONTRIBUTING.md, and its drawing.
 
-Both are made of the source, lazy imports and those for types counted:
+Both are generated from the source, including lazy imports and those for types:
 
     python -m offramp.tools.layers            # writes CONTRIBUTING.md and docs/layers.svg
 """
@@ -30,12 +30,12 @@ _HEAD, _PAD = 22, 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A package of the code, with what it imports."""
+    """A package of the code, with its imports."""
 
     name: str
     """Dotted, below ``offramp``: ``engine.scheduling``."""
     purpose: str
-    """What it is for: the first line of its docstring."""
+    """Purpose: the first line of its docstring."""
     imports: tuple[str, ...]
     """Other packages of ours that it imports; not those inside of them."""
     third_party: tuple[str, ...]
@@ -49,9 +49,9 @@ def module_name(path: Path, root: Path = ROOT) -> str:
 
 
 def imports_of(source: str, module: str, *, is_package: bool) -> Iterator[str]:
-    """Yield full names of all that is imported anywhere in a source, lazily and for types too.
+    """Yield full names of all imports anywhere in a source, also lazy and type imports.
 
-    A name that is computed gives ``?dynamic``.
+    A computed name yields ``?dynamic``.
     """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -82,7 +82,7 @@ def top_folders(root: Path = ROOT) -> list[str]:
 
 
 def read_modules(root: Path = ROOT) -> dict[str, set[str]]:
-    """Return what each module imports, by its dotted name."""
+    """Return the imports of each module, by its dotted name."""
     return {
         module_name(path, root): set(
             imports_of(
@@ -97,7 +97,7 @@ def read_modules(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def read_packages(root: Path = ROOT) -> dict[str, Package]:
-    """Read all packages but those of scripts, by name: outer ones before what is inside them."""
+    """Read all packages except those of scripts, by name; outer packages before inner ones."""
     modules = read_modules(root)
     purposes = {
         ".".join(path.parent.relative_to(root).parts): _first_line(path)
@@ -142,7 +142,7 @@ def circles(packages: Iterable[Package]) -> list[list[str]]:
 
 
 def _reached(name: str, imported: Mapping[str, set[str]]) -> set[str]:
-    """Return all packages that one imports, and what these import."""
+    """Return all direct and indirect imports of a package."""
     found: set[str] = set()
     new = set(imported[name])
     while new:
@@ -203,7 +203,7 @@ def _between_tops(packages: Mapping[str, Package]) -> dict[str, set[str]]:
 
 
 def draw(packages: Mapping[str, Package]) -> str:
-    """Draw the layers as SVG: the ground at the bottom, each package with what is inside it."""
+    """Draw the layers as SVG: the base at the bottom, each package with its inner ones."""
     body, top = [], float(_MARGIN)
     for layer in reversed(levels(packages)):
         width = (_WIDTH - 2 * _MARGIN - _GAP * (len(layer) - 1)) / len(layer)
@@ -228,7 +228,7 @@ def draw(packages: Mapping[str, Package]) -> str:
 
 
 _Line = tuple[float, str, str]
-"""Where, below the box's top; what; and how it looks."""
+"""Distance from the box's top; text; style."""
 
 
 def _box(packages: Mapping[str, Package], name: str, width: float) -> tuple[list[_Line], float]:

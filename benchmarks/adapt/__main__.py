@@ -171,7 +171,7 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
         help="how much longer the whole model may take for all exits in use (default: 0.02 in "
         "release mode, as Apparate publishes it, else the cost of the bundle's own exits)",
     )
-    add("--batch-size", default=32, **COUNT, help="samples that start at once")
+    add("--batch-size", default=32, **COUNT, help="samples that start together")
     add(
         "--feedback-delay",
         type=int,
@@ -191,8 +191,8 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
         "--tuning-delay",
         type=int,
         metavar="N",
-        help="samples until a tuning's result is there, however long it ran: the same seed then "
-        "gives the same figures (default: as long as it ran)",
+        help="samples until a tuning's result arrives, independent of its run time: a seed then "
+        "always gives the same figures (default: its run time)",
     )
     add("--threads", default=1, **COUNT, help="CPU threads that record the answers")
 

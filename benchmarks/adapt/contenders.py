@@ -37,12 +37,12 @@ class Workplace:
     bundle: Bundle
     batch_size: int
     costs: CostModel
-    """At that batch size."""
+    """Costs at that batch size."""
     max_disagreement: float
     confidence_level: float
     ramp_budget: float | None
-    """How much later the model's end may come for exits in use that may change; ``None`` is 2 % in
-    release mode, as published, else what the bundle's own take."""
+    """Budget for exits in use that may change: the relative delay of the model's end. ``None`` is 2
+    % in release mode, as published, otherwise that of the bundle's own exits."""
     audit_budget: float
     """Share of compute that audits may take."""
 
@@ -181,4 +181,4 @@ KINDS: Final[Mapping[str, Kind]] = {
         make=partial(_certified, mode=Mode.AUDIT),
     ),
 }
-"""In the order of tables."""
+"""Contenders in the order of tables."""

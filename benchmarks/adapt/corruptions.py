@@ -22,9 +22,9 @@ _NOISE: Final = (0.0, 0.03, 0.045, 0.06, 0.08, 0.1)
 _BLUR: Final = (0.0, 0.6, 0.8, 1.0, 1.2, 1.5)
 """Standard deviation, in pixels of an image 28 wide."""
 _CONTRAST: Final = (1.0, 0.96, 0.92, 0.88, 0.82, 0.75)
-"""What is left of the distance to the image's mean."""
+"""Remaining distance to the image's mean, by severity."""
 _BRIGHTNESS: Final = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06)
-"""What is added, as a share of the range."""
+"""Added brightness as a share of the range, by severity."""
 _OCCLUSION: Final = (0.0, 0.18, 0.25, 0.32, 0.38, 0.45)
 """Side of the square that is hidden, as a share of the image's."""
 
@@ -38,7 +38,7 @@ class PixelRange:
 
     @classmethod
     def of(cls, images: NDArray[Any]) -> PixelRange:
-        """The range that the data span, 0 to 255 for bytes; ValueError if all pixels are alike."""
+        """Return the range of the data, 0 to 255 for bytes; ValueError if all pixels are equal."""
         if images.dtype == np.uint8:
             return cls(low=0.0, high=255.0)
         low, high = float(images.min()), float(images.max())
@@ -50,10 +50,10 @@ class PixelRange:
 def corrupt(
     images: NDArray[Any], kind: str, severity: int, *, range_: PixelRange, rng: np.random.Generator
 ) -> NDArray[Any]:
-    """Give images of a shape of :func:`channel_axis` at a severity, in that shape and dtype.
+    """Return images of a shape of :func:`channel_axis` at a severity, in that shape and dtype.
 
-    Whole numbers are rounded; ``range_`` is what the values are kept in. Raises ValueError for an
-    unknown kind or severity, and for what holds no images.
+    Integers are rounded; values are clipped to ``range_``. Raise ValueError for an unknown kind or
+    severity, and for data without images.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown corruption {kind!r}, expected one of {', '.join(KINDS)}")
@@ -143,4 +143,4 @@ KINDS: Final[Mapping[str, _Corruption]] = {
     "brightness": _brightness,
     "occlusion": _occlusion,
 }
-"""By name: Gaussian noise, Gaussian blur, less contrast, too bright, a grey square."""
+"""Corruptions by name: Gaussian noise, Gaussian blur, less contrast, too bright, a grey square."""

@@ -1,6 +1,6 @@
-"""The comparison as a page: agreement, savings and thresholds over time, a card a controller.
+"""The comparison as a page: agreement, savings and thresholds over time, one card per controller.
 
-Drawing and style are those of the bundle's report; the page needs nothing beside it.
+Drawing and style are those of the bundle's report; the page is self-contained.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from offramp.tools.bench.common.dynamics import plain, steps, stroke
 _WIDTH, _HEIGHT = 520.0, 132.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 6.0, 16.0, 20.0
 _AGREEMENT_SPANS: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""How far below all the plots of agreement of a scenario may begin."""
+"""Lengths of the agreement axis of a scenario, below its top of 100 %."""
 _EVERY: Final = 2
-"""Of the windows that are drawn: more could not be told apart."""
+"""Every n-th window is drawn: more would be indistinguishable."""
 _LABEL_ROOM: Final = 7.0
 """Pixels that a letter of a segment's name takes, about."""
 
@@ -57,7 +57,7 @@ def write_page(
     max_disagreement: float,
     environment: Mapping[str, object],
 ) -> None:
-    """Write one HTML file; ``environment`` is what it ran on, and with which settings."""
+    """Write one HTML file; ``environment`` has the machine and the settings of the run."""
     page = _template().render(
         title=title,
         comparisons=[(c, cards(c, max_disagreement)) for c in comparisons],

@@ -1,9 +1,9 @@
 """A controller's loop on recorded answers: chunks of samples instead of a clock.
 
-Which exit answers a sample, and whether the answer is the source model's, are facts of the real
-model. What an answer costs is predicted from the profile. A chunk is served under the policy that
-is in force when it starts; what is known of it reaches the controller some chunks later, as in the
-pipeline; jobs run at once, but their results arrive as late as their run time says.
+The exit of a sample, and its agreement with the source model, are facts of the real model. The cost
+of an answer is predicted from the profile. A chunk is served under the policy that is active when
+it starts; its records reach the controller some chunks later, as in the pipeline; jobs run
+immediately, but their results arrive after a delay of their run time.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class ReplaySettings:
     """The pace of a replay: chunks, delays, and the assumed rate."""
 
     chunk: int = 32
-    """Samples that start at once, under one policy."""
+    """Samples that start together, under one policy."""
     delay_chunks: int = 2
-    """How many chunks start before what is known of one reaches the controller."""
+    """Number of chunks that start before the records of one reach the controller."""
     tuning_delay: int | None = None
     """Samples that start while a job runs; ``None``: its run time by ``rate``."""
     rate: float = 2000.0
     """Samples a second, assumed."""
     seed: int = 0
-    """Of the audits' coins."""
+    """Seed of the audits' random draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +97,14 @@ class ReplayTrace:
     changes: tuple[Change, ...]
     """The first is the policy at the start."""
     chunk: int
-    """Samples that each of the following stands for."""
+    """Samples per entry of the following fields."""
     statuses: tuple[ControlStatus, ...]
     """When each chunk started."""
     tunings: tuple[ReplayedJob, ...]
     events: tuple[tuple[int, ControlEvent], ...]
     """With the samples started before."""
     source_ms: float
-    """What the source model takes; predicted."""
+    """Time of the source model; predicted."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class _Log:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """The answers to the samples of a chunk, and what the controller may see of them."""
+    """The answers to the samples of a chunk, and the part that the controller may read."""
 
     answered_at: IntArray
     complete: BoolArray
@@ -180,8 +180,8 @@ def _serve(
 ) -> _Served:
     """Send samples through the model, as stages and exits would.
 
-    ``runs_on`` says of each whether it runs to the end, should an exit answer it, which had this
-    probability before it started.
+    ``runs_on``, bool by sample, is true if it runs to the end even if an exit answers it, drawn
+    before with the given probability.
     """
     count, exits = len(samples), samples.exits
     active = [a.exit for a in policy.active if mode.observed or a.threshold < NEVER]
@@ -212,7 +212,7 @@ def _serve(
 
 
 def _run(job: Job, started: int, settings: ReplaySettings, log: _Log) -> _Out:
-    """Run a job at once, and say when its result is there."""
+    """Run a job now, and return it with the arrival time of its result."""
     begin_s = time.perf_counter()
     result = job.run()
     took_s = time.perf_counter() - begin_s

@@ -33,11 +33,11 @@ class Comparison:
     sequence: SampleSequence
     runs: tuple[ControllerRun, ...]
     hindsight: tuple[Hindsight, ...]
-    """By segment; empty where there is nothing to tune."""
+    """Hindsight by segment; empty if there is nothing to tune."""
 
 
 def print_comparison(console: Console, comparison: Comparison, *, max_disagreement: float) -> None:
-    """Print a table of segments, and what each controller did over all of them."""
+    """Print a table of segments, and the result of each controller over all of them."""
     sequence = comparison.sequence
     figures = ("agree", "long run", "above", "settled", "then", "worst", "viol.", "saved", "busy")
     table = figure_table(

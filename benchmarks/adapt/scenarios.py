@@ -59,10 +59,10 @@ class ScenarioSettings:
     """The settings that all scenarios share."""
 
     samples: int
-    """Of each segment."""
+    """Samples of each segment."""
     corruption: str
     severity: int
-    """Of ``abrupt``, and the last of ``corruption``."""
+    """Severity of ``abrupt``, and the last severity of ``corruption``."""
     seed: int
 
 
@@ -87,7 +87,7 @@ class Material:
 
     @property
     def has_images(self) -> bool:
-        """Whether exactly one input holds images."""
+        """True if exactly one input has images."""
         return len(self._images()) == 1
 
     def population(self, name: str | None = None, *, severity: int = 0) -> Population:
@@ -132,7 +132,7 @@ class Scenario:
     segments: _Make
     applies: Callable[[Material], bool] = lambda _: True
     needs: str = ""
-    """What to give where it does not apply."""
+    """Missing option, if the scenario does not apply."""
 
 
 def scenarios_of(names: Sequence[str], material: Material) -> dict[str, Scenario]:
@@ -147,9 +147,10 @@ def scenarios_of(names: Sequence[str], material: Material) -> dict[str, Scenario
 
 
 def is_easy(population: Population) -> BoolArray:
-    """bool[m]: the :data:`EASY` share whose answer comes most surely and rightly early on.
+    """Return bool[m]: the :data:`EASY` share of samples with the surest right early answer.
 
-    Ranked by the highest confidence of those exits of the first half that answer like the model.
+    Samples are ranked by the highest confidence of those exits of the first half that answer like
+    the model.
     """
     early = max(1, population.exits // 2)
     right = np.where(population.agrees[:early], population.confidence[:early], 0.0)
@@ -250,7 +251,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
 def _segment(
     material: Material, name: str, population: Population, weights: FloatArray | None = None
 ) -> ShiftSegment:
-    """A segment of a population, each sample as likely as any other unless weights say else."""
+    """Return a segment of a population; by default all samples are equally likely."""
     even = np.full(len(population), 1.0 / len(population))
     return ShiftSegment(
         name=name,
@@ -261,12 +262,12 @@ def _segment(
 
 
 def _mix(groups: Mapping[str, BoolArray], share: float) -> FloatArray:
-    """Give ``share`` of the weight to the first of two groups, evenly within each."""
+    """Return weights with ``share`` for the first of two groups, uniform within each group."""
     for name, members in groups.items():
         if members.sum() < _LEAST_GROUP:
             raise ValueError(
-                f"the data holds {members.sum()} {name}, too few to draw from (expected at least "
-                f"{_LEAST_GROUP}); give more data or choose other scenarios"
+                f"the data has {members.sum()} {name}, too few to draw from (expected at least "
+                f"{_LEAST_GROUP}); pass more data or choose other scenarios"
             )
     first, second = groups.values()
     return np.asarray(share * first / first.sum() + (1 - share) * second / second.sum())

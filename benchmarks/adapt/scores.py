@@ -30,9 +30,9 @@ class Conduct:
     agreement: float
     """Share answered like the source model; measured."""
     risk: float
-    """What the disagreement would be in the long run under the policies that were in force."""
+    """Expected disagreement in the long run under the policies that were active."""
     above: float
-    """Share answered under a policy whose risk exceeds the constraint."""
+    """Share of answers under a policy whose risk exceeds the constraint."""
     latency_savings: float
     """Share of the source model's time until the answer; predicted from the profile."""
     compute_savings: float
@@ -61,7 +61,7 @@ class SegmentScore:
     certified: float
     """Share of the samples served while the controller claimed its policy certified."""
     certified_wrongly: float
-    """Of all samples: served so, while the policy's risk exceeded the constraint."""
+    """Share of all samples served as certified while the policy's risk exceeded the constraint."""
     bound_wrong: float
     """Share served while the risk was above the upper bound that the controller gave."""
     accuracy: float | None
@@ -77,7 +77,7 @@ class Score:
     whole: Conduct
     segments: tuple[SegmentScore, ...]
     policies: int
-    """That were in force."""
+    """Number of policies that were active."""
     tunings: int
     """Jobs that were run."""
     tuning_ms: tuple[float, float, float] | None
@@ -240,7 +240,9 @@ def _conduct(
 
 
 def _after_last(marks: BoolArray) -> int | None:
-    """Index behind the last mark, 0 if there is none; ``None`` if the very last is one."""
+    """Return the index after the last mark, 0 without marks; ``None`` if the last element is
+    one.
+    """
     marked = np.flatnonzero(marks)
     if not marked.size:
         return 0

@@ -1,8 +1,9 @@
-"""The samples that are streamed, drawn from recorded populations segment by segment.
+"""The streamed samples, drawn from recorded populations segment by segment.
 
 Every segment draws with replacement from a finite population with known weights. So the samples of
-a segment are independent and alike, and what any policy would disagree on in the long run is known
-exactly: whether a segment's policies keep the constraint need not be guessed from few answers.
+a segment are independent and identically distributed, and the expected disagreement of any policy
+is known exactly: whether a segment's policies keep the constraint need not be estimated from few
+answers.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Population:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShiftSegment:
-    """A stretch of samples that are alike."""
+    """A run of samples from one distribution."""
 
     name: str
     population: Population
@@ -138,7 +139,7 @@ def answering_places(confidence: Float32Array, policy: ExitPolicy) -> IntArray:
 
 
 def thresholds_of(policy: ExitPolicy, exits: int) -> FloatArray:
-    """float64[K]: what confidences are held against, as the engine rounds them."""
+    """Return float64[K]: the thresholds, rounded as in the engine."""
     thresholds = np.full(exits, NEVER)
     for active in policy.active:
         thresholds[active.exit] = active.threshold

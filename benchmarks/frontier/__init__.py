@@ -1,1 +1,1 @@
-"""The frontier: what exits, an int8 copy, and both together bring under the same promise."""
+"""The frontier: gains of exits, an int8 copy, and both together under the same promise."""

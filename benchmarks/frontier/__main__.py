@@ -47,7 +47,7 @@ def make_parser() -> LayeredParser:
     parser = LayeredParser(
         prog="python -m benchmarks.frontier",
         description="Measure the source model, its int8 copy, exits, and both, certified again at "
-        "several bounds\nfrom what two bundles keep, in the same rounds, on the CPU.",
+        "several bounds\nfrom the records of two bundles, in the same rounds, on the CPU.",
     )
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="folder that eecompile wrote")

@@ -1,8 +1,8 @@
 """The measurement of the frontier: all systems answer the same batches in the same rounds.
 
-The source model and the int8 copy as it is run as a user would run them without Offramp, as plain
-sessions; policies run as the engine runs them. What is predicted stands beside it, from the
-profiles and certify splits of the bundles, and is never mixed with it.
+The source model and the plain int8 copy run as a user would run them without Offramp, as plain
+sessions; policies run as the engine runs them. Predictions, from the profiles and certify splits of
+the bundles, are shown next to measurements and never mixed with them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from offramp.engine.stages.plan import Plan, StageSpec, exit_label, make_plan
 from offramp.tools.bench.common.compare import measure_size
 
 _LEAST_ROUNDS = 6
-"""Fewest that give a median an interval of 95 %."""
+"""Fewest rounds for a 95 % interval of the median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPoint:
-    """What was measured of a system at a batch size, on the test data."""
+    """Measurements of a system at a batch size, on the test data."""
 
     batch_size: int
     samples: int
@@ -57,28 +57,28 @@ class FrontierPoint:
     accuracy: float | None
     """Against the labels, where there are any."""
     exit_shares: dict[str, float]
-    """Where answers came from."""
+    """Shares of answers by exit."""
     round_busy_ms: tuple[float, ...]
     """Mean time of a batch, by round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierSystem:
-    """A system, at a bound where it has one: what is promised, predicted and measured of it."""
+    """A system at a bound, if it has one, with promise, predictions and measurements."""
 
     system: str
     max_disagreement: float | None
-    """The bound; ``None`` for what is not certified."""
+    """The bound; ``None`` for a system that is not certified."""
     policy: ExitPolicy | None
     reason: str | None
-    """Why no policy could be certified; nothing was measured then."""
+    """Reason why no policy could be certified; nothing was measured then."""
     predicted_ratio: dict[int, float]
     """Time over the source model's by batch size, where that was profiled: certify split."""
     measured: tuple[FrontierPoint, ...]
-    """By batch size."""
+    """Measured points by batch size."""
 
     def at(self, batch_size: int) -> FrontierPoint | None:
-        """What was measured at a batch size."""
+        """Return the measured point at a batch size."""
         return next((p for p in self.measured if p.batch_size == batch_size), None)
 
 
@@ -97,14 +97,14 @@ class CombiningGain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """All systems, and what combining gains."""
+    """All systems, and the gain of combining."""
 
     systems: tuple[FrontierSystem, ...]
     """Source model, int8 copy, then by bound."""
     gains: tuple[CombiningGain, ...]
-    """Where both together have a certified policy."""
+    """Gains at bounds where the combination has a certified policy."""
     disturbed: tuple[str, ...]
-    """In what ways the machine was disturbed meanwhile, in words."""
+    """Descriptions of disturbances of the machine during the measurement."""
 
     @property
     def bounds(self) -> tuple[float, ...]:
@@ -117,7 +117,7 @@ class Frontier:
         return next(s for s in self.systems if (s.system, s.max_disagreement) == (system, bound))
 
     def describe_width(self) -> str:
-        """Say what stands behind ± in measured ratios."""
+        """Return the meaning of ± in measured ratios."""
         rounds = len(self.systems[0].measured[0].round_busy_ms)
         if rounds < _LEAST_ROUNDS:
             return (
@@ -190,9 +190,9 @@ def measure_frontier(
 def gain_of(
     systems: Sequence[FrontierSystem], bound: float, batch_size: int
 ) -> CombiningGain | None:
-    """Compare both together with the better of the two alone; ``None`` without such a policy.
+    """Compare the combination with the better single one; ``None`` without such a policy.
 
-    Where one alone has no certified policy, the source model is what would be served of it.
+    A single one without a certified policy counts as the source model, which would be served.
     """
     source = systems[0].at(batch_size)
     found = {s.system: s.at(batch_size) for s in systems if s.max_disagreement == bound}
@@ -222,7 +222,7 @@ class _Measuring:
         threads: int,
     ) -> None:
         self._plans: dict[int, Plan] = {}
-        """By place among the systems, of those that have a policy."""
+        """Plans by index of the system, for systems with a policy."""
         self._runners: dict[int, BatchRunner] = {}
         self._agreement = agreement_of(pair.exits.manifest.answer)
         stages = {bundle.path: SharedStages(backend) for bundle in pair.bundles}
@@ -247,7 +247,7 @@ class _Measuring:
         samples: int,
         progress: Callable[[int], None],
     ) -> tuple[Mapping[int, list[FrontierPoint]], tuple[str, ...]]:
-        """Measure at all batch sizes; also says in what ways the machine was disturbed."""
+        """Measure at all batch sizes; also return the disturbances of the machine."""
         points: dict[int, list[FrontierPoint]] = {place: [] for place in self._runners}
         of_source = []
         started_s, started_cpu_s = time.perf_counter(), time.process_time()
@@ -310,7 +310,7 @@ def point_of(
     size: int,
     labels: NDArray[np.int64] | None,
 ) -> FrontierPoint:
-    """Give the figures of a system, beside the source model's of the same rounds."""
+    """Return the figures of a system, with the source model's of the same rounds."""
     prediction, truth = system.codes(source), source.codes(source)
     stage = np.concatenate(system.stage)
     ends = {} if plan is None else {exit_label(s.answered_by): s.index for s in plan.stages}

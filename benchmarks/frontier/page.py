@@ -1,6 +1,6 @@
 """The frontier as a page: busy time over disagreement, a plot and a table for each batch size.
 
-Drawing and style are those of the bundle's report; the page needs nothing beside it.
+Drawing and style are those of the bundle's report; the page is self-contained.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 26.0, 42.0, 40.0
 _ROOM = 34.0
 """Pixels between two labels of bounds, at least."""
 _BESIDE = 12.0
-"""Pixels between the axis and what never disagrees."""
+"""Pixels between the axis and systems without disagreement."""
 _TOGETHER = 20.0
 """Pixels within which the marks of a system have one label."""
 
 
 class _Style(NamedTuple):
-    """How a system is drawn."""
+    """Style of a system."""
 
     class_: str
-    """Of its line and marks."""
+    """Class of its line and marks."""
     label_at: tuple[float, float, str]
-    """Where a mark's bound is written, from its middle, and how it is anchored."""
+    """Offset and anchor of the label with a mark's bound, from the mark's middle."""
     key: str
     """CSS of its mark in the legend."""
 
@@ -70,7 +70,7 @@ class FrontierPlot(NamedTuple):
 def write_page(
     path: Path, *, title: str, frontier: Frontier, environment: Mapping[str, object]
 ) -> None:
-    """Write one HTML file; ``environment`` is what it ran on, and with which settings."""
+    """Write one HTML file; ``environment`` has the machine and the settings of the run."""
     keys = [(SOURCE, _RING.format("ink")), (f"{INT8}, not certified", _RING.format("wrong"))]
     keys += [(name, style.key) for name, style in _STYLES.items()]
     page = _template().render(
@@ -124,7 +124,7 @@ def _draw(frontier: Frontier, size: int, x: Scale, y: Scale) -> Markup:
 
 
 def _bounds(bounds: Sequence[float], x: Scale, y: Scale) -> Markup:
-    """Draw a line at every bound: what is certified for it should be at its left."""
+    """Draw a line at every bound: systems certified for it should be to its left."""
     parts, last = [], float("-inf")
     for bound in bounds:
         at = x(bound)
@@ -182,7 +182,7 @@ def _interval(point: FrontierPoint, at: float, y: Scale, class_: str) -> Markup:
 
 
 def tooltip(system: FrontierSystem, point: FrontierPoint) -> str:
-    """Say what a mark stands for."""
+    """Return the tooltip of a mark."""
     bound = system.max_disagreement
     certified = "" if bound is None else f", certified for {numbers.plain_percent(bound)}"
     return (

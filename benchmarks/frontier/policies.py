@@ -1,6 +1,6 @@
-"""The policies of the frontier: chosen and certified anew at each bound, from bundles alone.
+"""The policies of the frontier: chosen and certified again at each bound, from bundles alone.
 
-A bundle keeps what its exits said on the tune and certify splits, so that no data is needed. Exits
+A bundle keeps its exits' records of the tune and certify splits, so that no data is needed. Exits
 and thresholds are chosen as ``eecompile`` chooses them by default, by savings; nothing is trained.
 """
 
@@ -37,13 +37,13 @@ class BundlePair:
     """A bundle of precision fp32, and a cascade of the same model."""
 
     exits: Bundle
-    """Of fp32: exits on the float32 model."""
+    """Bundle of fp32: exits on the float32 model."""
     cascade: Bundle
-    """Of int8: exits on the copy, and the float32 model behind it."""
+    """Bundle of int8: exits on the copy, followed by the float32 model."""
 
     @classmethod
     def of(cls, bundle: Bundle, other: Bundle) -> BundlePair:
-        """Tell which is which; ValueError if they are no such pair."""
+        """Return the pair, identified by precision; ValueError if they do not form one."""
         where, (a, b) = f"--precision {other.path}", (bundle.manifest, other.manifest)
         if a.precision == b.precision:
             raise ValueError(
@@ -74,7 +74,7 @@ class BundlePair:
 
 
 def how_to_make(bundle: Bundle) -> str:
-    """Say how the other bundle of a pair is made."""
+    """Return the command that makes the other bundle of a pair."""
     precision = _OTHER[bundle.manifest.precision]
     name = bundle.path.name.removesuffix(".ee")
     nothing = " (of fp32 again where int8 saves nothing beside exits here: it says why)"
@@ -87,16 +87,18 @@ def how_to_make(bundle: Bundle) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierPolicy:
-    """What may be served of a system at a bound."""
+    """Candidate policy of a system at a bound."""
 
     system: str
     """One of :data:`CERTIFIED`."""
     max_disagreement: float
     """The bound, a share."""
     policy: ExitPolicy | None
-    """With its promise; ``None`` where none was certified, and the source model is what remains."""
+    """Policy with its promise; ``None`` if none was certified, so that the source model is
+    served.
+    """
     reason: str | None
-    """Why there is none."""
+    """Reason why there is none."""
 
 
 def choose_policies(
@@ -104,8 +106,8 @@ def choose_policies(
 ) -> list[FrontierPolicy]:
     """Choose and certify a policy of each system at each bound, bounds in the given order.
 
-    Each certificate holds with ``confidence_level`` by itself. All were found on one certify split,
-    so that all of them hold together with less.
+    Each certificate is valid with ``confidence_level`` individually. All come from one certify
+    split, so that all of them hold jointly with less.
     """
     records = {
         bundle.path: [ExitRecords.kept_by(bundle, split) for split in (TUNE, CERTIFY)]

@@ -22,7 +22,9 @@ _COLUMNS = ("system", "ms", "×source", "mean", "disagree", "right", "predicted 
 def print_frontier(
     console: Console, frontier: Frontier, *, title: str, baseline: str, confidence_level: float
 ) -> None:
-    """Print a table for each batch size, what combining gains, and what was not certified."""
+    """Print a table for each batch size, the gains of combining, and systems without
+    certificate.
+    """
     sizes = [point.batch_size for point in frontier.systems[0].measured]
     for size in sizes:
         console.print(_table(frontier, size, title))
@@ -55,7 +57,7 @@ def label_of(system: FrontierSystem) -> str:
 
 
 def to_json(frontier: Frontier) -> dict[str, Any]:
-    """JSON values: what is promised, predicted and measured, each under its own name."""
+    """Return JSON values: promises, predictions and measurements, each under its own name."""
     return {
         "systems": [
             {**asdict(system), "description": DESCRIPTIONS[system.system]}

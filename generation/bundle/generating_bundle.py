@@ -1,7 +1,7 @@
-"""A generating bundle on the disk: read only after every file of it was checked.
+"""A generating bundle on disk; every file is checked before it is read.
 
-It is a folder of its own kind, with ``generation.json`` in the place of a bundle's manifest. Graphs
-name their weights in one file, ``weights.bin``, as those of bundles do.
+A generating bundle is a folder of its own kind: it has ``generation.json`` in place of a bundle's
+manifest. As in other bundles, graphs refer to their weights in one file, ``weights.bin``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from offramp.generation.bundle.text_model import TextModel
 
 GENERATION: Final = "generation.json"
 GENERATION_HASH: Final = "generation.sha256"
-"""Holds the hash of ``generation.json``, which holds the hashes of all other files."""
+"""File with the hash of ``generation.json``, which holds the hashes of all other files."""
 TOKENIZER: Final = "tokenizer.json"
-"""From text to tokens and back, as the package tokenizers writes it; there or not."""
+"""Optional tokenizer, as the package ``tokenizers`` writes it."""
 GENERATION_VERSION: Final = 1
-"""The one format that is written and read."""
+"""The only version that is written and read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +59,13 @@ class GeneratingBundle:
     def open(cls, path: str | os.PathLike[str]) -> GeneratingBundle:
         """Open a bundle and check every file in it.
 
-        BundleNotFoundError, BundleIntegrityError or BundleSchemaError, which name the file.
+        Raise BundleNotFoundError, BundleIntegrityError or BundleSchemaError, which name the file.
         """
         root = Path(path)
         if not (root / GENERATION).is_file():
             raise BundleNotFoundError(
-                f"{root} is not a generating bundle (no {GENERATION} there); make one of a model "
-                "that was exported with past keys and values"
+                f"{root} is not a generating bundle (no {GENERATION} there); create one from a "
+                "model that was exported with past keys and values"
             )
         files = CheckedFolder(root, listing=GENERATION)
         document = files.read_regular(GENERATION)
@@ -92,27 +92,28 @@ class GeneratingBundle:
 
     @property
     def model(self) -> TextModel:
-        """What it is made of."""
+        """Layers, stages and exits of the model."""
         return self.manifest.model
 
     def graph(self, name: str) -> bytes:
-        """Read a graph as it is stored, which may name weights in :meth:`weight_folder`.
+        """Read a graph as it is stored; it may refer to weights in :meth:`weight_folder`.
 
-        BundleIntegrityError if it changed; BundleSchemaError if it names weights elsewhere.
+        Raise BundleIntegrityError if it changed, BundleSchemaError if it refers to weights
+        elsewhere.
         """
         content = self._files.read(self._entry(name))
         check_graph(self._files, name, content, self._weight_bytes)
         return content
 
     def whole_graph(self, name: str) -> bytes:
-        """Read a graph with its weights in it; errors as of :meth:`graph`."""
+        """Read a graph with its weights included; errors as for :meth:`graph`."""
         entry = self._entry(name)
         return fill(self._files, entry, self._files.read(entry), self._weight_bytes)
 
     def weight_folder(self) -> Path | None:
-        """Return the folder with the weights that graphs name; ``None`` if none do.
+        """Return the folder with the weights that graphs refer to; ``None`` if none do.
 
-        BundleIntegrityError if the file changed since the opening.
+        Raise BundleIntegrityError if the file changed since the bundle was opened.
         """
         if not self._weight_bytes:
             return None

@@ -1,6 +1,6 @@
-"""What a generating model is made of: layers and their caches, stages, exits.
+"""Description of a generating model: layers and their caches, stages, exits.
 
-Plain facts, which compiling writes and serving reads; nothing here knows a runtime.
+The classes hold plain facts: compiling writes them, serving reads them. No runtime is imported.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from offramp.bundle.schema.serde import check_numbers
 
 TextKind: TypeAlias = Literal["decoder", "encoder-decoder"]
 SkippedLayers: TypeAlias = Literal["propagation", "catch-up"]
-"""How layers that a token skips get its keys and values: made of the exit's state at once
-(CALM 3.3), or computed in full when a later token of the sequence comes so deep."""
+"""Keys and values of layers that a token skips: computed from the exit's state when the token
+leaves (CALM 3.3), or in full when a later token of the sequence reaches those layers."""
 TextCriterion: TypeAlias = Literal[
     "softmax margin", "max probability", "state similarity", "learned classifier"
 ]
-"""How sure an exit is (CALM 3.5): the difference of its two largest probabilities, or the largest;
-the cosine of the state and the one before its last layer; or a classifier that reads the state."""
+"""Confidence of an exit (CALM 3.5): the difference of its two largest probabilities; the largest
+probability; the cosine of the state and the input of its last layer; or a classifier of the
+state."""
 TextRiskName: TypeAlias = Literal["tokens", "texts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCache:
-    """Sizes of the keys and of the values that a decoder layer has for each token."""
+    """Sizes of the keys and the values of one token in a decoder layer."""
 
     heads: int
     size: int
     cross_heads: int = 0
-    """Of the keys and values of the encoder's output; 0 where there is no encoder."""
+    """Heads of the keys and values of the encoder's output; 0 without an encoder."""
     cross_size: int = 0
 
     def __post_init__(self) -> None:
@@ -40,22 +41,22 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextStage:
-    """Some decoder layers, and the exit behind them."""
+    """Consecutive decoder layers, and the exit after them."""
 
     end: int
-    """Layers up to its exit, those of earlier stages included."""
+    """Number of layers up to the exit, including those of earlier stages."""
     file: str
-    """Graph of its layers: state, or tokens in the first stage, to the next state."""
+    """Graph of the layers: from the state, or from tokens in the first stage, to the next state."""
     threshold: float | None = None
-    """Least confidence that a token leaves with; above 1 none does, ``None`` at the end."""
+    """Least confidence at which a token leaves; above 1 no token leaves, ``None`` at the end."""
     adapter: str = ""
-    """Graph from the state to what the head reads in its place; empty if it reads the state."""
+    """Graph from the state to the input of the head; empty if the head reads the state itself."""
     propagation: str = ""
     """Graph from the state to the keys and values of all later layers; empty if there is none."""
     head: str = ""
-    """Graph of a head of its own, as ``TextModel.head`` is one; empty if it has none."""
+    """Graph of the exit's own head, in place of ``TextModel.head``; empty if it has none."""
     judge: str = ""
-    """Graph from the state to its confidence; empty if that comes from the head."""
+    """Graph from the state to the confidence; empty if the head computes the confidence."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "end", least=1)
@@ -64,18 +65,18 @@ class TextStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextEvidence:
-    """What was promised of the thresholds, and what was observed on prompts kept for that."""
+    """The promise about the thresholds, and the risk observed on held-out prompts."""
 
     risk: TextRiskName
-    """Tokens that differ at the same prefix, or how unlike whole answers are."""
+    """Tokens that differ at the same prefix, or the dissimilarity of whole answers."""
     dissimilarity: str
-    """Of whole answers: "differs", "edit-distance", or FILE.py:NAME of a function."""
+    """Dissimilarity of whole answers: "differs", "edit-distance", or FILE.py:NAME of a function."""
     bound: float
     confidence_level: float
     observed: float
-    """Of the risk."""
+    """Observed risk."""
     prompts: int
-    """That certified the thresholds."""
+    """Number of prompts that certified the thresholds."""
     layers_run: float
     """Mean share of the decoder's layers that a token ran, 0 to 1."""
 
@@ -86,34 +87,36 @@ class TextEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """A decoder in stages, with the encoder before it if there is one."""
+    """A decoder in stages, after an encoder if there is one."""
 
     kind: TextKind
     layers: tuple[LayerCache, ...]
     width: int
-    """Of the state between layers."""
+    """Size of the state between layers."""
     vocabulary: int
     ragged: bool
-    """Whether sequences of different lengths may share a step, padded and masked."""
+    """True if sequences of different lengths may share a step, padded and masked."""
     several: bool
-    """Whether a step may have several tokens of a sequence; else they go one after another."""
+    """True if a step may have several tokens of one sequence; otherwise they run one by one."""
     criterion: TextCriterion = "softmax margin"
     skipped: SkippedLayers = "propagation"
     stages: tuple[TextStage, ...]
     head: str
-    """Graph from the state of the last token to token and confidence; all exits share it."""
+    """Graph from the state of the last token to the token and its confidence; shared by all
+    exits."""
     encoder: str = ""
-    """Graph from a prompt to the keys and values of all layers; empty without an encoder."""
+    """Graph from a prompt to the encoder's keys and values for all layers; empty without an
+    encoder."""
     start_token: int | None = None
-    """First token that the decoder reads, of an encoder-decoder; a decoder has its prompt."""
+    """First token that the decoder of an encoder-decoder reads; ``None`` for a decoder."""
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end an answer."""
     decay: float | None = None
-    """τ, by which thresholds fall along an answer; ``None`` if they do not."""
+    """τ, the speed at which thresholds fall along an answer; ``None`` if they are constant."""
     longest_prompt: int = 1
-    """Tokens of the longest prompt that it was compiled with."""
+    """Tokens of the longest prompt used in compiling."""
     longest_answer: int = 1
-    """Tokens that an answer has at most, unless asked for otherwise."""
+    """Default limit on the tokens of an answer."""
     evidence: TextEvidence | None = None
     """``None`` if nothing was certified."""
 
@@ -123,7 +126,7 @@ class TextModel:
         ends = [stage.end for stage in self.stages]
         if not ends or ends != sorted(set(ends)) or ends[0] < 1 or ends[-1] != len(self.layers):
             raise ValueError(
-                f"stages end behind layers {ends}, expected rising numbers of which the last is "
+                f"stages end after layers {ends}, expected increasing numbers, the last being "
                 f"the number of layers, {len(self.layers)}"
             )
         open_ends = [stage.threshold is None for stage in self.stages]

@@ -1,4 +1,4 @@
-"""From text to tokens and back, by a model's ``tokenizer.json``."""
+"""Conversion of text to tokens and back, with a model's ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TextTokens:
     """A tokenizer of the package tokenizers."""
 
     def __init__(self, content: bytes) -> None:
-        """Read ``tokenizer.json``; BundleError if it is none, or the package is not installed."""
+        """Read ``tokenizer.json``; BundleError if it is invalid or the package is not installed."""
         try:
             from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
         except ImportError as error:
@@ -27,9 +27,9 @@ class TextTokens:
         self._tokenizer.no_truncation()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with those that the tokenizer adds."""
+        """Return the tokens of a text, including those that the tokenizer adds."""
         return list(self._tokenizer.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out."""
+        """Return the text of tokens, without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

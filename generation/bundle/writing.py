@@ -1,4 +1,4 @@
-"""Generating bundles are written whole or not at all."""
+"""Writing of generating bundles: a bundle is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offramp.generation.bundle.text_model import TextModel
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
-    """Check that a bundle may be written somewhere; BundleExistsError if not."""
+    """Check that a bundle may be written to a path; BundleExistsError if not."""
     marks = (GENERATION, GENERATION_HASH)
     check_target(path, overwrite=overwrite, marks=marks, kind="generating bundle")
 
@@ -37,12 +37,12 @@ def write_generating_bundle(
     tokenizer: bytes | None = None,
     overwrite: bool = False,
 ) -> GeneratingBundle:
-    """Write a model and its graphs, which hold their weights, and put the folder in place at once.
+    """Write a model and its graphs, weights included, and rename the folder into place atomically.
 
-    ``tokenizer`` is the content of a ``tokenizer.json``. Each weight of a page or more is written
-    once, whatever number of graphs has it. ``overwrite`` replaces a generating bundle that is
-    there, and never anything else: BundleExistsError. If the file system refuses, what was there is
-    still there: BundleWriteError. Gives the bundle, opened.
+    ``tokenizer`` is the content of a ``tokenizer.json``. A weight of a page or more is stored once,
+    even if several graphs have it. ``overwrite`` replaces an existing generating bundle; anything
+    else at the path raises BundleExistsError. If the file system fails, the previous content stays:
+    BundleWriteError. Return the opened bundle.
     """
     target = Path(path)
     check_place(target, overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""Which exits are used, and the path of thresholds that is tested: by records of tuning prompts."""
+"""Choice of exits and of the path of thresholds to test, from records of tuning prompts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from offramp.generation.promise.text_records import TextRecords
 
 _LEVELS: Final = 32
 _LEAST_RISK, _MOST_RISK = 0.03, 6.0
-"""Of the first and last level, as multiples of the bound: decoding finds other risks than records
-where skipped layers are filled."""
+"""Risk of the first and last level, as multiples of the bound. The range is wide because decoding
+and records find different risks where skipped layers are filled."""
 _PRICE: Final = 0.005
-"""Share of the model's time that an exit has to bring, beside its own."""
+"""Least share of the model's time that an exit must save, in addition to its own cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChosenExits:
-    """Some exits, and a path of their thresholds."""
+    """Chosen exits, and a path of their thresholds."""
 
     exits: tuple[int, ...]
-    """Numbers among those that were there to choose from."""
+    """Indices of the chosen exits among the candidates."""
     path: FloatArray
     """float64[levels, exits], from conservative to aggressive."""
     expected: float
-    """Share of the model's time that is expected at the bound, by records and measured costs."""
+    """Expected share of the model's time at the bound, from records and measured costs."""
 
 
 def choose_exits(
@@ -44,10 +44,10 @@ def choose_exits(
     differing: bool,
     fills: bool,
 ) -> ChosenExits | None:
-    """Choose the exits that bring most at the bound; ``None`` if none bring anything.
+    """Choose the exits that save most at the bound; ``None`` if none save anything.
 
-    ``layers`` are those in front of each exit of the records. ``differing`` says that whole answers
-    are to be the same; else texts are taken to differ by their wrong tokens.
+    ``layers`` are the numbers of layers before each exit of the records. ``differing`` is true if
+    whole answers have to be equal; otherwise the risk is the share of wrong tokens.
     """
     best: tuple[float, tuple[int, ...], FloatArray] | None = None
     for chosen in _sets(records.exits):
@@ -74,7 +74,7 @@ def choose_exits(
 def risk_on_records(
     records: TextRecords, answered_at: IntArray, risk: TextRisk, *, differing: bool
 ) -> float:
-    """Estimate a risk, without decoding, of tokens that leave at some places, int64[tokens]."""
+    """Estimate a risk, without decoding, from the exits int64[tokens] at which tokens leave."""
     wrong = records.wrong(answered_at)
     if risk is TextRisk.TEXTS and not differing:
         return float((records.by_prompt(wrong) / records.lengths).mean())
@@ -92,7 +92,7 @@ def _sets(exits: int) -> Iterator[tuple[int, ...]]:
 def _last_level(
     records: TextRecords, path: FloatArray, promise: TextPromise, most: float, *, differing: bool
 ) -> int:
-    """Return the last level whose risk is at most ``most``, by records: it rises along the path."""
+    """Return the last level with a risk of at most ``most`` in the records; risk rises."""
     low, high = 0, len(path)
     while high - low > 1:
         middle = (low + high) // 2
@@ -105,7 +105,7 @@ def _last_level(
 def _spread(
     records: TextRecords, path: FloatArray, promise: TextPromise, *, differing: bool
 ) -> FloatArray:
-    """Take levels whose risks by records are spread around the bound."""
+    """Take levels whose risks in the records are spread around the bound."""
     targets = np.geomspace(_LEAST_RISK, _MOST_RISK, _LEVELS) * promise.bound
     levels = [_last_level(records, path, promise, t, differing=differing) for t in targets]
     return np.unique(path[sorted({*levels} - {0})], axis=0)[::-1]

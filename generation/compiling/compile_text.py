@@ -1,16 +1,16 @@
 """The steps of compiling a model that generates text, in order.
 
-1. The model answers all prompts itself, in full, by the backend and the scheduler that serve. On
-   the way every exit's states are kept.
-2. At each exit an adapter learns to say the model's tokens (self-distillation), or a copy of the
-   decoder learns them with all its exits (CALM 3.2).
-3. Exits are chosen by what they net, of what they say on tuning prompts and of measured costs; and
-   a path of thresholds is laid.
-4. Tuning prompts are answered at levels of the path: with skipped layers filled at once (state
-   propagation, CALM 3.3) and with catch-up. What is faster at its last level within the bound is
-   kept.
-5. The prompts that were kept for that are answered level by level, and the last level that
-   certifies the promise is served (:mod:`.promise.text_promise`).
+1. The unmodified model answers all prompts, with the backend and the scheduler used for serving.
+   The states at all exits are recorded.
+2. At each exit an adapter learns to predict the model's tokens (self-distillation), or a copy of
+   the decoder learns them together with all its exits (CALM 3.2).
+3. Exits are chosen by the time that they save, from their predictions on tuning prompts and from
+   measured costs. The path of thresholds is fixed.
+4. Tuning prompts are answered at levels of the path, with skipped layers filled when a token leaves
+   (state propagation, CALM 3.3) and with catch-up. The way that is faster at its last level within
+   the bound is kept.
+5. The held-out prompts are answered level by level, and the last level that certifies the promise
+   is served (:mod:`.promise.text_promise`).
 """
 
 from __future__ import annotations
@@ -58,42 +58,42 @@ from offramp.generation.scheduling import TokenThresholds
 from offramp.generation.stages.onnx_text import OnnxTextBackend
 
 _TUNED: Final = 0.7
-"""Share of the bound that the risk on tuning prompts may have at the level that modes are compared
-at: about what certifies."""
+"""Share of the bound allowed for the risk on tuning prompts, at the level where ways to fill
+skipped layers are compared; about the level that will be certified."""
 _LEAST_GAIN: Final = 1.0
-"""Tokens a second that exits have to give, by those of the model itself."""
+"""Least tokens per second with exits, relative to the model without exits."""
 _BEFORE: Final = 6
-"""Levels before that one from which on levels are certified."""
+"""Number of levels before that level at which certification begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CompiledText:
-    """A bundle, and how it came about."""
+    """A compiled bundle, and how it was made."""
 
     bundle: GeneratingBundle
     layers: tuple[int, ...]
-    """That exits were tried behind."""
+    """Layers after which exits were tried."""
     costs: TextCosts
     prompts: PromptSplit
     full: Decoded
-    """Tuning prompts, answered by the model in full."""
+    """Tuning prompts, answered by the unmodified model."""
     early: Decoded | None
-    """The same with exits, as they are served; ``None`` if none is in use."""
+    """Tuning prompts, answered with exits as they are served; ``None`` if none is in use."""
     batch: int
-    """Rows of a step that was measured, at most."""
+    """Most rows of a measured step."""
     reason: str = ""
-    """Why no exit is in use."""
+    """Reason why no exit is in use."""
 
     @property
     def speedup(self) -> float | None:
-        """Tokens a second by those without exits, measured on tuning prompts."""
+        """Tokens per second relative to the model without exits, measured on tuning prompts."""
         return None if self.early is None else self.early.tokens_per_s / self.full.tokens_per_s
 
 
 def compile_text(options: TextCompileOptions, progress: Progress = SILENT) -> CompiledText:
     """Compile a model that generates text, and write its bundle.
 
-    CompileError or DataError where model, prompts or options are wrong; BundleError where the
+    Raise CompileError or DataError if model, prompts or options are wrong, BundleError if the
     output cannot be written.
     """
     return _Compiling(options, progress).run()
@@ -110,7 +110,9 @@ class _Compiling:
         self._parts = split_prompts(read_prompts(options.data, ScratchSpace()), options.seed)
         count = len(self._export.decoder.layers)
         if count < 2:
-            raise CompileError(f"the decoder has {count} layer, and exits lie between layers")
+            raise CompileError(
+                f"the decoder has {count} layer, expected at least 2: exits are between layers"
+            )
         self._layers = layers_to_try(count, options.exits)
         self._likeness: Likeness = find_likeness(options, self._settings)
         self._promise = TextPromise(
@@ -122,7 +124,7 @@ class _Compiling:
         self._longest = max(len(prompt) for part in self._parts for prompt in part)
 
     def run(self) -> CompiledText:
-        """Compile."""
+        """Run all steps."""
         parts = self._parts
         plain = self._backend(self._cut(()))
         recorder = self._recorder()
@@ -175,7 +177,7 @@ class _Compiling:
         found = self._certify(graphs, path[first:])
         if found is None:
             reason = (
-                f"{len(parts.certify)} prompts do not certify the promise at any threshold; give "
+                f"{len(parts.certify)} prompts do not certify the promise at any threshold; pass "
                 "more prompts, or a larger --max-disagreement"
             )
             return self._written(self._cut(()), costs, full, None, reason=reason)
@@ -193,7 +195,7 @@ class _Compiling:
         )
         if early.tokens_per_s <= _LEAST_GAIN * full.tokens_per_s:
             reason = (
-                f"within the bound, exits give {early.tokens_per_s:,.0f} tokens a second, the "
+                f"within the bound, exits reach {early.tokens_per_s:,.0f} tokens a second, the "
                 f"model itself {full.tokens_per_s:,.0f}"
             )
             return self._written(self._cut(()), costs, full, None, reason=reason)
@@ -211,7 +213,7 @@ class _Compiling:
     def _settle_skipped(
         self, chosen: ChosenExits, trained: TrainedExits
     ) -> tuple[TextGraphs, FloatArray, int]:
-        """Choose how skipped layers get their keys and values; and where to begin certifying."""
+        """Choose how skipped layers get their keys and values, and the first level to certify."""
         asked = self._options.skipped
         ways: Sequence[SkippedLayers] = ("propagation", "catch-up") if asked == "auto" else (asked,)
         best: tuple[float, TextGraphs, int] | None = None
@@ -225,7 +227,7 @@ class _Compiling:
         return best[1], chosen.path, max(best[2] - _BEFORE, 0)
 
     def _tuned(self, graphs: TextGraphs, path: FloatArray) -> tuple[int, float]:
-        """Return the last level within the bound on tuning prompts, and its tokens a second."""
+        """Return the last level within the bound on tuning prompts, and its tokens per second."""
         backend, prompts = self._backend(graphs), self._parts.tune
         low, high, speed = 0, len(path), 0.0
         while high > low:
@@ -239,7 +241,7 @@ class _Compiling:
         return max(low - 1, 0), speed
 
     def _certify(self, graphs: TextGraphs, path: FloatArray) -> TextCertificate | None:
-        """Test levels in turn."""
+        """Test levels one after the other."""
         backend, prompts = self._backend(graphs), self._parts.certify
 
         def levels() -> Iterator[TextLosses]:

@@ -1,4 +1,4 @@
-"""What layers, exits and propagation cost: measured on the backend that serves."""
+"""Costs of layers, exits and propagation, measured on the serving backend."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _REPEATS: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextCosts:
-    """Times in ms of a step, at the rows that they were measured at."""
+    """Times in ms of a step, at the number of rows that was measured."""
 
     layers: FloatArray
-    """float64[layers]: of each decoder layer."""
+    """float64[layers]: time of each decoder layer."""
     check: float
-    """Of an exit, or the model's end: the head, and the call of a stage."""
+    """Time of an exit or of the model's end: the head, and the call of a stage."""
     leaving: FloatArray
-    """float64[layers]: of filling the layers behind one, when a token leaves there; 0 where none
-    leaves."""
+    """float64[layers]: time to fill the layers after layer i when a token leaves there; 0 where no
+    exit is."""
 
     @property
     def whole(self) -> float:
-        """Of a token that runs all layers without exits."""
+        """Time of a token that runs all layers without exits."""
         return float(self.layers.sum() + self.check)
 
     def of_tokens(self, exits: Sequence[int], answered_at: IntArray, *, fills: bool) -> float:
-        """Return the mean time of tokens, int64[tokens], that leave at some of these exits.
+        """Return the mean time of tokens that leave at ``answered_at``, int64[tokens].
 
-        ``exits`` are layers, rising; ``fills`` says whether skipped layers are filled at once.
+        ``exits`` are increasing layer numbers; ``fills`` is true if skipped layers are filled when
+        a token leaves.
         """
         ends = [*exits, len(self.layers)]
         until = np.cumsum(self.layers)[np.array(ends) - 1] + self.check * np.arange(
@@ -57,10 +58,10 @@ def measure_costs(
     prompts: Sequence[Tokens],
     answer: Sequence[int],
 ) -> TextCosts:
-    """Time a backend with exits at layers of ``model``, and the same model without any.
+    """Time a backend with exits at layers of ``model``, and the same model without exits.
 
-    As many sequences run as there are ``prompts``; they are told ``answer`` in place of their own
-    tokens. The costs of checks are what both differ by.
+    One sequence runs for each of ``prompts``; all are fed the tokens of ``answer`` in place of
+    their own. The difference between both backends is the cost of the exits.
     """
     stages, leaving = _time_steps(exits, prompts, answer)
     (one_stage,), _ = _time_steps(whole, prompts, answer)
@@ -77,7 +78,7 @@ def measure_costs(
 def _time_steps(
     backend: TextBackend, prompts: Sequence[Tokens], answer: Sequence[int]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return medians in ms, float64[stages] of running and float64[stages - 1] of leaving."""
+    """Return medians in ms: float64[stages] of running, float64[stages - 1] of leaving."""
     slots = list(range(len(prompts)))
     ran, left = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     last = backend.stages - 1

@@ -1,4 +1,4 @@
-"""Answers to many prompts, by the scheduler and the loop that serve, without a thread."""
+"""Answers to many prompts, with the serving scheduler and step loop, without a thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offramp.generation.serving.text_differences import compare_texts
 from offramp.generation.stages.text_backend import TextBackend
 
 BATCH: Final = 16
-"""Rows of a step."""
+"""Default rows of a step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,24 +36,24 @@ class DecodedText:
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    """The stage that gave each token."""
+    """Stage at which each token left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decoded:
-    """Answers to prompts, in their order."""
+    """Answers to prompts, in the order of the prompts."""
 
     texts: list[DecodedText]
     seconds: float
-    """That decoding them took."""
+    """Decoding time in seconds."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the tokens of all answers by the second."""
+        """Tokens of all answers per second."""
         return sum(len(text.tokens) for text in self.texts) / self.seconds
 
     def layers_run(self, ends: Sequence[int]) -> float:
-        """Return the mean share of the decoder's layers that a token ran, of stages' ends."""
+        """Return the mean share of layers that a token ran; ``ends`` are the stages' ends."""
         depths = np.concatenate([text.depths for text in self.texts])
         return float(np.asarray(ends)[depths.astype(np.int64)].mean() / ends[-1])
 
@@ -69,7 +69,7 @@ def decode(
     policy: StepPolicy | None = None,
     advance: Advance = lambda _: None,
 ) -> Decoded:
-    """Answer all prompts, each with ``most_tokens`` at most; BackendError if one fails."""
+    """Answer all prompts with at most ``most_tokens`` each; BackendError if one fails."""
     limits = limits_of(backend, batch=batch)
     scheduler = TextScheduler(limits, policy or RefillPolicy(), thresholds, queue=len(prompts))
     texts = [DecodedText() for _ in prompts]
@@ -101,7 +101,7 @@ def losses_of(
     risk: TextRisk,
     dissimilarity: Dissimilarity,
 ) -> TextLosses:
-    """Return what answers lose against the model's own."""
+    """Return the losses of answers, compared with the model's own."""
     pairs = [(a.tokens, b.tokens) for a, b in zip(found, wanted, strict=True)]
     compared = [compare_texts(*pair) for pair in pairs]
     losses: list[Any] = [difference.differs for difference in compared]

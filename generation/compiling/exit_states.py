@@ -1,4 +1,4 @@
-"""What every exit sees while the model answers in full: recorded by the backend that serves."""
+"""States at all exits while the unmodified model answers, recorded by the serving backend."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ States = NDArray[np.float32]
 
 
 class RecordingBackend(OnnxTextBackend):
-    """Runs as its base does, and keeps the states behind all exits of each token.
+    """Backend that also keeps the states at all exits for each token.
 
-    For answers in full, that is with no exit in use: then a token runs every stage once.
+    It is for answers of the unmodified model, with no exit in use: every token then runs each stage
+    once.
     """
 
     recorded: dict[bytes, tuple[States, States]]
-    """By a prompt's bytes: states float32 [exits, tokens, width], and what exits without a head
-    of their own say of them, confidences float32 [exits, tokens]."""
+    """Records by the bytes of a prompt: states float32 [exits, tokens, width], and confidences
+    float32 [exits, tokens] of exits without their own head."""
 
     def record(self) -> None:
-        """Begin anew."""
+        """Start recording, and drop earlier records."""
         self.recorded = {}
         self._running: dict[int, tuple[bytes, list[list[States]], list[list[float]]]] = {}
 
@@ -40,7 +41,7 @@ class RecordingBackend(OnnxTextBackend):
     def run(
         self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
     ) -> TokenAnswers:
-        """Run a stage, and keep what is behind it."""
+        """Run a stage, and keep the states after it."""
         answers = super().run(stage, slots, limits)
         if stage < self.stages - 1:
             states = self.states_behind(stage, slots)
@@ -51,16 +52,16 @@ class RecordingBackend(OnnxTextBackend):
         return answers
 
     def close_slot(self, slot: int) -> None:
-        """End a sequence, and keep what was seen of it."""
+        """End a sequence, and keep its records."""
         super().close_slot(slot)
         prompt, kept, confidences = self._running.pop(slot)
-        if len({len(states) for states in kept}) == 1 and kept[0]:  # all of it in full
+        if len({len(states) for states in kept}) == 1 and kept[0]:  # every token ran all stages
             states = np.array(kept, np.float32)
             self.recorded[prompt] = (states, np.array(confidences, np.float32))
 
 
 class ExitStates:
-    """States of many answers, one token after another, by exit."""
+    """States of many answers by exit; the tokens of all answers are concatenated."""
 
     def __init__(
         self,
@@ -68,17 +69,18 @@ class ExitStates:
         prompts: Sequence[Tokens],
         texts: Sequence[DecodedText],
     ) -> None:
-        """Take what a backend has recorded of the prompts that these texts answer."""
+        """Take the records of the prompts that these texts answer."""
         found = [backend.recorded[prompt.tobytes()] for prompt in prompts]
         self.starts = np.cumsum([0, *(len(text.tokens) for text in texts)])
-        """int64[prompts + 1]: where the tokens of each prompt begin, and where the last end."""
+        """int64[prompts + 1]: index of the first token of each prompt, then the number of
+        tokens."""
         self.tokens = np.concatenate([text.tokens for text in texts]).astype(np.int64)
-        """int64[tokens]: the model's own."""
+        """int64[tokens]: the model's own tokens."""
         self.states = np.concatenate([states for states, _ in found], axis=1)
         """float32[exits, tokens, width]."""
         self.confidences = np.concatenate([sure for _, sure in found], axis=1)
-        """float32[exits, tokens], of exits without heads of their own."""
+        """float32[exits, tokens], of exits without their own head."""
 
     def samples(self, exit_: int) -> ExitSamples:
-        """Return what an exit learns of."""
+        """Return the training samples of an exit."""
         return ExitSamples(states=self.states[exit_], tokens=self.tokens)

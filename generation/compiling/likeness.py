@@ -1,4 +1,4 @@
-"""How unlike two answers are: by a name or a function, and with parts that must be the same."""
+"""Dissimilarity of two answers: a named measure or a function, with parts that must be equal."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from offramp.generation.promise.dissimilarity import DISSIMILARITIES, Dissimilar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """What the promise on texts is about."""
+    """Measure of the promise on texts."""
 
     name: str
     dissimilarity: Dissimilarity
     differing: bool
-    """Whether answers that differ anywhere count whole."""
+    """True if every difference counts as 1."""
 
 
 def find_likeness(options: TextCompileOptions, settings: TextSettings) -> Likeness:
@@ -36,7 +36,7 @@ def find_likeness(options: TextCompileOptions, settings: TextSettings) -> Likene
         return Likeness(name=name, dissimilarity=found, differing=found is differs)
     if settings.tokenizer is None:
         raise CompileError(
-            "--exact needs the text of answers: give --tokenizer, or put tokenizer.json beside "
+            "--exact needs the text of answers: pass --tokenizer, or put tokenizer.json next to "
             "the model"
         )
     parts, tokens = exact_parts(options.exact), TextTokens(settings.tokenizer)
@@ -70,7 +70,7 @@ def _own(name: str) -> Dissimilarity:
     def checked(one: Sequence[int], other: Sequence[int]) -> float:
         value = float(own(list(one), list(other)))
         if not 0.0 <= value <= 1.0:
-            raise CompileError(f"--dissimilarity {name} gave {value}, expected 0 to 1")
+            raise CompileError(f"--dissimilarity {name} returned {value}, expected 0 to 1")
         return value
 
     return checked

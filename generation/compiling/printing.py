@@ -1,4 +1,4 @@
-"""What compiling a model that generates text prints when it is done."""
+"""Final output of compiling a model that generates text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WHAT = {
 
 
 def print_compiled(done: CompiledText, console: Console) -> None:
-    """Print what was made, in words."""
+    """Print a summary of the result."""
     path, model = escape(str(done.bundle.path)), done.bundle.model
     say = console.print
     if done.early is None or model.evidence is None:
@@ -34,7 +34,7 @@ def _print_exits(done: CompiledText, evidence: TextEvidence, console: Console) -
     assert early is not None, "there are exits"
     depths = [depth for text in early.texts for depth in text.depths]
     table = Table(box=box.SIMPLE, title=escape(str(done.bundle.path)), title_justify="left")
-    for name in ("tokens leave behind layer", "at confidence ≥", "share of tokens"):
+    for name in ("tokens leave after layer", "at confidence ≥", "share of tokens"):
         table.add_column(name, justify="right")
     for number, stage in enumerate(model.stages):
         sure = "the model's end" if stage.threshold is None else f"{stage.threshold:.4f}"
@@ -48,8 +48,8 @@ def _print_exits(done: CompiledText, evidence: TextEvidence, console: Console) -
     lines = {
         "Promise": f"how often {_WHAT[evidence.risk]}{unlike} is at most {evidence.bound:.2%} "
         f"{certain}; observed {evidence.observed:.2%} on {evidence.prompts:,} prompts",
-        "Layers": f"a token runs {evidence.layers_run:.0%} of {len(model.layers)}; those that it "
-        f"skips get their keys and values by {model.skipped}",
+        "Layers": f"a token runs {evidence.layers_run:.0%} of {len(model.layers)}; skipped layers "
+        f"get their keys and values by {model.skipped}",
         "Speed": f"{speed}: ×{done.speedup:.2f}, measured here in steps of at most "
         f"{done.batch} rows",
     }

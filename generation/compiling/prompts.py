@@ -17,13 +17,13 @@ from offramp.generation.bundle.tensor_names import IDS, MASK
 Tokens: TypeAlias = NDArray[np.int64]
 """int64[tokens]."""
 _SHARES: Final = (0.3, 0.2)
-"""Of the prompts, for training and for tuning; the others certify."""
+"""Shares of the prompts for training and for tuning; the rest certifies."""
 _LEAST: Final = 30
-"""Prompts, so that each part has some."""
+"""Least number of prompts, so that no part is empty."""
 
 
 class PromptSplit(NamedTuple):
-    """Prompts that exits learn on, that exits and thresholds are chosen on, and that certify."""
+    """Prompts to train exits, to choose exits and thresholds, and to certify."""
 
     train: list[Tokens]
     tune: list[Tokens]
@@ -33,7 +33,7 @@ class PromptSplit(NamedTuple):
 def read_prompts(source: DataSource, scratch: ScratchSpace) -> list[Tokens]:
     """Read the tokens of all prompts: ``input_ids``, where ``attention_mask`` is 1.
 
-    DataError if the source has none, or tokens are not whole numbers in rows.
+    Raise DataError if the source has none, or tokens are not integers [prompts, tokens].
     """
     specs = [TensorSpec(name=n, dtype="int64", shape=("batch", "tokens")) for n in (IDS, MASK)]
     arrays, _ = source.load(specs, scratch)
@@ -42,7 +42,7 @@ def read_prompts(source: DataSource, scratch: ScratchSpace) -> list[Tokens]:
         found = "nothing" if ids is None else f"{ids.dtype} {list(ids.shape)}"
         raise DataError(
             f"{source.name}: prompts are {IDS}, whole numbers of shape [prompts, tokens], padded "
-            f"where {MASK} is 0; found {found}. Of texts, --tokenizer makes them"
+            f"where {MASK} is 0; found {found}. Use --tokenizer for texts"
         )
     mask = arrays.get(MASK)
     if mask is None:
@@ -57,9 +57,9 @@ def read_prompts(source: DataSource, scratch: ScratchSpace) -> list[Tokens]:
 
 
 def split_prompts(prompts: Sequence[Tokens], seed: int) -> PromptSplit:
-    """Draw the three parts; a prompt that is there several times is in one part, and counts once.
+    """Draw the three parts; repeated prompts count once.
 
-    DataError if there are too few.
+    Raise DataError if there are too few.
     """
     unique = list({prompt.tobytes(): prompt for prompt in prompts}.values())
     if len(unique) < _LEAST:

@@ -15,7 +15,7 @@ from offramp.compiler.common.errors import CompileError
 from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion
 
 TextTraining: TypeAlias = Literal["adapters", "joint", "none"]
-"""What learns: a small adapter an exit, a copy of the decoder with its exits, or nothing."""
+"""Trained parts: a small adapter per exit, a copy of the decoder with its exits, or nothing."""
 TRAININGS: Final = ("adapters", "joint", "none")
 TextHead: TypeAlias = Literal["full", "subset", "low-rank"]
 HEADS: Final = ("full", "subset", "low-rank")
@@ -26,7 +26,7 @@ CRITERIA: Final[dict[str, TextCriterion]] = {
     "state-similarity": "state similarity",
     "learned-classifier": "learned classifier",
 }
-"""By their names on the command line."""
+"""Criteria by their names on the command line."""
 _CONFIGS: Final = ("generation_config.json", "config.json")
 
 
@@ -41,34 +41,35 @@ class TextCompileOptions:
     output: Path
     overwrite: bool = False
     promise: Literal["tokens", "texts"] = "texts"
-    """What the bound is about."""
+    """Quantity that the bound limits."""
     dissimilarity: str = "differs"
-    """Of whole answers: a name of ``DISSIMILARITIES``, or FILE.py:NAME of a function."""
+    """Dissimilarity of whole answers: a name in ``DISSIMILARITIES``, or FILE.py:NAME of a
+    function."""
     exact: str | None = None
-    """Regular expression of parts of the text that have to be the same, all of them."""
+    """Regular expression of parts of the text; all matches must be equal."""
     max_disagreement: float = 0.01
     confidence_level: float = 0.95
     exits: tuple[int, ...] = ()
-    """Layers in front of exits, to choose from; by default up to seven, evenly spread."""
+    """Numbers of layers before the exits to choose from; by default up to seven, evenly spread."""
     train: TextTraining = "adapters"
     criterion: TextCriterion = "softmax margin"
     head: TextHead = "full"
-    """Of exits: the model's own, or a smaller one that learns."""
+    """Head of exits: the model's own, or a smaller one that is trained."""
     head_size: int = 1024
-    """Tokens of a subset, or the rank."""
+    """Tokens of the subset, or the rank."""
     skipped: SkippedLayers | Literal["auto"] = "auto"
     decay: float | None = None
     """τ of CALM's thresholds, which fall along an answer."""
     most_tokens: int | None = None
-    """Of an answer; by default what the model's configuration says, or 128."""
+    """Most tokens of an answer; by default as in the model's configuration, or 128."""
     start_token: int | None = None
     stop_tokens: tuple[int, ...] = ()
     tokenizer: Path | None = None
-    """A ``tokenizer.json``; by default the one beside the model, if there is one."""
+    """A ``tokenizer.json``; by default the one next to the model, if there is one."""
     batch: int = 16
-    """Rows of a step that is measured."""
+    """Rows of a measured step."""
     minutes: float = 5.0
-    """Most processor time of ``train="joint"``."""
+    """Limit on the processor time of ``train="joint"``, in minutes."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -79,7 +80,7 @@ class TextCompileOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSettings:
-    """What options leave open, from the files beside a model."""
+    """Settings that are taken from the files next to a model, unless options set them."""
 
     start_token: int | None
     stop_tokens: tuple[int, ...]
@@ -88,7 +89,7 @@ class TextSettings:
 
 
 def settle(options: TextCompileOptions) -> TextSettings:
-    """Fill in what the model's configuration says; CompileError if a file cannot be read."""
+    """Fill in defaults from the model's configuration; CompileError if a file cannot be read."""
     folder = options.model if options.model.is_dir() else options.model.parent
     known: dict[str, Any] = {}
     for name in reversed(_CONFIGS):
@@ -107,11 +108,11 @@ def settle(options: TextCompileOptions) -> TextSettings:
 
 
 def exact_parts(pattern: str) -> re.Pattern[str]:
-    """Compile a regular expression; CompileError if it is none."""
+    """Compile a regular expression; CompileError if it is invalid."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise CompileError(f"--exact {pattern!r} is no regular expression: {error}") from error
+        raise CompileError(f"--exact {pattern!r} is not a regular expression: {error}") from error
 
 
 def _first(*values: int | None) -> int | None:
@@ -124,7 +125,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(_read(path))
     except ValueError as error:
-        raise CompileError(f"{path} is no JSON: {error}") from error
+        raise CompileError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise CompileError(f"{path} holds {type(found).__name__}, expected an object")
     return {name: value for name, value in found.items() if value is not None}
@@ -138,15 +139,14 @@ def _read(path: Path) -> bytes:
 
 
 def layers_to_try(count: int, asked: Sequence[int], most: int = 7) -> tuple[int, ...]:
-    """Return layers in front of exits: those asked for, or ``most`` evenly spread.
+    """Return numbers of layers before exits: those asked for, or ``most`` evenly spread.
 
-    CompileError if one is not inside the decoder.
+    Raise CompileError if one is not inside the decoder.
     """
     wrong = [layer for layer in asked if not 0 < layer < count]
     if wrong:
         raise CompileError(
-            f"exits behind layers {wrong}: the decoder has {count} layers, so expected are 1 to "
-            f"{count - 1}"
+            f"exits after layers {wrong}: the decoder has {count} layers, expected 1 to {count - 1}"
         )
     if asked:
         return tuple(sorted(set(asked)))

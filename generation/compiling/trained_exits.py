@@ -1,4 +1,4 @@
-"""What learns at exits, and what they then say of answers that were recorded."""
+"""Training of the exits, and their predictions on recorded answers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from offramp.generation.promise.text_records import TextRecords
 from offramp.generation.training.exit_samples import ExitTraining
 
 _AT_ONCE: Final = 4096
-"""Tokens that a head answers at once."""
+"""Tokens per run of a head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExitParts:
-    """What an exit has of its own."""
+    """Graphs that belong to one exit."""
 
     adapter: onnx.ModelProto | None = None
     head: onnx.ModelProto | None = None
@@ -38,20 +38,20 @@ class ExitParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedExits:
-    """Exits to choose from, and the head that those without one of their own share."""
+    """Exits to choose from, and the head shared by exits without their own."""
 
     exits: Sequence[ExitParts]
     head: onnx.ModelProto
 
     def exit(self, number: int, layer: int) -> TextExit:
-        """Return an exit that is off, to be cut behind a layer."""
+        """Return an exit after a layer, with a threshold that switches it off."""
         own = self.exits[number]
         return TextExit(
             layer=layer, threshold=NEVER, adapter=own.adapter, head=own.head, judge=own.judge
         )
 
     def records(self, seen: ExitStates, criterion: TextCriterion) -> TextRecords:
-        """Return what every exit says at the tokens that were recorded."""
+        """Return the predictions of every exit at the recorded tokens."""
         answers, confidences = [], []
         for number, own in enumerate(self.exits):
             answer, sure = _said(seen.states[number], own, self.head)
@@ -120,7 +120,7 @@ def train_together(
     start_token: int | None,
     advance: Advance,
 ) -> TextExport:
-    """Train a copy of the decoder with exits behind ``layers``, for as long as options say."""
+    """Train a copy of the decoder with exits after ``layers``, for up to ``options.minutes``."""
     from offramp.generation.training import joint_text  # noqa: PLC0415 - torch
 
     done = 0
@@ -145,7 +145,7 @@ def train_together(
 def _said(
     states: States, own: ExitParts, shared: onnx.ModelProto
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Run an exit on states float32 [tokens, width]: answers int64 and confidences [tokens]."""
+    """Run an exit on states [tokens, width]; return answers int64 and confidences [tokens]."""
     adapter = None if own.adapter is None or own.head is not None else GraphRunner(own.adapter)
     head = GraphRunner(own.head or shared)
     judge = None if own.judge is None else GraphRunner(own.judge)

@@ -1,1 +1,1 @@
-"""From an export with past keys and values to the graphs of stages, exits and propagation."""
+"""Graphs of stages, exits and propagation, from an export with past keys and values."""

@@ -1,9 +1,9 @@
 """Cutting a decoder between its layers.
 
-Data flows from tokens to logits, and caches, masks and positions come in at the side. A *border* is
-the one tensor that all of it passes through between the keys and values of two layers. Shapes do
-not count as data: exports measure one tensor in the first layers and reshape by its sizes in all
-others, and every size is one of a few that any graph's inputs tell (:mod:`.sizes`).
+Data flows from tokens to logits; caches, masks and positions are side inputs. A *border* is the one
+tensor that all data passes through between the keys and values of two layers. Shapes do not count
+as data: exports read the shape of one tensor in the first layers and reshape by it in all others,
+and each size can be computed from the inputs of any graph (:mod:`.sizes`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from offramp.generation.graphs.decoder_export import DecoderExport
 
 
 class DecoderCut:
-    """The places between a decoder's layers, and what computes what between them."""
+    """Borders between a decoder's layers, and the operators between them."""
 
     def __init__(self, export: DecoderExport) -> None:
         self.export = export
@@ -26,14 +26,14 @@ class DecoderCut:
 
     @cached_property
     def borders(self) -> tuple[str, ...]:
-        """The state before each layer, and behind the last one; ModelError if there is none."""
+        """State before each layer, and the output of the last one; ModelError if there is none."""
         count = len(self.export.layers)
         found = [self._before(number) for number in range(count)]
         return (*found, self._behind_all(found))
 
     @cached_property
     def measured(self) -> frozenset[int]:
-        """Indices of ``Shape`` operators that measure data whose sizes are known without it."""
+        """Indices of ``Shape`` operators on data whose sizes are known without the data."""
         data = self._data([self.export.ids, *(t for x in self.export.layers for t in x.inputs)])
         return frozenset(
             op.index
@@ -45,9 +45,9 @@ class DecoderCut:
         )
 
     def needed(self, tensors: Iterable[str], *, stop: Iterable[str] = ()) -> tuple[Operator, ...]:
-        """Return the operators that compute some tensors, given those in ``stop``, in order.
+        """Return the operators, in order, that compute some tensors from those in ``stop``.
 
-        What is behind a measured tensor is none of them.
+        Inputs of a measured ``Shape`` operator are not followed.
         """
         needed: set[int] = set()
         pending, ends = list(tensors), frozenset(stop)
@@ -61,7 +61,7 @@ class DecoderCut:
         return tuple(self.flow.operators[i] for i in sorted(needed))
 
     def _data(self, sources: Iterable[str], without: frozenset[int] = frozenset()) -> set[str]:
-        """Find what depends on some tensors by more than their sizes."""
+        """Return the tensors that depend on some tensors by more than their sizes."""
         data = set(sources)
         for op in self.flow.operators:
             if op.kind != "Shape" and op.index not in without and not data.isdisjoint(op.reads):
@@ -69,7 +69,7 @@ class DecoderCut:
         return data
 
     def _before(self, number: int) -> str:
-        """Find the last tensor that everything from earlier layers passes through."""
+        """Return the last tensor that all data of earlier layers passes through."""
         found = [t for t in self._gates(number) if self.export.sizes.is_state(t)]
         if found:
             return found[-1]
@@ -80,10 +80,10 @@ class DecoderCut:
         )
 
     def _behind_all(self, before: Sequence[str]) -> str:
-        """Find the state behind the last layer, which is where a layer like the last but one ends.
+        """Return the output of the last layer, by its likeness to the layer before.
 
-        Norm and LM head follow it with tensors that everything passes through too. Any of them
-        would give the same answers; an exit needs what the layers before it give.
+        The final norm and LM head follow it with tensors that all data passes through too. Any of
+        them would give the same answers, but an exit needs the output of a layer.
         """
         gates = [t for t in self._gates(len(before)) if self.export.sizes.is_state(t)]
         gates = [t for t in gates if self.export.sizes.of(t) == self.export.sizes.of(before[-1])]
@@ -101,10 +101,10 @@ class DecoderCut:
         return Counter(op.kind for op in self.needed([end], stop=[start]))
 
     def _gates(self, number: int) -> list[str]:
-        """List the tensors that all data of earlier layers passes through to the later ones.
+        """Return the tensors that all data of earlier layers passes through to the later ones.
 
-        Operators are followed in order; where only one tensor that holds data of earlier layers is
-        still to be read, everything later is computed of that one.
+        Operators are followed in order. Where only one tensor with data of earlier layers has
+        unread uses, all later data is computed from it.
         """
         layers = self.export.layers
         targets = [t for layer in layers[number:] for t in layer.new.values()]

@@ -1,8 +1,8 @@
-"""A decoder as exporters write it: which of its tensors are caches, masks and positions.
+"""A decoder as exporters write it, with its caches, masks and positions.
 
-Inputs are known by the names that transformers and optimum give them. The keys and values that a
-step adds are found by what the graph does, whatever its outputs are called: each layer joins its
-past with them.
+Inputs are identified by the names that transformers and optimum use. The keys and values that a
+step adds are found in the graph, so output names do not matter: each layer concatenates them to its
+past.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from offramp.generation.graphs.sizes import TensorSizes, measure
 from offramp.generation.graphs.tied_weights import tie
 
 SOURCE_STATES: Final = "encoder_hidden_states"
-"""Input with the encoder's output, [batch, source, width], where a decoder reads it itself."""
+"""Input with the encoder's output, [batch, source, width], if the decoder reads it itself."""
 _SELF_MASKS: Final = ("decoder_attention_mask", "attention_mask")
 _SELF_POSITIONS: Final = ("decoder_position_ids", "position_ids")
 _CACHES: Final = (
@@ -44,7 +44,9 @@ _CACHES: Final = (
     re.compile(r"past_key_values[._](?P<kind>key|value)_cache[._](?P<layer>\d+)"),
     re.compile(r"past_(?P<kind>key|value)_values[._](?P<layer>\d+)"),
 )  # fmt: skip
-"""Names of inputs with keys or values: optimum's, and those of torch's exporter for caches."""
+"""Patterns of input names of keys or values: optimum's, and those of torch's exporter for
+caches.
+"""
 _SIDE: Final = {"encoder": "encoder"}
 HOW_TO_EXPORT: Final = (
     "export it with past keys and values, as optimum-cli export onnx --task "
@@ -62,9 +64,9 @@ class LayerTensors:
     past: Mapping[CacheKind, str]
     """Inputs with the keys and values of earlier tokens."""
     new: Mapping[CacheKind, str]
-    """Those of the tokens of a step, which are joined to them."""
+    """Keys and values of the new tokens of a step, which are concatenated to ``past``."""
     cross: Mapping[CacheKind, str]
-    """Inputs with those of the encoder's output; empty without an encoder."""
+    """Inputs with the keys and values of the encoder's output; empty without an encoder."""
     cache: LayerCache
 
     @property
@@ -78,11 +80,11 @@ class DecoderExport:
     """A decoder with past keys and values, or the decoder of an encoder-decoder."""
 
     proto: onnx.ModelProto
-    """With constants as initializers, and sizes of inputs under the names of ``sizes``."""
+    """Model with constants as initializers; sizes of inputs have the names of ``sizes``."""
     layers: tuple[LayerTensors, ...]
     ids: str
     mask: str
-    """Empty without one; so are positions and the mask of the encoder's output."""
+    """Empty without a mask; likewise ``positions`` and ``source_mask``."""
     positions: str
     source_mask: str
     logits: str
@@ -95,17 +97,17 @@ class DecoderExport:
 
     @property
     def encodes(self) -> bool:
-        """Whether an encoder is before it."""
+        """True if an encoder is before it."""
         return any(layer.cross for layer in self.layers)
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that it knows."""
+        """Number of tokens in the vocabulary."""
         return _fixed(self.sizes, self.logits, 2, "the vocabulary")
 
     @property
     def own_names(self) -> dict[str, str]:
-        """Names that inputs get in our graphs, by their names in the export."""
+        """Input names in our graphs, by their names in the export."""
         named = {self.ids: IDS, self.mask: MASK, self.positions: POSITIONS}
         named[self.source_mask] = SOURCE_MASK
         for number, layer in enumerate(self.layers):
@@ -116,7 +118,7 @@ class DecoderExport:
 
 
 def read_decoder(path: Path) -> DecoderExport:
-    """Read a decoder's file; ModelError if it is none, or has no past keys and values."""
+    """Read a decoder's file; ModelError if it is not a decoder with past keys and values."""
     return decoder_of(load_graph(path), path.name)
 
 
@@ -130,7 +132,7 @@ def load_graph(path: Path) -> onnx.ModelProto:
 
 
 def decoder_of(source: onnx.ModelProto, name: str) -> DecoderExport:
-    """Look at a decoder's graph; ``name`` is that of its file, for messages."""
+    """Find the tensors of a decoder's graph; ``name`` is its file's name, for messages."""
     check_no_fused_cache(source)
     proto = hoisted(inliner.inline_local_functions(source) if source.functions else source)
     tie(proto)
@@ -147,7 +149,7 @@ def decoder_of(source: onnx.ModelProto, name: str) -> DecoderExport:
     foreign = [n for n in inputs if n not in known]
     if foreign:
         raise ModelError(
-            f"{name}: input {foreign[0]!r} is none that a decoder is known to have; {HOW_TO_EXPORT}"
+            f"{name}: input {foreign[0]!r} is not a known input of a decoder; {HOW_TO_EXPORT}"
         )
     _name_sizes(inputs, caches, ids=ids, mask=mask, positions=positions, source_mask=source_mask)
     flow = Dataflow(proto.graph)
@@ -170,7 +172,7 @@ _Caches: TypeAlias = "dict[tuple[int, Side, CacheKind], str]"
 
 
 def _caches(inputs: Sequence[str] | Mapping[str, object], name: str) -> _Caches:
-    """Find the inputs with keys and values, by layer, side and kind; ModelError if any lacks."""
+    """Find the inputs with keys and values, by layer, side and kind; ModelError if one lacks."""
     found: _Caches = {}
     for given in inputs:
         for pattern in _CACHES:
@@ -228,14 +230,14 @@ def _layers(
 def _cache_sizes(
     inputs: Mapping[str, onnx.ValueInfoProto], tensors: Mapping[CacheKind, str], name: str
 ) -> tuple[int, int]:
-    """Read heads and size of a layer's keys, which must be those of its values."""
+    """Return heads and size of a layer's keys, which must equal those of its values."""
     told = set()
     for tensor in tensors.values():
         kind = inputs[tensor].type.tensor_type
         dims = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
         if len(dims) != 4 or not dims[1] or not dims[3] or kind.elem_type != onnx.TensorProto.FLOAT:
             raise ModelError(
-                f"{name}: input {tensor!r} is of shape {dims}, expected float32 "
+                f"{name}: input {tensor!r} has shape {dims}, expected float32 "
                 "[batch, heads, past, size] with fixed heads and size; " + HOW_TO_EXPORT
             )
         told.add((dims[1], dims[3]))
@@ -245,15 +247,15 @@ def _cache_sizes(
 
 
 def _joined(flow: Dataflow, past: str, name: str) -> str:
-    """Find what a layer joins its past with: the keys or values of the tokens of a step."""
+    """Find the keys or values of the new tokens that a layer concatenates to its past."""
     for op in _readers(flow, past):
         axis = integer(op.proto, "axis")
         if op.kind == "Concat" and len(op.proto.input) == 2 and axis in (2, -2):
             return next(t for t in op.proto.input if t not in _same(flow, past))
     raise ModelError(
         f"{name}: input {past!r} is not joined with the keys or values of new tokens by a Concat "
-        "along its third axis; caches that are written in place or hold fixed lengths are not "
-        "taken; " + HOW_TO_EXPORT
+        "along its third axis; caches written in place or of fixed length are not "
+        "supported; " + HOW_TO_EXPORT
     )
 
 
@@ -279,7 +281,7 @@ def _name_sizes(
     positions: str,
     source_mask: str,
 ) -> None:
-    """Give the sizes of inputs the names that all graphs have for them, in place."""
+    """Rename the sizes of inputs to the names used in all graphs, in place."""
     named = {
         ids: ("batch", "tokens"),
         positions: ("batch", "tokens"),
@@ -291,7 +293,7 @@ def _name_sizes(
         named[tensor] = ("batch", None, "source" if side == "encoder" else "past", None)
     for tensor, info in inputs.items():
         for dim, size in zip(info.type.tensor_type.shape.dim, named[tensor], strict=False):
-            # One token a step is written as a fixed size by some exporters, and stays so.
+            # Some exporters write one token per step as a fixed size; it stays.
             if size is not None and not (size == "tokens" and dim.HasField("dim_value")):
                 dim.dim_param = size
 
@@ -321,5 +323,5 @@ def _fixed(sizes: TensorSizes, tensor: str, axis: int, what: str) -> int:
     found = sizes.of(tensor)
     size = None if found is None or len(found) <= axis else found[axis]
     if not isinstance(size, int):
-        raise ModelError(f"{what} cannot be read off {tensor!r}, which is of shape {found}")
+        raise ModelError(f"{what} cannot be read from {tensor!r}, which has shape {found}")
     return size

@@ -1,4 +1,4 @@
-"""One graph from a prompt to the keys and values that the decoder's layers make of it."""
+"""One graph from a prompt to the keys and values that decoder layers compute from it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def encoder_graph(
 ) -> onnx.ModelProto:
     """Join the encoder with the projections of its output in each layer of the decoder.
 
-    ``first`` is the decoder without a past, which has them: outputs ``present.N.encoder.key``. The
-    graph reads ``input_ids`` and ``attention_mask`` int64 [n, source]. Keys and values of one size
-    are one output. ModelError if names lack.
+    ``first`` is the decoder without a past; it has the projections as outputs
+    ``present.N.encoder.key``. The graph reads ``input_ids`` and ``attention_mask`` int64 [n,
+    source]. Keys and values of one size form one output. Raise ModelError if a name is missing.
     """
     encoder = hoisted(inliner.inline_local_functions(encoder) if encoder.functions else encoder)
     names = [info.name for info in encoder.graph.input]
@@ -65,10 +65,10 @@ def encoder_graph(
     joined.initializer.extend(encoder.graph.initializer)
     del joined.input[:]
     joined.input.extend(encoder.graph.input)
-    # The decoder's own tokens count for nothing here but in shapes that are measured as a whole.
+    # The decoder's own tokens matter here only for the shapes that are read from them.
     joined.initializer.append(numpy_helper.from_array(np.ones(1, np.int64), size_name("tokens")))
     masked = any(info.name == MASK for info in joined.input)
-    # A projection may read the mask of the encoder's output, which is that of the prompt.
+    # A projection may read the mask of the encoder's output, which is the prompt's mask.
     rename_graph(joined, lambda name: MASK if masked and name == SOURCE_MASK else name)
     sizes = {
         cross_name(number, kind): (layer.cache.cross_heads, layer.cache.cross_size)
@@ -79,7 +79,7 @@ def encoder_graph(
 
 
 def _projections(first: onnx.ModelProto, decoder: DecoderExport) -> onnx.ModelProto:
-    """Extract what makes keys and values of the encoder's output."""
+    """Extract the operators that compute keys and values from the encoder's output."""
     proto = hoisted(inliner.inline_local_functions(first) if first.functions else first)
     inputs = {info.name: info for info in proto.graph.input}
     ids = next((n for n in ("input_ids", "decoder_input_ids") if n in inputs), "")

@@ -1,4 +1,4 @@
-"""Graphs of parts of a decoder: between two borders, to the keys and values, to the logits."""
+"""Graphs of parts of a decoder: between two borders, to keys and values, to logits."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def extract(
     renamed: Mapping[str, str],
     name: str,
 ) -> onnx.ModelProto:
-    """Make a model of some operators.
+    """Return a model of some operators.
 
-    ``starts`` are tensors that are given to them, ``inputs`` the graph inputs that they may read.
-    ``outputs`` are tensors and the names that they get; ``renamed`` has those of what is read.
-    Sizes of tensors that are not there are computed of what is, or read from inputs of their own.
-    VerificationError if anything else is read.
+    ``starts`` are tensors fed to them, ``inputs`` the graph inputs that they may read. ``outputs``
+    maps tensors to their new names; ``renamed`` does so for tensors that are read. Sizes of absent
+    tensors are computed from present ones, or read from additional inputs. Raise VerificationError
+    if anything else is read.
     """
     proto = cut.export.proto
     model = emptied(proto, name, producer="offramp")
@@ -76,13 +76,13 @@ def extract(
 
 
 def _given(cut: DecoderCut, operators: Sequence[Operator], may: Iterable[str]) -> list[str]:
-    """List what operators read, by more than its sizes, of what may be given to them."""
+    """Return the tensors of ``may`` that operators read by more than their sizes."""
     read = {t for op in operators if op.index not in cut.measured for t in op.reads}
     return [t for t in dict.fromkeys(may) if t in read]
 
 
 def _join_inputs(graph: onnx.GraphProto) -> None:
-    """Keep one of the inputs that got the same name, as the states before several layers do."""
+    """Keep one of several inputs of the same name, such as the states before several layers."""
     kept = {info.name: info for info in reversed(graph.input)}
     infos = [copied(info) for info in reversed(kept.values())]
     del graph.input[:]
@@ -95,7 +95,7 @@ def _info(cut: DecoderCut, tensor: str) -> onnx.ValueInfoProto:
 
 
 class _SizeNodes:
-    """Operators that compute shape vectors of the sizes of what is given to a graph."""
+    """Operators that compute shape vectors from the inputs of a graph."""
 
     def __init__(self, cut: DecoderCut, graph: onnx.GraphProto, given: Sequence[str]) -> None:
         self.inputs: list[str] = []
@@ -104,7 +104,7 @@ class _SizeNodes:
         self._known: dict[Size, str] = {}
 
     def vector(self, op: Operator, shape: tuple[Size, ...]) -> onnx.NodeProto:
-        """Compute what a ``Shape`` operator gives of a tensor of this shape."""
+        """Return an operator with the result of a ``Shape`` operator on a tensor of this shape."""
         begin, end = (integer(op.proto, k, d) for k, d in (("start", 0), ("end", len(shape))))
         parts = [self._size(size) for size in shape[begin:end]]
         return helper.make_node("Concat", parts, op.proto.output, name=op.name, axis=0)

@@ -1,4 +1,4 @@
-"""The end of every exit: token and confidence of logits, or the confidence of states."""
+"""The end of every exit: token and confidence from logits, or confidence from states."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from offramp.generation.bundle.text_model import TextCriterion
 
 
 def with_answer(head: onnx.ModelProto, criterion: TextCriterion) -> onnx.ModelProto:
-    """Add token int64 [n] and confidence float32 [n] to a graph that gives logits [n, 1, v].
+    """Add token int64 [n] and confidence float32 [n] to a graph with logits [n, 1, v].
 
-    It is changed in place, and gives these two alone. The token is the first of the largest logits,
-    as a greedy loop takes it. Probabilities are measured from the largest logit, so that none
-    overflows; the margin of the two largest is p1 (1 - exp(l2 - l1)). With a criterion that reads
-    states the confidence is the largest probability.
+    The graph is changed in place, and has these two outputs only. The token is the first of the
+    largest logits, as in a greedy loop. Probabilities are computed relative to the largest logit,
+    so that none overflows; the margin of the two largest is p1 (1 - exp(l2 - l1)). With a criterion
+    that reads states the confidence is the largest probability.
     """
     nodes = _Nodes(head)
     float32 = nodes.add("Cast", [LOGITS], "head/logits", to=onnx.TensorProto.FLOAT)
@@ -58,11 +58,7 @@ def with_answer(head: onnx.ModelProto, criterion: TextCriterion) -> onnx.ModelPr
 
 
 def state_similarity(width: int) -> onnx.ModelProto:
-    """Make the judge of "state similarity" (CALM 3.5): how little the last layer changed the state.
-
-    It reads ``state`` and ``previous_state`` float32 [n, 1, width] and returns their cosine as
-    ``confidence`` float32 [n]; 0 in place of a negative one, NaN if a state is 0.
-    """
+    """Return the judge of "state similarity" (CALM 3.5): input and output of the last layer."""
     model = helper.make_model(
         helper.make_graph(
             [],
@@ -89,7 +85,7 @@ def state_similarity(width: int) -> onnx.ModelProto:
         for state in (STATE, PREVIOUS_STATE)
     ]
     dot = product(STATE, PREVIOUS_STATE, "dot")
-    # One length after the other: the product of two long states could overflow.
+    # Divide by one length after the other: the product of two large ones could overflow.
     share = nodes.add("Div", [dot, lengths[0]], "judge/share")
     cosine = nodes.add("Div", [share, lengths[1]], "judge/cosine")
     bounds = [nodes.float32("judge/least", 0.0), nodes.float32("judge/most", 1.0)]
@@ -98,12 +94,12 @@ def state_similarity(width: int) -> onnx.ModelProto:
 
 
 def reads_previous(judge: onnx.ModelProto) -> bool:
-    """Whether a judge reads the state before the last layer of its stage."""
+    """Return True if a judge reads the state before the last layer of its stage."""
     return any(info.name == PREVIOUS_STATE for info in judge.graph.input)
 
 
 class _Nodes:
-    """Operators that are added to the end of a graph."""
+    """Operators appended to a graph."""
 
     def __init__(self, model: onnx.ModelProto) -> None:
         assert default_opset(model) >= 13, "exports of decoders are newer"

@@ -1,7 +1,7 @@
-"""Whether a decoder may be run on padded caches, and on several tokens a step: tried, not assumed.
+"""Tests whether a decoder can run on padded caches, and on several tokens per step.
 
-Names of inputs do not tell: a decoder with a mask and without positions may count its past, padding
-included, and one that was exported for one token a step may lack the mask between new tokens.
+Input names are not enough: a decoder with a mask and without positions may count its past including
+the padding, and one exported for one token per step may lack the mask between new tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from offramp.generation.graphs.decoder_export import SOURCE_STATES, DecoderExpor
 
 _PAST, _PADDING, _SOURCE = 3, 2, 4
 TOLERANCE: Final = 1e-3
-"""Relative difference of logits that rounding makes; a wrong position makes far more."""
+"""Relative difference of logits caused by rounding; a wrong position causes a far larger one."""
 
 
 def takes_padding(export: DecoderExport) -> bool:
-    """Whether a token has the same logits with its cache padded on the right, and masked."""
+    """Return True if a token's logits stay the same when its cache is padded, with a mask."""
     if not export.mask:
         return False
     feeds = _feeds(export, tokens=1)
@@ -39,7 +39,7 @@ def takes_padding(export: DecoderExport) -> bool:
 
 
 def takes_several(export: DecoderExport) -> bool:
-    """Whether two tokens in a step get the logits that they get one after the other."""
+    """Return True if two tokens in one step get the same logits as one after the other."""
     ids = next(i for i in export.proto.graph.input if i.name == export.ids)
     if ids.type.tensor_type.shape.dim[1].HasField("dim_value"):
         return False
@@ -84,7 +84,7 @@ def _runner(export: DecoderExport) -> GraphRunner:
 
 
 def _feeds(export: DecoderExport, *, tokens: int) -> dict[str, NDArray[Any]]:
-    """Draw tokens and a past of one sequence."""
+    """Draw random tokens and a past of one sequence."""
     rng = np.random.default_rng(0)
     feeds: dict[str, NDArray[Any]] = {
         export.ids: rng.integers(0, export.vocabulary, (1, tokens)),

@@ -1,7 +1,7 @@
 """Sizes of all tensors of a decoder in five symbols: batch, tokens, past, total and source.
 
-Shapes are inferred at two sets of sizes that agree with each other (the mask is as long as the past
-and the new tokens together); what differs between them is traced back to its symbol.
+Shapes are inferred at two sets of sizes, both consistent (the mask is as long as the past and the
+new tokens together); a size that differs between them is mapped back to its symbol.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import onnx
 from offramp.compiler.graphs.shapes import concrete_shapes
 
 Size: TypeAlias = "int | str | None"
-"""A number, a symbol, or what is not known."""
+"""A number, a symbol, or ``None`` if unknown."""
 _PROBES: Final = (
     {"batch": 7, "tokens": 13, "past": 19, "source": 37},
     {"batch": 11, "tokens": 17, "past": 29, "source": 53},
 )
-"""No two symbols, nor their sum, have the same pair of sizes."""
+"""Sizes for the two inferences; each symbol, and each sum, has another pair of sizes."""
 FLOATING: Final = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 
 
@@ -31,16 +31,16 @@ class TensorSizes:
 
     shapes: Mapping[str, tuple[Size, ...]]
     types: Mapping[str, int]
-    """Values of ``onnx.TensorProto.DataType``."""
+    """Element types, values of ``onnx.TensorProto.DataType``."""
     tokens: Size
-    """New tokens of a step: their symbol, or 1 where the export fixes one token a step."""
+    """Symbol of the new tokens of a step, or 1 if the export fixes one token per step."""
 
     def of(self, tensor: str) -> tuple[Size, ...] | None:
-        """Return a tensor's shape; ``None`` where not even its rank is known."""
+        """Return a tensor's shape; ``None`` if not even its rank is known."""
         return self.shapes.get(tensor)
 
     def is_state(self, tensor: str) -> bool:
-        """Whether a tensor may be the state between layers: floats [batch, tokens, width]."""
+        """Return True if a tensor may be a state between layers: floats [batch, tokens, width]."""
         shape = self.shapes.get(tensor, ())
         return (
             len(shape) == 3
@@ -52,7 +52,7 @@ class TensorSizes:
 
 
 def measure(proto: onnx.ModelProto) -> TensorSizes:
-    """Infer the shapes of all tensors of a decoder whose inputs have sizes of these names."""
+    """Infer the shapes of all tensors of a decoder whose input sizes have these symbols."""
     one_token = any(
         info.name in ("input_ids", "decoder_input_ids")
         and info.type.tensor_type.shape.dim[1].HasField("dim_value")
@@ -63,7 +63,7 @@ def measure(proto: onnx.ModelProto) -> TensorSizes:
         if one_token:
             probe["tokens"] = 1
         probe["total"] = probe["past"] + probe["tokens"]
-    with np.errstate(all="ignore"):  # values are followed, such as logarithms of distances of 0
+    with np.errstate(all="ignore"):  # values are computed too, such as log(0)
         first, second = (concrete_shapes(proto, probe) for probe in probes)
     symbols = [s for s in probes[0] if not (one_token and s == "tokens")]
     labels = {(probes[0][s], probes[1][s]): s for s in symbols}

@@ -1,7 +1,7 @@
-"""Outputs of graphs in the form that caches take: all keys and values of one size in one tensor.
+"""Graph outputs in the layout of the caches: all keys and values of one size in one tensor.
 
-A propagation graph of seven layers has 14 outputs. To fetch and to write them one by one took
-longer than to compute them.
+A propagation graph of seven layers has 14 outputs. Fetching and writing them one by one took longer
+than computing them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from offramp.generation.bundle.tensor_names import stacked_name
 
 
 def stacked(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, int]]) -> onnx.ModelProto:
-    """Join outputs [n, heads, tokens, size] of equal heads and size along their first axis.
+    """Concatenate outputs [n, heads, tokens, size] of equal heads and size along their first axis.
 
-    ``sizes`` are heads and size of each, in the order in which they are joined. The model is
-    changed in place, and returned; its other outputs stay.
+    ``sizes`` has heads and size of each output, in the order of concatenation. The model is changed
+    in place, and returned; its other outputs stay.
     """
     graph = model.graph
     alike: dict[tuple[int, int], list[str]] = {}
@@ -44,7 +44,7 @@ def stacked(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, int]]) -> onn
 def unstacked(
     given: Mapping[str, NDArray[Any]], sizes: Mapping[str, tuple[int, int]]
 ) -> dict[str, NDArray[Any]]:
-    """Part what graphs with :func:`stacked` outputs return; by name [n, heads, tokens, size]."""
+    """Split the results of :func:`stacked` outputs; return [n, heads, tokens, size] by name."""
     found: dict[str, NDArray[Any]] = {}
     for size in dict.fromkeys(sizes.values()):
         names = [name for name, own in sizes.items() if own == size]

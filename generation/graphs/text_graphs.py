@@ -1,8 +1,8 @@
-"""From an export to all graphs of a generating model: the table of contents of this package.
+"""All graphs of a generating model from its export: the table of contents of this package.
 
 A decoder is one file, an encoder-decoder a folder with three, as optimum writes them. The export is
-read (:mod:`.decoder_export`), cut between layers (:mod:`.decoder_cut`), and its parts become graphs
-of their own (:mod:`.extraction`).
+read (:mod:`.decoder_export`), cut between layers (:mod:`.decoder_cut`), and its parts are extracted
+as graphs (:mod:`.extraction`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from offramp.generation.graphs.stacking import return_input, stacked
 
 ENCODER_FILE: Final = "encoder_model.onnx"
 FIRST_FILE: Final = "decoder_model.onnx"
-"""The decoder without a past, which computes keys and values of the encoder's output."""
+"""The decoder without a past, which computes keys and values from the encoder's output."""
 DECODER_FILE: Final = "decoder_with_past_model.onnx"
 
 
@@ -55,7 +55,8 @@ class TextExport:
 
     decoder: DecoderExport
     encoder: onnx.ModelProto | None
-    """From a prompt to the keys and values of all layers; ``None`` without an encoder."""
+    """Graph from a prompt to the encoder's keys and values for all layers; ``None`` without an
+    encoder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,25 +65,27 @@ class TextGraphs:
 
     model: TextModel
     graphs: Mapping[str, bytes]
-    """Serialised, by the file that ``model`` names."""
+    """Serialised graphs, by the file names in ``model``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextExit:
-    """An exit that is asked for."""
+    """A requested exit."""
 
     layer: int
     """Number of layers before it."""
     threshold: float
-    """Least confidence that a token leaves with."""
+    """Least confidence at which a token leaves."""
     adapter: onnx.ModelProto | None = None
-    """From ``state`` to ``next_state``, float32 [n, tokens, width]; ``None`` for the state."""
+    """Graph from ``state`` to ``next_state``, float32 [n, tokens, width]; ``None`` for no
+    change.
+    """
     head: onnx.ModelProto | None = None
-    """From ``state`` float32 [n, 1, width] to ``answer`` int64 [n] and ``confidence`` float32 [n],
-    in place of adapter and shared head; ``None`` for these."""
+    """Graph from ``state`` float32 [n, 1, width] to ``answer`` int64 [n] and ``confidence`` float32
+    [n], in place of adapter and shared head; ``None`` to use those."""
     judge: onnx.ModelProto | None = None
-    """From ``state``, and ``previous_state`` if it reads that, to ``confidence`` float32 [n];
-    ``None`` for the criterion's own."""
+    """Graph from ``state``, and ``previous_state`` if needed, to ``confidence`` float32 [n];
+    ``None`` for the criterion's default."""
 
 
 def read_export(path: Path) -> TextExport:
@@ -91,7 +94,7 @@ def read_export(path: Path) -> TextExport:
         decoder = decoder_of(load_graph(path), path.name)
         if decoder.encodes:
             raise ModelError(
-                f"{path} is the decoder of an encoder-decoder; give the folder that has "
+                f"{path} is the decoder of an encoder-decoder; pass the folder with "
                 f"{ENCODER_FILE}, {FIRST_FILE} and {DECODER_FILE}"
             )
         return TextExport(decoder=decoder, encoder=None)
@@ -120,22 +123,22 @@ def cut_export(
     start_token: int | None = None,
     stop_tokens: Sequence[int] = (),
 ) -> TextGraphs:
-    """Make the graphs of a generating model with some exits, in the order of their layers.
+    """Return the graphs of a generating model with some exits, in the order of their layers.
 
-    ModelError if the decoder cannot be cut, an exit is not between layers or lacks the classifier
-    that is its criterion, or an encoder-decoder has no ``start_token``.
+    Raise ModelError if the decoder cannot be cut, if an exit is not between layers or lacks the
+    classifier that the criterion needs, or if an encoder-decoder has no ``start_token``.
     """
     decoder = export.decoder
     count = len(decoder.layers)
     layers = [exit_.layer for exit_ in exits]
     if layers != sorted(set(layers)) or any(not 0 < layer < count for layer in layers):
         raise ModelError(
-            f"exits are wanted behind layers {layers}, expected rising numbers from 1 to "
+            f"exits are wanted after layers {layers}, expected increasing numbers from 1 to "
             f"{count - 1}: the model has {count} layers"
         )
     if export.encoder is not None and start_token is None:
         raise ModelError(
-            "the decoder of an encoder-decoder begins with a start token: give its number "
+            "the decoder of an encoder-decoder begins with a start token: pass its number "
             "(decoder_start_token_id in config.json)"
         )
     cut = DecoderCut(decoder)
@@ -178,14 +181,14 @@ def cut_export(
 def _own_graphs(
     exit_: TextExit, criterion: TextCriterion, width: int
 ) -> dict[str, onnx.ModelProto]:
-    """Return the graphs of an exit itself, by the field of its stage."""
+    """Return the graphs of one exit, by the field of its stage."""
     judge = exit_.judge
     if judge is None and criterion == "state similarity":
         judge = state_similarity(width)
     if judge is None and criterion == "learned classifier":
         raise ModelError(
-            f"the exit behind layer {exit_.layer} has no classifier, and the criterion is "
-            f"{criterion!r}: give its graph, or choose another criterion"
+            f"the exit after layer {exit_.layer} has no classifier, and the criterion is "
+            f"{criterion!r}: pass its graph, or choose another criterion"
         )
     own = {"adapter": exit_.adapter, "head": exit_.head, "judge": judge}
     return {kind: graph for kind, graph in own.items() if graph is not None}
@@ -196,9 +199,9 @@ def segment_graph(
 ) -> onnx.ModelProto:
     """Extract layers ``start`` to ``end``: state, or tokens, to next state and new keys and values.
 
-    In addition it reads masks, positions and the caches of its own layers. With ``previous`` it
-    returns the state before its last layer too: if that is its only layer, what enters it, which
-    before layer 0 is the embedding.
+    The graph also reads masks, positions and the caches of its own layers. With ``previous`` it
+    also returns the state before its last layer: if that is its only layer, its own input, or the
+    embedding for layer 0.
     """
     export, borders = cut.export, cut.borders
     own = export.layers[start:end]
@@ -225,9 +228,9 @@ def segment_graph(
 
 
 def propagation_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
-    """Extract from one state the keys and values that layers ``start`` to ``end`` make of it.
+    """Extract the graph from one state to the keys and values of layers ``start`` to ``end``.
 
-    Each layer reads the state as if the ones before it had left it unchanged (CALM 3.3).
+    Each layer reads the state as if the layers before it had not changed it (CALM 3.3).
     """
     export, borders = cut.export, cut.borders
     outputs: dict[str, str] = {}
@@ -250,7 +253,7 @@ def propagation_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
 
 
 def _caches(cut: DecoderCut, start: int, end: int) -> dict[str, tuple[int, int]]:
-    """Return heads and size of new keys and values of some layers, by their names, in order."""
+    """Return heads and size of the new keys and values of some layers by name, in order."""
     caches = {n: cut.export.layers[n].cache for n in range(start, end)}
     return {
         new_name(n, kind): (cache.heads, cache.size)
@@ -274,5 +277,5 @@ def logits_graph(cut: DecoderCut) -> onnx.ModelProto:
 
 
 def head_graph(cut: DecoderCut, criterion: TextCriterion) -> onnx.ModelProto:
-    """Extract the head, with token and confidence in the place of logits."""
+    """Extract the head, with token and confidence in place of logits."""
     return with_answer(logits_graph(cut), criterion)

@@ -1,8 +1,8 @@
-"""An LM head that has the weights of the embedding names them, and holds no copy.
+"""Tied weights: the LM head refers to the weights of the embedding instead of a copy.
 
-Exporters write both: the table of the embedding, [vocabulary, width], and what the head multiplies
-by, which is the table turned. With the copy computed of the table, files hold it once. A session
-turns and packs it when it loads, and the table stays as it is mapped.
+Exporters write both: the table of the embedding, [vocabulary, width], and the matrix of the head,
+which is its transpose. With the copy computed from the table, files store it once. A session
+transposes and packs it at load time, and the table stays memory-mapped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offramp.compiler.graphs.graph import refill
 
 
 def tie(proto: onnx.ModelProto) -> None:
-    """Compute the weights of products that are a table of the graph, turned; in place."""
+    """Replace weights of products that are a transposed table of the graph; in place."""
     graph = proto.graph
     matrices = {t.name: t for t in graph.initializer if len(t.dims) == 2}
     tables = {n.input[0] for n in graph.node if n.op_type == "Gather"} & matrices.keys()

@@ -1,1 +1,1 @@
-"""What is promised of generated text, and thresholds that keep it on unseen prompts."""
+"""Promises about generated text, and thresholds that keep them on unseen prompts."""

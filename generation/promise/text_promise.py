@@ -1,18 +1,20 @@
-"""The two promises about generated text, and thresholds that are certified to keep one.
+"""The two promises about generated text, and certification of thresholds that keep one.
 
 * ``tokens``: P(the next token differs from the model's at the same prefix) ≤ ε. Answers have the
   model's prefix up to the first token that differs, so an answer has at most one such token, w,
-  among the n up to it. Prompts are drawn at random, and tokens of one are not independent; so a
-  prompt is one observation: w − ε·n, whose mean is at most 0 if, and only if, the promise holds.
+  among the n tokens up to it. Prompts are drawn at random, but the tokens of one prompt are not
+  independent; so a prompt is one observation: w − ε·n, whose mean is at most 0 if, and only if, the
+  promise is kept.
 * ``texts``: E[dissimilarity of the whole output and the model's] ≤ ε, a number from 0 to 1 for each
   prompt, for instance 1 where anything differs, or the edit distance over the longer length.
 
-Thresholds lie on one path, from none that exits to the most, fixed by other prompts; its levels are
+Thresholds are levels of one path, from no exits to the most, fixed on other prompts. Levels are
 tested in turn, each at level δ, and the last that passed is taken (Learn then Test: CALM 4.2;
-Angelopoulos et al. 2021, fixed sequence testing). A level passes where the bound is rejected as the
-mean of what was observed: by the exact binomial tail where that is 0 or 1, else by betting
-(Waudby-Smith and Ramdas 2024): with bets that are fixed before each prompt is seen, the wealth of
-whoever bets that the mean is below the bound reaches 1/δ with probability δ at most if it is not.
+Angelopoulos et al. 2021, fixed sequence testing). A level passes if the test rejects that the mean
+observation is at or above the bound: by the exact binomial tail where observations are 0 or 1, else
+by betting (Waudby-Smith and Ramdas 2024). There, each bet is fixed before its prompt is seen; if
+the mean is not below the bound, the wealth of bets that it is reaches 1/δ with probability at most
+δ.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ from offramp.certify.binomial import allowed_errors, check_promise
 from offramp.certify.decision import FloatArray, IntArray
 
 _PRIOR: Final = 20.0
-"""Prompts that the first bets count as seen, at half of the bound; a bad guess only slows."""
+"""Weight of the prior of the bets, in prompts with half of the bound as mean; a bad prior only
+makes the test slower."""
 _LARGEST_BET: Final = 0.75
-"""Share of the wealth that the worst loss may take."""
+"""Largest share of the wealth that one loss may take."""
 
 
 class TextRisk(StrEnum):
-    """What a promise is about."""
+    """Risk that a promise bounds."""
 
     TOKENS = "tokens"
     TEXTS = "texts"
@@ -42,13 +45,13 @@ class TextRisk(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPromise:
-    """A bound on a risk, and how surely it holds."""
+    """A bound on a risk, and its confidence level."""
 
     risk: TextRisk
     bound: float
     confidence_level: float = 0.95
     most_tokens: int = 64
-    """Of an answer, at most; ``tokens`` needs to know it before prompts are seen."""
+    """Limit on the tokens of an answer; ``tokens`` needs it before prompts are seen."""
 
     def __post_init__(self) -> None:
         check_promise(self.bound, self.confidence_level)
@@ -56,19 +59,19 @@ class TextPromise:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextLosses:
-    """What one level of a path does to some prompts."""
+    """Losses of some prompts at one level of a path."""
 
     losses: FloatArray
-    """float64[prompts], 0 to 1: whether a token differs, or how unlike the answers are."""
+    """float64[prompts], 0 to 1: 1 if a token differs, or the dissimilarity of the answers."""
     tokens: IntArray
-    """int64[prompts]: tokens that were chosen at the model's prefix, the first that differs too."""
+    """int64[prompts]: tokens chosen at the model's prefix, including the first that differs."""
 
     def take(self, prompts: IntArray) -> TextLosses:
-        """Return those of some prompts."""
+        """Return the losses of some prompts."""
         return TextLosses(losses=self.losses[prompts], tokens=self.tokens[prompts])
 
     def risk(self, risk: TextRisk) -> float:
-        """Return the risk as observed."""
+        """Return the observed risk."""
         total = self.tokens.sum() if risk is TextRisk.TOKENS else len(self.losses)
         return float(self.losses.sum() / total)
 
@@ -79,14 +82,14 @@ class TextCertificate:
 
     level: int
     risk: float
-    """As observed."""
+    """Observed risk."""
     prompts: int
 
 
 def certify_levels(levels: Iterable[TextLosses], promise: TextPromise) -> TextCertificate | None:
-    """Test the levels of a path in turn; ``None`` if not even the first passes.
+    """Test the levels of a path in turn; ``None`` if the first does not pass.
 
-    ``levels`` are asked for from conservative to aggressive, and no more once one fails.
+    ``levels`` are requested from conservative to aggressive, up to the first that fails.
     """
     found: TextCertificate | None = None
     for number, level in enumerate(levels):
@@ -98,7 +101,7 @@ def certify_levels(levels: Iterable[TextLosses], promise: TextPromise) -> TextCe
 
 
 def keeps(level: TextLosses, promise: TextPromise) -> bool:
-    """Whether the losses of prompts certify a promise, at its confidence level."""
+    """Return True if the losses of prompts certify a promise at its confidence level."""
     losses, bound, most = level.losses, promise.bound, promise.most_tokens
     if not ((losses >= 0) & (losses <= 1)).all():
         raise ValueError("losses must be from 0 to 1")
@@ -106,9 +109,9 @@ def keeps(level: TextLosses, promise: TextPromise) -> bool:
         if not (level.tokens <= most).all():
             raise ValueError(
                 f"an answer has {level.tokens.max()} tokens, most_tokens of the promise is {most}: "
-                "what they may have has to be said before"
+                "the limit must be fixed before prompts are seen"
             )
-        # w − ε·n is from −ε·most to 1; brought to 0 to 1, what was 0 is at ε·most of that range.
+        # w − ε·n is from −ε·most to 1; scaled to 0 to 1, a value of 0 maps to ε·most of that range.
         least = bound * most
         losses = (losses - bound * level.tokens + least) / (1 + least)
         return rejects(losses, least / (1 + least), promise.confidence_level)
@@ -119,15 +122,16 @@ def keeps(level: TextLosses, promise: TextPromise) -> bool:
 
 
 def rejects(losses: FloatArray, bound: float, confidence_level: float) -> bool:
-    """Whether "the mean loss is the bound or more" is rejected; losses are from 0 to 1.
+    """Return True if the test rejects that the mean loss, 0 to 1, is ``bound`` or more.
 
-    The bet on each loss is Kelly's, approximately, by the mean and the spread of those before it.
+    The bet on each loss is approximately Kelly's, from the mean and the variance of the losses
+    before it.
     """
     before = np.arange(len(losses))
     total = np.concatenate([[0.0], np.cumsum(losses)[:-1]])
     squares = np.concatenate([[0.0], np.cumsum(losses**2)[:-1]])
     mean = (_PRIOR * bound / 2 + total) / (_PRIOR + before)
-    # As if each of the first ones had been 0 or 1, of the bound's mean: the spread is then largest.
+    # The prior's losses are 0 or 1 with half the bound as mean, which has the largest variance.
     spread = (_PRIOR * bound / 2 + squares) / (_PRIOR + before) + bound * (bound - 2 * mean)
     bets = np.clip((bound - mean) / np.maximum(spread, 1e-12), 0.0, _LARGEST_BET / (1 - bound))
     wealth = np.cumsum(np.log1p(bets * (bound - losses)))

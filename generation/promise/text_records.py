@@ -1,11 +1,10 @@
-"""What the exits said at every token of the model's own outputs, and what follows from it.
+"""Records of the exits' predictions at every token of the model's own outputs.
 
-The model's outputs are run once more, all tokens at once, and every exit says what it would have
-said there. As long as an answer is the model's so far, its next token is decided on what is
-recorded here; so the first token that differs, if any does, is known for any thresholds without
-decoding again. That holds where the skipped layers of earlier tokens are caught up with. Where
-their keys and values are made from the exit's state, later tokens see something else, and only
-decoding tells.
+The model's outputs are run once more, all tokens in one pass, and every exit predicts each token.
+As long as an answer equals the model's, its next token depends only on these records; so the first
+token that differs, if any, is known for any thresholds without decoding again. This is exact where
+the skipped layers of earlier tokens are caught up with. With keys and values made from the exit's
+state, later tokens read other values, and only decoding shows the result.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ __all__ = ["TextRecords"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextRecords:
-    """Exits' tokens at the model's own outputs; the tokens of one prompt follow one another."""
+    """Predictions of exits at the model's own outputs; tokens of all prompts are concatenated."""
 
     starts: IntArray
-    """int64[prompts + 1]: where the tokens of each prompt begin, and where the last ones end."""
+    """int64[prompts + 1]: index of the first token of each prompt, then the number of tokens."""
     confidences: Float32Array
     """float32[exits, tokens]."""
     agrees: BoolArray
-    """bool[exits, tokens]: whether an exit says the model's token."""
+    """bool[exits, tokens]: True if an exit predicts the model's token."""
 
     def __post_init__(self) -> None:
         starts, tokens = self.starts, self.confidences.shape[1]
@@ -49,10 +48,10 @@ class TextRecords:
         if starts.ndim != 1 or len(starts) < 2 or (starts[0], starts[-1]) != (0, tokens):
             raise ValueError(f"starts must go from 0 to the {tokens} tokens, got {starts}")
         if (np.diff(starts) < 1).any():
-            raise ValueError("every prompt needs a token at least; leave the others out")
+            raise ValueError("every prompt needs at least one token; leave out the others")
 
     def __len__(self) -> int:
-        """Give the number of prompts."""
+        """Return the number of prompts."""
         return len(self.starts) - 1
 
     @property
@@ -62,16 +61,16 @@ class TextRecords:
 
     @property
     def lengths(self) -> IntArray:
-        """int64[prompts]: tokens of each."""
+        """int64[prompts]: number of tokens of each output."""
         return np.diff(self.starts)
 
     @property
     def places(self) -> IntArray:
-        """int64[tokens]: which token of its output each one is, from 0."""
+        """int64[tokens]: position of each token in its output, from 0."""
         return np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
 
     def take(self, prompts: IntArray) -> TextRecords:
-        """Give the records of some prompts, in their order."""
+        """Return the records of some prompts, in their order."""
         rows = [np.arange(self.starts[p], self.starts[p + 1]) for p in prompts.tolist()]
         tokens = np.concatenate(rows)
         return TextRecords(
@@ -88,10 +87,10 @@ class TextRecords:
         )
 
     def answered_at(self, thresholds: FloatArray) -> IntArray:
-        """int64[tokens]: the exit that gives each token; ``MODEL_END`` where none does.
+        """Return int64[tokens]: the exit where each token leaves; ``MODEL_END`` if at none.
 
-        ``thresholds`` are float64[exits], or float64[exits, places] where they depend on which
-        token of its output it is; outputs that are longer have the last ones.
+        ``thresholds`` are float64[exits], or float64[exits, places] if they depend on the position
+        of the token in its output; the last place is used for all later positions.
         """
         thresholds = np.asarray(thresholds, np.float64)
         if thresholds.ndim > 1:
@@ -99,27 +98,27 @@ class TextRecords:
         return first_exit(self.confidences, thresholds)
 
     def wrong(self, answered_at: IntArray) -> BoolArray:
-        """bool[tokens]: whether the place that gives a token says another one than the model."""
+        """Return bool[tokens]: True if a token differs from the model's where it leaves."""
         rows = np.arange(len(answered_at))
         return np.asarray((answered_at != MODEL_END) & ~self.agrees[answered_at, rows])
 
     def by_prompt(self, values: NDArray[np.generic]) -> FloatArray:
-        """float64[prompts]: sums of what is given for each token."""
+        """Return float64[prompts]: sums of values per token."""
         return np.add.reduceat(values.astype(np.float64), self.starts[:-1])
 
     def at_prefix(self, wrong: BoolArray) -> IntArray:
-        """int64[prompts]: tokens at the model's prefix, up to the first of bool[tokens] wrong."""
+        """Return int64[prompts]: tokens up to and including the first of bool[tokens] wrong."""
         places = np.where(wrong, self.places, np.repeat(self.lengths, self.lengths) - 1)
         return np.minimum.reduceat(places, self.starts[:-1]) + 1
 
     def differs(self, answered_at: IntArray) -> BoolArray:
-        """bool[prompts]: whether the whole output is another one than the model's."""
+        """Return bool[prompts]: True if the output differs from the model's."""
         return self.by_prompt(self.wrong(answered_at)) > 0
 
     def depth(self, answered_at: IntArray, layers: IntArray) -> float:
-        """Mean share of the decoder's layers that a token runs.
+        """Return the mean share of the decoder's layers that a token runs.
 
-        ``layers`` is int64[exits + 1]: those up to each exit, and all of them.
+        ``layers`` is int64[exits + 1]: number of layers up to each exit, then of all.
         """
         ran = np.where(answered_at == MODEL_END, layers[-1], layers[answered_at])
         return float(ran.mean() / layers[-1])

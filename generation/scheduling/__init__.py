@@ -1,6 +1,6 @@
-"""Sans-I/O scheduling of text: which stage runs for the next token of which sequences, when.
+"""Sans-I/O scheduling of text: it decides which stage runs next, and for which sequences.
 
-The serving thread, the simulator and the tests drive the very same objects.
+The serving thread, the simulator and the tests use the same objects.
 """
 
 from offramp.generation.scheduling.counts import TextCounter, TextCounts

@@ -1,4 +1,4 @@
-"""Counts of what a scheduler decided: for statistics of a server, and of a simulation."""
+"""Counts of a scheduler's decisions, for a server's statistics and for simulations."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from offramp.generation.scheduling.steps import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCounts:
-    """Counts since the start; those by stage are in the order of stages."""
+    """Counts since the start; counts by stage are in the order of stages."""
 
     tokens: tuple[int, ...]
-    """Tokens that each stage gave, those of background sequences left out."""
+    """Tokens that left at each stage, without those of background sequences."""
     steps: tuple[int, ...]
     """Steps of each stage."""
     rows: tuple[int, ...]
-    """Rows of those steps."""
+    """Total rows of the steps of each stage."""
     places: int
-    """Rows that a step has room for."""
+    """Most rows of a step."""
     prefills: int
     prefilled: int
-    """Prompts that were run, those of sequences that start again included."""
+    """Prompts that were run, including those of restarted sequences."""
     ended: dict[SequenceEnd, int]
-    """Sequences by how they ended, background ones left out; all causes are there."""
+    """Sequences by how they ended, without background ones; all ends are keys."""
 
     @property
     def full_places(self) -> tuple[float, ...]:
-        """The share of places that had a row, by stage; 0 for one that never ran."""
+        """Mean share of a step's places that had a row, by stage; 0 for a stage that never ran."""
         pairs = zip(self.rows, self.steps, strict=True)
         return tuple(rows / (steps * self.places) if steps else 0.0 for rows, steps in pairs)
 

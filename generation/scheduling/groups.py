@@ -1,4 +1,4 @@
-"""Groups of sequences that wait at a stage and may share a step."""
+"""Groups of sequences that wait for a stage and may share a step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from offramp.generation.scheduling.steps import NEVER_S, TextLimits
 
 
 class WaitingGroup:
-    """Sequences that wait at one stage, and any of which may share a step."""
+    """Sequences that wait for one stage; any of them may share a step."""
 
     def __init__(self, stage: int) -> None:
         self.stage = stage
         self._rows: dict[int, SequenceState] = {}
-        """Sequences by slot, in the order in which they came."""
+        """Sequences by slot, in order of arrival."""
         self._timed = self._background = 0
-        """Sequences with a deadline, and in the background: usually there are none."""
+        """Numbers of sequences with a deadline, and in the background: usually 0."""
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -25,19 +25,19 @@ class WaitingGroup:
 
     @property
     def since(self) -> int:
-        """The step after which the first of them began to wait."""
+        """Number of the step after which the oldest began to wait."""
         return next(iter(self._rows.values())).since
 
     @property
     def first_deadline_s(self) -> float:
-        """The earliest deadline, maybe infinity."""
+        """Earliest deadline, infinity if there is none."""
         if not self._timed:
             return NEVER_S
         return min(state.new.deadline_s for state in self._rows.values())
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for any of them."""
+        """True if a caller waits for any of them."""
         return self._background < len(self._rows)
 
     def add(self, state: SequenceState) -> None:
@@ -53,9 +53,9 @@ class WaitingGroup:
         self._count(state, -1)
 
     def most_urgent(self, limit: int) -> list[SequenceState]:
-        """Return up to ``limit`` sequences: by priority, then those that have waited longest.
+        """Return up to ``limit`` sequences: by priority, then the longest waiting first.
 
-        So tokens come evenly to all; deadlines count where they are near, which policies see to.
+        So tokens are spread evenly; policies take care of near deadlines.
         """
         rows = list(self._rows.values())
         return rows if len(rows) <= limit else sorted(rows, key=_by_priority)[:limit]
@@ -68,8 +68,8 @@ class WaitingGroup:
 class WaitingGroups:
     """All sequences in slots that wait for a stage, in groups.
 
-    Where the backend is not ragged, the sequences of a group have equal lengths. A sequence that
-    has to run alone is a group.
+    If the backend is not ragged, the sequences of a group have equal lengths. A sequence that must
+    run alone is a group.
     """
 
     def __init__(self, limits: TextLimits) -> None:
@@ -78,7 +78,7 @@ class WaitingGroups:
         """Groups by stage, length, and slot of a sequence that runs alone; none is empty."""
 
     def add(self, state: SequenceState, step: int) -> None:
-        """Add a sequence that waits at its stage since a step of this number."""
+        """Add a sequence that has waited for its stage since the step of this number."""
         alone = state.slot if state.alone else None
         length = 0 if self._limits.ragged else state.length
         key = (state.stage, length, -1 if alone is None else alone)
@@ -99,9 +99,9 @@ class WaitingGroups:
         state.group = None
 
     def candidates(self, *, wanted: bool) -> Sequence[WaitingGroup]:
-        """Return the groups that may run: only those that somebody waits for, if there are any.
+        """Return the groups that may run: only those that a caller waits for, if there are any.
 
-        ``wanted`` if somebody waits for a sequence in the queue.
+        ``wanted`` is true if a caller waits for a sequence in the queue.
         """
         groups = list(self._groups.values())
         chosen = [group for group in groups if group.wanted]
@@ -113,14 +113,14 @@ def _by_priority(state: SequenceState) -> tuple[bool, int]:
 
 
 class WaitingText(NamedTuple):
-    """The steps that a policy chooses from."""
+    """Steps that a policy chooses from."""
 
     groups: Sequence[WaitingGroup]
-    """Groups that may run, in no order; none is empty."""
+    """Groups that may run, unordered; none is empty."""
     startable: int
-    """Sequences that may be given a slot now."""
+    """Number of sequences that may get a slot now."""
     holding: int
-    """Sequences in slots that do not give way to those."""
+    """Number of sequences in slots that do not make room for those."""
     rows: int
     """Most rows of a step."""
     step: int

@@ -1,7 +1,7 @@
-"""Policies: which step goes first.
+"""Policies, which choose the next step.
 
 ``RefillPolicy`` keeps batches full across sequences, as E3 does with splits (E3 5.1.3).
-``TogetherPolicy`` is what CALM's own batches would be, and the baseline for measurements.
+``TogetherPolicy`` is the batching of CALM, and the baseline of measurements.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from offramp.generation.scheduling.groups import WaitingGroup, WaitingText
 START: Literal["start"] = "start"
 
 TextChoice: TypeAlias = WaitingGroup | Literal["start"]
-"""The group to run, or to start sequences."""
+"""The group to run, or ``START`` to start sequences."""
 
 
 class StepPolicy(Protocol):
-    """Chooses the next step; it has no memory."""
+    """Chooses the next step; it has no state."""
 
     def choose(self, waiting: WaitingText, now_s: float) -> TextChoice:
         """Choose a step; a group waits or a sequence may start."""
@@ -27,15 +27,15 @@ class StepPolicy(Protocol):
 class RefillPolicy:
     """Full batches across sequences.
 
-    What is urgent goes first: a deadline is near, or a token has waited for ``patience`` steps.
-    Then the deepest full batch; then prompts, while slots are free; then the fullest batch, the
-    deepest of equals. Stage 0 before all that are not full would keep its batch small where slots
-    are few: simulated, with as many slots as rows, tokens a second were ×0.73 to ×0.64 of this
-    rule's, and the same with three times as many.
+    Urgent groups go first: a deadline is near, or a token has waited for ``patience`` steps. Then
+    the deepest full batch; then prompts, while slots are free; then the fullest batch, the deepest
+    of equals. Running stage 0 before all batches that are not full would keep its own batch small
+    where slots are few: in simulation, tokens per second were ×0.73 to ×0.64 of this rule's with as
+    many slots as rows, and equal with three times as many.
     """
 
     def __init__(self, *, patience: int = 32, urgent_s: float = 0.05) -> None:
-        """``patience`` in steps; a deadline is near from ``urgent_s`` seconds before it."""
+        """Create the policy; ``patience`` in steps, near deadlines at most ``urgent_s`` ahead."""
         if patience < 1 or not urgent_s >= 0.0:
             raise ValueError(f"patience {patience} must be at least 1, urgent_s {urgent_s} from 0")
         self._patience, self._urgent_s = patience, urgent_s
@@ -59,10 +59,10 @@ class RefillPolicy:
 
 
 class TogetherPolicy:
-    """A batch of sequences that goes token by token.
+    """A batch of sequences that advances token by token.
 
-    All tokens of the batch are waited for at each token. Places of sequences that ended stay empty
-    until all have ended; then the next batch starts.
+    At each token, all sequences of the batch wait for the slowest. Places of ended sequences stay
+    empty until all have ended; then the next batch starts.
     """
 
     def choose(self, waiting: WaitingText, now_s: float) -> TextChoice:  # noqa: ARG002

@@ -1,17 +1,17 @@
-"""The mechanism: one generating model's queue, slots, steps and retries, under any policy.
+"""Scheduling mechanism of one generating model, under any policy: queue, slots, steps, retries.
 
-Sans I/O and deterministic; the caller serialises the calls, and runs one step at a time. What it
-promises whatever the policy chooses: every sequence ends exactly once, with a cause; every token of
-an answer is given once, in order; a step has at most ``limits.rows`` rows, of equal lengths where
-the backend is not ragged; a slot is closed before it is opened again; memory is bounded by the
-queue and the slots; while there is a sequence, there is a step to run.
+Sans I/O and deterministic; the caller serialises the calls, and runs one step at a time. Guarantees
+for any policy: every sequence ends exactly once, with a cause; every token of an answer is emitted
+once, in order; a step has at most ``limits.rows`` rows, of equal lengths if the backend is not
+ragged; a slot is closed before it is reopened; memory is bounded by the queue and the slots; while
+there is a sequence, there is a step to run.
 
-Deadlines and cancellations take effect at the next token at the latest: a sequence that is part of
-the step that runs ends with that step, any other at once.
+Deadlines and cancellations take effect at the next token at the latest: a sequence in the running
+step ends with that step, any other immediately.
 
-The sequences of a step that failed start again, each once, and alone until they have passed what
-failed (:class:`SequenceState` tells how their tokens are replayed). So one that breaks its batch
-fails alone. One that fails again ends as ``FAILED``.
+The sequences of a failed step start again, each once, and alone until they have passed the failed
+stage (:class:`SequenceState` describes how their tokens are replayed). So a sequence that breaks
+its batch fails alone. One that fails again ends as ``FAILED``.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from offramp.generation.scheduling.steps import (
 from offramp.generation.scheduling.thresholds import TokenThresholds
 
 MOST_FAILURES = 2
-"""Steps of a sequence that may fail; with the last one it has failed."""
+"""Failed steps after which a sequence has failed."""
 
 
 class TextScheduler:
-    """The scheduler of one generating model: it decides what its backend runs."""
+    """Scheduler of one generating model; it decides what the backend runs."""
 
     def __init__(
         self,
@@ -55,38 +55,38 @@ class TextScheduler:
         *,
         queue: int,
     ) -> None:
-        """``queue`` is the most sequences that wait for a slot."""
+        """Create a scheduler; ``queue`` is the most sequences that wait for a slot."""
         self.limits = limits
         self._policy = policy
         self._queue = SequenceQueue(queue)
         self._groups = WaitingGroups(limits)
         self._sequences: dict[int, SequenceState] = {}
-        """All that have not ended, by number."""
+        """Sequences that have not ended, by number."""
         self._free = list(range(limits.slots - 1, -1, -1))
         """Free slots; the last is taken first."""
         self._held: dict[int, SequenceState] = {}
-        """The sequence in each slot in use."""
+        """Sequence in each slot in use."""
         self._held_background: dict[int, SequenceState] = {}
-        """Those of them that are in the background."""
+        """Background sequences in ``_held``."""
         self._running: list[SequenceState] = []
-        """The rows of the step that runs."""
+        """Rows of the running step."""
         self._step = 0
         """Number of the last step."""
         self._off = TokenThresholds.off(limits.stages, version=-1)
         self._first_deadline_s = NEVER_S
-        """The first deadline of all sequences, or earlier: nothing expires before."""
+        """Lower bound of all deadlines: no sequence expires before it."""
         self._closed: list[int] = []
         self._ended: list[EndedSequence] = []
         self.retried = 0
-        """Sequences that started again after a failure."""
+        """Sequences that restarted after a failure."""
         self.yielded = 0
-        """Times that a background sequence gave its slot away."""
+        """Times that a background sequence lost its slot."""
         self._thresholds = thresholds
         self.swap(thresholds)
 
     @property
     def thresholds(self) -> TokenThresholds:
-        """The thresholds of sequences that begin from now on."""
+        """Thresholds of sequences that start from now on."""
         return self._thresholds
 
     @property
@@ -105,11 +105,11 @@ class TextScheduler:
         return len(self._sequences)
 
     def swap(self, thresholds: TokenThresholds) -> None:
-        """Use other thresholds for sequences that begin from now on."""
+        """Use other thresholds for sequences that start from now on."""
         if thresholds.stages != self.limits.stages:
             raise ValueError(
                 f"the thresholds are for {thresholds.stages} stages, and the model has "
-                f"{self.limits.stages}: give one for each stage but the last"
+                f"{self.limits.stages}: pass one for each stage but the last"
             )
         self._thresholds = thresholds
 
@@ -117,8 +117,8 @@ class TextScheduler:
         """Queue a sequence.
 
         Raises:
-            NeverFitsError: It asks for no token, or its prompt leaves no room for one.
-            TextQueueFullError: There is no room for it now.
+            NeverFitsError: It asks for no token, or its prompt leaves no space for one.
+            TextQueueFullError: The queue is full.
         """
         self._check(new)
         self._expire(now_s)
@@ -132,7 +132,7 @@ class TextScheduler:
         return self._report()
 
     def cancel(self, number: int) -> TextOutcome:
-        """End a sequence, if it has not ended: at once, or with the step that it is part of."""
+        """End a sequence, if it has not ended: now, or with the step that it is part of."""
         state = self._sequences.get(number)
         if state is not None and state.ending is None:
             self._end(state, SequenceEnd.CANCELLED)
@@ -151,7 +151,7 @@ class TextScheduler:
         return TextDecision(step, self._report())
 
     def prefilled(self, now_s: float) -> TextOutcome:
-        """Note that the prefill ended: its sequences go on to stage 0."""
+        """Record that the prefill ended: its sequences continue with stage 0."""
         for state in self._take_running():
             state.passed()
             if state.ending is None:
@@ -165,7 +165,7 @@ class TextScheduler:
     def update(
         self, tokens: Sequence[int], confidences: Sequence[float], now_s: float
     ) -> TextOutcome:
-        """Note what the stage that ran says of each row, and decide what follows."""
+        """Record the tokens and confidences of the stage that ran, and decide what follows."""
         accepted: list[AcceptedToken] = []
         given: list[GivenToken] = []
         running = self._take_running()
@@ -194,10 +194,10 @@ class TextScheduler:
         return self._report(TextOutcome((), left_at, tuple(accepted), tuple(given)))
 
     def failed(self, numbers: Iterable[int], now_s: float) -> TextOutcome:
-        """Note that sequences failed: the step that they ran, or what followed from it.
+        """Record that sequences failed: the step that they ran, or a call that followed it.
 
-        If a step runs, it has ended, and ``numbers`` are its sequences. Those that have ended in
-        the meantime are passed over.
+        If a step runs, it has ended, and ``numbers`` are its sequences. Sequences that have ended
+        in the meantime are skipped.
         """
         numbers = list(numbers)
         running = {state.new.number for state in self._take_running()}
@@ -210,9 +210,9 @@ class TextScheduler:
         return self._report()
 
     def _check(self, new: NewSequence) -> None:
-        """Refuse what can never run."""
+        """Reject sequences that can never run."""
         if new.number in self._sequences:
-            raise ValueError(f"sequence {new.number} is there already: numbers are never reused")
+            raise ValueError(f"sequence {new.number} exists already: numbers are never reused")
         if new.prompt_tokens < 1 or new.most_tokens < 1:
             raise NeverFitsError(
                 f"a prompt of {new.prompt_tokens} tokens and an answer of at most "
@@ -226,7 +226,7 @@ class TextScheduler:
             )
 
     def _choose(self, now_s: float) -> PrefillStep | TokenStep:
-        """Ask the policy, and take the rows that it chooses."""
+        """Ask the policy for a choice, and take the rows of it."""
         waiting = self._queue.first()
         wanted = bool(waiting) and not waiting[0].new.background
         yielding = self._yielding() if wanted else []
@@ -270,11 +270,11 @@ class TextScheduler:
         return PrefillStep(_numbers(rows), _slots(rows))
 
     def _may_share(self, first: SequenceState, other: SequenceState) -> bool:
-        """Whether a prefill may have both; ``first`` is not alone."""
+        """Return True if a prefill may have both; ``first`` does not run alone."""
         return not other.alone and (self.limits.ragged or other.begin == first.begin)
 
     def _yielding(self) -> list[SequenceState]:
-        """Return the background sequences in slots, those last that give way first."""
+        """Return the background sequences in slots; the last ones lose their slots first."""
         return sorted(self._held_background.values(), key=lambda state: -state.at)
 
     def _take_running(self) -> list[SequenceState]:
@@ -285,7 +285,7 @@ class TextScheduler:
         return running
 
     def _fail(self, state: SequenceState) -> None:
-        """Start a failed sequence again, or end it."""
+        """Restart a failed sequence, or end it."""
         state.failures += 1
         if state.ending is not None or state.failures >= MOST_FAILURES:
             self._end(state, state.ending or SequenceEnd.FAILED)
@@ -302,7 +302,7 @@ class TextScheduler:
         self._queue.push(state)
 
     def _end(self, state: SequenceState, end: SequenceEnd) -> None:
-        """End a sequence; if it runs, when its step has ended."""
+        """End a sequence; a running one ends with its step."""
         if state.running:
             state.ending = end
             return
@@ -322,19 +322,19 @@ class TextScheduler:
         self._free.append(state.slot)
 
     def _expire(self, now_s: float) -> None:
-        """End what is too late; nearly always nothing can be."""
+        """End expired sequences; nearly always there can be none."""
         if now_s < self._first_deadline_s:
             return
         waiting = [state for state in self._sequences.values() if not state.running]
         late = [state for state in waiting if state.new.deadline_s <= now_s]
         for state in late:
             self._end(state, SequenceEnd.EXPIRED)
-        # Those that run are looked at when their step has ended.
+        # Running sequences are checked when their step has ended.
         deadlines = (s.new.deadline_s for s in waiting if s.new.deadline_s > now_s)
         self._first_deadline_s = min(deadlines, default=NEVER_S)
 
     def _report(self, outcome: TextOutcome = NOTHING_FOLLOWS) -> TextOutcome:
-        """Complete an outcome with what ended, and the slots to close."""
+        """Add ended sequences and slots to close to an outcome."""
         if self._closed or self._ended:
             outcome = outcome._replace(closed=tuple(self._closed), ended=tuple(self._ended))
             self._closed, self._ended = [], []

@@ -1,4 +1,4 @@
-"""The bounded queue of sequences that wait for a slot: highest priority, then deadline first."""
+"""Bounded queue of sequences that wait for a slot: highest priority, then deadline first."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from offramp.generation.scheduling.sequence_state import Key, SequenceState
 from offramp.generation.scheduling.steps import NEVER_S, NewSequence, TextQueueFullError
 
 PATIENCE_S = 10.0
-"""A sequence without a deadline is ordered as if it had this long, so that those with deadlines do
-not overtake it for ever."""
+"""Assumed time to the deadline of a sequence without one, so that sequences with deadlines do not
+overtake it forever."""
 
 _by_key = attrgetter("key")
 
@@ -18,8 +18,8 @@ _by_key = attrgetter("key")
 class SequenceQueue:
     """Sequences that wait for a slot.
 
-    At most ``capacity`` wait that somebody waits for, and as many in the background. Those that
-    start again are let in always: there are no more of them than slots.
+    At most ``capacity`` sequences with a waiting caller wait, and as many background ones.
+    Restarted sequences are always accepted: there are no more of them than slots.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -27,7 +27,7 @@ class SequenceQueue:
             raise ValueError(f"the queue's capacity must be at least 1, got {capacity}")
         self._capacity = capacity
         self._waiting: dict[bool, list[SequenceState]] = {False: [], True: []}
-        """Waiting sequences, by whether they are in the background."""
+        """Waiting sequences; the key is true for those in the background."""
         self._arrived = 0
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class SequenceQueue:
         return len(self._waiting[False]) + len(self._waiting[True])
 
     def key(self, new: NewSequence, now_s: float) -> Key:
-        """Return the place of a sequence in all orders; raise if the queue has no room for it."""
+        """Return the sort key of a sequence; TextQueueFullError if the queue is full."""
         waiting = len(self._waiting[new.background])
         if waiting >= self._capacity:
             raise TextQueueFullError(f"{waiting} of {self._capacity} sequences wait: try later")
@@ -52,5 +52,5 @@ class SequenceQueue:
         self._waiting[state.new.background].remove(state)
 
     def first(self) -> list[SequenceState]:
-        """Return the sequences that the next prefill is taken from, in order."""
+        """Return the sequences, in order, that the next prefill is taken from."""
         return self._waiting[False] or self._waiting[True]

@@ -1,4 +1,4 @@
-"""A sequence from its submission to its end, as the scheduler keeps it."""
+"""State of a sequence in the scheduler, from its submission to its end."""
 
 from __future__ import annotations
 
@@ -9,87 +9,87 @@ from offramp.generation.scheduling.steps import EndedSequence, GivenToken, NewSe
 from offramp.generation.scheduling.thresholds import OFF, TokenThresholds
 
 PREFILL = -1
-"""The "stage" of a prompt's prefill."""
+"""Stage number of a prompt's prefill."""
 
 Key: TypeAlias = tuple[Any, ...]
-"""Compared as tuples, smallest first; the last element is unique."""
+"""Sort key, smallest first; the last element is unique."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A sequence, what it has given, and where it is.
+    """A sequence, its tokens so far, and its place.
 
-    One that lost its slot starts again, and *replays* the tokens that it has already given: each
-    runs the stages that it ran before and leaves where it left, whatever the stages say of it now.
-    So its caches become what they were, and its caller sees no token twice.
+    A sequence that lost its slot starts again, and *replays* its tokens: each runs the stages that
+    it ran before and leaves where it left, even if it now has other results. So its caches are
+    restored, and its caller receives no token twice.
     """
 
     new: NewSequence
     key: Key
-    """Order in the queue."""
+    """Sort key in the queue."""
     begin: int
-    """Tokens in its slot before the answer's first."""
+    """Tokens in its slot before the first token of the answer."""
     room: int
-    """Most tokens that its slot has room for in the answer."""
+    """Most tokens of the answer that fit its slot."""
     thresholds: TokenThresholds | None = None
-    """The thresholds that it began under."""
+    """Thresholds that were active when it started."""
     slot: int | None = None
     stage: int = PREFILL
-    """The stage that its token runs or waits for."""
+    """Stage that its next token runs or waits for."""
     at: int = 0
-    """Number of that token in the answer."""
+    """Index of that token in the answer."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens that were given."""
+    """Tokens of the answer so far."""
     depths: list[int] = field(default_factory=list)
-    """The stage that gave each."""
+    """Stage at which each token left."""
     group: tuple[int, int, int] | None = None
-    """The key of the group that it waits in, if it does."""
+    """Key of the group that it waits in, if any."""
     since: int = 0
-    """Number of the step after which it began to wait at its stage."""
+    """Number of the step after which it began to wait for its stage."""
     running: bool = False
     ending: SequenceEnd | None = None
-    """The reason why it ends with the step that it is part of, if it does."""
+    """Reason why it ends with the running step, if it does."""
     failures: int = 0
     suspect_until: tuple[int, int] | None = None
-    """The token and stage that failed: the sequence runs alone until it has passed them."""
+    """Token and stage of its failure: it runs alone until it has passed them."""
 
     @property
     def length(self) -> int:
-        """Tokens in its slot before the next one."""
+        """Tokens in its slot before its next one."""
         return self.begin + self.at
 
     @property
     def replays(self) -> bool:
-        """Whether its token was given before."""
+        """True if its token is a replayed one."""
         return self.at < len(self.tokens)
 
     @property
     def alone(self) -> bool:
-        """Whether it shares no step."""
+        """True if it may not share a step."""
         return self.suspect_until is not None
 
     def passed(self) -> None:
-        """Note that its step succeeded."""
+        """Record that its step succeeded."""
         if self.suspect_until is not None and (self.at, self.stage) >= self.suspect_until:
             self.suspect_until = None
 
     @property
     def limit(self) -> float:
-        """The least confidence with which its token leaves at the stage that it runs next."""
+        """Least confidence at which its token leaves at the stage that it runs next."""
         if self.replays:
             return 0.0 if self.stage == self.depths[self.at] else OFF
         assert self.thresholds is not None
         return self.thresholds.at(self.stage, self.at)
 
     def leaves(self, confidence: float) -> bool:
-        """Whether its token leaves at the stage that it has just run."""
+        """Return True if its token leaves at the stage that it has just run."""
         if self.replays:
             return self.stage == self.depths[self.at]
         assert self.thresholds is not None
         return self.thresholds.leaves(self.stage, self.at, confidence)
 
     def take(self, token: int) -> int:
-        """Record that its token leaves; return the token, in a replay that of the first time."""
+        """Record that its token leaves; return the token, in a replay the original one."""
         if self.replays:
             token = self.tokens[self.at]
         else:
@@ -100,12 +100,12 @@ class SequenceState:
         return token
 
     def given(self, stage: int, confidence: float) -> GivenToken:
-        """Report its last token."""
+        """Return the report of its last token."""
         new, last = self.new, len(self.tokens) - 1
         return GivenToken(new.number, last, self.tokens[last], stage, confidence, new.background)
 
     def end_with(self, token: int, now_s: float) -> SequenceEnd | None:
-        """Return the reason why it ends with a token that was taken just now, if it does."""
+        """Return the reason why it ends with a token that was taken now, if it does."""
         if token in self.new.stop:
             return SequenceEnd.STOP
         if len(self.tokens) >= self.new.most_tokens:
@@ -115,11 +115,11 @@ class SequenceState:
         return SequenceEnd.EXPIRED if self.new.deadline_s <= now_s else None
 
     def restart(self) -> None:
-        """Reset it to the beginning, without a slot; tokens that were given are replayed."""
+        """Reset it to the beginning, without a slot; its tokens will be replayed."""
         self.slot, self.stage, self.at, self.running = None, PREFILL, 0, False
 
     def ended(self, end: SequenceEnd) -> EndedSequence:
-        """Report its end."""
+        """Return the report of its end."""
         version = -1 if self.thresholds is None else self.thresholds.version
         new = self.new
         return EndedSequence(new.number, end, len(self.tokens), version, new.background)

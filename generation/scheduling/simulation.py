@@ -1,9 +1,8 @@
-"""Generating text on virtual time: the server's own scheduler and policies, and a clock that jumps.
+"""Simulation of generating text on virtual time, with the server's own scheduler and policies.
 
-What is simulated is the backend: a step takes as long as a table says, and each token leaves at the
-stage that was recorded for it. What is not simulated is the decision: scheduler and policy are the
-very objects that serve. Nothing is lost to the scheduler's own time, to threads or to clients. Same
-arguments, same result.
+The backend is simulated: a step takes the time of a table, and each token leaves at the stage that
+was recorded for it. Decisions are not: scheduler and policy are the objects used for serving. The
+scheduler itself, threads and clients take no time. The result is deterministic.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ from offramp.generation.scheduling.steps import (
 from offramp.generation.scheduling.thresholds import TokenThresholds
 
 SIMULATED: Final = "SIMULATED"
-"""The label of all that this module returns."""
+"""Label of all results of this module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """Durations of steps in seconds, by their rows; entry 0 of each table is not used."""
+    """Durations of steps in seconds by number of rows; entry 0 of each table is unused."""
 
     prefill: tuple[float, ...]
     """[batch + 1]."""
     stages: tuple[tuple[float, ...], ...]
-    """[stages][batch + 1], with what follows a stage included: propagation, for instance."""
+    """[stages][batch + 1], including the work after a stage, such as propagation."""
 
     def of(self, step: PrefillStep | TokenStep) -> float:
-        """Return what a step takes."""
+        """Return the duration of a step."""
         table = self.prefill if isinstance(step, PrefillStep) else self.stages[step.stage]
         return table[len(step.slots)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedText:
-    """A sequence as it was recorded."""
+    """A recorded sequence."""
 
     prompt_tokens: int
     depths: tuple[int, ...]
-    """The stage that each token of its answer leaves at; there is at least one."""
+    """Stage at which each token of the answer leaves; at least one."""
     arrives_s: float = 0.0
     slo_s: float = NEVER_S
     """Time from its arrival to its deadline."""
@@ -66,21 +65,21 @@ class SimulatedText:
 
     counts: TextCounts
     span_s: float
-    """From the first arrival to the end of the last step."""
+    """Time from the first arrival to the end of the last step."""
     first_token_s: NDArray[np.float64]
-    """[sequences that gave a token]: from arrival to the first token."""
+    """[sequences with a token]: time from arrival to the first token."""
     between_tokens_s: NDArray[np.float64]
-    """[tokens that are not the first of their sequence]: time since the one before."""
+    """[tokens except the first of each sequence]: time since the previous token."""
     refused: int
-    """Sequences that found the queue full."""
+    """Sequences rejected because the queue was full."""
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that were given, by the second."""
+        """Tokens per second."""
         return sum(self.counts.tokens) / self.span_s
 
     def report(self) -> dict[str, Any]:
-        """Return the figures with their label, as JSON takes them; times are in ms."""
+        """Return the results with their label, as JSON values; times are in ms."""
         gaps = self.between_tokens_s
         counts = self.counts
         return {
@@ -110,13 +109,13 @@ def simulate_text(
     *,
     queue: int | None = None,
 ) -> SimulatedText:
-    """Serve recorded sequences, in order of arrival, to the end; ``queue`` is by default for all.
+    """Serve recorded sequences by order of arrival; by default ``queue`` has space for all.
 
     Raises:
-        ValueError: A table does not have the limits' stages and rows, or a depth is of no stage.
+        ValueError: A table does not fit the stages and rows of the limits, or a depth is no stage.
     """
     _check(limits, seconds, texts)
-    # A confidence is 1 from the recorded stage on and 0 before it.
+    # The confidence is 1 from the recorded stage on and 0 before it.
     half = TokenThresholds(version=0, by_stage=(0.5,) * (limits.stages - 1))
     places = max(len(texts), 1) if queue is None else queue
     scheduler = TextScheduler(limits, policy, half, queue=places)
@@ -133,17 +132,17 @@ class _Simulation:
         self._counter = TextCounter(scheduler.limits)
         self._order = sorted(range(len(texts)), key=lambda number: texts[number].arrives_s)
         self._following = 0
-        """The next one of the order to arrive."""
+        """Index in ``_order`` of the next arrival."""
         self._done: dict[int, int] = {}
-        """Tokens that each open sequence has."""
+        """Number of tokens of each open sequence."""
         self._last_s: dict[int, float] = {}
-        """Time of the last token of each."""
+        """Time of the last token of each open sequence."""
         self._first_token_s: list[float] = []
         self._between_s: list[float] = []
         self._refused = 0
 
     def run(self) -> SimulatedText:
-        """Run until nothing is left."""
+        """Run until no sequence is left."""
         begins_s = now_s = self._next_arrival_s()
         while True:
             self._arrive(now_s)
@@ -187,7 +186,7 @@ class _Simulation:
                 self._refused += 1
 
     def _run(self, step: PrefillStep | TokenStep, now_s: float) -> float:
-        """Run a step; return when it ends."""
+        """Run a step; return its end time."""
         self._counter.decided(step)
         ends_s = now_s + self._seconds.of(step)
         self._arrive(ends_s)
@@ -201,7 +200,7 @@ class _Simulation:
         return ends_s
 
     def _follow(self, outcome: TextOutcome, now_s: float) -> None:
-        """Note tokens and ends."""
+        """Record tokens and ends."""
         self._counter.followed(outcome)
         for given in outcome.given:
             number = given.sequence
@@ -217,7 +216,7 @@ class _Simulation:
 
 
 def _check(limits: TextLimits, seconds: StepSeconds, texts: Sequence[RecordedText]) -> None:
-    """Refuse tables and depths that do not fit the limits."""
+    """Raise ValueError for tables and depths that do not fit the limits."""
     tables = (seconds.prefill, *seconds.stages)
     if len(seconds.stages) != limits.stages or any(len(t) <= limits.rows for t in tables):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The vocabulary of scheduling text: sequences, steps and outcomes, without clocks or tensors.
+"""Data types of text scheduling: sequences, steps and outcomes, without clocks or tensors.
 
-A *sequence* is a prompt and its answer. A *step* is one call of a backend: a prefill, or a stage
-for one token of each of some sequences. All times are absolute seconds of one monotonic clock.
+A *sequence* is a prompt and its answer. A *step* is one call of a backend: a prefill, or one stage
+for one token each of some sequences. All times are absolute seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ NEVER_S = float("inf")
 
 
 class SequenceEnd(StrEnum):
-    """The reason why a sequence ended."""
+    """Reason why a sequence ended."""
 
     STOP = "stop"
     """The last token is a stop token."""
     MOST_TOKENS = "most_tokens"
-    """The answer has as many tokens as were asked for."""
+    """The answer has as many tokens as requested."""
     LENGTH = "length"
     """The slot is full."""
     CANCELLED = "cancelled"
@@ -28,11 +28,11 @@ class SequenceEnd(StrEnum):
     EXPIRED = "expired"
     """The deadline passed."""
     FAILED = "backend_error"
-    """Steps failed that it was part of: in a batch, and again alone."""
+    """A step of the sequence failed: in a batch, and again alone."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer has all tokens that there were to come."""
+        """True if the answer is complete."""
         return self in {SequenceEnd.STOP, SequenceEnd.MOST_TOKENS, SequenceEnd.LENGTH}
 
 
@@ -41,19 +41,19 @@ class TextLimits:
     """Capacity of a backend, and rules for what may run together."""
 
     stages: int
-    """Exits in use, and the model's end."""
+    """Number of stages: the exits in use, and the model's end."""
     slots: int
-    """Sequences that have room at a time."""
+    """Number of sequences with cache memory at a time."""
     length: int
-    """Tokens that a slot has room for."""
+    """Tokens that fit a slot."""
     batch: int
     """Most rows of a step."""
     ragged: bool = True
-    """Whether sequences of different lengths may share a step."""
+    """True if sequences of different lengths may share a step."""
     longest_prompt: int | None = None
-    """Tokens that a prompt may have; ``None`` if only the slot limits it."""
+    """Most tokens of a prompt; ``None`` if only the slot limits it."""
     prompt_in_slot: bool = True
-    """Whether the prompt's tokens take room in the slot; an encoder-decoder's do not."""
+    """True if the prompt's tokens are in the slot; false for an encoder-decoder."""
 
     def __post_init__(self) -> None:
         """Check that all counts are positive."""
@@ -63,37 +63,37 @@ class TextLimits:
 
     @property
     def rows(self) -> int:
-        """Most rows that a step can have."""
+        """Most rows of a step, limited by the slots."""
         return min(self.batch, self.slots)
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Most tokens of a prompt; if it is in the slot, with room for one of the answer."""
+        """Most tokens of a prompt; if it is in the slot, one token of the answer must fit too."""
         limits = [] if self.longest_prompt is None else [self.longest_prompt]
         limits += [self.length - 1] if self.prompt_in_slot else []
         return min(limits, default=sys.maxsize)
 
     def begin(self, prompt_tokens: int) -> int:
-        """Return the tokens that a slot holds before the answer's first."""
+        """Return the number of tokens in a slot before the first token of the answer."""
         return prompt_tokens if self.prompt_in_slot else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
-    """A sequence as it is submitted."""
+    """A submitted sequence."""
 
     number: int
     """Unique; never reused."""
     prompt_tokens: int
     most_tokens: int
     stop: frozenset[int] = frozenset()
-    """Tokens that end the answer; such a token is part of it."""
+    """Tokens that end the answer; the one that does is part of it."""
     deadline_s: float = NEVER_S
     priority: int = 0
-    """Higher goes first."""
+    """Higher values go first."""
     background: bool = False
-    """Whether no caller waits for it. It then has a slot only while no other sequence wants one,
-    runs all stages for every token, and starts again if it loses its slot."""
+    """True if no caller waits for it. Such a sequence has a slot only while no other sequence needs
+    one, runs all stages for every token, and starts again if it loses its slot."""
 
 
 class GivenToken(NamedTuple):
@@ -101,28 +101,28 @@ class GivenToken(NamedTuple):
 
     sequence: int
     position: int
-    """Number of the token in the answer, from 0."""
+    """Index of the token in the answer, from 0."""
     token: int
     stage: int
-    """The stage that gave it."""
+    """Stage at which the token left."""
     confidence: float
     background: bool
 
 
 class EndedSequence(NamedTuple):
-    """The report that a sequence ended; it is the last of that sequence."""
+    """Final report of a sequence: it ended."""
 
     sequence: int
     end: SequenceEnd
     tokens: int
-    """Tokens that were given."""
+    """Number of tokens of the answer."""
     thresholds: int
-    """Version of the thresholds that they left under; -1 if it never started."""
+    """Version of its thresholds; -1 if it never started."""
     background: bool
 
 
 class AcceptedToken(NamedTuple):
-    """The next token of a sequence that goes on."""
+    """The next token of a sequence that continues."""
 
     sequence: int
     slot: int
@@ -130,20 +130,20 @@ class AcceptedToken(NamedTuple):
 
 
 class TextOutcome(NamedTuple):
-    """All that follows from one call of the scheduler.
+    """Results of one call of the scheduler.
 
-    The caller tells the backend that the tokens of ``accepted`` left, if they did, then gives it
-    these tokens; it closes slots before it opens any, and reports tokens and ends.
+    The caller calls ``leave`` of the backend for the tokens of ``accepted`` if they left early,
+    then ``accept`` with them; it closes slots before it opens any, and reports tokens and ends.
     """
 
     closed: tuple[int, ...] = ()
     """Slots to close before the next step."""
     left_at: int | None = None
-    """The stage where ``accepted`` left early; ``None`` if they ran to the model's end."""
+    """Stage at which ``accepted`` left early; ``None`` at the model's end."""
     accepted: tuple[AcceptedToken, ...] = ()
-    """Next tokens of the sequences that go on."""
+    """Next tokens of the sequences that continue."""
     given: tuple[GivenToken, ...] = ()
-    """New tokens, at most one a sequence."""
+    """New tokens, at most one per sequence."""
     ended: tuple[EndedSequence, ...] = ()
 
 
@@ -151,34 +151,34 @@ NOTHING_FOLLOWS = TextOutcome()
 
 
 class PrefillStep(NamedTuple):
-    """The decision to open slots and to run the prompts of sequences."""
+    """Decision to open slots and to run the prompts of sequences."""
 
     sequences: tuple[int, ...]
     slots: tuple[int, ...]
 
 
 class TokenStep(NamedTuple):
-    """The decision to run a stage for one token of each of some sequences."""
+    """Decision to run a stage for one token each of some sequences."""
 
     stage: int
     sequences: tuple[int, ...]
     slots: tuple[int, ...]
     limits: tuple[float, ...]
-    """Least confidence that each token leaves with, 0 at the model's end; above 1 it stays."""
+    """Least confidence at which each token leaves: 0 at the model's end, above 1 never."""
 
 
 class TextDecision(NamedTuple):
-    """The step to run next, and what has to be done before."""
+    """The next step, and the work to do before it."""
 
     step: PrefillStep | TokenStep | None
-    """``None`` if there is nothing to run: then there is no sequence at all."""
+    """``None`` if there is nothing to run: then there are no sequences."""
     outcome: TextOutcome = NOTHING_FOLLOWS
-    """Sequences that ended while it was decided, and the slots to close first."""
+    """Sequences that ended during the decision, and the slots to close first."""
 
 
 class TextQueueFullError(Exception):
-    """The bounded queue has no room for a sequence now."""
+    """The queue is full."""
 
 
 class NeverFitsError(ValueError):
-    """A sequence can never run, however long it waits."""
+    """The sequence can never run, however long it waits."""

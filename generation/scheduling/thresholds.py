@@ -1,6 +1,6 @@
-"""Thresholds by stage and by the number of a token in its answer (CALM 3.4).
+"""Thresholds by stage and by index of a token in its answer (CALM 3.4).
 
-A wrong token at the beginning of an answer changes more of what follows than one near its end, so
+A wrong token at the beginning of an answer changes more of the rest than one near its end, so
 thresholds may decay with the number of the token t (from 0):
 
     threshold(λ, t) = min(1, 0.9 λ + 0.1 exp(-τ t / N))
@@ -18,23 +18,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 OFF: Final = 2.0
-"""A threshold that no confidence reaches; it does not decay."""
+"""Threshold above any confidence; it does not decay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenThresholds:
-    """The thresholds that tokens leave by; replaced whole, never changed."""
+    """Thresholds at which tokens leave; replaced as a whole, never changed."""
 
     version: int
     by_stage: tuple[float, ...]
-    """λ of each stage but the last, where all leave; above 1 nothing leaves there."""
+    """λ of each stage but the last, where all tokens leave; above 1 none leaves."""
     decay: float | None = None
-    """τ, at least 0; ``None`` is no decay: the threshold is λ for all tokens."""
+    """τ, at least 0; ``None`` for no decay: the threshold is λ for all tokens."""
     most_tokens: int = 1
-    """N; means something where thresholds decay."""
+    """N; used only with decay."""
 
     def __post_init__(self) -> None:
-        """Check that thresholds are numbers from 0 and the decay is one that falls."""
+        """Check that thresholds and decay are numbers from 0."""
         if any(math.isnan(value) or value < 0.0 for value in self.by_stage):
             raise ValueError(f"thresholds must be numbers from 0, got {self.by_stage}")
         if self.decay is not None and not 0.0 <= self.decay < math.inf:
@@ -44,16 +44,16 @@ class TokenThresholds:
 
     @classmethod
     def off(cls, stages: int, version: int = 0) -> TokenThresholds:
-        """Return thresholds under which every token runs all ``stages``."""
+        """Return thresholds that make every token run all ``stages``."""
         return cls(version=version, by_stage=(OFF,) * (stages - 1))
 
     @property
     def stages(self) -> int:
-        """The stages of the model, its end included."""
+        """Number of stages, including the model's end."""
         return len(self.by_stage) + 1
 
     def at(self, stage: int, token: int) -> float:
-        """Return the threshold of a stage for a token's number in its answer; 0 at the last."""
+        """Return the threshold of a stage for the token at an index; 0 at the last stage."""
         if stage == len(self.by_stage):
             return 0.0
         value = self.by_stage[stage]
@@ -62,7 +62,7 @@ class TokenThresholds:
         return min(1.0, 0.9 * value + 0.1 * math.exp(-self.decay * token / self.most_tokens))
 
     def leaves(self, stage: int, token: int, confidence: float) -> bool:
-        """Whether a token leaves at a stage: always at the last one, never with NaN."""
+        """Return True if a token leaves at a stage: always at the last one, never with NaN."""
         return stage == len(self.by_stage) or confidence >= self.at(stage, token)
 
     def table(self, tokens: int) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Serves generating models: threads that run their backends, streams of tokens, an engine."""
+"""Serving of generating models: threads that run backends, streams of tokens, an engine."""
 
 from offramp.generation.serving.generating_model import (
     GeneratingModel,

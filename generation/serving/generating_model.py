@@ -1,4 +1,4 @@
-"""The asyncio face of a generating model: streams of tokens, audits, statistics, drain and close.
+"""The asyncio interface of a generating model: streams of tokens, audits, statistics, drain, close.
 
 ::
 
@@ -61,10 +61,10 @@ class TextOptions:
     audit_share: float = 0.0
     """Share of the answers that are compared with the full model's, 0 to 1."""
     audit_seed: int | None = None
-    """Seed of the draw of audits; ``None`` is any."""
+    """Seed of the random choice of audits; ``None`` for a random seed."""
 
     def __post_init__(self) -> None:
-        """Check the share; the others are checked where they are used."""
+        """Check ``audit_share``; the other options are checked where they are used."""
         if not 0.0 <= self.audit_share <= 1.0:
             raise ValueError(f"audit_share must be from 0 to 1, got {self.audit_share}")
 
@@ -73,13 +73,13 @@ class Token(NamedTuple):
     """A token of an answer."""
 
     token: int
-    """Number of the token in the vocabulary."""
+    """Token id in the vocabulary."""
     stage: int
-    """The stage that gave it."""
+    """Stage at which the token left."""
     confidence: float
     """Confidence of that stage's exit, 0 to 1; 1 at the model's end."""
     end: SequenceEnd | None = None
-    """The reason why the answer ends with this token, if it does."""
+    """Reason why the answer ends with this token, if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,41 +93,41 @@ class TextStatistics:
     queue_s: Histogram
     """Seconds from submission to the first prefill."""
     open: int
-    """Sequences that have not ended, audits included."""
+    """Sequences that have not ended, including audits."""
     awaited: int
-    """Those of them that somebody waits for."""
+    """Open sequences that a caller waits for."""
     queued: int
     """Sequences that wait for a slot."""
     slots: int
     slots_in_use: int
     retried: int
-    """Sequences that started again after a failure."""
+    """Sequences that restarted after a failure."""
     yielded: int
-    """Times that an audit gave its slot to a sequence that somebody waits for."""
+    """Times that an audit lost its slot to a sequence that a caller waits for."""
     thresholds: int
-    """Version of the thresholds that sequences begin under now."""
+    """Version of the thresholds of new sequences."""
     backend: dict[str, Any]
-    """The backend's own counts, of at most a second ago while it runs."""
+    """The backend's own counts, at most one second old while it runs."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """A sequence that somebody waits for."""
+    """A sequence that a caller waits for."""
 
     prompt: NDArray[np.int64]
     most_tokens: int
     stop: frozenset[int]
     audited: bool
     arrived: asyncio.Queue[Token | EngineError] = field(default_factory=asyncio.Queue)
-    """Bounded by the answer's length; the last token, or an error, is the last."""
+    """Queue bounded by the answer's length; the last item is the last token or an error."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens that were given, if the sequence is audited."""
+    """Tokens so far, if the sequence is audited."""
 
 
 class GeneratingModel:
-    """Generates text for many callers at once, with one thread that runs the backend.
+    """Generates text for many concurrent callers, with one thread that runs the backend.
 
-    The backend is owned: :meth:`close` closes it, in that thread.
+    The model owns the backend: :meth:`close` closes it in that thread.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class GeneratingModel:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with ``async with``, or :meth:`open`.
+        """Create the model; start it with ``async with`` or :meth:`open`.
 
-        ValueError if the thresholds are for another number of stages.
+        Raise ValueError if the thresholds are for another number of stages.
         """
         options = options or TextOptions()
         limits = limits_of(backend, batch=options.batch)
@@ -152,14 +152,14 @@ class GeneratingModel:
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._refusal: EngineError | None = None
-        """The error for new sequences, if no more are taken."""
+        """Error for new sequences, if none are accepted."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         """Set while no stream is open."""
         self._idle.set()
 
     async def open(self) -> Self:
-        """Start the thread; once."""
+        """Start the thread; call it once."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         return self
@@ -181,16 +181,17 @@ class GeneratingModel:
     ) -> AsyncGenerator[Token, None]:
         """Yield the answer to a prompt, int64[tokens], token by token.
 
-        The sequence is submitted when the first token is asked for. Closing the iterator cancels
+        The sequence is submitted when the first token is requested. Closing the iterator cancels
         it. A stop token is yielded and ends the answer. The deadline is absolute on
-        ``time.monotonic()`` and of the whole answer. A higher priority starts first.
+        ``time.monotonic()`` and applies to the whole answer. Sequences of higher priority start
+        first.
 
         Raises:
             BadInputError: The prompt or ``most_tokens`` can never be served.
             QueueFullError: Too many sequences wait.
             DeadlineExceededError: The deadline passed; the tokens up to then were yielded.
-            BackendError: The model failed on it twice.
-            DrainingError: The model takes no new sequences, or was closed amid this one.
+            BackendError: The model failed on the sequence twice.
+            DrainingError: The model accepts no new sequences, or closed before the answer's end.
         """
         if self._loop is None:
             raise RuntimeError("the model is not open: use it in `async with`, or await open()")
@@ -221,11 +222,11 @@ class GeneratingModel:
 
     @property
     def serves(self) -> bool:
-        """Whether it takes new sequences."""
+        """True if it accepts new sequences."""
         return self._loop is not None and self._refusal is None
 
     def swap(self, thresholds: TokenThresholds) -> None:
-        """Use other thresholds for sequences that begin from now on."""
+        """Use other thresholds for sequences that start from now on."""
         with self._steps.changed:
             self._scheduler.swap(thresholds)
 
@@ -250,9 +251,9 @@ class GeneratingModel:
             )
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new sequences, finish those that are open; ``False`` if some did not in time.
+        """Reject new sequences, finish the open ones; return ``False`` if some did not in time.
 
-        Audits are not waited for.
+        Audits are not awaited.
         """
         self._refuse(DrainingError("the model is draining and takes no new sequences"))
         try:
@@ -274,11 +275,11 @@ class GeneratingModel:
         self._fail_streams(closed)
 
     def _refuse(self, refusal: EngineError) -> None:
-        """Take no more sequences; the first reason stays."""
+        """Accept no more sequences; the first reason is kept."""
         self._refusal = self._refusal or refusal
 
     def _as_prompt(self, prompt: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return a prompt as the backend takes it; BadInputError if it is none."""
+        """Return a prompt as the backend expects it; BadInputError if it is invalid."""
         array = np.asarray(prompt)
         if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
             raise BadInputError(
@@ -315,7 +316,7 @@ class GeneratingModel:
         self._loop.call_soon_threadsafe(self._fail_streams, error)
 
     def _deliver(self, outcome: TextOutcome, error: EngineError | None) -> None:
-        """Hand tokens to streams and audits, and end those that ended."""
+        """Pass tokens to streams and audits, and end the streams that ended."""
         ends = {ended.sequence: ended.end for ended in outcome.ended}
         for given in outcome.given:
             if given.background:
@@ -366,7 +367,7 @@ class GeneratingModel:
             self._audits.refused(new.number)
 
     def _forget(self, number: int) -> _Stream | None:
-        """Take a stream off the open ones."""
+        """Remove a stream from the open ones."""
         stream = self._streams.pop(number, None)
         if not self._streams:
             self._idle.set()
@@ -381,5 +382,5 @@ class GeneratingModel:
 
 
 def _alike(error: EngineError) -> EngineError:
-    """Return another error of a kind: one that is raised in many places gathers their traces."""
+    """Return a new error of the same kind: one raised twice would collect both tracebacks."""
     return type(error)(str(error))

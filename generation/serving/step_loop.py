@@ -1,8 +1,7 @@
-"""Runs what the scheduler decides on a backend: one step, and all that follows from it, at a time.
+"""The loop that runs the scheduler's decisions on a backend, one step at a time.
 
-Sequences are submitted and cancelled by other threads, under the lock; the backend runs without it,
-and is called by one thread only. A call of the backend that raises fails its own rows: the
-scheduler has them try again, or ends them.
+Other threads submit and cancel sequences under the lock; one thread calls the backend, without the
+lock. If a call of the backend raises, its rows fail: the scheduler retries or ends them.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _COUNTED_EVERY_S = 1.0
 _NEVER_S = float("inf")
 
 Publish: TypeAlias = Callable[[TextOutcome, EngineError | None], None]
-"""Takes outcomes in order, and the error that made sequences fail; the lock is held."""
+"""Callback that receives outcomes in order, and the error of failed sequences; the lock is held."""
 
 
 def limits_of(backend: TextBackend, *, batch: int) -> TextLimits:
-    """Return what a scheduler has to know of a backend, for steps of at most ``batch`` rows."""
+    """Return the limits of a backend for its scheduler, for steps of at most ``batch`` rows."""
     return TextLimits(
         stages=backend.stages,
         slots=backend.slots,
@@ -60,9 +59,9 @@ class TextStageRuns(NamedTuple):
     """The runs of a stage."""
 
     batch_size: Histogram
-    """Rows of each."""
+    """Rows of each run."""
     run_s: Histogram
-    """Seconds of each."""
+    """Seconds of each run."""
 
 
 class StepLoop:
@@ -76,7 +75,7 @@ class StepLoop:
         clock: Callable[[], float],
     ) -> None:
         self.changed = threading.Condition()
-        """Guards the scheduler, and tells of new sequences."""
+        """Lock of the scheduler, notified of new sequences."""
         self.scheduler = scheduler
         self.counter = TextCounter(scheduler.limits)
         self._backend, self._publish, self._clock = backend, publish, clock
@@ -87,20 +86,22 @@ class StepLoop:
         """Rows and seconds of the runs of each stage."""
         self._queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
         self._submitted_s: dict[int, float] = {}
-        """Times of sequences that wait for their first prefill, background ones left out."""
+        """Submission times of sequences that wait for their first prefill, without background
+        ones.
+        """
         self._lines = LineLimit(clock)
         self._prompts: dict[int, NDArray[np.int64]] = {}
-        """Prompts of all sequences that have not ended: any may have to start again."""
+        """Prompts of all sequences that have not ended: each may have to restart."""
         self._closes: list[int] = []
         """Slots to close before the next step."""
         self._opened: set[int] = set()
-        """Slots that the backend was told to open."""
+        """Slots opened in the backend."""
         self.backend_statistics: dict[str, Any] = {}
-        """The backend's counts, of at most a second ago while it runs; replaced whole."""
+        """The backend's counts, at most one second old while it runs; replaced as a whole."""
         self._counted_s = -_NEVER_S
 
     def submit(self, new: NewSequence, prompt: NDArray[np.int64]) -> None:
-        """Queue a sequence; raises what the scheduler raises."""
+        """Queue a sequence; raise the errors of the scheduler."""
         with self.changed:
             self._prompts[new.number] = prompt
             now_s = self._clock()
@@ -121,7 +122,7 @@ class StepLoop:
             self.changed.notify_all()
 
     def turn(self) -> bool:
-        """Run a step and what follows from it; return whether there was one."""
+        """Run a step and its follow-up calls; return False if there was no step."""
         with self.changed:
             began_s = self._clock()
             decision = self.scheduler.next(began_s)
@@ -156,7 +157,7 @@ class StepLoop:
         return True
 
     def runs(self) -> tuple[TextStageRuns, ...]:
-        """Return the runs of each stage up to now; the lock is held."""
+        """Return the runs of each stage so far; the lock is held."""
         return tuple(TextStageRuns(rows.snapshot(), run_s.snapshot()) for rows, run_s in self._runs)
 
     def queue_s(self) -> Histogram:
@@ -164,7 +165,7 @@ class StepLoop:
         return self._queue_s.snapshot()
 
     def close(self) -> None:
-        """Free the backend; there are no more turns."""
+        """Release the backend; no step may follow."""
         self._backend.close()
 
     def _run(
@@ -186,7 +187,7 @@ class StepLoop:
         return tokens, confidences
 
     def _go_on(self, outcome: TextOutcome) -> None:
-        """Pass early exits and next tokens on to the backend; slots may be closed later."""
+        """Pass early exits and next tokens to the backend; slots may be closed later."""
         if not outcome.accepted:
             return
         slots = [row.slot for row in outcome.accepted]
@@ -219,14 +220,14 @@ class StepLoop:
         return outcome
 
     def _note_begun(self, sequences: Sequence[int], now_s: float) -> None:
-        """Count how long sequences waited whose first prefill begins; the lock is held."""
+        """Record the waiting times of sequences whose first prefill starts; the lock is held."""
         for number in sequences:
             submitted_s = self._submitted_s.pop(number, None)
             if submitted_s is not None:
                 self._queue_s.observe(now_s - submitted_s)
 
     def _count(self, *, idle: bool) -> None:
-        """Ask the backend for its counts, now and then."""
+        """Read the backend's counts from time to time."""
         now_s = self._clock()
         if idle or now_s >= self._counted_s + _COUNTED_EVERY_S:
             self._counted_s = now_s
@@ -234,10 +235,10 @@ class StepLoop:
 
     def _close_slot(self, slot: int) -> None:
         """Close a slot that the scheduler has freed, if it was opened."""
-        if slot not in self._opened:  # the prefill failed before its turn came
+        if slot not in self._opened:  # the prefill failed before it
             return
         self._opened.remove(slot)
         try:
             self._backend.close_slot(slot)
-        except Exception:  # nobody waits for it, and the next prompt overwrites it
+        except Exception:  # no caller is affected; the next prompt overwrites it
             _log.exception("slot %d could not be closed", slot)

@@ -1,9 +1,9 @@
-"""Audits: some answers are generated again in full, in the background, and compared.
+"""Audits: some answers are generated again by the full model, in the background, and compared.
 
-They are drawn when a sequence is submitted, so that the draw does not depend on the answer. When
-such a sequence has ended by itself, the same scheduler generates the full model's answer, while no
-other sequence wants the slot. Audits that could not run are counted: under full load there are no
-slots for them.
+Audits are drawn when a sequence is submitted, so that the draw does not depend on the answer. When
+such a sequence has ended normally, the same scheduler generates the full model's answer, while no
+other sequence needs the slot. Audits that could not run are counted: under full load they get no
+slots.
 """
 
 from __future__ import annotations
@@ -25,53 +25,53 @@ class TextAuditCounts:
     tokens: int = 0
     """Tokens that were compared at the same prefix."""
     differing_tokens: int = 0
-    """Tokens that differed: at most one an answer, as prefixes differ after it."""
+    """Compared tokens that differed: at most one per answer, as prefixes differ after it."""
     edits: float = 0.0
-    """Sum of the edit distances, each by the tokens of the longer answer."""
+    """Sum of the edit distances, each relative to the longer answer's tokens."""
     pending: int = 0
     """Audits that wait or run."""
     skipped: int = 0
-    """Answers that were drawn, but too many audits waited."""
+    """Answers that were drawn but not audited, since too many audits waited."""
     lost: int = 0
     """Audits that failed."""
 
 
 class TextAudits:
-    """Draws audits, and compares; used by one thread."""
+    """Draws audits, and compares answers; used by one thread."""
 
     def __init__(self, share: float, seed: int | None) -> None:
-        """``share`` of the sequences are audited; ``seed`` is ``None`` for any."""
+        """Audit ``share`` of the sequences; ``seed`` is ``None`` for a random one."""
         self.share = share
         self._random = random.Random(seed)  # noqa: S311 - no secret
         self._served: dict[int, tuple[int, ...]] = {}
         """Served answers, by number of the audit."""
         self._full: dict[int, list[int]] = {}
-        """Tokens of the full model up to now, by number of the audit."""
+        """Tokens of the full model so far, by number of the audit."""
         self._counts = TextAuditCounts()
 
     def draw(self) -> bool:
-        """Draw whether a sequence is audited."""
+        """Return True if a sequence is to be audited."""
         return self._random.random() < self.share
 
     def begin(self, number: int, served: tuple[int, ...]) -> None:
-        """Note that an audit was submitted."""
+        """Record that an audit was submitted."""
         self._served[number], self._full[number] = served, []
 
     def skipped(self) -> None:
-        """Count an answer that is not audited after all."""
+        """Count an answer that was drawn but is not audited."""
         self._add(skipped=1)
 
     def refused(self, number: int) -> None:
-        """Note that an audit that began found no room."""
+        """Record that an audit found the queue full."""
         del self._served[number], self._full[number]
         self.skipped()
 
     def given(self, number: int, token: int) -> None:
-        """Note a token of the full model's answer."""
+        """Record a token of the full model's answer."""
         self._full[number].append(token)
 
     def ended(self, number: int, *, whole: bool) -> None:
-        """Compare, if the full model's answer is whole."""
+        """Compare the answers, if the full model's is complete."""
         served, full = self._served.pop(number), self._full.pop(number)
         if not whole:
             self._add(lost=1)
@@ -91,7 +91,7 @@ class TextAudits:
         return self._counts
 
     def _add(self, **more: float) -> None:
-        """Add to some counts."""
+        """Increase some counts."""
         self._counts = replace(
             self._counts, **{name: getattr(self._counts, name) + n for name, n in more.items()}
         )

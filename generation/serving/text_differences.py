@@ -13,15 +13,15 @@ class TextDifference:
     """The difference between a served answer and the full model's."""
 
     compared: int
-    """Tokens that were chosen at the same prefix: up to the first that differs, that one too."""
+    """Tokens chosen at the same prefix: up to and including the first that differs."""
     differs: bool
-    """Whether the answers differ anywhere; then the last of ``compared`` does."""
+    """True if the answers differ anywhere; then the last of ``compared`` differs."""
     edits: float
-    """Edit distance by the tokens of the longer answer, 0 to 1."""
+    """Edit distance relative to the tokens of the longer answer, 0 to 1."""
 
 
 def compare_texts(served: Sequence[int], full: Sequence[int]) -> TextDifference:
-    """Compare two answers, of which at least one has a token."""
+    """Compare two answers, of which at least one is not empty."""
     alike = _alike(served, full)
     differs = len(served) != len(full) or alike < len(full)
     return TextDifference(
@@ -32,6 +32,6 @@ def compare_texts(served: Sequence[int], full: Sequence[int]) -> TextDifference:
 
 
 def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens that two sequences have in common from the start."""
+    """Count the tokens of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

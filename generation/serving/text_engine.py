@@ -1,4 +1,4 @@
-"""An engine of generating models, as the server asks for one."""
+"""An engine of generating models, with the interface that the server expects."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ _log = logging.getLogger(__name__)
 class TextEngine:
     """Serves generating models: a :class:`~offramp.server.common.served.ServedEngine`.
 
-    Each model has a thread and caches of its own. All methods are called on the event loop.
+    Each model has its own thread and caches. All methods are called on the event loop.
     """
 
     def __init__(self, options: EngineOptions | None = None) -> None:
-        """Begin without models; see :meth:`open`."""
+        """Create an engine without models; see :meth:`open`."""
         self._options = options or EngineOptions()
         self._served: dict[str, ServedText] = {}
         self._numbers: dict[str, int] = {}
-        """Versions of each name up to now."""
+        """Number of versions of each name so far."""
         self._earlier: dict[str, CountersSnapshot] = {}
-        """Counts of the versions before that are closed, of names that are served."""
+        """Counts of closed earlier versions, by names that are served."""
         self._before: dict[str, list[ServedText]] = {}
-        """Versions before that still answer requests."""
+        """Earlier versions that still answer requests."""
         self._finishing: dict[ServedText, asyncio.Task[None]] = {}
-        """Versions that take no new requests."""
+        """Versions that accept no new requests."""
         self._leaving = self._draining = False
 
     @classmethod
     async def open(cls, models: Mapping[str, Path], options: EngineOptions | None = None) -> Self:
-        """Load models by the names to serve; raises what :meth:`load` does."""
+        """Load models under the names to serve; raise the errors of :meth:`load`."""
         engine = cls(options)
         try:
             for name, path in models.items():
@@ -58,15 +58,15 @@ class TextEngine:
         return engine
 
     async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
-        """Serve a generating bundle under a name, new or in the place of what it has.
+        """Serve a generating bundle under a new name, or replace the version of the name.
 
-        The version before answers the requests that it has.
+        The previous version answers the requests that it has.
 
         Raises:
             DrainingError: The engine is shutting down.
-            OptionsError: No client can ask for the name.
+            OptionsError: Clients cannot use the name.
             BundleError: The bundle is absent, damaged or of another version.
-            BackendError: A graph of it cannot be loaded.
+            BackendError: One of its graphs cannot be loaded.
         """
         if self._draining:
             raise DrainingError("the server is shutting down; load the model into another one")
@@ -86,7 +86,7 @@ class TextEngine:
             self._finish(before)
 
     async def unload(self, name: str) -> None:
-        """Take no more requests under a name; those submitted before are answered."""
+        """Accept no more requests for a name; earlier ones are answered."""
         served = self._named(name)
         if self._draining:
             raise DrainingError("the server is shutting down; it unloads all models itself")
@@ -105,8 +105,8 @@ class TextEngine:
         source: str = "",
         timeline: RequestTimeline | None = None,
     ) -> EngineResult:
-        """Answer a prompt with a whole text; see :meth:`infer_stream`."""
-        del source, timeline  # nothing is learned from requests, and stages are not timed by each
+        """Answer a prompt with a complete text; see :meth:`infer_stream`."""
+        del source, timeline  # requests are neither recorded nor timed by stage
         served = self._named(model)
         given: list[PiecedToken] = []
         stream = served.tokens(inputs, deadline_s=deadline_s, priority=priority)
@@ -124,15 +124,15 @@ class TextEngine:
         source: str = "",
         timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[StreamResult, None]:
-        """Answer a prompt with a result for every token, as soon as it is there.
+        """Answer a prompt with one result per token, as soon as it is available.
 
-        Inputs are those of :mod:`.text_requests`. Results have an exit and a confidence for each of
-        their tokens. Closing the iterator withdraws the request at the next token. The deadline is
-        that of the whole answer; what was generated before it is yielded.
+        Inputs are those of :mod:`.text_requests`. Results have an exit and a confidence for each
+        token. Closing the iterator cancels the request at the next token. The deadline applies to
+        the whole answer; tokens generated before it are yielded.
 
         Raises:
             ModelNotServedError: No such model.
-            BadInputError: A tensor is not what the model takes, or the prompt is too long.
+            BadInputError: A tensor is invalid for the model, or the prompt is too long.
             QueueFullError: Too many sequences wait for a slot.
             DeadlineExceededError: The deadline passed.
             DrainingError: The engine is shutting down.
@@ -147,15 +147,15 @@ class TextEngine:
                 yield self._result(served, [given], ResultKind.LAST if last else ResultKind.PART)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Describe the served models."""
+        """Return the descriptions of the served models."""
         return tuple(served.info for served in self._served.values())
 
     def model(self, name: str) -> ModelInfo:
-        """Describe a model; ModelNotServedError."""
+        """Return the description of a model; ModelNotServedError if it is not served."""
         return self._named(name).info
 
     def ready(self, model: str | None = None) -> bool:
-        """Return whether a model, or every model, takes requests."""
+        """Return True if a model, or every model, accepts requests."""
         if self._leaving or self._draining:
             return False
         if model is None:
@@ -163,31 +163,31 @@ class TextEngine:
         return model in self._served and self._served[model].serves
 
     def live(self) -> bool:
-        """Return whether some model takes requests: one that broke needs a new process."""
+        """Return True if some model accepts requests: a broken one needs a new process."""
         return not self._served or any(served.serves for served in self._served.values())
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
-        """Take a snapshot of every model."""
+        """Return a snapshot of every model."""
         return {
             name: served.statistics(version=self._numbers[name], earlier=self._counts_before(name))
             for name, served in self._served.items()
         }
 
     def leave(self) -> None:
-        """Be not ready from now on, but answer requests all the same, until :meth:`drain`."""
+        """Report not ready from now on, but still answer requests, until :meth:`drain`."""
         self._leaving = True
 
     def flush(self) -> None:
-        """Do nothing: no sequence ever waits for others to share a step with."""
+        """Do nothing: no sequence waits for others to share a step with."""
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
+        """Reject new requests, finish those in flight; return ``False`` if some did not in time."""
         self._draining = True
         every = (*self._served.values(), *self._finishing)
         return all(await asyncio.gather(*(served.drain(timeout_s) for served in every)))
 
     async def close(self) -> None:
-        """Stop all threads and free all caches; unfinished requests fail."""
+        """Stop all threads and release all caches; unfinished requests fail."""
         self._draining = True
         finishing = tuple(self._finishing.values())
         for task in finishing:
@@ -216,20 +216,20 @@ class TextEngine:
         )
 
     def _counts_before(self, name: str) -> CountersSnapshot | None:
-        """Return the counts of all versions of a name before the one that is served."""
+        """Return the counts of all versions of a name before the served one."""
         closed = self._earlier.get(name)
         counts = [] if closed is None else [closed]
         counts += [each.statistics() for each in self._before.get(name, ())]
         return reduce(add_counts, counts) if counts else None
 
     def _finish(self, served: ServedText) -> None:
-        """Close a version once its requests are answered."""
+        """Close a version when its requests are answered."""
         task = asyncio.create_task(served.finish(), name=f"finishing {served.info.name}")
         self._finishing[served] = task
         task.add_done_callback(lambda _: self._finished(served))
 
     def _finished(self, served: ServedText) -> None:
-        """Keep the counts of a version, if its name has another one now."""
+        """Keep the counts of a closed version, if its name has a newer one."""
         name = served.info.name
         del self._finishing[served]
         if served in self._before.get(name, ()):

@@ -1,4 +1,4 @@
-"""Generating models in Prometheus' terms and in the words of the status page."""
+"""Prometheus metrics and status page section of generating models."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def text_families(models: Sequence[tuple[str, ModelStatistics]]) -> Iterator[Met
 
 
 def text_section(statistics: ModelStatistics) -> str | None:
-    """Return the part of the status page of a generating model; ``None`` for other models."""
+    """Return the section of the status page of a generating model; ``None`` for other models."""
     status = text_status(statistics)
     return None if status is None else _template().render(figures=_figures(status))
 
@@ -94,7 +94,7 @@ def _ends(known: Sequence[tuple[str, TextStatus]]) -> Metric:
 
 
 def _figures(status: TextStatus) -> list[tuple[str, str]]:
-    """Return values and what they are of."""
+    """Return the figures of the page: values and their descriptions."""
     found, audits, first = status.statistics, status.statistics.audits, status.first_token_s
     figures = [
         (f"{found.slots_in_use} of {found.slots}", f"slots of {status.length} tokens in use"),

@@ -1,4 +1,4 @@
-"""Text from tokens and back: a bundle's tokenizer, and the text of an answer piece by piece."""
+"""Conversion between text and tokens: a bundle's tokenizer, and incremental text of an answer."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from offramp.bundle.optional_imports import optional_import
 from offramp.engine.common.errors import BackendError
 
 _BROKEN: Final = "\ufffd"
-"""Stands in the text for bytes that are no whole character, perhaps not yet."""
+"""Replacement character for bytes that are not a complete character, perhaps not yet."""
 
 
 class TextCodec(Protocol):
-    """Makes tokens of a text, and a text of tokens."""
+    """Converts text to tokens, and tokens to text."""
 
     def encode(self, text: str) -> Sequence[int]:
-        """Return the tokens of a prompt, with those that a prompt begins or ends with."""
+        """Return the tokens of a prompt, including special tokens at its start or end."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         ...
 
 
@@ -28,7 +28,7 @@ class BundleTokenizer:
     """A tokenizer of the package ``tokenizers``: a :class:`TextCodec`."""
 
     def __init__(self, content: bytes) -> None:
-        """Read the content of a ``tokenizer.json``; BackendError if that cannot be done."""
+        """Read the content of a ``tokenizer.json``; BackendError if that fails."""
         remedy = "pip install 'offramp[text]'"
         with optional_import("tokenizers", install=remedy, raises=BackendError):
             from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
@@ -51,24 +51,24 @@ class BundleTokenizer:
 
 
 class TextPieces:
-    """Makes pieces of text of tokens as they come; joined, they are the text of all tokens.
+    """Converts tokens to pieces of text as they arrive; joined, they are the text of all tokens.
 
-    A token may be a part of a character only (byte-level tokens), and its text may depend on the
-    one before it (the space between words). So a token is decoded together with the last ones
-    before it, and bytes at the end that are no character wait for the tokens after them.
+    A token may be only a part of a character (byte-level tokens), and its text may depend on the
+    previous token (the space between words). So a token is decoded together with the last ones
+    before it, and trailing bytes that are not a character wait for the next tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        """The last tokens: those of a piece that was given, and those after them."""
+        """Last tokens: those of the last returned piece, and those after them."""
         self._before = 0
-        """Tokens of the window that ended with a whole character."""
+        """Number of tokens of the window that end with a complete character."""
         self._given = 0
-        """Characters of the window's text that were given."""
+        """Number of characters of the window's text that were returned."""
 
     def add(self, token: int) -> str:
-        """Return the text that a token adds; empty while it ends amid a character."""
+        """Return the text that a token adds; empty while it ends within a character."""
         self._window.append(token)
         text = self._decode(self._window)
         whole = text.rstrip(_BROKEN)
@@ -81,7 +81,7 @@ class TextPieces:
         return piece
 
     def end(self) -> str:
-        """Return what is left, where the tokens end amid a character."""
+        """Return the rest, if the tokens end within a character."""
         rest = self._decode(self._window)[self._given :] if self._window else ""
         self._window, self._before, self._given = [], 0, 0
         return rest

@@ -1,4 +1,4 @@
-"""Requests for text as tensors, by the names of Triton's generate extension, and its answers."""
+"""Text requests and answers as tensors, with the names of Triton's generate extension."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MAX_TOKENS: Final = TensorSpec(name="max_tokens", dtype="int32", shape=(1,))
 OUTPUT_IDS: Final = TensorSpec(name="output_ids", dtype="int64", shape=("answer",))
 TEXT_OUTPUT: Final = StringSpec(name="text_output", shape=(1,))
 END: Final = "offramp_end"
-"""Parameter of the last response: the reason why the answer ends there."""
+"""Parameter of the last response: the reason why the answer ends."""
 _QUICK_CHARACTERS: Final = 4096
-"""Longer texts are made tokens of on a thread."""
+"""Number of characters above which a text is tokenized on a thread."""
 
 
 class TextRequest(NamedTuple):
-    """What a request asks for."""
+    """Contents of a request."""
 
     prompt: NDArray[np.int64]
     most_tokens: int
@@ -38,7 +38,7 @@ class TextRequest(NamedTuple):
 async def read_text_request(
     info: ModelInfo, inputs: Mapping[str, NDArray[Any]], codec: TextCodec | None, most_tokens: int
 ) -> TextRequest:
-    """Read a request, which has ``most_tokens`` unless it says otherwise; BadInputError."""
+    """Read a request; ``most_tokens`` applies unless it has its own limit; BadInputError."""
     if wrong := check_tensors(info.inputs, inputs, unread=info.optional):
         raise BadInputError(f"{info.name}: {wrong}")
     if MAX_TOKENS.name in inputs:
@@ -69,9 +69,9 @@ async def read_text_request(
 def text_result(
     tokens: Sequence[Token], text: str, *, stages: int, kind: ResultKind, policy: int, texts: bool
 ) -> StreamResult:
-    """Return an answer, or a part of one, with an exit and a confidence for every token.
+    """Return an answer, or a part of one, with an exit and a confidence per token.
 
-    ``policy`` is the version of the thresholds; ``texts`` is whether there is a tokenizer.
+    ``policy`` is the version of the thresholds; ``texts`` is true if there is a tokenizer.
     """
     count = len(tokens)
     given = np.array([token.stage for token in tokens], np.int32)

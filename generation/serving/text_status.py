@@ -1,4 +1,4 @@
-"""What the statistics of a generating model have besides those of every model."""
+"""Additional statistics of a generating model."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from offramp.generation.serving.serving_options import NAME
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextStatus:
-    """A snapshot of a generating model that is served."""
+    """A snapshot of a served generating model."""
 
     statistics: TextStatistics
     layers: tuple[int, ...]
-    """Layers that a token ran which each stage gave; the last are all."""
+    """Number of layers that a token ran, by the stage where it left; the last is all layers."""
     length: int
-    """Tokens that a slot has memory for."""
+    """Tokens that fit a slot."""
     cache_bytes: int
-    """Memory of all slots."""
+    """Memory of all slots, in bytes."""
     first_token_s: Histogram
-    """Seconds from a request to its first token."""
+    """Time from a request to its first token, in seconds."""
     evidence: TextEvidence | None
-    """The promise, where exits are in use."""
+    """The promise, if exits are in use."""
 
     @property
     def layers_run(self) -> float:
@@ -35,7 +35,7 @@ class TextStatus:
 
 
 def text_status(statistics: ModelStatistics) -> TextStatus | None:
-    """Return what the extension knows of a model; ``None`` if it is none of its models."""
+    """Return the extension's statistics of a model; ``None`` if it is not a generating model."""
     found = statistics.extensions.get(NAME)
     return found if isinstance(found, TextStatus) else None
 

@@ -13,27 +13,27 @@ _log = logging.getLogger(__name__)
 
 
 class TextThread(threading.Thread):
-    """Takes turns of a step loop until it is stopped; then it frees the backend."""
+    """Runs a step loop until it is stopped; then it releases the backend."""
 
     def __init__(self, loop: StepLoop, broken: Callable[[OutOfServiceError], None]) -> None:
-        """``broken`` is told, with the lock held, why there will be no more turns."""
+        """Create the thread; ``broken`` is called once, under the lock, if the loop fails."""
         super().__init__(name="text", daemon=True)
         self._loop, self._broken = loop, broken
         self._stopped = False
 
     def stop(self) -> None:
-        """Take no more turns; the one that runs ends first."""
+        """Stop after the running step."""
         with self._loop.changed:
             self._stopped = True
             self._loop.changed.notify_all()
 
     def run(self) -> None:
-        """Take turns."""
+        """Run steps."""
         try:
             while not self._stopped:
                 if not self._loop.turn():
                     self._wait()
-        except Exception as error:  # those who wait must be told
+        except Exception as error:  # callers that wait must receive it
             _log.exception("generating text is out of service")
             with self._loop.changed:
                 self._broken(OutOfServiceError(f"out of service: {error!r}"))
@@ -41,7 +41,7 @@ class TextThread(threading.Thread):
             self._loop.close()
 
     def _wait(self) -> None:
-        """Wait for a sequence: while there is any, there is something to run."""
+        """Wait for a sequence: while there is one, there is a step to run."""
         with self._loop.changed:
             while not self._stopped and not self._loop.scheduler.sequences:
                 self._loop.changed.wait()

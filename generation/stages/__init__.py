@@ -1,1 +1,1 @@
-"""What runs for one token: stages of decoder layers, their exits, and the caches behind them."""
+"""Execution of tokens: stages of decoder layers, their exits, and the caches of sequences."""

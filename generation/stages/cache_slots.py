@@ -1,8 +1,8 @@
 """Keys and values of sequences, in slots that are allocated once.
 
-A slot has room for so many positions in every decoder layer. A step reads what is filled of some
-slots, padded on the right to the longest, and writes the keys and values of the new positions.
-Layers are filled to different lengths where tokens left before the deeper ones.
+A slot has space for a fixed number of positions in every decoder layer. A step reads the filled
+positions of some slots, padded on the right to the longest, and writes the keys and values of the
+new positions. Layers are filled to different lengths where tokens left before the deeper ones.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ FloatArray: TypeAlias = NDArray[np.float32]
 
 
 class Span(NamedTuple):
-    """Positions of some slots that follow each other; of each slot any number."""
+    """Consecutive positions of some slots, any number for each slot."""
 
     slots: IntArray
     """[n]."""
     starts: IntArray
-    """[n]: the first position of each."""
+    """[n]: first position of each slot."""
     counts: IntArray
-    """[n]: positions of each, 1 at least."""
+    """[n]: number of positions of each slot, at least 1."""
 
     def part(self, rows: NDArray[np.intp] | slice) -> Span:
-        """Return some of the rows."""
+        """Return the span of some rows."""
         return Span(self.slots[rows], self.starts[rows], self.counts[rows])
 
     @property
     def ends(self) -> IntArray:
-        """The positions behind each."""
+        """[n]: the position after the last of each slot."""
         return self.starts + self.counts
 
 
@@ -43,20 +43,20 @@ class _Part(NamedTuple):
     """Caches of some layers of equal heads and size."""
 
     names: tuple[str, ...]
-    """Inputs that read them: keys and values of each layer in turn."""
+    """Names of the inputs that read them: keys and values of each layer in turn."""
     output: str
-    """Output with what is new of all of them."""
+    """Name of the output with the new keys and values of all of them."""
     held: FloatArray
-    """A view, [layers * 2, slots, heads, length, size]."""
+    """View of the cache, [layers * 2, slots, heads, length, size]."""
     firsts: IntArray
-    """[layers * 2, 1]: row of each one's slot 0 where both first axes are one."""
+    """[layers * 2, 1]: row of slot 0 of each, if the first two axes are flattened."""
 
 
 class CacheSlots:
     """Keys and values float32 [slots, heads, length, size] of some layers.
 
-    Those of equal heads and size are one array: to read or to write all of a stage is then one call
-    of numpy. One call for each layer took longer than the layers themselves.
+    Layers of equal heads and size share one array, so that one call of numpy reads or writes all
+    layers of a stage. One call per layer took longer than the layers themselves.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CacheSlots:
         slots: int,
         length: int,
     ) -> None:
-        """Allocate them; ``sizes`` are heads and size of each layer, ``name`` names inputs."""
+        """Allocate the caches; ``sizes`` are heads and size by layer, ``name`` names inputs."""
         self.length = length
         self._sizes, self._name = tuple(sizes), name
         self._held: dict[tuple[int, int], FloatArray] = {
@@ -80,28 +80,29 @@ class CacheSlots:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that all slots take."""
+        """Memory of all slots."""
         return sum(held.nbytes for held in self._held.values())
 
     def read(self, layers: range, slots: IntArray, longest: int) -> dict[str, FloatArray]:
         """Copy the first positions of some slots: float32 [n, heads, longest, size] by input.
 
-        What is beyond a slot's filled length is 0, or what a later position was.
+        Positions beyond a slot's filled length are 0, or hold a later position's old values.
         """
         read: dict[str, FloatArray] = {}
         for part in self._parts(layers):
             count, _, heads, length, size = part.held.shape
             flat = part.held.reshape(-1, heads, length, size)
-            # Whole slots would be copied by flat[rows] first, however short the sequences are.
+            # Not flat[rows][..., :longest], which would first copy whole slots, however short the
+            # sequences.
             copied = flat[(part.firsts + slots).reshape(-1), :, :longest]
             each = copied.reshape(count, len(slots), heads, longest, size)
             read |= zip(part.names, each, strict=True)
         return read
 
     def write(self, layers: range, span: Span, new: Mapping[str, FloatArray]) -> None:
-        """Write new positions of some layers, of each slot as many as the span has.
+        """Write the new positions of a span in some layers.
 
-        ``new`` has them as :func:`.stacked_name` tells.
+        ``new`` has the outputs of :func:`.stacked_name`.
         """
         for part in self._parts(layers):
             stacked = new[part.output]
@@ -113,7 +114,7 @@ class CacheSlots:
                 part.held[:, slot, :, start : start + count] = rows[:, row, :, :count]
 
     def _parts(self, layers: range) -> list[_Part]:
-        """Return the caches of some layers, by their sizes."""
+        """Return the caches of some layers, grouped by size."""
         if layers not in self._known:
             self._known[layers] = [
                 self._part(size, [n for n in layers if self._sizes[n] == size])
@@ -134,15 +135,15 @@ class CacheSlots:
     def clear(self, slot: int, filled: int) -> None:
         """Set the first positions of a slot to 0.
 
-        Padding is masked, but 0 times what is no number is none: what a failed sequence left would
-        spoil the next one of its slot.
+        Padding is masked, but 0 times NaN is NaN: values that a failed sequence left would spoil
+        the next sequence of its slot.
         """
         for held in self._held.values():
             held[:, slot, :, :filled] = 0
 
 
 def padded_rows(rows: Sequence[IntArray], width: int) -> IntArray:
-    """Lay out tokens of different lengths, padded on the right with 0: int64 [n, width]."""
+    """Return token rows of different lengths as int64 [n, width], padded on the right with 0."""
     padded = np.zeros((len(rows), width), np.int64)
     for place, row in enumerate(rows):
         padded[place, : len(row)] = row

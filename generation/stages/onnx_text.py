@@ -1,12 +1,12 @@
 """The backend of generating models on ONNX Runtime, on the CPU.
 
-A stage is a session of its layers; exits share one session of norm and LM head, unless they have a
-head of their own. Where an exit has a judge, only tokens that leave run the head.
+A stage is a session of its layers; exits share one session of norm and LM head, unless they have
+their own head. If an exit has a judge, the head runs only for tokens that leave.
 
-Slots know how far each stage has come: a token of a stage is at its sequence's place, and every
-position between what the stage has filled and that place runs with it. With state propagation that
-is the token alone, as what it skips is filled when it leaves. With catch-up those are the earlier
-tokens that left before, whose states are kept.
+Each slot records how far each stage has come. A stage runs all positions that it has not filled
+yet, up to the position of the sequence's token. With state propagation that is the token alone, as
+skipped layers are filled when it leaves. With catch-up it includes earlier tokens that left before
+the stage; their states are kept.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ Arrays: TypeAlias = dict[str, NDArray[Any]]
 
 
 class _Graph:
-    """A loaded graph, which takes of its inputs what it reads."""
+    """A loaded graph, which selects the inputs that it reads."""
 
     def __init__(self, graph: LoadedGraph) -> None:
         self.read = frozenset(graph.read)
         self.sizes = tuple(s for s in ("tokens", "past", "source") if size_name(s) in graph.read)
-        """Sizes that it reads from inputs of their own."""
+        """Sizes that it reads from additional inputs."""
         self._fed, self._given, self._execute = tuple(graph.read), list(graph.given), graph.execute
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
@@ -62,7 +62,7 @@ class _Graph:
 
 
 class _Source(NamedTuple):
-    """What a stage last read of prompts: it stays the same while the rows do."""
+    """Inputs from prompts that a stage last read; unchanged while its rows are the same."""
 
     slots: list[int]
     feeds: Arrays
@@ -85,8 +85,9 @@ class OnnxTextBackend:
         """Load all graphs and allocate the caches.
 
         ``read`` returns a graph by its file; ``weights`` is the folder of the weights that graphs
-        name. ``length`` are tokens of prompt and answer, of an encoder-decoder those of the answer,
-        and ``source_length`` those of its prompt. BackendError if a graph cannot be loaded.
+        refer to. ``length`` is in tokens of prompt and answer, or of the answer only for an
+        encoder-decoder, with ``source_length`` for its prompt. Raise BackendError if a graph cannot
+        be loaded.
         """
         if slots < 1 or length < 2 or (model.encoder and source_length < 1):
             raise BackendError(
@@ -126,16 +127,16 @@ class OnnxTextBackend:
         crossed = [(x.cross_heads, x.cross_size) for x in model.layers if x.cross_heads]
         self._cross = CacheSlots(crossed, cross_name, slots=slots, length=source_length)
         self._sources: dict[int, _Source] = {}
-        """By stage."""
+        """Inputs from prompts by stage."""
         self._source = np.zeros(slots, np.int64)
-        """Tokens of the prompt of an encoder-decoder."""
+        """Prompt tokens of an encoder-decoder, by slot."""
         kept = length if self._catches_up else 1
         self._states = [np.zeros((slots, kept, model.width), np.float32) for _ in model.stages[1:]]
-        """What enters stages 1 and on: of all positions, or of the last token alone."""
+        """Inputs of stages 1 and later: of all positions, or of the last token only."""
         self._place = np.full(slots, _CLOSED)
-        """Position of the token that runs."""
+        """Position of the running token, by slot."""
         self._filled = np.zeros((self.stages, slots), np.int64)
-        """Positions that have keys and values in the layers of a stage."""
+        """Number of positions with keys and values in the layers of a stage."""
         self._next = np.zeros(slots, np.int64)
         self._prompts: dict[int, IntArray] = {}
         self._counts = dict.fromkeys(
@@ -153,7 +154,7 @@ class OnnxTextBackend:
         source_length: int = 0,
         threads: int = 1,
     ) -> Self:
-        """Load a bundle, of which sessions map the weights; as :meth:`__init__` otherwise."""
+        """Load a bundle; sessions map its weights into memory. Otherwise as :meth:`__init__`."""
         folder = bundle.weight_folder()
         named = folder is not None and is_text(folder)
         return cls(
@@ -167,7 +168,7 @@ class OnnxTextBackend:
         )
 
     def open(self, slot: int, inputs: NDArray[np.int64]) -> None:
-        """Begin a sequence in a free slot; BackendError if its prompt cannot fit or is none."""
+        """Start a sequence in a free slot; BackendError if its prompt is invalid or too long."""
         prompt = np.asarray(inputs, np.int64)
         if prompt.ndim != 1 or not 1 <= len(prompt) <= self.longest_prompt:
             raise BackendError(
@@ -201,7 +202,7 @@ class OnnxTextBackend:
     def run(
         self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
     ) -> TokenAnswers:
-        """Run a stage for one token of each slot, and for those that have to catch up with it."""
+        """Run a stage for one token of each slot, and for earlier tokens that must catch up."""
         with _failures(f"stage {stage} on {len(slots)} rows"):
             rows = np.array(slots, np.int64)
             self._check_room(rows)
@@ -214,7 +215,7 @@ class OnnxTextBackend:
             return self._answer(stage, _joined(parts, len(rows)), limits)
 
     def states_behind(self, stage: int, slots: Sequence[int]) -> NDArray[np.float32]:
-        """Return the states behind a stage, but the last, that slots have just run: [n, width]."""
+        """Return the outputs [n, width] of a stage, except the last, that slots have just run."""
         rows = np.array(slots, np.int64)
         places = self._place[rows] if self._catches_up else 0
         states: NDArray[np.float32] = self._states[stage][rows, places]
@@ -225,7 +226,7 @@ class OnnxTextBackend:
         graph = self._fills[stage]
         if graph is None:
             return
-        with _failures(f"propagation behind stage {stage} on {len(slots)} rows"):
+        with _failures(f"propagation after stage {stage} on {len(slots)} rows"):
             rows = np.array(slots, np.int64)
             places = self._place[rows]
             span = Span(rows, places, np.ones_like(rows))
@@ -235,14 +236,14 @@ class OnnxTextBackend:
             self._counts["propagated"] += len(rows)
 
     def accept(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Take the token of each slot that stage 0 runs next."""
+        """Set the token of each slot that stage 0 runs next."""
         rows = np.array(slots, np.int64)
         self._next[rows] = np.asarray(tokens)
         self._place[rows] += 1
 
     def close_slot(self, slot: int) -> None:
-        """Free a slot, and clear what it was filled with."""
-        # A step that failed may have written one place more than what counts as filled.
+        """Release a slot, and clear its filled positions."""
+        # A failed step may have written one position more than the filled ones.
         written = int(max(self._filled[:, slot].max(), self._place[slot] + 1))
         self._caches.clear(slot, written)
         self._cross.clear(slot, int(self._source[slot]))
@@ -255,7 +256,7 @@ class OnnxTextBackend:
         self._prompts.pop(slot, None)
 
     def close(self) -> None:
-        """Free all graphs and caches; nothing can be run any more."""
+        """Release all graphs and caches; nothing can run afterwards."""
         self._segments, self._adapters, self._fills, self._states = [], [], [], []
         self._heads, self._judges = [], []
         del self._head, self._encoder
@@ -265,8 +266,8 @@ class OnnxTextBackend:
     def statistics(self) -> dict[str, Any]:
         """Return counts of tokens: prefilled, propagated and caught up with, and rows by stage.
 
-        ``padding`` are places of shorter prompts that ran next to longer ones, ``headed`` the rows
-        that a head ran for.
+        ``padding`` counts padded positions of shorter prompts next to longer ones, ``headed`` the
+        rows for which a head ran.
         """
         used = int((self._place != _CLOSED).sum())
         held = self._caches.size_bytes + self._cross.size_bytes
@@ -282,7 +283,7 @@ class OnnxTextBackend:
         longest = int(span.counts.max())
         ids = padded_rows([self._prompts[slot][:-1] for slot in span.slots], longest)
         width = longest if self.model.several else 1
-        for start in range(0, longest, width):  # of prompts of one length, where that is 1
+        for start in range(0, longest, width):  # width 1: prompts have one length
             counts = np.minimum(span.counts - start, width)
             now = Span(span.slots, span.starts + start, counts)
             fed: Arrays = {IDS: ids[:, start : start + width]}
@@ -292,7 +293,7 @@ class OnnxTextBackend:
         self._count_padded(span)
 
     def _encode(self, span: Span) -> None:
-        """Run the encoder, and keep the keys and values that layers make of its output."""
+        """Run the encoder, and keep the keys and values that layers compute from its output."""
         assert self._encoder is not None, "asked for by encoder-decoders alone"
         for rows in [slice(None)] if MASK in self._encoder.read else _equal_rows(span.counts):
             part = span.part(rows)
@@ -305,9 +306,9 @@ class OnnxTextBackend:
             self._count_padded(part)
 
     def _advance(self, stage: int, span: Span) -> Arrays:
-        """Run a stage up to the token of each slot; return the states of those [n, 1, width].
+        """Run a stage up to the token of each slot; return its states [n, 1, width].
 
-        Under ``state``, and ``previous_state`` where the exit reads that.
+        The keys are ``state``, and ``previous_state`` if the exit reads it.
         """
         width = int(span.counts.max())
         for start in range(0, width, 1 if not self.model.several else width):
@@ -326,7 +327,7 @@ class OnnxTextBackend:
         return {name: states[places][:, None] for name, states in ends.items()}
 
     def _entering(self, stage: int, span: Span) -> Arrays:
-        """Gather what enters a stage; behind a row's last position that one again, as padding."""
+        """Return the inputs of a stage; rows are padded by repeating their last position."""
         if stage == 0:
             return {IDS: self._next[span.slots][:, None]}
         kept = self._states[stage - 1]
@@ -335,7 +336,7 @@ class OnnxTextBackend:
         return {STATE: kept[span.slots[:, None], _places(span, int(span.counts.max()))]}
 
     def _keep(self, stage: int, span: Span, states: NDArray[np.float32]) -> None:
-        """Keep what enters the next stage."""
+        """Keep the inputs of the next stage."""
         if stage == self.stages - 1:
             return
         kept = self._states[stage]
@@ -348,8 +349,8 @@ class OnnxTextBackend:
     def _step(self, stage: int, span: Span, fed: Arrays) -> Arrays:
         """Run the layers of a stage on a span of new positions, and write their caches.
 
-        ``fed`` are tokens or states [n, tokens, ...] of which each row has its count. Returns what
-        the graph does; of states, those of padding mean nothing.
+        ``fed`` are tokens or states [n, tokens, ...]; the span has the count of each row. Return
+        the outputs of the graph; states of padding are meaningless.
         """
         graph, layers = self._segments[stage], self._layers[stage]
         past, tokens = int(span.starts.max()), next(iter(fed.values())).shape[1]
@@ -367,7 +368,7 @@ class OnnxTextBackend:
         return given
 
     def _source_feeds(self, stage: int, slots: IntArray) -> Arrays:
-        """Return the keys and values of prompts, and their mask, copied where the rows changed."""
+        """Return the keys and values of prompts, and their mask, copied if the rows changed."""
         known, rows = self._sources.get(stage), slots.tolist()
         if known is None or known.slots != rows:
             counts = self._source[slots]
@@ -378,23 +379,23 @@ class OnnxTextBackend:
         return known.feeds
 
     def _forget_sources(self, slots: Sequence[int]) -> None:
-        """Forget what stages read of prompts that change."""
+        """Drop cached inputs of prompts that change."""
         changed, known = set(slots), self._sources.items()
         self._sources = {n: one for n, one in known if changed.isdisjoint(one.slots)}
 
     def _fill(self, graph: _Graph, stage: int, span: Span) -> None:
-        """Make keys and values of the state that left behind a stage, in all later layers."""
+        """Compute keys and values of all later layers from the states that left at a stage."""
         feeds = self._sizes(graph, span, 1) if graph.sizes else {}
         feeds |= {STATE: self._states[stage][span.slots], POSITIONS: span.starts[:, None]}
         layers = range(self.model.stages[stage].end, len(self.model.layers))
         self._caches.write(layers, span, graph.run(feeds))
 
     def _answer(self, stage: int, ends: Arrays, limits: Sequence[float] | None) -> TokenAnswers:
-        """Ask the exit of a stage, or the model's end, what the states [n, 1, width] say."""
+        """Run the exit of a stage, or the model's end, on states [n, 1, width]."""
         judge, states = self._judges[stage], ends[STATE]
         if judge is None:
             given = self._read_off(stage, states)
-            # What is no number is never sure.
+            # NaN counts as confidence 0.
             sure = np.fmax(given[CONFIDENCE], _ZERO)
             if stage == self.stages - 1:
                 sure = np.ones_like(sure)
@@ -407,7 +408,7 @@ class OnnxTextBackend:
         return TokenAnswers(tokens, sure)
 
     def _read_off(self, stage: int, states: NDArray[np.float32]) -> Arrays:
-        """Run the head of an exit, or the shared one on what its adapter makes of the states."""
+        """Run the head of an exit, or the shared one on the adapted states."""
         self._counts["headed"] += len(states)
         head, adapter = self._heads[stage], self._adapters[stage]
         if head is not None:
@@ -417,7 +418,7 @@ class OnnxTextBackend:
         return self._head.run({STATE: states})
 
     def _alike(self, span: Span) -> Iterator[tuple[NDArray[np.intp] | slice, Span]]:
-        """Yield the rows that may share a step, and their span: all, or those of equal lengths."""
+        """Yield rows that may share a step, and their span: all, or rows of equal lengths."""
         if not len(span.slots):
             return
         keys = [] if self.ragged else [span.starts]
@@ -426,7 +427,7 @@ class OnnxTextBackend:
             yield rows, span if isinstance(rows, slice) else span.part(rows)
 
     def _sizes(self, graph: _Graph, span: Span, tokens: int) -> Arrays:
-        """Return the sizes that a graph reads from inputs of their own."""
+        """Return the sizes that a graph reads from additional inputs."""
         past, source = int(span.starts.max()), int(self._source[span.slots].max())
         sizes = {"tokens": tokens, "past": past, "source": source}
         return {size_name(name): np.array([sizes[name]]) for name in graph.sizes}
@@ -442,12 +443,12 @@ class OnnxTextBackend:
             slot, place = int(rows[wrong[0]]), places[wrong[0]]
             raise BackendError(
                 f"the token of slot {slot} is at place {place}, expected 0 to "
-                f"{self.length - 1}: end sequences that have no room left, and run opened slots"
+                f"{self.length - 1}: end sequences in full slots, and run opened slots"
             )
 
 
 def _equal_rows(*keys: IntArray) -> Iterator[NDArray[np.intp] | slice]:
-    """Yield the rows whose keys are equal; all of them where there is no key."""
+    """Yield the rows whose keys are equal; all rows if there is no key."""
     if all((key == key[0]).all() for key in keys):
         yield slice(None)
         return
@@ -457,7 +458,7 @@ def _equal_rows(*keys: IntArray) -> Iterator[NDArray[np.intp] | slice]:
 
 
 def _places(span: Span, tokens: int) -> IntArray:
-    """Return int64 [n, tokens]: positions of a span, behind its last one that one again."""
+    """Return int64 [n, tokens]: positions of a span; rows repeat their last one as padding."""
     offsets = np.minimum(np.arange(tokens), span.counts[:, None] - 1)
     return span.starts[:, None] + offsets
 
@@ -468,7 +469,7 @@ def _filled_mask(counts: IntArray, width: int) -> IntArray:
 
 
 def _step_mask(span: Span, past: int, tokens: int) -> IntArray:
-    """Return int64 [n, past + tokens]: 1 for what is filled, and for the new positions."""
+    """Return int64 [n, past + tokens]: 1 for filled and for new positions."""
     mask = np.ones((len(span.slots), past + tokens), np.int64)
     np.less(np.arange(past), span.starts[:, None], out=mask[:, :past])
     if tokens > 1:
@@ -477,7 +478,7 @@ def _step_mask(span: Span, past: int, tokens: int) -> IntArray:
 
 
 def _joined(parts: Sequence[tuple[NDArray[np.intp] | slice, Arrays]], rows: int) -> Arrays:
-    """Put rows that ran apart in their order again."""
+    """Put the rows of separate runs back in their order."""
     if len(parts) == 1:
         return parts[0][1]
     joined = {k: np.empty((rows, *v.shape[1:]), v.dtype) for k, v in parts[0][1].items()}
@@ -494,7 +495,7 @@ def _present(graph: _Graph | None) -> _Graph:
 
 @contextmanager
 def _failures(what: str) -> Iterator[None]:
-    """Turn whatever a runtime raises into a BackendError that names what failed."""
+    """Raise any error of a runtime as a BackendError that names the failed work."""
     try:
         yield
     except BackendError:

@@ -1,13 +1,13 @@
-"""The protocol of what runs a generating model's graphs: rows of different sequences, with caches.
+"""Protocol of backends, which run a generating model's graphs on rows of several sequences.
 
-A sequence holds a *slot*, which has room for the keys and values of so many tokens in every decoder
-layer, and keeps what its next token needs. A *stage* is the layers up to an exit in use and that
-exit, or up to the model's end: a token runs stage 0, and the next one as long as it is not sure
-enough. The layers that it skips then have no keys and values for it, which later tokens look at:
-:meth:`TextBackend.leave` sees to those (state propagation, CALM 3.3; or a catch-up when a later
-token comes so deep).
+A sequence holds a *slot*, which has space for the keys and values of a fixed number of tokens in
+every decoder layer, and keeps the state for its next token. A *stage* is the layers up to an exit
+in use with that exit, or up to the model's end: a token runs stage 0, then the next stage until its
+confidence is high enough. The layers that it skips then lack its keys and values, which later
+tokens read: :meth:`TextBackend.leave` handles those (state propagation, CALM 3.3; or a catch-up
+when a later token reaches them).
 
-Whoever decides (:mod:`offramp.generation.scheduling`) knows slots, stages, tokens and confidences,
+The scheduler (:mod:`offramp.generation.scheduling`) knows slots, stages, tokens and confidences,
 and no tensors. All methods are called from one thread.
 """
 
@@ -20,86 +20,85 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_TOKEN: Final = -1
-"""In the place of a token that was not computed."""
+"""Placeholder of a token that was not computed."""
 
 
 class TokenAnswers(NamedTuple):
-    """What a stage says of the next token of each row."""
+    """A stage's predictions of the next token of each row."""
 
     tokens: NDArray[np.int64]
-    """[n]: the most likely next token; may be ``NO_TOKEN`` where the row does not leave."""
+    """[n]: the most likely next token; may be ``NO_TOKEN`` if the row does not leave."""
     confidences: NDArray[np.float32]
-    """[n]: how sure the exit is, 0 to 1; 1 at the model's end."""
+    """[n]: confidence of the exit, 0 to 1; 1 at the model's end."""
 
 
 class TextBackend(Protocol):
-    """Runs the stages of one generating model.
+    """Backend that runs the stages of one generating model.
 
     Raises:
-        BackendError: From any method: the rows of that call have failed, and their slots are to be
-            closed; other slots are as they were.
+        BackendError: From any method: the rows of that call have failed, and their slots must be
+            closed; other slots are unchanged.
     """
 
     stages: int
-    """The exits in use, and the model's end."""
+    """Number of stages: the exits in use, and the model's end."""
     slots: int
-    """Sequences that have room at a time."""
+    """Number of sequences with cache memory at a time."""
     length: int
-    """Tokens that a slot has room for, prompt and answer; of an encoder-decoder the answer's."""
+    """Tokens that fit a slot: prompt and answer, for an encoder-decoder the answer only."""
     ragged: bool
-    """Whether sequences of different lengths may share a step; else only equal ones.
+    """True if sequences of different lengths may share a step.
 
-    A length is what the slot holds: prompts of an encoder-decoder may differ in any case.
+    A length is the number of tokens in the slot: prompts of an encoder-decoder may always differ.
     """
     prompt_in_slot: bool
-    """Whether the prompt takes room in the slot: a decoder's does, an encoder-decoder's does not.
-    """
+    """True if the prompt's tokens are in the slot; false for an encoder-decoder."""
     longest_prompt: int
-    """Tokens that a prompt may have; a decoder's must leave room for one of the answer."""
+    """Most tokens of a prompt; a decoder's must leave space for one token of the answer."""
     vocabulary: int
-    """Tokens are from 0 to below it."""
+    """Number of token ids, which are from 0."""
 
     def open(self, slot: int, inputs: NDArray[np.int64]) -> None:
-        """Begin a sequence in a free slot with its prompt, int64[tokens], which runs later."""
+        """Start a sequence in a free slot with its prompt, int64[tokens], which runs later."""
         ...
 
     def prefill(self, slots: Sequence[int]) -> None:
-        """Run prompts of opened slots, through all layers.
+        """Run prompts of opened slots through all layers.
 
-        Of a decoder, all tokens but the last, which is the first that stage 0 runs; of an
-        encoder-decoder the encoder, behind which stage 0 runs the start token.
+        A decoder runs all tokens except the last, which stage 0 runs first; an encoder-decoder runs
+        the encoder, and stage 0 then starts with the start token.
         """
         ...
 
     def run(
         self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
     ) -> TokenAnswers:
-        """Run a stage for one token of each slot: each has come to it, and is there once.
+        """Run a stage for one token of each slot, all of which wait for this stage.
 
-        ``limits`` are the least confidence that each leaves with, by which an exit that knows it
-        before the token need not compute the others; ``None`` asks for all tokens.
+        ``limits`` are the least confidences at which tokens leave. An exit that knows the
+        confidence before the token may skip the tokens that stay; ``None`` asks for all tokens.
         """
         ...
 
     def leave(self, stage: int, slots: Sequence[int]) -> None:
-        """Note that the tokens of these slots leave behind a stage that they just ran.
+        """Record that the tokens of these slots leave after the stage that they just ran.
 
-        Not called behind the last stage.
+        It is not called for the last stage.
         """
         ...
 
     def accept(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
-        """Give the token of each slot that stage 0 runs next."""
+        """Set the token of each slot that stage 0 runs next."""
         ...
 
     def close_slot(self, slot: int) -> None:
-        """Free a slot at any time between calls; its cache may be overwritten."""
+        """Release a slot at any time between calls; its cache may be overwritten."""
         ...
 
     def close(self) -> None:
-        """Free all memory."""
+        """Release all memory."""
         ...
 
     def statistics(self) -> dict[str, Any]:
-        """Give counts, for instance of tokens whose layers were caught up with."""
+        """Return counts, for instance of tokens whose layers were caught up with."""
         ...

@@ -1,1 +1,1 @@
-"""Train what generating models answer at their exits, in torch: adapters, heads, judges, a copy."""
+"""Training of the exits of generating models in torch: adapters, heads, judges, a copy."""

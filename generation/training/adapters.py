@@ -1,12 +1,12 @@
-"""Adapters: what an exit adds to a state, so that the model's own head reads it rightly.
+"""Adapters, which change a state so that the model's own head can read it at an exit.
 
-An adapter has one hidden layer, `state + B relu(A state + a) + b`, and begins as identity. Through
-the frozen norm and LM head it learns to say what the model says at its end (self-distillation). A
-linear one agreed on fewer tokens: 70.5 % against 74.7 % behind the second of the eight layers of
-the text normaliser.
+An adapter has one hidden layer, `state + B relu(A state + a) + b`, and starts as the identity.
+Through the frozen norm and LM head it learns to predict the model's final token
+(self-distillation). A linear adapter agreed on fewer tokens: 70.5 % against 74.7 % after the second
+of the eight layers of the text normaliser.
 
-It is trained on states with mean 0 and deviation 1 in each number, since a few numbers of a large
-model's states are a hundred times as large as the others; the graph has that folded in.
+It is trained on states with mean 0 and deviation 1 in each component, since a few components of a
+large model's states are a hundred times as large as the others; the graph includes the scaling.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from offramp.generation.training.exit_samples import ExitSamples, ExitTraining, 
 from offramp.generation.training.fitting import Examples, TokenLesson, fit, moments
 
 _FULL_WIDTH = 512
-"""Widest state whose hidden layer is as wide by default: a sixth of the cost of a usual layer."""
+"""Widest state with a hidden layer of the same width by default: a sixth of the cost of a usual
+layer."""
 _SHARE = 4
-"""Width of wider states by that of their default hidden layer."""
+"""For wider states, width divided by that of the default hidden layer."""
 
 
 class ResidualAdapter(nn.Module):
@@ -37,7 +38,7 @@ class ResidualAdapter(nn.Module):
     deviation: Tensor
 
     def __init__(self, states: NDArray[np.float32], hidden: int | None, seed: int) -> None:
-        """Begin as identity, for states like these; ``hidden`` ``None`` follows from the width."""
+        """Start as the identity for such states; by default ``hidden`` follows from the width."""
         super().__init__()
         width = states.shape[1]
         if hidden is None:
@@ -52,9 +53,10 @@ class ResidualAdapter(nn.Module):
         self.up_bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, states: Tensor) -> Tensor:
-        """Return states to be read by the head."""
+        """Return states for the head."""
         normal = (states - self.mean) / self.deviation
-        # Divided by roots, a step of the learning rate changes states of any width as much.
+        # Division by square roots makes a step of the learning rate change states of any width
+        # equally.
         inner = torch.relu(normal @ self.down / len(self.down) ** 0.5 + self.down_bias)
         moved: Tensor = inner @ self.up / len(self.up) ** 0.5 + self.up_bias
         return states + moved * self.deviation
@@ -89,7 +91,7 @@ class ResidualAdapter(nn.Module):
 
 
 class _Adapted(nn.Module):
-    """The adapter, and the model's head behind it."""
+    """The adapter, followed by the model's head."""
 
     def __init__(self, adapter: ResidualAdapter, logits: onnx.ModelProto) -> None:
         super().__init__()
@@ -112,15 +114,15 @@ def train_adapter(
     """Train an adapter of an exit; its graph is `state` to `next_state`, [n, tokens, width].
 
     Args:
-        samples: Tokens that are learned.
-        tuning: Tokens by which training ends.
-        logits: The model's norm and LM head, as ``text_graphs.logits_graph`` makes it.
-        hidden: Size of its hidden layer; by default the width of states of up to 512 numbers, and
-            a quarter of it for wider ones.
-        options: How long and how fast.
+        samples: Tokens to learn.
+        tuning: Tokens that decide when training ends.
+        logits: The model's norm and LM head, made by ``text_graphs.logits_graph``.
+        hidden: Size of its hidden layer; by default the width of the states up to 512, and a
+            quarter of it for wider ones.
+        options: Length and speed of the training.
 
     Raises:
-        UntrainableError: ``logits`` has operators that are lacking in torch.
+        UntrainableError: ``logits`` has operators that are missing in torch.
     """
     adapter = ResidualAdapter(samples.states, hidden, options.seed)
     before, after = fit(

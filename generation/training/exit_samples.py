@@ -1,4 +1,4 @@
-"""What exits of a generating model learn from, and how; apart from training, so without torch."""
+"""Training samples and options of exits of generating models; importable without torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExitSamples:
-    """What one exit sees of the model's own answers; arrays may be mapped from files."""
+    """States at one exit for the model's own answers; arrays may be memory-mapped."""
 
     states: NDArray[np.float32]
-    """[tokens, width]: the state behind the exit's layer."""
+    """[tokens, width]: output of the exit's layer."""
     tokens: NDArray[np.int64]
     """[tokens]: the model's own next token."""
 
@@ -37,16 +37,16 @@ class ExitSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitTraining:
-    """How adapters, heads and judges are trained."""
+    """Options of training adapters, heads and judges."""
 
     epochs: int = 10
-    """At most."""
+    """Limit on the epochs."""
     patience: int = 2
-    """Epochs without a smaller loss on the tuning tokens, after which training ends."""
+    """Epochs without a smaller loss on the tuning tokens after which training ends."""
     batch_size: int = 256
     """Tokens of a step."""
     learning_rate: float = 5e-2
-    """At its peak, of what begins as nothing; the model's own weights learn at a fiftieth of it."""
+    """Peak rate of new weights; the model's own weights learn at a fiftieth of it."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -56,19 +56,19 @@ class ExitTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitFit:
-    """How an exit answers the tuning tokens."""
+    """Fit of an exit to the tuning tokens."""
 
     loss: float
     """Mean cross-entropy, in nats."""
     agreement: float
-    """Share of tokens that it answers as the model does; of a judge, that it judges rightly."""
+    """Share of tokens on which it agrees with the model; for a judge, share of right judgements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedExit:
-    """A graph of an exit with what it learned; its loss is never larger than before."""
+    """A trained graph of an exit; its loss is never larger than before training."""
 
     graph: onnx.ModelProto
     before: ExitFit
-    """Before training: of an adapter, without it."""
+    """Fit before training; for an adapter, without it."""
     after: ExitFit

@@ -15,30 +15,30 @@ from offramp.calibration.data.training_options import rate_after
 from offramp.generation.training.exit_samples import ExitFit, ExitTraining
 
 _JUDGED = 1024
-"""Tokens that are answered at once where nothing is learned."""
+"""Tokens per batch when measuring the fit."""
 _MEASURED = 65_536
-"""Tokens of which means and deviations are taken."""
+"""Number of tokens used for means and deviations."""
 _OWN_RATE = 0.02
-"""Learning rate of weights that the model has, as a share of that of new ones."""
+"""Learning rate of the model's own weights, relative to that of new weights."""
 
 
 class Lesson(Protocol):
-    """What is learned of a state."""
+    """Training target of a state."""
 
     def losses(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each token [n]."""
         ...
 
     def right(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return whether each token is answered rightly, bool [n]."""
+        """Return bool [n]: True for right predictions."""
         ...
 
 
 class TokenLesson:
-    """The model's next token, by logits [n, v]; right where it is among those that count."""
+    """The model's next token, from logits [n, v]; only tokens with a column can be right."""
 
     def __init__(self, answers: int | None = None) -> None:
-        """Count the first ``answers`` columns as tokens; all by default."""
+        """Treat the first ``answers`` columns as tokens; all by default."""
         self._answers = answers
 
     def losses(self, scores: Tensor, targets: Tensor) -> Tensor:
@@ -46,23 +46,23 @@ class TokenLesson:
         return nn.functional.cross_entropy(scores.float(), targets, reduction="none")
 
     def right(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return whether the first of the largest logits is the token's, bool [n]."""
+        """Return bool [n]: True if the first of the largest logits is the target."""
         found = scores.argmax(1) == targets
         return found if self._answers is None else found & (targets < self._answers)
 
 
 class Examples(NamedTuple):
-    """States with what is wanted of them."""
+    """States with their targets."""
 
     states: NDArray[np.float32]
-    """[n, width], perhaps mapped from a file."""
+    """[n, width], possibly memory-mapped."""
     targets: NDArray[Any]
     """[n]."""
 
     def batches(self, order: NDArray[np.intp], size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches in an order."""
         for start in range(0, len(order), size):
-            rows = np.sort(order[start : start + size])  # files are read forwards
+            rows = np.sort(order[start : start + size])  # sequential file reads
             yield torch.from_numpy(self.states[rows]), torch.from_numpy(self.targets[rows])
 
 
@@ -75,16 +75,16 @@ def fit(
     options: ExitTraining,
     own: Sequence[nn.Parameter] = (),
 ) -> tuple[ExitFit, ExitFit]:
-    """Train a module, from states [n, width] to scores, and return its fit before and after.
+    """Train a module, from states [n, width] to scores; return its fit before and after.
 
-    ``own`` are those parameters that the model itself has. The weights with the smallest loss
-    on the tuning tokens are kept; those before training are among them.
+    ``own`` are the parameters that the model itself has. The weights with the smallest loss on the
+    tuning tokens are kept, which may be those before training.
     """
     slow = {id(p) for p in own}
     learned = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in learned if id(p) not in slow], "lr": options.learning_rate},
-        # The model's weights are good, and do not decay.
+        # The model's own weights are good, so they do not decay.
         {
             "params": [p for p in learned if id(p) in slow],
             "lr": options.learning_rate * _OWN_RATE,
@@ -130,9 +130,9 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def moments(states: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return mean and deviation of each number of a state, float64 [width] each.
+    """Return mean and deviation of each component of a state, float64 [width] each.
 
-    Numbers that never change get the deviation of the others, so that nothing is divided by 0.
+    Constant components get a share of the median deviation, to avoid a division by 0.
     """
     seen = np.asarray(states[:: max(len(states) // _MEASURED, 1)], np.float64)
     mean, deviation = seen.mean(0), seen.std(0)

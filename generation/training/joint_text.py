@@ -1,16 +1,16 @@
-"""Train a copy of a decoder together with its exits, on the original's own answers (CALM 3.3-3.5).
+"""Training of a copy of a decoder with its exits, on the original's answers (CALM 3.3-3.5).
 
-All tokens of an answer run at once, each with the ones before it given (teacher forcing). An exit
-says by the model's own norm and LM head what the original says next, and losses weigh as much as
-the number of layers before the exit (CALM 3.5).
+All tokens of an answer run in one pass, each after the true previous ones (teacher forcing). An
+exit predicts the original's next token with the model's own norm and LM head; its loss is weighted
+by the number of layers before it (CALM 3.5).
 
-State propagation is in the loop: a token may be drawn to leave at some exit, and then its state is
-what later layers read, so that the keys and values which later tokens look at are made of it, just
-as they are where it is served (CALM 3.3).
+Training includes state propagation: a token may be drawn to leave at an exit, and then later layers
+read its state, so that the keys and values for later tokens are made from it, as in serving (CALM
+3.3).
 
-The decoder's layers are the graphs that are served, computed in torch with an empty past; a weight
-that several of them have is one. The encoder, and the keys and values that layers make of its
-output, stay as they are.
+The decoder's layers are the served graphs, computed in torch with an empty past; a weight that
+several of them use is one parameter. The encoder, and the keys and values computed from its output,
+stay unchanged.
 """
 
 from __future__ import annotations
@@ -53,29 +53,32 @@ from offramp.generation.graphs.stacking import unstacked
 from offramp.generation.graphs.text_graphs import TextExport, logits_graph, segment_graph
 
 _POOL = 50
-"""Batches among which answers of like length are brought together."""
+"""Batches in a pool; within a pool, answers of similar length are batched together."""
 _LEAST_SAME = 0.98
-"""Share of its own tokens that the model must say in torch before training, or it is another."""
+"""Least share of its own tokens that the model must predict in torch before training; below it, the
+torch model is considered wrong."""
 _NONE = -1
-"""In the place of a token that is not learned."""
+"""Placeholder of a token that is not learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointTextTraining:
-    """How a decoder is trained together with its exits."""
+    """Options of training a decoder together with its exits."""
 
     epochs: int = 4
-    """At most."""
+    """Limit on the epochs."""
     minutes: float | None = None
-    """Of processor time, at most; with a limit, two runs may differ."""
+    """Limit on the processor time; with a limit, two runs may differ."""
     patience: int = 2
-    """Epochs without a smaller loss on the tuning prompts, after which training ends."""
+    """Epochs without a smaller loss on the tuning prompts after which training ends."""
     batch_size: int = 16
-    """Answers of a step."""
+    """Answers per step."""
     learning_rate: float = 3e-4
-    """At its peak; it rises over the first tenth, then falls along a cosine."""
+    """Peak rate; it rises over the first tenth, then falls along a cosine."""
     tuned: float = 0.1
-    """Share of the prompts that tune: they train nothing, and tell which weights are best."""
+    """Share of the prompts used for tuning: they are not trained on, and select the best
+    weights.
+    """
     threads: int = 1
     seed: int = 0
 
@@ -89,19 +92,19 @@ class JointTextTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointTextFit:
-    """How exits answer the tuning prompts; each of the exits in order, and last the model's end."""
+    """Fit of the exits to the tuning prompts: each exit in order, then the model's end."""
 
     losses: tuple[float, ...]
-    """Mean cross-entropy of a token, in nats, where no token leaves."""
+    """Mean cross-entropy per token, in nats, if no token leaves."""
     agreement: tuple[float, ...]
-    """Share of the original's tokens that each says, where no token leaves."""
+    """Share of the original's tokens that each predicts, if no token leaves."""
     propagated: tuple[float, ...]
-    """Loss where tokens leave at random, of those that come to each exit."""
+    """Loss of the tokens that reach each exit, if tokens leave at random."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointlyTrainedText:
-    """A copy of a model that learned with its exits."""
+    """A copy of a model that was trained with its exits."""
 
     export: TextExport
     before: JointTextFit
@@ -123,17 +126,17 @@ def train_joint_text(
     Args:
         export: The model, which is not changed.
         prompts: int64[tokens] each.
-        answers: int64[tokens] each: the model's own greedy answers, with the token that ends them.
-        exits: Numbers of layers before each exit, rising.
+        answers: int64[tokens] each: the model's own greedy answers, including the stop token.
+        exits: Numbers of layers before each exit, increasing.
         start_token: First token that the decoder of an encoder-decoder reads.
-        options: How long and how fast.
-        progress: Called after each step with the share of the training that is over.
+        options: Length and speed of the training.
+        progress: Called after each step with the finished share of the training.
 
     Raises:
-        UntrainableError: The decoder takes one token a step only, has operators that are lacking in
-            torch, or gives other tokens there.
+        UntrainableError: The decoder takes only one token per step, has operators that are missing
+            in torch, or predicts other tokens there.
         ModelError: The decoder cannot be cut.
-        ValueError: Prompts, answers or exits are none that fit together.
+        ValueError: Prompts, answers or exits do not fit together.
     """
     torch.set_num_threads(options.threads)
     course = _Course(export, _Texts.of(export, prompts, answers, start_token), exits, options)
@@ -149,16 +152,16 @@ def train_joint_text(
 
 
 class _Batch(NamedTuple):
-    """Texts of b prompts, padded behind to t tokens."""
+    """Texts of b prompts, padded on the right to t tokens."""
 
     feeds: dict[str, Tensor]
     wanted: Tensor
-    """int64 [b, t]: the token that each says next; -1 where none is learned."""
+    """int64 [b, t]: next token to predict; -1 if none is learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Texts:
-    """What is fed to the decoder, and what it is to say."""
+    """Inputs of the decoder, and the tokens that it should predict."""
 
     export: TextExport
     encoder: GraphRunner | None
@@ -176,8 +179,8 @@ class _Texts:
     ) -> _Texts:
         if len(prompts) != len(answers) or len(prompts) < 2:
             raise ValueError(
-                f"{len(prompts)} prompts and {len(answers)} answers were given, expected as many "
-                "of both, and two at least"
+                f"{len(prompts)} prompts and {len(answers)} answers were given, expected equal "
+                "numbers of at least 2"
             )
         if any(not len(text) for text in (*prompts, *answers)):
             raise ValueError("a prompt or an answer is empty; leave it out")
@@ -198,7 +201,7 @@ class _Texts:
         return len(self.fed)
 
     def batch(self, rows: Sequence[int]) -> _Batch:
-        """Pad some texts behind, where no token that counts looks."""
+        """Return a batch of some texts, padded on the right, where no token that counts attends."""
         ids, wanted = (
             torch.from_numpy(_padded([texts[row] for row in rows], fill))
             for texts, fill in ((self.fed, 0), (self.wanted, _NONE))
@@ -219,7 +222,7 @@ class _Texts:
         return _Batch(feeds, wanted)
 
     def _crossed(self, encoder: GraphRunner, prompts: Sequence[IntArray]) -> dict[str, Tensor]:
-        """Run the encoder: together where it has a mask, else prompts of one length together."""
+        """Run the encoder: all prompts together if it has a mask, else prompts of equal length."""
         lengths = np.array([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
         groups = [np.arange(len(prompts))]
@@ -247,15 +250,15 @@ class _Texts:
 
 
 class _Decoder(nn.Module):
-    """The layers and the head of a decoder in torch, with one set of weights."""
+    """Layers and head of a decoder in torch, with one set of weights."""
 
     def __init__(self, export: TextExport, exits: Sequence[int]) -> None:
         super().__init__()
         cut, count = DecoderCut(export.decoder), len(export.decoder.layers)
         if not exits or list(exits) != sorted(set(exits)) or exits[0] < 1 or exits[-1] >= count:
             raise ValueError(
-                f"exits are wanted behind layers {list(exits)}, expected rising numbers from 1 to "
-                f"{count - 1}: the model has {count} layers"
+                f"exits are wanted after layers {list(exits)}, expected increasing numbers from 1 "
+                f"to {count - 1}: the model has {count} layers"
             )
         self.ends = (*exits, count)
         graphs = [segment_graph(cut, layer, layer + 1) for layer in range(count)]
@@ -266,11 +269,11 @@ class _Decoder(nn.Module):
             assert isinstance(graph, TorchGraph)
             graph.share(weights)
             weights |= graph.weights
-        # A single number is a scale, a mask's value or what is added to a variance.
+        # A single number is a scale, a mask value or the epsilon of a variance.
         self.learned = {n: p for n, p in weights.items() if p.requires_grad and p.numel() > 1}
 
     def forward(self, batch: _Batch, left: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield states and tokens wanted at each exit, of the tokens that come there, n each.
+        """Yield states and target tokens at each exit, of the tokens that reach it, n each.
 
         ``left`` is int64 [b, t]: the number of layers that each token runs.
         """
@@ -283,21 +286,21 @@ class _Decoder(nn.Module):
                 yield state[here], batch.wanted[here]
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return what the head makes of states [n, width]."""
+        """Return the head's logits of states [n, width]."""
         found: Tensor = self.head({STATE: states[:, None]})[LOGITS][:, 0].float()
         return found
 
 
 class _Course:
-    """A training under way."""
+    """A running training."""
 
     def __init__(
         self, export: TextExport, texts: _Texts, exits: Sequence[int], options: JointTextTraining
     ) -> None:
         if not takes_several(export.decoder):
             raise UntrainableError(
-                "the decoder takes one token a step only, and training runs all tokens of an "
-                "answer at once; export it with a symbolic number of tokens and with a mask "
+                "the decoder takes only one token per step, and training runs all tokens of an "
+                "answer in one pass; export it with a symbolic number of tokens and with a mask "
                 "between new tokens, or train adapters"
             )
         self._texts, self._options = texts, options
@@ -309,7 +312,7 @@ class _Course:
         self._weights = torch.tensor(self.decoder.ends) / sum(self.decoder.ends)
 
     def train(self, before: JointTextFit, progress: Callable[[float], None]) -> JointTextFit:
-        """Train, and return the fit of the weights that are kept."""
+        """Train, and return the fit of the kept weights."""
         options, learned = self._options, list(self.decoder.learned.values())
         optimiser = torch.optim.AdamW(learned, lr=options.learning_rate, weight_decay=0.0)
         rng, random = np.random.default_rng(options.seed), torch.Generator()
@@ -340,17 +343,17 @@ class _Course:
         return best
 
     def check(self, before: JointTextFit) -> None:
-        """Refuse a model that says other tokens in torch than it says itself."""
+        """Raise UntrainableError if the model predicts other tokens in torch than it answers."""
         if before.agreement[-1] < _LEAST_SAME:
             raise UntrainableError(
-                f"computed in torch, the model says {before.agreement[-1]:.1%} of the tokens of "
-                f"its answers, expected {_LEAST_SAME:.0%} at least: give its own greedy answers "
+                f"computed in torch, the model predicts {before.agreement[-1]:.1%} of the tokens "
+                f"of its answers, expected at least {_LEAST_SAME:.0%}: pass its own greedy answers "
                 "and its start token; if they are, leave out joint training and report this"
             )
 
     @torch.no_grad()
     def judge(self) -> JointTextFit:
-        """Answer the tuning prompts: with no token leaving, and with the same ones each time."""
+        """Measure the fit to tuning prompts, without and with leaving tokens; draws repeat."""
         random = torch.Generator().manual_seed(self._options.seed)
         ends = len(self.decoder.ends)
         losses, right, counts = np.zeros((2, ends)), np.zeros(ends), np.zeros((2, ends))
@@ -378,7 +381,8 @@ class _Course:
         for weight, (states, wanted) in zip(
             self._weights, self.decoder(batch, self._drawn(batch, random)), strict=True
         ):
-            # Logits of all exits at once would be the largest tensors by far: computed twice.
+            # Logits of all exits together would be by far the largest tensors: they are computed
+            # twice.
             part = checkpoint(self._loss, states, wanted, use_reentrant=False)
             loss = loss + weight * part / max(len(wanted), 1)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -394,8 +398,8 @@ class _Course:
     def _drawn(self, batch: _Batch, random: torch.Generator) -> Tensor:
         """Draw the layers that each token runs: all of them in half of the texts.
 
-        In the others a share of the tokens leaves that is drawn too, at any exit. Draws do not look
-        at what exits say, so that losses of different weights can be compared.
+        In each other text a random share of the tokens leaves, at random exits. Draws do not depend
+        on predictions, so that losses of different weights can be compared.
         """
         draw = partial(torch.rand, generator=random)
         share = (2 * draw(len(batch.wanted), 1) - 1).clamp_min(0)
@@ -407,7 +411,7 @@ class _Course:
     def _batches(
         self, rows: NDArray[np.int64], rng: np.random.Generator | None
     ) -> Iterator[list[int]]:
-        """Yield batches of texts of like length, in random order."""
+        """Yield batches of texts of similar length, in random order."""
         size = self._options.batch_size
         for start in range(0, len(rows), size * _POOL):
             pool = rows[start : start + size * _POOL]
@@ -417,7 +421,7 @@ class _Course:
             yield from (parts[place] for place in places)
 
     def _total(self, fit: JointTextFit) -> float:
-        """Return the loss by which weights are compared: half with tokens that leave."""
+        """Return the loss that selects weights: the mean without and with leaving tokens."""
         both = np.add(fit.losses, fit.propagated) / 2
         return float(both @ self._weights.double().numpy())
 

@@ -1,7 +1,8 @@
-"""Judges: classifiers that read a state and say how likely the exit's token is the model's.
+"""Judges: classifiers of a state that predict whether the exit's token is the model's.
 
-CALM 3.5 has a linear classifier of the state, trained apart from the model. It reads the state with
-mean 0 and deviation 1, so that the size of a state, which grows from layer to layer, plays no part.
+CALM 3.5 has a linear classifier of the state, trained separately from the model. Here it reads the
+state with mean 0 and deviation 1, so that the scale of a state, which grows from layer to layer,
+has no influence.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class TrainedJudge(TrainedExit):
     """A graph from `state` to `confidence`, float32 [n]."""
 
     ranked: float
-    """Chance that a tuning token on which the exit agrees gets a higher confidence than one on
-    which it does not (area under the ROC curve); 0.5 says nothing."""
+    """Probability that a tuning token on which the exit agrees gets a higher confidence than one on
+    which it does not (area under the ROC curve); 0.5 is no information."""
 
 
 class _Judge(nn.Module):
@@ -47,7 +48,7 @@ class _Judge(nn.Module):
 
 
 class _Balanced:
-    """Whether the exit agrees; both answers weigh as much, however rare one is."""
+    """Agreement of the exit; both classes have the same weight, however rare one is."""
 
     def __init__(self, agrees: BoolArray) -> None:
         share = float(
@@ -75,8 +76,8 @@ def train_judge(
 ) -> TrainedJudge:
     """Train a judge of an exit on whether its token was the model's, bool [tokens].
 
-    ``state`` is [n, 1, width] in its graph: the exit's own, in front of its adapter. Let the judge
-    learn from other prompts than the adapter, which agrees more often on those that it learned.
+    In its graph ``state`` is [n, 1, width]: the exit's own, before its adapter. Train the judge on
+    other prompts than the adapter, which agrees more often on those that it learned.
     """
     judge = _Judge(samples.width)
     before, after = fit(
@@ -101,9 +102,9 @@ def _parts(states: NDArray[np.float32]) -> list[NDArray[np.float32]]:
 
 
 def rank_chance(scores: NDArray[np.floating], which: BoolArray) -> float:
-    """Return the chance that one of ``which`` scores higher than another; half for equal scores.
+    """Return the probability that one of ``which`` scores higher than another; ties count half.
 
-    0.5 where all or none are among them.
+    The result is 0.5 if all or none are in ``which``.
     """
     values, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
     del values

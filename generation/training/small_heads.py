@@ -1,11 +1,11 @@
-"""Heads of an exit's own that cost a share of the LM head, which large vocabularies make dear.
+"""Small heads of exits, which cost a share of the LM head; it is expensive for large vocabularies.
 
-The model's own head is made smaller, whatever it is made of: weights that have the vocabulary as an
-axis keep some *columns* of it (the tokens that answers use most), or are brought to a low *rank*,
-or both. An adapter is put in front, and all of it is trained on the model's own tokens.
+The model's own head is reduced, independent of its operators: weights with the vocabulary as an
+axis keep some *columns* of it (the tokens that answers use most), or get a low *rank*, or both. An
+adapter is added in front, and both are trained on the model's own tokens.
 
-Tokens that have no column cannot be answered. A column more, *other*, stands for all of them, and
-where it wins the confidence is 0, so that no token leaves.
+Tokens without a column cannot be answered. One additional column, *other*, represents all of them;
+if it wins, the confidence is 0, so that no token leaves.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from offramp.generation.training.exit_samples import ExitSamples, ExitTraining, 
 from offramp.generation.training.fitting import Examples, TokenLesson, fit
 
 _COMPARED = 16
-"""States on which a head with fewer columns is compared with the whole one."""
+"""Number of states used to compare a head with fewer columns with the full one."""
 _TOLERANCE = 1e-4
-"""Relative difference of logits that another order of sums makes."""
+"""Relative difference of logits caused by another order of summation."""
 _ADAPTED = "adapted_state"
 
 
@@ -43,9 +43,9 @@ class SmallHead(TrainedExit):
     """A graph from `state`, float32 [n, 1, width], to `answer` int64 [n] and `confidence`."""
 
     answers: NDArray[np.int64]
-    """Tokens that it can answer, rising; all of the vocabulary where only its rank is low."""
+    """Tokens that it can answer, increasing; the whole vocabulary if only its rank is low."""
     covered: float
-    """Share of the tuning tokens that are among them."""
+    """Share of the tuning tokens that it can answer."""
 
 
 class _Trained(nn.Module):
@@ -74,23 +74,23 @@ def train_small_head(
     """Train a head of an exit; its loss before is that of the model's own columns.
 
     Args:
-        samples: Tokens that are learned.
-        tuning: Tokens by which training ends.
-        logits: The model's norm and LM head, as ``text_graphs.logits_graph`` makes it.
-        criterion: What ``confidence`` is.
-        tokens: Number of tokens that it can answer, those that ``samples`` have most; all by
+        samples: Tokens to learn.
+        tuning: Tokens that decide when training ends.
+        logits: The model's norm and LM head, made by ``text_graphs.logits_graph``.
+        criterion: Criterion of ``confidence``.
+        tokens: Number of tokens that it can answer, the most frequent of ``samples``; all by
             default.
-        rank: Of the product with the vocabulary; as it is by default.
-        hidden: Of the adapter in front of it, as of :func:`.adapters.train_adapter`.
-        options: How long and how fast.
+        rank: Rank of the product with the vocabulary; unchanged by default.
+        hidden: Size of the adapter's hidden layer, as in :func:`.adapters.train_adapter`.
+        options: Length and speed of the training.
 
     Raises:
         UntrainableError: ``logits`` is not a product of a state and weights with the vocabulary as
-            an axis, or has operators that are lacking in torch.
+            an axis, or has operators that are missing in torch.
     """
     vocabulary = _vocabulary(logits)
     if tokens is None and rank is None:
-        raise ValueError("neither tokens nor rank are given; expected one of them at least")
+        raise ValueError("tokens and rank are both None; expected at least one of them")
     answers, head = np.arange(vocabulary), logits
     if tokens is not None:
         answers, others = _frequent(samples.tokens, min(tokens, vocabulary))
@@ -115,16 +115,16 @@ def train_small_head(
 
 
 def _frequent(tokens: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], int]:
-    """Return the most frequent tokens, rising, and the next one, with which *other* begins."""
+    """Return the most frequent tokens, increasing, and the next one, used to initialise *other*."""
     found, counts = np.unique(tokens, return_counts=True)
     order = found[np.argsort(-counts, kind="stable")]
     kept = np.sort(order[:count])
-    # Any column will do where nothing else was ever said.
+    # Any column will do if no other token occurs.
     return kept, int(order[count] if len(order) > count else kept[0])
 
 
 def _examples(samples: ExitSamples, answers: NDArray[np.int64]) -> Examples:
-    """Number tokens by their columns; those without one get the column after the last."""
+    """Replace tokens by their columns; those without one get the column after the last."""
     places = np.minimum(np.searchsorted(answers, samples.tokens), len(answers) - 1)
     known = answers[places] == samples.tokens
     return Examples(samples.states, np.where(known, places, len(answers)))
@@ -141,9 +141,9 @@ def _with_columns(
     columns: NDArray[np.int64],
     states: NDArray[np.float32],
 ) -> onnx.ModelProto:
-    """Keep some columns of the vocabulary, in this order, in all weights that have it as an axis.
+    """Keep some vocabulary columns, in this order, in all weights with the vocabulary as an axis.
 
-    That this gives the logits of these tokens is tried, not assumed.
+    A run checks that this gives the logits of these tokens.
     """
     head = copied(logits)
     tensors = []
@@ -165,7 +165,7 @@ def _with_columns(
     if found.shape != wanted.shape or not np.allclose(
         found, wanted, rtol=0, atol=_TOLERANCE * float(np.abs(wanted).max())
     ):
-        raise UntrainableError(f"{_CANNOT}: with fewer columns it gives other logits")
+        raise UntrainableError(f"{_CANNOT}: with fewer columns it computes other logits")
     return head
 
 
@@ -176,10 +176,9 @@ _CANNOT = (
 
 
 def _with_rank(head: onnx.ModelProto, columns: int, rank: int) -> onnx.ModelProto:
-    """Put the best approximation of some rank in the place of the head's matrix.
+    """Replace the head's matrix by its best approximation of some rank.
 
-    States are brought to the coordinates in which the matrix has most of its squares, and it keeps
-    those: its largest singular values.
+    States are projected onto the matrix's directions with the largest singular values.
     """
     head = copied(head)
     graph = head.graph
@@ -219,7 +218,7 @@ def _with_rank(head: onnx.ModelProto, columns: int, rank: int) -> onnx.ModelProt
 
 
 def _with_adapter(adapter: ResidualAdapter, head: onnx.ModelProto) -> onnx.ModelProto:
-    """Put an adapter in front of a head, in place."""
+    """Prepend an adapter to a head, in place."""
     graph = head.graph
     nodes, weights = adapter.nodes(STATE, _ADAPTED)
     rename_tensor(graph, STATE, _ADAPTED)
@@ -229,9 +228,9 @@ def _with_adapter(adapter: ResidualAdapter, head: onnx.ModelProto) -> onnx.Model
 
 
 def _name_answers(head: onnx.ModelProto, answers: Sequence[int] | NDArray[np.int64]) -> None:
-    """Turn columns into tokens, and the confidence of the last column into 0, in place.
+    """Map columns to tokens, and the confidence of the last column to 0, in place.
 
-    There the token is any, the first, so that none is answered which has no column.
+    The last column maps to the first token, as any token with a column will do.
     """
     graph = head.graph
     for name in (ANSWER, CONFIDENCE):

@@ -177,7 +177,7 @@ def _flip(path: Path) -> None:
         (
             lambda p: _rehashed(p, lambda told: told["model"]["stages"].pop()),
             BundleSchemaError,
-            r"behind layers \[1, 3\].* 4",
+            r"after layers \[1, 3\].* 4",
         ),
         (
             lambda p: _rehashed(p, lambda told: told["model"].update(kind="encoder-decoder")),

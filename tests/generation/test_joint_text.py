@@ -182,7 +182,7 @@ def test_a_time_limit_ends_training() -> None:
 
 def test_a_decoder_of_one_token_a_step_is_refused() -> None:
     export, prompts, answers = taught(encodes=True, tokens=1)
-    with pytest.raises(UntrainableError, match="takes one token a step only"):
+    with pytest.raises(UntrainableError, match="takes only one token per step"):
         train_joint_text(
             export, prompts, answers, exits=EXITS, start_token=START, options=UNTRAINED
         )
@@ -190,16 +190,16 @@ def test_a_decoder_of_one_token_a_step_is_refused() -> None:
 
 def test_answers_that_are_not_the_models_own_are_refused() -> None:
     export, prompts, answers = taught()
-    with pytest.raises(UntrainableError, match="give its own greedy answers"):
+    with pytest.raises(UntrainableError, match="pass its own greedy answers"):
         train_joint_text(export, prompts, [a[::-1] for a in answers], exits=EXITS, options=OPTIONS)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"exits": (3, 1)}, r"exits are wanted behind layers \[3, 1\]"),
-        ({"exits": ()}, r"exits are wanted behind layers \[\]"),
-        ({"exits": (LAYERS,)}, f"rising numbers from 1 to {LAYERS - 1}"),
+        ({"exits": (3, 1)}, r"exits are wanted after layers \[3, 1\]"),
+        ({"exits": ()}, r"exits are wanted after layers \[\]"),
+        ({"exits": (LAYERS,)}, f"increasing numbers from 1 to {LAYERS - 1}"),
         ({"answers": []}, "40 prompts and 0 answers"),
         ({"answers": [np.zeros(0, np.int64)] * PROMPTS}, "is empty"),
     ],

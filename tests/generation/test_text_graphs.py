@@ -254,7 +254,7 @@ def test_names_of_torchs_exporter_are_known() -> None:
     [
         ({"input_ids": "words"}, "no input 'input_ids', inputs are words, attention_mask"),
         ({"logits": "scores"}, "no output 'logits', outputs are scores"),
-        ({"position_ids": "type_ids"}, "input 'type_ids' is none that a decoder is known to have"),
+        ({"position_ids": "type_ids"}, "input 'type_ids' is not a known input of a decoder"),
         ({"past_key_values.2.value": "past_key_values.2.key2"}, "no input past_key_values.2.value"),
         (
             {f"past_key_values.{n}.{k}": f"memory.{n}.{k}" for n in range(LAYERS) for k in KINDS},

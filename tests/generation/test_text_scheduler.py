@@ -435,5 +435,5 @@ def test_thresholds_of_another_model_are_refused() -> None:
 def test_a_number_is_not_used_twice() -> None:
     driven = Driven()
     driven.submit(0)
-    with pytest.raises(ValueError, match="sequence 0 is there already"):
+    with pytest.raises(ValueError, match="sequence 0 exists already"):
         driven.submit(0)

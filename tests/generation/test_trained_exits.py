@@ -169,7 +169,7 @@ def test_a_head_of_low_rank_learns_what_it_lost(tokens: int | None) -> None:
 
 
 def test_a_small_head_needs_a_size() -> None:
-    with pytest.raises(ValueError, match="neither tokens nor rank"):
+    with pytest.raises(ValueError, match="tokens and rank are both None"):
         train_small_head(*planted(), head(), criterion="softmax margin", options=OPTIONS)
     with pytest.raises(ValueError, match=f"rank is {WIDTH}, expected 1 to {WIDTH - 1}"):
         train_small_head(

@@ -1,4 +1,4 @@
-"""``eebench``: measure what Offramp brings, and simulate what it would."""
+"""``eebench``: measurements and simulations of Offramp's benefit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(parser: LayeredParser, argv: Sequence[str] | None) -> int:
-    """Run what a command line asks for; returns the exit status."""
+    """Run the command of a command line; return the exit status."""
     options = parser.parse_args(argv)
     try:
         for text in options.criterion_module:

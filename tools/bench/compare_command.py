@@ -51,16 +51,16 @@ _EXAMPLES: Final = {
     "eebench compare m.ee --data test.npz --also small=s.onnx": "",
 }
 _NORMAL_95: Final = 1.96
-"""Standard deviations within which 95 % of a normal distribution lie."""
+"""Standard deviations around the mean with 95 % of a normal distribution."""
 
 
 class FurtherPlans(NamedTuple):
-    """Plans of a bundle's exits that are measured beside its own, and what is said of them."""
+    """Plans of a bundle's exits that are measured next to its own, and their data."""
 
     measured: Dataset
-    """What of the data is measured: the rest has tuned the plans."""
+    """Measured part of the data: the rest has tuned the plans."""
     plans: Mapping[str, Plan] = MappingProxyType({})
-    """By name."""
+    """Plans by name."""
     facts: Mapping[str, object] = MappingProxyType({})
     """For the JSON document, by name."""
     notes: Sequence[str] = ()
@@ -99,7 +99,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_measuring(command: argparse.ArgumentParser) -> None:
-    """Add the options that say what is measured, how often, and on what."""
+    """Add the options that define what is measured, how often, and on which data."""
     add = command.add_argument_group("measuring").add_argument
     add(
         "--data",
@@ -129,7 +129,7 @@ def add_measuring(command: argparse.ArgumentParser) -> None:
         "--no-cuda-graphs",
         dest="graphs",
         action="store_false",
-        help="launch each kernel by itself on a GPU",
+        help="launch each kernel separately on a GPU",
     )
 
 
@@ -204,7 +204,7 @@ def run(
 
 
 def chance_of(promise: Promise, rows: Sequence[Row], samples: int) -> str:
-    """Say how far chance moves the agreement that is measured on some samples, at 95 %."""
+    """Return the 95 % interval of the agreement that is measured on some samples."""
     agreement = min(row.agreement for row in rows if row.system == OFFRAMP)
     points = 100 * _NORMAL_95 * math.sqrt(agreement * (1 - agreement) / samples)
     return (

@@ -123,7 +123,7 @@ def add_parser(commands: Any) -> None:
     add(
         "--group",
         metavar="KEY",
-        help="array of the data that says which rows belong together, as for eecompile: it is not "
+        help="array of the data with the group of each row, as for eecompile: it is not "
         "sent (default: the one that the bundle of --reference was compiled with)",
     )
     add_trace_arguments(parser)
@@ -300,7 +300,7 @@ def _generate(
 @contextmanager
 def _progress(name: str, total: float) -> Iterator[tuple[Progress, TaskID]]:
     console = Console(stderr=True)
-    # at 10 refreshes a second, the default, it would take from the load what it measures
+    # the default of 10 refreshes per second would disturb the measured load
     with Progress(
         console=console, transient=True, refresh_per_second=2, disable=not console.is_terminal
     ) as bars:
@@ -321,7 +321,7 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
     if options.json is not None:
         report.write_json(options.json)
     if options.html is not None:
-        # it draws with the compiler's report, which is loaded only where a page is wanted
+        # it uses the compiler's report, which is imported only for a page
         from offramp.tools.bench.common.dynamics import RunView, write_page  # noqa: PLC0415
 
         shown = RunView(

@@ -1,4 +1,4 @@
-"""A cluster's plan as it is simulated: splits on devices, and the source model beside them."""
+"""Simulated placement of a cluster's plan, and the source model for comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from offramp.engine.stages.plan import Mode, make_plan
 def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> ServedSplits:
     """Read a plan and the cluster that it was made for, to serve a bundle with all its exits.
 
-    Times reach up to batches of ``most_rows``. PlanError says in a line what does not fit.
+    Times include batches of up to ``most_rows``. Raise PlanError, with one line, if they do not
+    fit.
     """
     planned = read_plan(plan)
     _check_segments(planned, bundle, plan)
@@ -47,7 +48,7 @@ def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> Se
 def placed(
     splits: ServedSplits, bundle: Bundle, mode: Mode, max_batch_size: int, overhead_s: float
 ) -> Placement:
-    """Place what a bundle serves in a mode: the splits, or the source model on all devices."""
+    """Return the placement in a mode: of the splits, or of the source model on all devices."""
     if mode is not Mode.OFF:
         stages = make_plan(bundle, mode=mode, borders=splits.borders)
         return splits.placement(stages, max_batch_size, overhead_s)
@@ -69,7 +70,7 @@ def placed(
 
 
 def slowed(placement: Placement, slowdown: float) -> Placement:
-    """Let all devices take so many times as long."""
+    """Return a placement with all times multiplied by a factor."""
     kinds = tuple(replace(kind, speed=slowdown * kind.speed) for kind in placement.kinds)
     return replace(placement, kinds=kinds)
 

@@ -1,4 +1,4 @@
-"""``eebench simulate``: what a bundle would do under a load, policy by policy."""
+"""``eebench simulate``: prediction of a bundle under a load, policy by policy."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ ILLEGAL: Final = (
 )
 
 _MODES = {"source": Mode.OFF, "release": Mode.RELEASE, "audit": Mode.AUDIT}
-"""By what stands before a policy's name."""
+"""Modes by the prefix of a policy's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Simulated:
     label: str
     outcomes: Outcomes
     requests_per_second: float
-    """How fast the simulator was."""
+    """Speed of the simulator."""
 
 
 def add_parser(commands: Any) -> None:

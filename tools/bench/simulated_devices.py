@@ -1,4 +1,4 @@
-"""The devices of a simulation: what stages take on each stream, and how far rows have to go."""
+"""Devices of a simulation: durations of stages on each stream, and transfers of rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import TypeAlias
 from offramp.engine.scheduling import DeviceKind, Placement, Run
 
 SecondsTable: TypeAlias = Sequence[Sequence[float]]
-"""[stages][max_batch_size + 1]: what stages take by batch size."""
+"""[stages][max_batch_size + 1]: durations of stages in seconds by batch size."""
 
 
 class SimulatedDevices:
-    """The streams of a simulation, each with its own seconds, and who holds what was buffered.
+    """Streams of a simulation, each with its own durations, and the locations of buffered rows.
 
-    Rows that wait at a split are where the stage before it ran. A stream that merges them is busy
-    until they have all come: those from devices of one kind together, those of several kinds one
+    Rows that wait at a split are on the device of the stage before it. A stream that merges them is
+    busy until all have arrived: rows from devices of one kind together, those of several kinds one
     after the other, as they share its link. Streams do not slow each other's links down.
     """
 
@@ -76,7 +76,7 @@ class SimulatedDevices:
 
 
 def _tables_of(kind: DeviceKind, tables: Sequence[SecondsTable]) -> list[SecondsTable]:
-    """Give what the variants' stages take on a kind of device; the smaller ones by its speed."""
+    """Return the durations of the variants' stages on a kind of device; speed scales them."""
     full, *smaller = tables
     return [kind.own_s(full), *(_times(table, kind.speed) for table in smaller)]
 

@@ -1,4 +1,4 @@
-"""Models on virtual time: how recorded samples leave, and what stages take by a profile."""
+"""Models on virtual time: exits of recorded samples, and durations of stages from a profile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offramp.engine.stages.plan import Mode, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Behaviour:
-    """The exits of recorded samples on their own, and the answer that each stage would give."""
+    """Exits of recorded samples when run alone, and the answer of each stage."""
 
     exits: tuple[int | None, ...]
     """[stages]: the exit of each; ``MODEL_END`` at the last, ``None`` where there is no answer."""
@@ -35,12 +35,12 @@ class Behaviour:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedVariant:
-    """A variant of a model, below the full one: how its samples leave, and what it takes."""
+    """A variant of a model, below the full one: exits of its samples, and its durations."""
 
     behaviour: Behaviour
     """``agrees`` is with the full model."""
     seconds: Sequence[Sequence[float]]
-    """[stages][max_batch_size + 1]: what its stages take."""
+    """[stages][max_batch_size + 1]: durations of its stages in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,9 +51,9 @@ class SimulatedModel:
     points: OperatingPoints
     """For the policy."""
     seconds: tuple[tuple[float, ...], ...]
-    """[stages][max_batch_size + 1]: what stages take."""
+    """[stages][max_batch_size + 1]: durations of stages in seconds."""
     smaller: tuple[SimulatedVariant, ...] = ()
-    """Its variants 1, 2 …, where the policy and the mode serve them."""
+    """Variants 1, 2 …, if the policy and the mode serve them."""
 
 
 def model_of(
@@ -65,12 +65,12 @@ def model_of(
     slowdown: float = 1.0,
     borders: Collection[int] = (),
 ) -> SimulatedModel:
-    """Simulate a bundle by its profile, and its records of the certify split (unseen data).
+    """Return a simulated bundle from its profile and records of unseen data (certify split).
 
-    Its variants are simulated where the mode and the policy of ``options`` serve them.
-    ``stage_overhead_s`` is what each stage takes beyond its graph; the scheduler knows it.
-    ``slowdown`` is how much longer stages take than that; the scheduler finds out. Where it
-    is split among devices, stages end behind the segments of ``borders`` too.
+    Variants are simulated if the mode and the policy of ``options`` serve them.
+    ``stage_overhead_s`` is the time of each stage beyond its graph, known to the scheduler.
+    ``slowdown`` multiplies the times, unknown to the scheduler. If the model is split among
+    devices, stages also end after the segments of ``borders``.
     """
     full, *smaller = (
         _variant_of(
@@ -101,7 +101,7 @@ def _variant_of(
     overhead_s: float,
     borders: Collection[int],
 ) -> tuple[Behaviour, OperatingPoints]:
-    """Simulate what a bundle shows as one of its variants, by its own profile and records."""
+    """Return the simulation of one of a bundle's variants, from its own profile and records."""
     plan = make_plan(shown, mode=mode, borders=() if shown.number else borders)
     records = shown.records()
     chosen = records["split"] == CERTIFY

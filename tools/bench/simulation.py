@@ -1,9 +1,9 @@
-"""Serving on virtual time: the server's own scheduler and policies, and a clock that jumps.
+"""Simulation of serving on virtual time, with the server's own scheduler and policies.
 
-What is simulated is the device: stages take as long as a profile says, streams do not slow each
-other down, and nothing is lost on the way to and from the client. What is not simulated is the
-decision: scheduler and policy are the very objects that serve. Whether and where a sample leaves
-comes from recorded confidences. Same arguments, same result.
+The device is simulated: stages take the durations of a profile, streams do not slow each other
+down, and transfers to and from the client take no time. Decisions are not simulated: scheduler and
+policy are the objects used for serving. Exits come from recorded confidences. The result is
+deterministic.
 """
 
 from __future__ import annotations
@@ -87,15 +87,16 @@ def simulate(
 ) -> SimulatedOutcomes:
     """Run a load to its end on virtual time.
 
-    ``stage_s``, [stages][max_batch_size + 1], is what stages take by batch size; what the scheduler
-    predicts may differ. The scheduler is fresh, and made for as many streams. ``runs_on``,
-    [requests], says which run on after an early answer; ``None`` is none. ``smaller`` are the
-    variants 1, 2 … that the scheduler's operating points may name. At each of the rising times
-    ``losing_s`` a stream is lost for good, the last one first; what it runs is tried elsewhere.
+    ``stage_s``, [stages][max_batch_size + 1], has durations of stages by batch size; the
+    scheduler's predictions may differ. The scheduler must be new, and made for as many streams.
+    ``runs_on``, bool [requests], marks requests that run on after an early answer; ``None`` marks
+    none. ``smaller`` are the variants 1, 2 … that the scheduler's operating points may name. At
+    each of the increasing times ``losing_s`` a stream is lost permanently, the last one first; its
+    running batch is retried on another one.
 
-    ``placement`` says what stages really take on each stream, and rows between them: that which the
-    scheduler was made with, or one of the same streams that it does not expect. ``slower`` are
-    stragglers: how many times what all others of its kind take a stream takes, by its number.
+    ``placement`` has the true durations of stages on each stream, and of transfers between them:
+    the scheduler's own placement, or one of the same streams that it does not expect. ``slower``
+    are stragglers: the slowdown of a stream, by its number, relative to all others of its kind.
     """
     behaviours = [model, *(variant.behaviour for variant in smaller)]
     tables = [stage_s, *(variant.seconds for variant in smaller)]
@@ -116,7 +117,7 @@ def simulate(
 
 
 class _Simulation:
-    """The state of one simulation: what comes next, and what each stream does."""
+    """State of one simulation: the next events, and the run of each stream."""
 
     def __init__(
         self,
@@ -146,10 +147,10 @@ class _Simulation:
         self._wake_s = _NEVER
         """When an idle stream wants to be asked again."""
         self._goes_on = False
-        """Whether the last of the idle streams has a batch that goes on."""
+        """True if the last idle stream has a batch that goes on."""
 
     def run(self, ask: Callable[[float], None]) -> None:
-        """Take what happens in its order, and ask idle streams after each; losses go first."""
+        """Process events in order, and ask idle streams after each; losses first."""
         ends, arrivals, losses = self._ends, self._arrivals, self._losses
         while True:
             loss_s, arrival_s = losses[-1], arrivals[self._following]
@@ -168,7 +169,7 @@ class _Simulation:
                 ask(now_s)
 
     def ask_the_last(self, now_s: float) -> None:
-        """Ask idle streams that are all alike: what one has no use for, none has."""
+        """Ask equal idle streams: if one has no work, none has."""
         idle, scheduler = self._idle, self._scheduler
         while idle and (self._goes_on or scheduler.waiting):
             self._goes_on = False
@@ -224,7 +225,7 @@ class _Simulation:
             self.log.rejected.append(request)
 
     def _start(self, stream: int, run: Run, now_s: float) -> None:
-        """Have a stream run what the scheduler decided."""
+        """Start a run of the scheduler on a stream."""
         self._running[stream] = run
         heapq.heappush(self._ends, (now_s + self._devices.takes_s(stream, run), stream))
         self._follow(*run.outcomes)
@@ -249,7 +250,7 @@ class _Simulation:
         self._follow(outcome)
 
     def _follow(self, *outcomes: StepOutcome) -> None:
-        """Note what left, and forget where rows are that nothing waits for any more."""
+        """Record outcomes, and drop the locations of rows that are no longer waiting."""
         for outcome in outcomes:
             self.log.dropped += outcome.dropped
             self._devices.forget(outcome.discarded)
@@ -324,9 +325,10 @@ def _answers(
     stage: NDArray[np.int64],
     variant: NDArray[np.int16],
 ) -> tuple[NDArray[np.int16], NDArray[np.bool_], NDArray[np.int8], NDArray[np.int8]]:
-    """[n] each: the exit of a stage of a variant, if it is outside the promise, agrees, is right.
+    """Return [n] each: exit of a stage of a variant, outside the promise or not, agrees, is right.
 
-    Outside is what leaves below its threshold, and whatever is not the full model's answer.
+    Answers are outside the promise if they left below the threshold, or are not from the full
+    model.
     """
     count = len(records)
     exit_, forced = np.zeros(count, np.int16), np.zeros(count, np.bool_)

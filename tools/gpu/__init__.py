@@ -1,37 +1,37 @@
-"""For a GPU machine without network: what it needs, the tests there, and measurements there.
+"""Scripts for a GPU machine without network: environment, tests and measurements there.
 
 ::
 
-    collect.sh      where registries are reachable: wheels (and TensorRT) into parts to carry over
-    setup.sh        there: an environment out of the parts, then a table of what is there
-    run_tests.sh    there: tests/gpu, the kernels under compute-sanitizer too
+    collect.sh      where registries are reachable: wheels (and TensorRT) into parts to transfer
+    setup.sh        there: an environment from the parts, then a table of its versions
+    run_tests.sh    there: tests/gpu, including the kernels under compute-sanitizer
     benchmark.sh    there: kernels, engines and the runtime measured, written as JSON
-    everything.sh   there: both, in the order of their worth
+    everything.sh   there: both, most important first
     pycuda.sh       builds PyCUDA without a driver; for the first two
-    parts, pack     files split into parts of a size, and joined; TensorRT made smaller
-    environment     what is there: driver, GPU, packages, compiler
-    device          our kernels launched through PyCUDA; for tests/gpu, too
+    parts, pack     files split into parts of one size, and joined; TensorRT made smaller
+    environment     table of driver, GPU, packages, compiler
+    device          our kernels launched through PyCUDA; also for tests/gpu
     stage_ends      measures stage ends and compaction
     engines         builds, checks and measures engines
-    graphs          graphs with random weights; of them:
+    graphs          graphs with random weights:
       resnets       ResNet-50 and ResNet-101, as one graph and as stages
       berts         BERT
     staged          bundles without training, whose exits' confidences may be replayed
-    models          what the runtime is measured on, and which samples leave where
+    models          models and exit patterns for measurements of the runtime
     machine         backends of the GPU, plain or with times taken by
       timing        a driver and a factory that take times
     pame            stages against the source model (PAME, figures 9 and 17)
     serving         the whole engine: parallel batches (figure 18), a long run
     runtime         these as parts of
       benchmark     the command line of all measurements
-    wheels-*.txt    what is collected for Python 3.10 (TensorRT 8.6) and 3.12
-    python310/      what our code needs of Python 3.11, where TensorRT 8.6 holds it at 3.10
+    wheels-*.txt    packages for Python 3.10 (TensorRT 8.6) and 3.12
+    python310/      parts of Python 3.11 that our code needs, where TensorRT 8.6 requires 3.10
 
-With half an hour of a machine that forgets everything as soon as it is left alone: make the parts,
-and rehearse ``setup.sh`` and the tests with the Python that travels, before. Then there::
+If a machine is available for half an hour and then loses its files: before, make the parts, and
+rehearse ``setup.sh`` and the tests with the transferred Python. Then, on the machine::
 
     setup.sh PARTS            15 s, once all parts of 57 MB are there (5 s each)
-    everything.sh             in a session of its own, looked at from time to time
+    everything.sh             in a session of its own, checked from time to time
 
 On an H100 in November 2026: engines of ResNet-101 for two profiles took 2.5 minutes, of BERT-base
 for four 6 minutes, of the example for two 1.6 minutes (one core busy, the GPU idle: several

@@ -1,18 +1,18 @@
-"""Measures kernels, engines and the runtime on a GPU, and writes JSON after every step.
+"""Measurements of kernels, engines and the runtime on a GPU, written as JSON after every step.
 
     python -m offramp.tools.gpu.benchmark [--only PART] [--output FILE]
 
 Parts:
-    kernels   exit check and compaction, against a plain copy
+    kernels   exit check and compaction, compared with a plain copy
     engines   of ResNet-50 and of the example: built, checked, loaded, timed
-    models    bundles of --models, and what the backend needs in them
+    models    bundles of --models, with the files that the backend needs
     pame      stages against the source model: latencies (figure 9), time by part (figure 17)
     parallel  throughput over tau_b with two streams (figure 18), with CUDA graphs and without
-    soak      five minutes of load in audit mode: is memory flat, is a request lost?
+    soak      five minutes of load in audit mode: growth of memory, lost requests
 
-A run that was ended early goes on where it was: engines that are built are not built again, parts
-that are asked for again are measured again, and the others of the file stay. All times in it are
-measured, none predicted; which samples leave is replayed, since random weights are sure of nothing.
+An interrupted run resumes: existing engines are not rebuilt, requested parts are measured again,
+and the others of the file stay. All times in the file are measured, none predicted; exits are
+replayed, since random weights have no meaningful confidence.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHARE_GOAL, BANDWIDTH_GOAL = 0.02, 0.7
 
 
 class Document:
-    """The JSON file, written anew after every part."""
+    """The JSON file, rewritten after every part."""
 
     def __init__(self, path: Path) -> None:
         """Go on with a file that is there."""
@@ -132,7 +132,7 @@ def measure_runtime(
 
 
 def _variant(options: argparse.Namespace) -> str:
-    """What of a GPU was measured: ``tensorrt_fp32``, ``cuda_fp32``."""
+    """Return the measured variant of a GPU: ``tensorrt_fp32``, ``cuda_fp32``."""
     return f"{options.backend}_{_runtime_precision(options)}"
 
 
@@ -162,7 +162,7 @@ def _subjects(options: argparse.Namespace, precision: Precision, tensorrt: str) 
 
 
 def shares(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a stage end takes beside its stage, where both are measured."""
+    """Return the cost of a stage end relative to its stage, if both were measured."""
     units = content.get("engines", {}).get("units", {})
     found = []
     for end in content.get("kernels", {}).get("stage_ends", ()):
@@ -183,7 +183,7 @@ def shares(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
-    """What a figure says nothing without."""
+    """Return the conditions that a figure depends on."""
     return {
         "hardware": hardware(),
         "command": "python -m offramp.tools.gpu.benchmark "
@@ -195,7 +195,7 @@ def _circumstances(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _relative(argument: str) -> str:
-    """Paths of a machine are nobody else's business."""
+    """Return an argument without the machine's own paths."""
     if not Path(argument).is_absolute():
         return argument
     inside = Path(argument).is_relative_to(_REPOSITORY)
@@ -268,7 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, default=_REPOSITORY / "examples/fashion/calibration.npz",
         help="its data (default: that of the repository)")  # fmt: skip
     add("--plans", type=Path, default=place / "plans",
-        help="folder where engines are kept (default: beside it)")  # fmt: skip
+        help="folder where engines are kept (default: next to it)")  # fmt: skip
     runtime = parser.add_argument_group("models, pame, parallel and soak")
     add = runtime.add_argument
     add("--backend", choices=("tensorrt", "cuda"), default="tensorrt", help="default: tensorrt")

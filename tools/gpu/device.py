@@ -24,28 +24,28 @@ _WARM_UP = 3
 """Runs before the first timed one: the first loads kernels, clocks rise during the next."""
 
 _BUSY_BYTES = 1 << 30
-"""Of the copies that keep the GPU busy while launches are queued: about half a millisecond each on
-an H200, more on others."""
+"""Size of the copies that keep the GPU busy while launches are queued: about half a millisecond
+each on an H200, more on others."""
 
 
 class Memory(Protocol):
-    """What tests bring to the device: some bytes, with guards around them."""
+    """Memory that tests transfer to the device: some bytes, with guards around them."""
 
     whole: NDArray[np.uint8]
     """All of it."""
     offset: int
-    """Of the bytes proper."""
+    """Offset of the payload."""
 
 
 class Allocation(Protocol):
-    """Device memory; its address is what ``int`` gives."""
+    """Device memory; ``int`` returns its address."""
 
     def __int__(self) -> int:
         """Address."""
         ...
 
     def free(self) -> None:
-        """Give it back before its time."""
+        """Free the memory early."""
         ...
 
 
@@ -61,22 +61,22 @@ class Gpu:
         self._functions: dict[str, cuda.Function] = {}
         device: cuda.Device = cuda.Context.get_device()
         self.multiprocessors = int(device.get_attribute(cuda.device_attribute.MULTIPROCESSOR_COUNT))
-        """Of the GPU."""
+        """Number of multiprocessors of the GPU."""
         self.l2_bytes = int(device.get_attribute(cuda.device_attribute.L2_CACHE_SIZE))
-        """Of the GPU."""
+        """Size of the GPU's L2 cache."""
         self._placed: dict[int, tuple[Memory, Allocation]] = {}
         self._launched = False
         self._busy: tuple[Allocation, Allocation] | None = None
 
     @property
     def stream(self) -> cuda.Stream:
-        """On which everything runs; BackendError after the end."""
+        """Stream of all work; BackendError after the end."""
         if self._stream is None:
             raise BackendError("the GPU was closed")
         return self._stream
 
     def close(self) -> None:
-        """Let go of all while the context is current: PyCUDA cannot release it afterwards."""
+        """Release everything while the context is current: PyCUDA cannot do so afterwards."""
         self.forget()
         self._busy = None
         self._functions.clear()
@@ -138,15 +138,15 @@ class Gpu:
     def time_ms(self, work: Callable[[int], object], repeats: int) -> float:
         """Time work on the device: ``work(0)``, ``work(1)``, … queued one after the other.
 
-        They are queued behind copies, so that none waits for the host: what is timed is the device
-        alone, launch gaps included.
+        Work is queued after copies, so that it does not wait for the host: only the device is
+        timed, including launch gaps.
 
         Args:
             work: Queues something on the stream, given the number of the repetition.
-            repeats: How many.
+            repeats: Number of repetitions.
 
         Returns:
-            Milliseconds of one, between CUDA events around all of them.
+            Milliseconds per repetition, between CUDA events around all of them.
         """
         import pycuda.driver as cuda  # noqa: PLC0415
 
@@ -172,7 +172,7 @@ class Gpu:
     # The device of tests/unit/kernels: the same cases as on the CPU.
 
     def place(self, memory: Memory) -> int:
-        """Bring a memory here; gives the address of its bytes proper."""
+        """Copy a memory to the device; return the address of its payload."""
         if self._launched:
             self.forget()
         allocation = self.upload(memory.whole)
@@ -186,14 +186,14 @@ class Gpu:
         self._launched = True
 
     def fetch(self, memory: Memory) -> None:
-        """Bring back what was placed."""
+        """Copy placed memory back."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         _, allocation = self._placed[id(memory)]
         cuda.memcpy_dtoh(memory.whole, int(allocation))
 
     def forget(self) -> None:
-        """Free what was placed."""
+        """Free placed memory."""
         for _, allocation in self._placed.values():
             allocation.free()
         self._placed.clear()

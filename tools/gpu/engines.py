@@ -40,9 +40,9 @@ class Subject:
     name: str
     model: str
     graph: bytes
-    """In the precision that is measured."""
+    """Graph in the measured precision."""
     reference: bytes
-    """The same in float32: what it is held against."""
+    """The same graph in float32, as the reference."""
     feeds: Callable[[int], Tensors]
     """Inputs of a batch of so many rows."""
 
@@ -64,7 +64,7 @@ class Subject:
 
 
 def resnet_subjects(precision: Precision, seed: int) -> Iterator[Subject]:
-    """ResNet-50 with random weights, whole and in stages; a stage gets what those before make."""
+    """Yield ResNet-50 with random weights, whole and in stages; stages read earlier output."""
     rng = np.random.default_rng(seed)
     images = rng.standard_normal((1, *resnets.INPUT_SHAPE)).astype(np.float32)
     pieces = (resnets.whole(seed), *resnets.stages(seed))
@@ -73,7 +73,7 @@ def resnet_subjects(precision: Precision, seed: int) -> Iterator[Subject]:
         feed = rows[piece.input]
 
         def feeds(batch: int, name: str = piece.input, row: NDArray[Any] = feed) -> Tensors:
-            """Rows that differ by their size only, which keeps what each must give apart."""
+            """Return rows that differ only in scale, so that each has another answer."""
             factors = np.linspace(1.0, 0.5, batch, dtype=np.float32)
             return {name: row * factors.reshape(-1, *[1] * (row.ndim - 1))}
 
@@ -122,7 +122,7 @@ def bundle_subjects(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBench:
-    """How engines are built and measured."""
+    """Building and measuring of engines."""
 
     precision: Precision
     batches: tuple[int, ...]
@@ -196,7 +196,7 @@ class EngineBench:
         return found
 
     def plan_path(self, subject: Subject) -> Path:
-        """Where the engine of a subject is kept."""
+        """Return the path of a subject's engine."""
         sizes = "-".join(map(str, self.batches))
         return self.plans / f"{subject.model}-{subject.name}-{self.precision}-{sizes}.plan"
 
@@ -226,7 +226,7 @@ class EngineBench:
 
 
 class _Reference:
-    """A graph on all cores of the CPU: what is compared with need not be slow."""
+    """A graph on all cores of the CPU, as the reference; its speed does not matter."""
 
     def __init__(self, graph: bytes) -> None:
         options = ort.SessionOptions()

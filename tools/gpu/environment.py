@@ -1,4 +1,4 @@
-"""What this machine has of what TensorRT and our kernels take, as a table or as JSON."""
+"""Versions on this machine that TensorRT and our kernels need, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IMPORT = "import {0}; print(getattr({0}, '__version__', None) or {0}.VERSION_TE
 
 
 def facts() -> dict[str, str]:
-    """What is here: name and version, or ``missing: why``."""
+    """Return name and version of each dependency, or ``missing: reason``."""
     found = {"driver": _driver(), "gpu": _gpu(), "python": platform.python_version()}
     for module in ("tensorrt", "pycuda"):
         found[module] = _imported(module)
@@ -33,7 +33,7 @@ def facts() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """GPU, processor and versions, for what is measured."""
+    """Return GPU, processor and versions, for measurements."""
     return {"cpu": cpu_model(), "cores": len(os.sched_getaffinity(0)), **facts()}
 
 
@@ -59,7 +59,7 @@ def _gpu() -> str:
 
 
 def _imported(module: str) -> str:
-    """Its version, found in a process of its own: a package that does not fit may end it."""
+    """Return a module's version from another process: an incompatible package may crash it."""
     command = [sys.executable, "-c", _IMPORT.format(module)]
     try:
         done = subprocess.run(
@@ -85,7 +85,7 @@ def _said(command: list[str], pattern: str) -> str:
 
 
 def main() -> int:
-    """Print what is here."""
+    """Print the versions."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="as JSON, with the processor")
     if parser.parse_args().json:

@@ -14,9 +14,9 @@ OPSET = 17
 """TensorRT 8.6 reads no newer one."""
 
 Shape = Sequence[int]
-"""Of one row."""
+"""Shape of one row."""
 Sizes = Sequence[int | str]
-"""Of one row, some of them symbolic."""
+"""Shape of one row, with symbolic sizes."""
 
 
 class GraphMaker:

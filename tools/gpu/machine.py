@@ -29,44 +29,44 @@ Tensors = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ingredients:
-    """What a backend on a GPU is made of."""
+    """Parts of a backend on a GPU."""
 
     driver: Driver
     timer: Timer
-    """Of the driver's streams."""
+    """Timer of the driver's streams."""
     factory: Callable[[Driver], ExecutableFactory]
     """Given the driver."""
     kernels: bytes
 
     def backend(self, *, graphs: bool) -> CudaBackend:
-        """As it serves."""
+        """Return the backend as it serves."""
         return CudaBackend(
             self.factory(self.driver), self.driver, kernels=self.kernels, graphs=graphs
         )
 
     def timed(self, *, graphs: bool) -> tuple[CudaBackend, TimedDriver]:
-        """One whose driver takes times; it gives no figures of the host's."""
+        """Return a backend whose driver takes times; it has no figures of the host."""
         driver = TimedDriver(self.driver, self.timer)
         factory = TimedFactory(self.factory(driver), driver.spans)
         return CudaBackend(factory, driver, kernels=self.kernels, graphs=graphs), driver
 
 
 class Machine(Protocol):
-    """Where is measured; a fake one is enough for rehearsals."""
+    """Machine for measurements; a fake one is enough for rehearsals."""
 
     def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> Ingredients:
-        """Make what a backend for a bundle is made of; each time anew.
+        """Create the parts of a backend for a bundle, new on each call.
 
         Raises:
-            BackendError: Something is missing; one line says what.
+            BackendError: Something is missing; the message is one line.
         """
         ...
 
     def build(self, bundle: Path, batches: Sequence[int]) -> Mapping[str, float]:
-        """Make what the backend needs in the bundle; gives seconds by what was built.
+        """Build the files in the bundle that the backend needs; return seconds by file.
 
         Raises:
-            CompileError: It cannot be built.
+            CompileError: A file cannot be built.
         """
         ...
 
@@ -77,7 +77,7 @@ class Machine(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Device memory that nobody uses."""
+        """Unused device memory."""
         ...
 
 
@@ -114,7 +114,7 @@ class GpuMachine:
             graphs=graphs,
             max_rows=max_rows,
             bundles=(bundle,),
-        ).close()  # says what is missing, as a server would
+        ).close()  # raises for missing parts, like a server
         from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
 
         driver = PyCudaDriver(self._index)

@@ -1,6 +1,6 @@
-"""What is measured: models with random weights, cut where PAME found exits, and their samples.
+"""Measured models with random weights, cut where PAME found exits, and their samples.
 
-Latency does not depend on weights. Which samples leave does, so that is replayed: see
+Latency does not depend on weights. Exits do, so they are replayed: see
 :mod:`offramp.tools.gpu.staged`.
 """
 
@@ -25,7 +25,7 @@ from offramp.tools.gpu.staged import REPLAY, CutModel, plain_bundle
 Tensors = Mapping[str, NDArray[Any]]
 
 LEAVES, GOES_ON, THRESHOLD = 0.75, 0.25, 0.5
-"""Replayed confidences, and what exits compare them with: exact in any precision."""
+"""Replayed confidences, and the threshold of exits: exact in any precision."""
 GO_ON_LATER: Final = 0.5
 """Share of the samples at a later exit that go on from it."""
 
@@ -62,14 +62,14 @@ class BenchModel:
         )
 
     def samples(self, count: int, go_on: float | Recorded, *, seed: int, pool: int = 64) -> Samples:
-        """Make samples, and decide which of them leave where.
+        """Make samples, and decide where each of them leaves.
 
         Args:
-            count: How many.
-            go_on: Share that goes on from the first exit (from later ones half of those that come
-                there), or confidences that were recorded.
-            seed: Of the samples and of who leaves.
-            pool: How many rows are different but for their replayed confidences.
+            count: Number of samples.
+            go_on: Share that goes on from the first exit (from later ones half of those there),
+                or recorded confidences.
+            seed: Seed of the samples and of their exits.
+            pool: Number of rows that differ in more than their replayed confidences.
         """
         rng = np.random.default_rng(seed)
         inputs = dict(self.rows(rng, min(pool, count)))
@@ -109,7 +109,7 @@ class Recorded:
         return made
 
     def draw(self, rng: np.random.Generator, count: int, exits: int) -> NDArray[np.float32]:
-        """[count, exits]: what some recorded samples did at the first so many exits."""
+        """Return [count, exits]: recorded confidences of some samples at the first exits."""
         if len(self.thresholds) < exits:
             raise ValueError(f"recorded are {len(self.thresholds)} exits, {exits} are needed")
         rows = rng.integers(0, len(self.confidence), count)
@@ -125,17 +125,17 @@ def drawn(rng: np.random.Generator, count: int, go_on: Sequence[float]) -> NDArr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples(Dataset):
-    """Samples whose rows repeat, all but the replayed confidences."""
+    """Samples with repeated rows, except for the replayed confidences."""
 
     count: int
-    """How many there are."""
+    """Number of samples."""
 
     def __len__(self) -> int:
         """Samples."""
         return self.count
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
-        """Give the inputs of some."""
+        """Return the inputs of some samples."""
         chosen = np.arange(self.count)[rows]
         return {name: array[chosen % len(array)] for name, array in self.inputs.items()}
 
@@ -172,7 +172,7 @@ def _resnet(name: str, cut: str) -> BenchModel:
 
 
 _MODELS: Final = (
-    # Where ResNet-101 has its exit; as much of ResNet-50 lies before the end of its second layer.
+    # ResNet-101's exit; in ResNet-50 as much work is before the end of its second layer.
     _resnet("resnet50", "layer2.3.relu"),
     # PAME 7.4 finds exit candidate H13, after block 13 of 33, best for Imagenet.
     _resnet("resnet101", "layer3.5.relu"),
@@ -180,4 +180,4 @@ _MODELS: Final = (
     bert_model("bert-base", berts.BertSize(), ("layer2.out", "layer5.out")),
 )
 MODELS: Final[Mapping[str, BenchModel]] = {model.name: model for model in _MODELS}
-"""By name."""
+"""Models by name."""

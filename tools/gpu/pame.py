@@ -36,23 +36,23 @@ _RUNS_UNTIL_STEADY = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured of each model."""
+    """Settings of the measurements of each model."""
 
     batches: tuple[int, ...] = (16, 32, 64)
     """Rising (PAME, table 1)."""
     go_on: tuple[float | Recorded, ...] = (0.2, 0.3, 0.5)
-    """Shares that go on from the first exit, or what was recorded."""
+    """Shares that go on from the first exit, or recorded confidences."""
     rounds: int = 7
-    """Of which medians are taken."""
+    """Rounds for the medians."""
     batches_a_round: int = 15
-    """Of the largest size; of smaller ones as many more as make up as many samples."""
+    """Batches of the largest size; smaller sizes have more, with as many samples in total."""
     graphs: bool = True
-    """Whether stages are captured into CUDA graphs."""
+    """True if stages are captured into CUDA graphs."""
     seed: int = 0
 
     @property
     def samples(self) -> int:
-        """That this takes."""
+        """Number of samples needed."""
         return self.rounds * self.batches_a_round * self.batches[-1]
 
 
@@ -99,7 +99,7 @@ def share_name(share: float | Recorded) -> str:
 
 @dataclass(slots=True)
 class _Stage:
-    """What was measured of a stage, a number a batch."""
+    """Measurements of a stage, one number per batch."""
 
     rows: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
@@ -124,15 +124,15 @@ class _Stage:
 def breakdown(
     machine: Machine, model: BenchModel, bundle: Bundle, settings: Settings
 ) -> list[dict[str, Any]]:
-    """Divide the time of batches: by stage, by part of the device's time, and the host's own.
+    """Divide the time of batches by stage, by part of the device's time, and the host's own.
 
-    A stage's time on the host is from its call until those that go on are chosen; it is taken in
-    another backend than the device's, which reads events. Both run the same batches by turns.
-    Python's time is what remains of it when the device's is taken away, which copies of inputs do
-    not count to: in the first stage it has what is left of them in it.
+    A stage's time on the host is from its call until its surviving rows are chosen; it is measured
+    on another backend than the device's time, which reads events. Both run the same batches in
+    turn. Python's time is the rest after subtracting the device's time, without copies of inputs:
+    the first stage includes the rest of them.
 
     Returns:
-        JSON values: a case for every batch size with each share, with nobody leaving, and of the
+        JSON values: a case for every batch size with each share, with no row leaving, and of the
         source model.
     """
     most = settings.batches[-1]
@@ -175,14 +175,14 @@ def _batches(
     count = settings.rounds * settings.batches_a_round
     data = model.samples(count * size, share, seed=settings.seed)
     batches = [data.take(slice(i * size, (i + 1) * size)) for i in range(count)]
-    if alike:  # nobody leaves at a later exit either
+    if alike:  # no row leaves at a later exit either
         for batch in batches:
             batch[REPLAY] = np.full_like(batch[REPLAY], GOES_ON)
     return list(batches)
 
 
 class _Case:
-    """The same batches on a backend whose host is timed, and on one whose device is."""
+    """The same batches on two backends, for times of the host and of the device."""
 
     def __init__(
         self,

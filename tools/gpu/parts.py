@@ -1,6 +1,6 @@
-"""Files split into parts of a size, to be carried one by one, and joined again.
+"""Splitting of files into parts of one size, for separate transfer, and joining.
 
-Stands alone: any Python from 3.8 runs it, before anything is installed.
+The file is self-contained: any Python from 3.8 runs it, before anything is installed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _BLOCK_BYTES = 1 << 20
 def split(source: Path, folder: Path, part_bytes: int) -> list[str]:
     """Split all files under ``source`` into folders ``part-00``, … of ``folder``.
 
-    The manifest lies in the first part. Files keep their order by name, so names say what comes
+    The manifest is in the first part. Files keep their order by name, so names decide which come
     early.
 
     Returns:
-        One line a part: its name, size and what it has.
+        One line per part: its name, size and content.
     """
     for old in folder.glob("part-[0-9][0-9]"):
         shutil.rmtree(old)
@@ -62,14 +62,14 @@ def split(source: Path, folder: Path, part_bytes: int) -> list[str]:
 
 
 def join(folder: Path, target: Path) -> list[str]:
-    """Join what parts are there; a file whose parts are not all there waits for a later call.
+    """Join the present parts; a file with missing parts waits for a later call.
 
     Returns:
-        The parts that are not there.
+        The missing parts.
 
     Raises:
-        ValueError: A piece is not what the manifest says.
-        FileNotFoundError: The first part is not there.
+        ValueError: A piece differs from the manifest.
+        FileNotFoundError: The first part is missing.
     """
     manifest = json.loads((folder / "part-00" / MANIFEST).read_text())
     for file in manifest["files"]:

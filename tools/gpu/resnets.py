@@ -1,8 +1,8 @@
 """ResNets with random weights, as one graph and as stages with exits.
 
 The batch normalisations are folded into the convolutions, as any simplifier does. The weights are
-seeded and scaled so that activations keep their size through all layers: what an engine computes
-can be compared with what ONNX Runtime does. What it answers means nothing.
+seeded and scaled so that activations keep their size through all layers: an engine's output can be
+compared with ONNX Runtime's. The answers have no meaning.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ BLOCKS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A graph, and what it takes and gives."""
+    """A graph, and its inputs and outputs."""
 
     name: str
     graph: bytes
     """ONNX, opset 17, float32, a symbolic batch."""
     input: str
-    """Its only input."""
+    """Name of its only input."""
     input_shape: tuple[int, ...]
-    """Of one row."""
+    """Shape of one input row."""
     carry: str | None
     """Output that the next stage takes."""
     carry_shape: tuple[int, ...]
-    """Of one row; empty where nothing is carried."""
+    """Shape of one carried row; empty without one."""
     logits: str
-    """Output: what the exit, or the model, answers."""
+    """Output with the answer of the exit, or of the model."""
 
 
 def whole(seed: int = 0, *, model: str = "resnet50") -> Piece:
@@ -128,7 +128,7 @@ class _ResNetMaker(GraphMaker):
         )
 
     def _block(self, value: str, layer: int, block: int) -> str:
-        """A bottleneck: 1×1, 3×3, 1×1, and what came in added to it (He et al. 2016, figure 5)."""
+        """Add a bottleneck: 1×1, 3×3, 1×1, plus its input (He et al. 2016, figure 5)."""
         name, narrow, wide = f"layer{layer + 1}.{block}", 64 << layer, 256 << layer
         comes_in = wide if block else (64 if layer == 0 else wide // 2)
         stride = 2 if block == 0 and layer > 0 else 1

@@ -15,24 +15,25 @@ from offramp.tools.gpu.models import BenchModel, Recorded
 from offramp.tools.gpu.pame import BARE, NOBODY_LEAVES
 
 OVERHEAD_GOAL, PYTHON_GOAL_US, SHARE_GOAL, LATENCY_GOAL = 0.05, 60.0, 0.02, 0.6
-"""Nobody leaves: how much slower; Python a stage; exit check and compaction, of a stage of
-ResNet-50 at batch 32; mean latency of the source model's, at PAME's settings."""
+"""Goals: slowdown if no row leaves; Python's time of a stage in µs; exit check and compaction as a
+share of a stage of ResNet-50 at batch 32; mean latency relative to the source model's, at PAME's
+settings."""
 
 _LEAST_BATCH: Final = 16
 _MOST_ROWS: Final = 16
-"""Of a request in ``parallel``."""
+"""Most rows of a request in ``parallel``."""
 
 Save = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeOptions:
-    """What is measured, and how."""
+    """Options of the measurements."""
 
     models: tuple[str, ...]
     """Names."""
     folder: Path
-    """Where bundles are made, and kept."""
+    """Folder where bundles are made, and kept."""
     sizes: tuple[int, ...] = (1, 8, 16, 32, 64)
     """Ends of the engines' profiles, rising; PAME's batch sizes are those of 16 and more."""
     served: tuple[int, ...] = (8, 32)
@@ -42,18 +43,18 @@ class RuntimeOptions:
     recorded: Path | None = None
     """Confidences of a trained model, instead of shares."""
     rounds: int = 7
-    """Of which medians are taken."""
+    """Rounds for the medians."""
     seed: int = 0
     graphs: bool = True
-    """Whether to capture CUDA graphs."""
+    """True to capture CUDA graphs."""
     requests: int = 600
-    """Of each system and round of ``parallel``."""
+    """Requests of each system and round of ``parallel``."""
     soak_s: float = 300.0
     """Seconds of the long run."""
 
 
 class RuntimeBench:
-    """Measures models on a machine; what it has is given to ``save`` after every step."""
+    """Measurements of models on a machine; ``save`` receives the results after every step."""
 
     def __init__(
         self, machine: Machine, options: RuntimeOptions, models: Mapping[str, BenchModel]
@@ -64,7 +65,7 @@ class RuntimeBench:
         self._models = {name: models[name] for name in options.models}
 
     def build(self, save: Save, known: Mapping[str, Any]) -> None:
-        """Make bundles of the models, and build what the backend needs in them."""
+        """Make bundles of the models, with the files that the backend needs."""
         found = dict(known)
         for name in self._models:
             began = time.perf_counter()
@@ -139,7 +140,7 @@ class RuntimeBench:
         return bundle
 
     def _share(self) -> float | Recorded:
-        """One for the parts that do not vary it: the middle of those that are given."""
+        """Return one share for parts that do not vary it: the middle of the options."""
         shares = self._shares()
         return shares[len(shares) // 2]
 
@@ -158,7 +159,7 @@ class RuntimeBench:
         )
 
     def _batches(self) -> tuple[int, ...]:
-        """PAME's, of those that engines are built for; small sizes are for later stages."""
+        """Return PAME's sizes among those with engines; small sizes are for later stages."""
         return tuple(size for size in self._options.sizes if size >= _LEAST_BATCH)
 
 
@@ -180,7 +181,7 @@ def latency_lines(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def breakdown_lines(name: str, cases: list[dict[str, Any]]) -> Iterator[str]:
-    """Parts of a batch's time, where nobody leaves."""
+    """Yield the parts of a batch's time, if no row leaves."""
     for case in cases:
         if case["case"] != NOBODY_LEAVES:
             continue
@@ -206,7 +207,7 @@ def parallel_lines(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def soak_line(name: str, found: dict[str, Any]) -> str:
-    """Whether it held."""
+    """Return a line with the result of a long run."""
     growth = found["growth_bytes"] / 2**20
     return (
         f"{name}: {found['answered']} of {found['sent']} requests answered in "
@@ -216,7 +217,7 @@ def soak_line(name: str, found: dict[str, Any]) -> str:
 
 
 def held(soak: Mapping[str, Any]) -> bool:
-    """Whether every long run kept its memory and its requests."""
+    """Return True if every long run had flat memory and lost no request."""
     return all(
         run["flat"] and run["sent"] == run["answered"] and run["drained"] for run in soak.values()
     )

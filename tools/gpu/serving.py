@@ -26,19 +26,19 @@ from offramp.tools.gpu.machine import Machine
 from offramp.tools.gpu.models import BenchModel, Recorded, Samples
 
 MODEL = "model"
-"""Its name in the engine."""
+"""Name of the model in the engine."""
 SOURCE_MODEL, ONE_STREAM = "source model, one stream", "stages, one stream"
 _MIB = 2**20
 FLAT_BYTES = 16 * _MIB
-"""Growth of device memory over a long run that counts as none: what libraries keep."""
+"""Growth of device memory over a long run that still counts as flat: caches of libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What clients do."""
+    """Load of the clients."""
 
     clients: int = 16
-    """At the same time; enough that batches are full."""
+    """Concurrent clients; enough for full batches."""
     rows: tuple[int, int] = (1, 16)
     """Least and most rows of a request, drawn evenly."""
     seed: int = 0
@@ -46,17 +46,17 @@ class Load:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a load."""
+    """Outcome of a load."""
 
     sent: int = 0
     answered: int = 0
     samples: int = 0
-    """In answered requests."""
+    """Samples in answered requests."""
     elapsed_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
-    """Of answered requests."""
+    """Latencies of answered requests."""
     errors: dict[str, int] = field(default_factory=dict)
-    """Failed requests by what was said."""
+    """Failed requests by message."""
 
     @property
     def lost(self) -> int:
@@ -64,7 +64,7 @@ class Outcome:
         return self.sent - self.answered - sum(self.errors.values())
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return plain values."""
         latencies = np.asarray(self.latencies_s) * 1e3
         return {
             "sent": self.sent,
@@ -122,7 +122,7 @@ async def drive(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSettings:
-    """What is measured of parallel batches."""
+    """Settings of measuring parallel batches."""
 
     go_on: float | Recorded = 0.3
     limits: tuple[int, ...] = (1, 2, 4, 6, 8, 16)
@@ -141,7 +141,7 @@ def parallel(
 ) -> list[dict[str, Any]]:
     """Measure throughput over τ_b, one stream's and the source model's, with and without graphs.
 
-    All systems are open at once and take turns in every round.
+    All systems are open at the same time and take turns in every round.
 
     Returns:
         JSON values: a row for every system. ``slower_than_source`` is the share of requests that
@@ -215,11 +215,11 @@ def _options(max_batch_size: int, **how: Any) -> EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakSettings:
-    """Of a long run."""
+    """Settings of a long run."""
 
     seconds: float = 300.0
     every_s: float = 2.0
-    """How often memory is looked at."""
+    """Interval of memory readings."""
     go_on: float | Recorded = 0.3
     streams: int = 2
     max_batch_size: int = 32
@@ -280,7 +280,7 @@ async def _watch(machine: Machine, free: list[int], every_s: float) -> None:
 
 
 def growth_bytes(free: Sequence[int]) -> int:
-    """How much less memory is free in the last tenth of the time than in the second."""
+    """Return how much less memory is free in the last tenth of the time than in the second."""
     tenth = max(len(free) // 10, 1)
     before = free[tenth : 2 * tenth] or free[:1]
     return min(before) - min(free[-tenth:])

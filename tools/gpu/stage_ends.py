@@ -30,7 +30,7 @@ STAGES = {"resnet50 stage0": 256 * 56 * 56, "resnet50 stage1": 512 * 28 * 28,
 SURVIVING = (0.0, 0.5, 1.0)
 SIZES = ((32, 1 << 12), (32, 1 << 16), (32, 1 << 18), (32, 1 << 20), (32, 1 << 22), (32, 1 << 24),
          (4096, 1 << 10), (65536, 1 << 8))  # fmt: skip
-"""Rows and bytes of one, of what is compacted: 128 KiB to 512 MiB in all."""
+"""Numbers of rows and bytes per row for compaction: 128 KiB to 512 MiB in total."""
 _REPEATS = 50
 _MOST_SETS = 64
 
@@ -49,10 +49,10 @@ def measure(gpu: Gpu, *, rounds: int, seed: int) -> dict[str, Any]:
     """Measure stage ends and compaction.
 
     Args:
-        gpu: On what.
-        rounds: Of which the median is taken; each goes through everything once, so that a change
-            of clocks hits all alike.
-        seed: Of the scores and of the order of rows.
+        gpu: Device to measure.
+        rounds: Rounds for the median; each runs everything once, so that a change of clocks
+            affects all equally.
+        seed: Seed of the scores and of the order of rows.
 
     Returns:
         JSON values.
@@ -112,9 +112,9 @@ def _compaction(gpu: Gpu, rows: int, row_bytes: int, *, rounds: int, seed: int) 
 
 
 class _Buffers:
-    """Memory for measurements of one size: several sets of it, more than the cache holds.
+    """Memory for measurements of one size: several sets of it, more than fit the cache.
 
-    Where the same few megabytes are copied again and again, what is measured is the cache.
+    With the same few megabytes copied repeatedly, the cache would be measured.
     """
 
     def __init__(self, gpu: Gpu, rows: int, row_bytes: int) -> None:
@@ -193,7 +193,7 @@ class _Buffers:
         return work
 
     def check(self, work: Callable[[int], object], survivors: int) -> None:
-        """Nothing is timed that does not work."""
+        """Check the result of work before it is timed."""
         work(0)
         found = np.zeros(1, np.int32)
         self._gpu.download(self._count, found)

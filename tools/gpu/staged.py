@@ -1,12 +1,11 @@
 """Bundles without training: a model in pieces, with plain exits of random weights.
 
-Nothing of it takes torch, so that such bundles can be made on a GPU machine. Exits are sure at
-random, which does for tests; for measurements their confidences are *replayed*: they are an input
-of the model, so that whoever sends samples decides which of them leave where, while all that an
-exit costs is paid.
+They need no torch, so that they can be made on a GPU machine. Confidences are random, which is
+enough for tests; for measurements they are *replayed*: they are an input of the model, so that the
+sender of samples decides where each leaves, while the full cost of an exit is measured.
 
-What serving needs beside graphs, latencies and what exits said on data, is made up: nothing of it
-was measured, and its promise is good for nothing but to keep thresholds as they are.
+Latencies and records in the bundle are made up, only because serving needs them: nothing was
+measured, and the promise only keeps thresholds unchanged.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ from offramp.compiler.graphs.weights import pack_weights
 REPLAY = "replay"
 """Input [batch, exits] of float32 that exits take for their confidence, where it is replayed."""
 _BARELY = 1e-30
-"""What is left of an exit's own confidence beside the replayed one: nothing, in any precision,
-but no optimiser can leave it out."""
+"""Weight of an exit's own confidence next to the replayed one: no effect in any precision, but an
+optimiser cannot remove it."""
 
 _SAMPLES = 2000
-"""Of the records that are made up."""
+"""Number of made-up records."""
 _PROMISE = Promise(
     max_disagreement=0.01,
     confidence_level=0.99,
@@ -244,7 +243,7 @@ def _write(
 
 
 def _made_up_profile(segments: Sequence[Segment], exits: int) -> Profile:
-    """As if work were all that takes time, a millisecond a sample."""
+    """Return a profile in which only work takes time, one millisecond per sample."""
     sizes = (1, 2, 4, 8, 16, 32, 64)
     source = tuple(float(size) for size in sizes)
     return Profile(
@@ -259,7 +258,7 @@ def _made_up_profile(segments: Sequence[Segment], exits: int) -> Profile:
 
 
 def _made_up_records(exits: int, classes: int) -> bytes:
-    """As if every exit always agreed."""
+    """Return records in which every exit always agrees."""
     rng = np.random.default_rng(0)
     final = rng.integers(0, classes, _SAMPLES, dtype=np.int32)
     stream = io.BytesIO()
@@ -275,7 +274,7 @@ def _made_up_records(exits: int, classes: int) -> bytes:
 
 
 def _with_replay(source: onnx.ModelProto, exits: int) -> onnx.ModelProto:
-    """The same model, that may be given what only exits read."""
+    """Return the same model with an additional input that only exits read."""
     model = onnx.ModelProto.FromString(source.SerializeToString())
     model.graph.input.append(_info(REPLAY, ["batch", exits]))
     return model

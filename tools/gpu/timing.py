@@ -1,7 +1,7 @@
-"""Where a batch's time goes: a driver and a factory that take the time of what they pass on.
+"""Times of a batch's parts: a driver and a factory that time the calls they forward.
 
-Times on the device are between CUDA events, which cost the host some microseconds each: what the
-host takes is therefore measured without them, in the same rounds.
+Times on the device are between CUDA events, which cost the host some microseconds each; so times of
+the host are measured without them, in the same rounds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Timer(Protocol):
         ...
 
     def release(self, marks: list[Mark]) -> None:
-        """Take points back, to be used anew."""
+        """Take marks back for reuse."""
         ...
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class PyCudaTimer:
         self._free += marks
 
     def close(self) -> None:
-        """Let go of the events."""
+        """Release the events."""
         self._free.clear()
 
 
@@ -110,25 +110,25 @@ class FakeTimer:
         return float(end[0] - start[0]) * 1e3
 
     def release(self, marks: list[Mark]) -> None:
-        """Nothing is used anew."""
+        """Do nothing: marks are not reused."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 class Spans:
-    """What was enqueued since :meth:`take` was called last, by part; used by one thread."""
+    """Work enqueued since the last call of :meth:`take`, by part; used by one thread."""
 
     def __init__(self, timer: Timer) -> None:
         """Begin with none."""
         self._timer = timer
         self._spans: list[tuple[str, Mark, Mark]] = []
         self.capturing = False
-        """Whether what is enqueued now goes into a graph, which no mark may."""
+        """True while work is captured into a graph, which may not contain marks."""
 
     @contextmanager
     def of(self, part: str, stream: Stream) -> Iterator[None]:
-        """Take the time of what is enqueued within."""
+        """Time the work enqueued within the context."""
         if self.capturing:
             yield
             return
@@ -147,22 +147,22 @@ class Spans:
 
 
 class TimedDriver:
-    """A driver that takes the time of what it passes on to another one."""
+    """A driver that times the calls it forwards to another one."""
 
     def __init__(self, driver: Driver, timer: Timer) -> None:
         """Pass on to ``driver``."""
         self._driver = driver
         self._timer = timer
         self.spans = Spans(timer)
-        """On the device."""
+        """Spans on the device."""
         self.waited_s = 0.0
-        """That the host waited for the device, in all."""
+        """Total time that the host waited for the device."""
         self.device = driver.device
-        """Its name."""
+        """Name of the device."""
         self.multiprocessors = driver.multiprocessors
-        """How many it has."""
+        """Number of multiprocessors."""
         self.compute_capability = driver.compute_capability
-        """Such as (9, 0)."""
+        """Compute capability, such as (9, 0)."""
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
         """Timed."""
@@ -180,7 +180,7 @@ class TimedDriver:
             self._driver.copy_within(target, source, size_bytes, stream)
 
     def launch(self, kernel: Kernel, launch: Launch, stream: Stream) -> None:
-        """Timed, as what the kernel is for."""
+        """Launch a kernel, timed under the kernel's purpose."""
         part = GATHERS if launch.entry_point == GATHER_ROWS else STAGE_ENDS
         with self.spans.of(part, stream):
             self._driver.launch(kernel, launch, stream)

@@ -1,1 +1,1 @@
-"""Scripts that train the example models; nobody has to run them to use Offramp."""
+"""Scripts that train the example models; they are not needed to use Offramp."""

@@ -1,7 +1,7 @@
-"""Four small classifiers in plain torch, which are trained in minutes on a core or two.
+"""Four small classifiers in plain torch, which train in minutes on one or two cores.
 
-Three take the images of the shipped example, uint8 [batch, 1, 28, 28], one takes token ids; what
-they are for is ``benchmarks/trained_models.py``.
+Three take the images of the shipped example, uint8 [batch, 1, 28, 28], one takes token ids;
+``benchmarks/trained_models.py`` uses them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 CLASSES = 10
-"""Of the images."""
+"""Number of classes of the images."""
 _PIXELS, _SIDE = 28 * 28, 28
 _MASKED = -10_000.0
 """Added to the scores of padding: finite in every float type."""
@@ -71,7 +71,7 @@ class VisionTransformer(nn.Module):
         self.classifier = nn.Linear(width, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Give logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
+        """Return logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
         patches = self.patches(normalised(image)).flatten(2).transpose(1, 2)
         first = self.first.expand(patches.shape[0], -1, -1)
         x = torch.cat([first, patches], dim=1) + self.positions
@@ -100,7 +100,7 @@ class InvertedResidual(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give [batch, outputs, height / stride, width / stride]."""
+        """Return [batch, outputs, height / stride, width / stride]."""
         y: Tensor = self.inner(x)
         return x + y if self.shortcut else y
 
@@ -137,7 +137,7 @@ class MobileNet(nn.Module):
         self.classifier = nn.Linear(last, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Give logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
+        """Return logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
         features = self.last(self.blocks(self.stem(normalised(image))))
         logits: Tensor = self.classifier(features.mean(dim=(2, 3)))
         return logits
@@ -163,7 +163,7 @@ class ResidualMlp(nn.Module):
         self.classifier = nn.Linear(width, CLASSES)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Give logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
+        """Return logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
         x = self.stem(normalised(image).flatten(1))
         for block in self.blocks:
             x = x + block(x)
@@ -172,7 +172,7 @@ class ResidualMlp(nn.Module):
 
 
 class TextTransformer(nn.Module):
-    """An encoder over words, answered from the mean over those that are not padding."""
+    """An encoder over words, with an answer from the mean over those that are not padding."""
 
     def __init__(
         self, *, words: int, tokens: int, width: int = 64, depth: int = 6, heads: int = 4
@@ -185,7 +185,7 @@ class TextTransformer(nn.Module):
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Give logits [batch, 2] of int64 [batch, tokens]; mask: 1 for words, 0 for padding."""
+        """Return logits [batch, 2] of int64 [batch, tokens]; mask: 1 for words, 0 for padding."""
         mask = attention_mask.float()
         bias = (1.0 - mask[:, None, None, :]) * _MASKED
         x = self.dropout(self.words(input_ids) + self.positions.weight[: input_ids.shape[1]])

@@ -1,4 +1,4 @@
-"""Whether training in bfloat16 is faster on this CPU."""
+"""Check for training in bfloat16 on this CPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def bfloat16_pays() -> bool:
-    """Whether the CPU has AVX-512, without which torch converts to and fro.
+    """Return True if the CPU has AVX-512; without it torch converts in both directions.
 
-    On an EPYC with AVX2 alone a convolution took 4.5 times as long in bfloat16 as in float32.
+    On an EPYC with only AVX2 a convolution took 4.5 times as long in bfloat16 as in float32.
     """
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")

@@ -1,6 +1,6 @@
 """Make an elastic sentiment classifier: MiniLM with elastic depth and MLP width (DynaBERT).
 
-MiniLM is fine-tuned as :mod:`offramp.tools.zoo.minilm_sentiment` does it. The hidden units of its
+MiniLM is fine-tuned as in :mod:`offramp.tools.zoo.minilm_sentiment`. The hidden units of its
 MLPs are then sorted by importance, so that a prefix has the important ones, and it is trained on by
 the sandwich rule: the largest subnet learns the labels, the others what the fine-tuned model
 answers (Hou et al. 2020, DynaBERT 2; of its distillation only that of the logits). Writes into
@@ -11,10 +11,10 @@ answers (Hou et al. 2020, DynaBERT 2; of its distillation only that of the logit
 * ``spec.toml``, for ``eecompile supernet``: three of six layers may be skipped, and MLPs may be a
   quarter, a half or three quarters as wide.
 * ``calibration.npz`` and ``test.npz``: IMDB's reviews, as minilm_sentiment writes them.
-* ``training.json``: how it was trained, and what accuracy subnets reach.
+* ``training.json``: training settings, and the accuracy of subnets.
 
 Needs what minilm_sentiment needs, under the same licences. On two idle cores it should take about
-an hour, which nobody has spent yet::
+an hour (not measured yet)::
 
     python -m offramp.tools.zoo.elastic_minilm --output demo/elastic_minilm
 """
@@ -57,7 +57,7 @@ SKIPPED = (4, 2, 0)
 """Layers that may be skipped, in the order they are skipped."""
 RATIOS = (0.25, 0.5, 0.75)
 IMPORTANCE_REVIEWS = 320
-"""Reviews whose gradients say how important hidden units are."""
+"""Reviews used to compute the importance of hidden units from gradients."""
 
 
 def elastic_space(layers: int) -> ElasticSpace:
@@ -72,7 +72,7 @@ def elastic_space(layers: int) -> ElasticSpace:
 def batches(
     reviews: Reviews, order: Iterable[Tensor]
 ) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
-    """Give ids and mask, cut to the longest review of a batch, and labels, by lists of indices."""
+    """Yield ids and mask, cut to the longest review of a batch, and labels, by lists of indices."""
     ids, mask = torch.from_numpy(reviews.input_ids), torch.from_numpy(reviews.attention_mask)
     labels = torch.from_numpy(reviews.label.astype(np.int64))
     for index in order:
@@ -121,7 +121,7 @@ def train(
 ) -> float:
     """Train in place by the sandwich rule: AdamW, and a rate that falls to zero.
 
-    Subnets learn the answers of the model as it is now; gives the seconds that it took.
+    Subnets learn the answers of the model as it is now; return the training time in seconds.
     """
     from offramp.tools.zoo.minilm import batches_of_like_length  # noqa: PLC0415 - as fine_tune
 

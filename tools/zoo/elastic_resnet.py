@@ -7,17 +7,17 @@ is trained by the sandwich rule. Writes into ``--output`` (default ``examples/el
 * ``elastic_resnet.onnx``, the largest subnet: input ``image`` uint8 [batch, 1, 28, 28], output
   ``logits`` float32 [batch, 10]; the normalisation is part of the graph.
 * ``spec.toml``, for ``eecompile supernet``: blocks that may be skipped, widths that are elastic.
-* ``training.json``: how it was trained, and what accuracy subnets reach with batch-norm statistics
+* ``training.json``: training settings, and the accuracy of subnets with batch-norm statistics
   of their own (SubnetNorm) and with those of the largest.
 
 It trains on the official training images that are neither in ``calibration.npz`` nor in
 ``test.npz`` of ``examples/fashion``, which calibrate and test it; they need Debian's
 ``dataset-fashion-mnist`` (MIT, Zalando SE), unpacked anywhere (``--images``), and the extra
-``compile``. Nobody has to run it to use Offramp; on two idle cores it takes about half an hour::
+``compile``. It is not needed to use Offramp; on two idle cores it takes about half an hour::
 
     python -m offramp.tools.zoo.elastic_resnet --output examples/elastic
 
-Beside busy neighbours set ``GOMP_SPINCOUNT=0``: else torch's threads wait for each other in vain.
+On a busy machine set ``GOMP_SPINCOUNT=0``: otherwise torch's threads waste time in spin locks.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from offramp.tools.zoo.fashion_resnet import DATASET, ResidualBlock, augment
 from offramp.tools.zoo.small_models import Samples, accuracy, read_images
 
 CHANNELS = (32, 64, 192)
-"""Of the blocks at each resolution, inside and outside: 14 × 14, 7 × 7, 4 × 4."""
+"""Channels of the blocks at each resolution, inside and outside: 14 × 14, 7 × 7, 4 × 4."""
 BLOCKS = 3
-"""At each resolution."""
+"""Blocks at each resolution."""
 RATIOS = (0.25, 0.5, 0.75)
 NORM_IMAGES = 2_000
 """Calibration images that batch-norm statistics are computed of."""
@@ -74,7 +74,7 @@ class ElasticFashionResNet(nn.Module):
         self.classifier = nn.Linear(inputs, 10)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Give logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
+        """Return logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
         x = (image.float() - 72.94) / 90.02  # mean and deviation of the training pixels
         logits: Tensor = self.classifier(self.blocks(self.stem(x)).mean(dim=(2, 3)))
         return logits
@@ -103,9 +103,9 @@ def make_supernet(seed: int) -> ElasticModule:
 
 
 class Training:
-    """The supernet by the sandwich rule: SGD with Nesterov momentum, one cycle, float32.
+    """Training of the supernet by the sandwich rule: Nesterov SGD, one cycle, float32.
 
-    What it knows is kept in a file after every epoch, so that a run that was cut off goes on there.
+    The state is saved after every epoch, so that an interrupted run resumes.
     """
 
     def __init__(self, supernet: ElasticModule, images: int, options: argparse.Namespace) -> None:
@@ -197,7 +197,7 @@ def multiplications(subnet: nn.Module, supernet: ElasticModule) -> int:
 
 
 def uniform_choices(space: ElasticSpace) -> list[ElasticChoice]:
-    """Give nine subnets whose resolutions are all alike: three depths, three widths."""
+    """Return nine subnets with equal resolutions: three depths, three widths."""
     return [
         ElasticChoice(skipped=(skipped,) * len(space.depth), ratios=(ratio,) * len(space.width))
         for skipped in (0, 1, 2)
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of torch while it trains")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--state", type=Path, help="file that keeps what is trained; if it is there, it goes on"
+        "--state", type=Path, help="file with the training state; an existing one is resumed"
     )
     options = parser.parse_args()
 

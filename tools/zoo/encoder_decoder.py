@@ -1,7 +1,7 @@
 """A small encoder-decoder in plain torch, its greedy decoding, and its export as three ONNX files.
 
 Norms come before attention and feed-forward, as in T5 (Raffel et al. 2020); positions are learned.
-The hidden state after any decoder layer can be given to the final norm and the LM head, which is
+The hidden state after any decoder layer can be passed to the final norm and the LM head, which is
 what an early exit does (CALM).
 """
 
@@ -38,7 +38,7 @@ def waves(places: int, width: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention whose keys and values are computed apart from it."""
+    """Multi-head attention with keys and values that are computed outside."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         return self._split(self.key(source)), self._split(self.value(source))
 
     def forward(self, x: Tensor, kept: KeysValues, bias: Tensor) -> Tensor:
-        """Return what x [batch, tokens, width] reads; the bias is added to all scores."""
+        """Return the attention output of x [batch, tokens, width]; all scores get the bias."""
         query, (key, value) = self._split(self.query(x)), kept
         scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[-1]) + bias
         read = functional.softmax(scores, dim=3) @ value
@@ -160,7 +160,7 @@ class EncoderDecoder(nn.Module):
         return found
 
     def bias(self, mask: Tensor) -> Tensor:
-        """Return what is added to scores [batch, 1, 1, tokens], which hides where the mask is 0."""
+        """Return the bias of scores [batch, 1, 1, tokens], which hides tokens with mask 0."""
         return (mask[:, None, None, :] == 0).to(self.norm.weight.dtype) * _MASKED
 
     def cross(self, encoded: Tensor) -> list[KeysValues]:
@@ -185,8 +185,8 @@ class EncoderDecoder(nn.Module):
             attention_mask: int64 [batch, past + tokens], 0 where the past, or these tokens, are
                 padded. Rows may differ in length.
             encoded_mask: int64 [batch, encoder tokens].
-            encoded: By layer, from :meth:`cross`.
-            past: By layer, of earlier tokens; what is returned has these in front.
+            encoded: Keys and values by layer, from :meth:`cross`.
+            past: Keys and values of earlier tokens by layer; the results are appended to these.
         """
         total = torch.arange(attention_mask.shape[1], device=input_ids.device)
         later = total[None, :] > total[attention_mask.shape[1] - input_ids.shape[1] :, None]
@@ -364,7 +364,7 @@ def _export(
     outputs: Sequence[tuple[str, dict[int, str]]],
 ) -> None:
     torch.onnx.export(
-        # The exporter sets back what was not in its mode before.
+        # The exporter resets modules that were in another mode.
         module.eval(),
         examples,
         str(path),
@@ -379,7 +379,7 @@ def _export(
 def greedy_of_files(
     folder: Path, input_ids: NDArray[np.int64], mask: NDArray[np.int64], *, most: int
 ) -> NDArray[np.int64]:
-    """Return what :func:`greedy` does, from the files of :func:`export` in ONNX Runtime."""
+    """Return the result of :func:`greedy`, from the files of :func:`export` in ONNX Runtime."""
     encoder, first, following = (
         ort.InferenceSession(folder / name, providers=["CPUExecutionProvider"]) for name in FILES
     )

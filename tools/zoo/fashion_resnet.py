@@ -6,14 +6,14 @@ Writes into ``--output`` (default ``examples/fashion``):
   [batch, 1, 28, 28], output ``logits`` float32 [batch, 10]; the normalisation is part of the graph.
 * ``calibration.npz``: ``image`` and ``label`` of images that did not train the CNN.
 * ``test.npz``: 4,000 images of the official test set that are in neither of the others.
-* ``training.json``: how it was trained and what accuracy it reached.
+* ``training.json``: training settings and accuracy.
 
 Needs Debian's ``dataset-fashion-mnist`` (MIT, Zalando SE) and the extra ``compile``.
-Nobody has to run it to use Offramp; on two cores it takes about twenty minutes::
+It is not needed to use Offramp; on two cores it takes about twenty minutes::
 
     python -m offramp.tools.zoo.fashion_resnet --output examples/fashion
 
-``--widths`` and ``--depth`` make another one of the same data. This makes a ResNet-18 of half the
+``--widths`` and ``--depth`` train another one on the same data. This trains a ResNet-18 of half the
 usual width, which has three times the weights in a third of the layers, into ``--output``::
 
     python -m offramp.tools.zoo.fashion_resnet --widths 32 64 128 256 --depth 2 --epochs 6 …
@@ -57,15 +57,15 @@ class ResidualBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give [batch, outputs, height / stride, width / stride]."""
+        """Return [batch, outputs, height / stride, width / stride]."""
         y = functional.relu(self.norm1(self.conv1(x)))
         return functional.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class FashionResNet(nn.Module):
-    """ResNet of ``2·depth·len(widths) + 2`` layers; takes uint8 images, gives logits.
+    """ResNet of ``2·depth·len(widths) + 2`` layers, from uint8 images to logits.
 
-    ``depth`` blocks follow each other at each resolution, as wide as ``widths`` says of it.
+    Each resolution has ``depth`` blocks of its width in ``widths``.
     """
 
     def __init__(self, depth: int, widths: Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class FashionResNet(nn.Module):
         self.classifier = nn.Linear(inputs, 10)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Give logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
+        """Return logits [batch, 10] of uint8 images [batch, 1, 28, 28]."""
         x = (image.float() - 72.94) / 90.02  # mean and deviation of the training pixels
         features = self.blocks(self.stem(x))
         logits: Tensor = self.classifier(features.mean(dim=(2, 3)))
@@ -110,7 +110,7 @@ def augment(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _batches(samples: int, size: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Give all samples' indices in random order, ``size`` at a time."""
+    """Return all samples' indices in random order, in tensors of ``size``."""
     return torch.split(torch.randperm(samples, generator=generator), size)
 
 

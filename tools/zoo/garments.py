@@ -1,8 +1,8 @@
-"""Scenes drawn of Fashion-MNIST's garments: for segmentation, sets of labels, key points, values.
+"""Scenes drawn from Fashion-MNIST's garments: for segmentation, sets of labels, key points, values.
 
 The garments are real images (Debian's ``dataset-fashion-mnist``, MIT, Zalando SE); the scenes are
-drawn in code: garments at random places of a canvas, darker or brighter, under noise whose strength
-is each scene's own. So labels are exact, and how hard scenes are varies.
+drawn in code: garments at random places of a canvas, darker or brighter, with noise of another
+strength in each scene. So labels are exact, and scenes differ in difficulty.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_garments(folder: Path = DATASET) -> Garments:
 
 
 def share_out(garments: Garments, *, seed: int) -> tuple[Garments, Garments, Garments]:
-    """Split garments at random into those that train (70 %), calibrate and test (15 % each)."""
+    """Split garments at random for training (70 %), calibration and test (15 % each)."""
     order = np.random.default_rng(seed).permutation(len(garments))
     ends = [len(order) * 70 // 100, len(order) * 85 // 100]
     train, calibration, test = np.split(order, ends)
@@ -75,7 +75,7 @@ def draw_scenes(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Draw scenes of one to three garments, later ones in front of earlier ones.
 
-    Gives images uint8 [count, 1, 56, 56], and the class of each pixel, uint8 [count, 56, 56]: 0 is
+    Return images uint8 [count, 1, 56, 56], and the class of each pixel, uint8 [count, 56, 56]: 0 is
     background, 1 to 10 are garments by kind.
     """
     random = np.random.default_rng(seed)
@@ -92,9 +92,9 @@ def draw_scenes(
 def draw_poses(
     garments: Garments, count: int, *, seed: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Draw scenes of one garment, whose outermost points and centre are to be found.
+    """Draw scenes of one garment, to find its outermost points and centre.
 
-    Gives images uint8 [count, 1, 56, 56], and rows and columns int64 [count, 5, 2] of the points
+    Return images uint8 [count, 1, 56, 56], and rows and columns int64 [count, 5, 2] of the points
     left, right, top, bottom and centre.
     """
     random = np.random.default_rng(seed)
@@ -112,10 +112,10 @@ def draw_poses(
 def draw_label_sets(
     garments: Garments, count: int, *, seed: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Draw scenes as :func:`draw_scenes` does, whose garments are to be named.
+    """Draw scenes as :func:`draw_scenes` does, to name their garments.
 
-    Gives images uint8 [count, 1, 56, 56], and uint8 [count, 10]: 1 for each kind of which enough is
-    to be seen, 0 for the others.
+    Return images uint8 [count, 1, 56, 56], and uint8 [count, 10]: 1 for each kind that is visible
+    enough, 0 for the others.
     """
     images, classes = draw_scenes(garments, count, seed=seed)
     seen = np.stack([(classes == kind + 1).sum(axis=(1, 2)) for kind in range(KINDS)], axis=1)
@@ -125,9 +125,9 @@ def draw_label_sets(
 def draw_measures(
     garments: Garments, count: int, *, seed: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Draw scenes of one garment, to be measured.
+    """Draw scenes of one garment, to measure it.
 
-    Gives images uint8 [count, 1, 56, 56], and float32 [count, 3]: row and column of its centre, 0
+    Return images uint8 [count, 1, 56, 56], and float32 [count, 3]: row and column of its centre, 0
     to 1, and the share of a garment's square that it covers.
     """
     random = np.random.default_rng(seed)

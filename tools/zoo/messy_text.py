@@ -44,7 +44,7 @@ DOMESTIC = "44"
 
 
 def draw_pairs(count: int, *, seed: int) -> list[Phrase]:
-    """Return so many sentences with their canonical forms; no two are written alike."""
+    """Return ``count`` sentences with their canonical forms; no two are equal."""
     draw = random.Random(seed)
     found: dict[str, str] = {}
     while len(found) < count:
@@ -210,14 +210,14 @@ def _with_cents(draw: random.Random) -> int:
 
 
 def _rounded(draw: random.Random) -> int:
-    """Return an amount that people say in thousands or millions."""
+    """Return a round amount, in thousands or millions."""
     return draw.randrange(10, 200) * draw.choice((10_000, 10_000_000))
 
 
 # telephone
 
 _COUNTRIES = {"44": (10,), "1": (10,), "49": (9, 10), "33": (9,), "31": (9,), "41": (9,)}
-"""How many digits follow the country's."""
+"""Numbers of digits after the country code."""
 
 
 def draw_telephone(draw: random.Random) -> Phrase:
@@ -242,7 +242,7 @@ def draw_telephone(draw: random.Random) -> Phrase:
     return Phrase(draw.choice(ways), f"+{country}{national}")
 
 
-# what is copied
+# copied unchanged
 
 
 def _copied(text: Callable[[random.Random], str]) -> Callable[[random.Random], Phrase]:

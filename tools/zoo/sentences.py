@@ -1,9 +1,9 @@
-"""Sentences of a small grammar, drawn in code, whose words are to be classified.
+"""Sentences of a small grammar, drawn in code, with words to classify.
 
-A sentence is a row of clauses; a clause is an opening word, four to twenty-one words, and a
-closing word; both come in two kinds. What class a word has, the lexicon tells of most words. Of the
-others it takes the word just before; or the kind of the clause's opening, or of its closing,
-several places away; or both. So some sentences are easy and some are not, as it is with languages.
+A sentence is a sequence of clauses; a clause is an opening word, four to twenty-one words, and a
+closing word; opening and closing come in two kinds. The lexicon determines the class of most words.
+The others depend on the word before; or on the kind of the clause's opening, or of its closing,
+several places away; or on both. So sentences differ in difficulty, as in natural language.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _SHORTEST_CLAUSE, _LONGEST_CLAUSE = 6, 18
 
 
 def draw_sentences(count: int, *, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw sentences of 8 to 48 words, no two alike.
+    """Draw sentences of 8 to 48 words, no two equal.
 
-    Gives ids int64 [count, 48], padded at the end with :data:`PADDING`, and the classes int64
-    [count, 48], :data:`NO_CLASS` there.
+    Return ids int64 [count, 48], padded at the end with :data:`PADDING`, and the classes int64
+    [count, 48], :data:`NO_CLASS` in the padding.
     """
     random = np.random.default_rng(seed)
     ids = np.full((count, LONGEST), PADDING, np.int64)
@@ -83,7 +83,7 @@ def _draw_clause(size: int, random: np.random.Generator) -> NDArray[np.int64]:
 
 
 def classify(sentence: NDArray[np.int64]) -> list[int]:
-    """Give the class of each word of a sentence that has no padding."""
+    """Return the class of each word of a sentence without padding."""
     found: list[int] = []
     opening = 0
     for place, word in enumerate(sentence.tolist()):

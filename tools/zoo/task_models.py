@@ -1,22 +1,21 @@
 """Train a small model that answers with more than one class: pixels, key points, words, and so on.
 
-Writes into ``--output``: ``model.onnx``, ``calibration.npz``, ``test.npz`` (of neither of which
-anything trained it, not even the garments or sentences), and ``training.json``, which says how it
-was trained, and what share of the test's pixels, key points, words, label sets or values it gets
-right.
+It writes into ``--output``: ``model.onnx``, ``calibration.npz`` and ``test.npz`` (neither was
+trained on, not even its garments or sentences), and ``training.json`` with the training settings
+and the share of the test's pixels, key points, words, label sets or values that are right.
 
 ``segmentation``, ``pose``, ``labels`` and ``values`` draw scenes of Fashion-MNIST's garments, which
 need Debian's ``dataset-fashion-mnist``, unpacked anywhere (``--images``):
 :mod:`offramp.tools.zoo.garments`.
 ``tokens`` draws sentences of a small grammar and needs no data: :mod:`offramp.tools.zoo.sentences`.
 
-Nobody has to run it to use Offramp. On one core it takes about five minutes::
+It is not needed to use Offramp. On one core it takes about five minutes::
 
     python -m offramp.tools.zoo.task_models --task segmentation --output demo/segmentation
     eecompile demo/segmentation/model.onnx --data demo/segmentation/calibration.npz
 
-The heat maps of ``pose`` look like a segmentation to the compiler, and ``values`` like classes: it
-is told ``--task pose`` and ``--task regression``.
+The compiler would take heat maps of ``pose`` for a segmentation, and ``values`` for classes: pass
+``--task pose`` and ``--task regression``.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ def value_loss(values: Tensor, measures: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _answers(model: nn.Module, samples: Samples) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Give what a model answers, and the labels, batch after batch."""
+    """Yield a model's answers, and the labels, batch after batch."""
     for start in range(0, len(samples), 100):
         batch = samples[start : start + 100]
         yield model(*batch.tensors()).numpy(), batch.labels
@@ -165,7 +164,7 @@ def right_places(model: nn.Module, samples: Samples) -> float:
 
 
 def right_points(model: nn.Module, samples: Samples) -> float:
-    """Share of key points whose map is highest within :data:`NEAR` of where they are."""
+    """Return the share of key points whose map is highest within :data:`NEAR` of their place."""
     right = 0
     for maps, labels in _answers(model, samples):
         side = maps.shape[-1]
@@ -185,7 +184,7 @@ def right_label_sets(model: nn.Module, samples: Samples) -> float:
 
 
 def right_values(model: nn.Module, samples: Samples) -> float:
-    """Share of values within :data:`CLOSE` of what they are."""
+    """Return the share of values within :data:`CLOSE` of the true ones."""
     right = 0
     for answer, labels in _answers(model, samples):
         right += int((np.abs(answer - labels) <= CLOSE).sum())
@@ -271,7 +270,7 @@ TASKS = {
 
 
 def make(name: str, options: argparse.Namespace) -> Path:
-    """Train a model for a task, and write it with its data; gives the folder."""
+    """Train a model for a task, and write it with its data; return the folder."""
     task, folder = TASKS[name], Path(options.output)
     parts = task.recipe.read(options)
     model, facts = trained(name, task.recipe, parts, options)
@@ -283,7 +282,7 @@ def make(name: str, options: argparse.Namespace) -> Path:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what training asks for, but the task and the folder."""
+    """Add the arguments of training, except the task and the folder."""
     parser.add_argument("--images", type=Path, default=DATASET, help="folder of Fashion-MNIST")
     parser.add_argument("--threads", type=int, default=1, help="of torch while it trains")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,6 +1,6 @@
 """Small networks that answer with more than one class: pixels, key points, words, labels, values.
 
-What they are for is ``tools/zoo/task_models.py``, which trains them.
+``tools/zoo/task_models.py`` trains them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ at half the side of the one before."""
 REGIONS: Regions = ((16, 1), (48, 12))
 """Nearly all blocks at one resolution, as in networks that serve: 23 of the 33 of ResNet-101."""
 THREE_REGIONS: Regions = ((16, 2), (32, 5), (64, 3))
-"""As in networks that classify: their last map is small."""
+"""Regions as in classifiers: the last map is small."""
 
 
 def encoder(regions: Regions) -> nn.Sequential:
@@ -62,7 +62,7 @@ class Segmenter(nn.Module):
         self.factor = 2 ** len(regions)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Give logits [batch, 11, 56, 56] of uint8 images [batch, 1, 56, 56]."""
+        """Return logits [batch, 11, 56, 56] of uint8 images [batch, 1, 56, 56]."""
         cells = self.classifier(self.mixed(self.encoder(normalised(image))))
         return functional.interpolate(cells, scale_factor=float(self.factor), mode="bilinear")
 
@@ -81,7 +81,7 @@ class KeyPointNet(nn.Module):
         self.maps = nn.Conv2d(width, KEY_POINTS, 1)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Give heat maps [batch, 5, 28, 28], about 0 to 1, of uint8 images [batch, 1, 56, 56]."""
+        """Return heat maps [batch, 5, 28, 28], about 0 to 1, of uint8 images [batch, 1, 56, 56]."""
         maps: Tensor = self.maps(self.larger(self.encoder(normalised(image))))
         return maps
 
@@ -98,7 +98,7 @@ def heat_maps(points: Tensor, side: int, *, deviation: float = 1.5) -> Tensor:
 
 
 class Labeller(nn.Module):
-    """A residual CNN that says of each label by itself whether it is right."""
+    """A residual CNN that decides for each label separately."""
 
     def __init__(self, regions: Regions = THREE_REGIONS) -> None:
         super().__init__()
@@ -106,13 +106,13 @@ class Labeller(nn.Module):
         self.classifier = nn.Linear(regions[-1][0], KINDS)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Give probabilities [batch, 10] of uint8 images [batch, 1, 56, 56]."""
+        """Return probabilities [batch, 10] of uint8 images [batch, 1, 56, 56]."""
         logits: Tensor = self.classifier(self.encoder(normalised(image)).mean((2, 3)))
         return logits.sigmoid()
 
 
 class Measurer(nn.Module):
-    """A residual CNN whose answers are values: places count, so its last map is not averaged."""
+    """A residual CNN with values as answers: positions matter, so its last map is not averaged."""
 
     def __init__(self, regions: Regions = THREE_REGIONS, *, width: int = 8) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Measurer(nn.Module):
         self.values = nn.Linear(width * side**2, MEASURES)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Give values [batch, 3] of uint8 images [batch, 1, 56, 56]."""
+        """Return values [batch, 3] of uint8 images [batch, 1, 56, 56]."""
         cells = functional.relu(self.narrowed(self.encoder(normalised(image))))
         values: Tensor = self.values(cells.flatten(1))
         return values
@@ -141,7 +141,7 @@ class WordTagger(nn.Module):
             nn.init.normal_(table.weight, std=0.3)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Give logits [batch, words, 7] of int64 [batch, words]; the mask is 0 for padding."""
+        """Return logits [batch, words, 7] of int64 [batch, words]; the mask is 0 for padding."""
         bias = (1.0 - attention_mask.float()[:, None, None, :]) * _MASKED
         x = self.words(input_ids) + self.positions.weight[: input_ids.shape[1]]
         for block in self.blocks:

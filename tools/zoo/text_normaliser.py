@@ -90,7 +90,7 @@ def draw_parts(
 ) -> tuple[Parts, Tokenizer]:
     """Return sentences as tokens, in parts of so many, none of them in two; and the tokenizer."""
     count = trained + calibrated + tested
-    # Some have more tokens than there is room for.
+    # Some have more tokens than fit.
     pairs = draw_pairs(count + count // 100 + 1, seed=seed)
     tokenizer = make_tokenizer(pairs[: trained // 4])
     found = [
@@ -145,15 +145,15 @@ def train(
     steps: int | None = None,
     seed: int = 0,
 ) -> int:
-    """Train in place for so many seconds of processor time, and return the steps.
+    """Train in place for some seconds of processor time, and return the steps.
 
     Args:
-        model: Trained with teacher forcing.
+        model: Model to train with teacher forcing.
         samples: Prompts and canonical forms.
-        loss_of: Loss of the states after each layer, given the tokens wanted.
-        limit_s: Seconds of processor time per thread, so that other processes change little.
-        steps: Most steps, where these are fewer.
-        seed: Of the order of samples.
+        loss_of: Loss of the states after each layer, given the target tokens.
+        limit_s: Seconds of processor time per thread, so that other processes have little effect.
+        steps: Most steps, if these are fewer.
+        seed: Seed of the order of samples.
     """
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     limit_s *= torch.get_num_threads()
@@ -300,7 +300,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what training asks for."""
+    """Add the arguments of training."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS[:1]))
     parser.add_argument("--minutes", type=float, default=13.5, help="of processor time to train")

@@ -1,1 +1,1 @@
-"""What the commands of ``eebench`` share: arguments, traces, outcomes, pages."""
+"""Shared parts of ``eebench`` commands: arguments, traces, outcomes, pages."""

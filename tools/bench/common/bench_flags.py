@@ -90,7 +90,7 @@ _OPTIONS = {
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ``trace_of`` reads, as a group; what is not given is ``None``."""
+    """Add the options that ``trace_of`` reads, as a group; absent options are ``None``."""
     group = parser.add_argument_group(
         "arrivals",
         "Kinds of traces: constant, poisson, gamma, bursty (constant and gamma), accelerate,\n"

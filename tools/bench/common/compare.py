@@ -1,12 +1,12 @@
-"""Compare a bundle with its source model, batch by batch, in one process.
+"""Comparison of a bundle with its source model, batch by batch, in one process.
 
-Every batch is run by all systems before the next one, in rotating order, so that what else the
-machine does hits them alike. The source model (``source.onnx``: the given model, simplified) runs
-where the bundle runs, or the comparison would be one of devices: on the CPU as a user would run it
-without Offramp, a plain session with as many threads; on a GPU as one stage of the same backend,
-which with TensorRT is one engine. A sample's latency runs from the start of its batch to the moment
-its own answer is there. Times are medians over rounds, each on its own part of the data; shares are
-over all of it.
+All systems run each batch before the next one, in rotating order, so that other work on the machine
+affects them equally. The source model (``source.onnx``: the given model, simplified) runs on the
+bundle's device, since otherwise devices would be compared: on the CPU as a user would run it
+without Offramp, in a plain session with as many threads; on a GPU as one stage of the same backend,
+which with TensorRT is one engine. A sample's latency runs from the start of its batch until its own
+answer is available. Times are medians over rounds, each on its own part of the data; shares are
+over all data.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def compare(
 
 
 def baseline_of(backend: Backend, threads: int) -> str:
-    """Tell how :func:`compare` runs the source model beside a backend, for tables and files."""
+    """Return how :func:`compare` runs the source model next to a backend, for tables and files."""
     if backend.name == CPU:
         plural = "" if threads == 1 else "s"
         return f"plain ONNX Runtime session on the CPU, {threads} thread{plural}"
@@ -160,7 +160,7 @@ def batches_of(dataset: Dataset, size: int, rounds: int, samples: int) -> int:
 
 
 def samples_run(dataset: Dataset, batch_sizes: Sequence[int], *, rounds: int, samples: int) -> int:
-    """How many samples each system answers at all batch sizes; ValueError as of batches_of."""
+    """Return the number of samples per system at all batch sizes; ValueError as for batches_of."""
     return sum(batches_of(dataset, n, rounds, samples) * rounds * n for n in batch_sizes)
 
 
@@ -176,8 +176,8 @@ def measure_size(
 ) -> int:
     """Measure all systems at one batch size, batch by batch in turn.
 
-    Batches of the sizes ``before`` are run first, so that whatever a size takes once is over. Gives
-    the number of samples used, the first ones. ValueError if they are too few.
+    Batches of the sizes ``before`` run first as a warm-up, so that one-time costs are not measured.
+    Return the number of samples used, the first ones. Raise ValueError if they are too few.
     """
     per_round = batches_of(dataset, size, rounds, samples)
     for smaller in before:
@@ -241,7 +241,7 @@ class Also:
     """A model that is measured along."""
 
     name: str
-    """Of the system in tables and files."""
+    """Name of the system in tables and files."""
     path: Path
 
 
@@ -267,10 +267,10 @@ def parse_also(texts: Sequence[str]) -> tuple[Also, ...]:
 
 
 class AlsoRunner:
-    """A model in a session as ONNX Runtime makes it by default, as the source model is run.
+    """A model in a session with ONNX Runtime's defaults, like the source model.
 
-    Raises ValueError if it does not take what the bundle's source model does, gives no such answer,
-    or cannot be loaded.
+    Raise ValueError if it has other inputs or answers than the bundle's source model, or cannot be
+    loaded.
     """
 
     def __init__(self, also: Also, bundle: Bundle, threads: int) -> None:
@@ -288,12 +288,12 @@ class AlsoRunner:
         self._where = where
 
     def run(self, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
-        """Give all rows together."""
+        """Yield all rows together."""
         answer = self._answered(tensors)
         yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
 
     def warm_up(self, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Run a batch, and check what comes out: ValueError if it fails or has another shape."""
+        """Run a batch and check the output; ValueError if it fails or has another shape."""
         answer = self._answered(tensors)
         wanted = (len(next(iter(tensors.values()))), self._classes)
         if answer.shape != wanted:
@@ -313,7 +313,7 @@ class AlsoRunner:
         return np.asarray(answer[:, None] if flat else answer)
 
     def _fed(self, tensors: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """Return what the model is fed: zeros for inputs that the bundle's model does not read."""
+        """Return the model's inputs; inputs that the bundle's model does not read are zeros."""
         missing = [e.spec for e in self._manifest.unread if e.spec.name in self._inputs]
         specs = self._manifest.inputs
         sizes = {
@@ -326,7 +326,7 @@ class AlsoRunner:
 
 
 def describe_also(models: Sequence[Also]) -> dict[str, dict[str, str]]:
-    """Say which files were measured, by name, for the JSON document."""
+    """Return the measured files by name, for the JSON document."""
     return {
         also.name: {
             "file": also.path.name,
@@ -358,7 +358,7 @@ def _check_inputs(where: str, manifest: Manifest, given: Sequence[Any]) -> None:
 
 
 def _fits(found: Any, wanted: TensorSpec) -> bool:
-    """Whether a model takes every tensor of a description, of any number of rows."""
+    """Return True if a model takes every tensor of a description, with any number of rows."""
     if _ORT_TYPES.get(found.type) != wanted.dtype or len(found.shape) != len(wanted.shape):
         return False
     return all(

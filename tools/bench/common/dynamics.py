@@ -30,7 +30,7 @@ _ROOM = 44.0
 """Between the middles of two labels below an axis."""
 Point = tuple[float, float]
 _SHARE_SPANS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""How far below all a plot of shares may begin."""
+"""Lengths of the axis of a plot of shares, below its top of 100 %."""
 
 
 class RunView(NamedTuple):
@@ -42,7 +42,7 @@ class RunView(NamedTuple):
     percentiles: Sequence[tuple[float, float, int]]
     """From ``hdr_table``."""
     environment: Mapping[str, object]
-    """What it ran on, and with which settings."""
+    """Environment and settings of the run."""
 
 
 class Key(NamedTuple):
@@ -74,13 +74,13 @@ class _Axis(NamedTuple):
     low: float
     high: float
     ticks: list[Tick]
-    """At values as drawn."""
+    """Ticks at positions as drawn."""
     scaled: Callable[[float], float] = float
-    """From a value to what is drawn."""
+    """Function from a value to its drawn position."""
 
 
 def write_page(path: Path, *, title: str, measured: bool, runs: Sequence[RunView]) -> None:
-    """Write one HTML file that needs nothing beside it, of one run or more.
+    """Write one self-contained HTML file of one run or more.
 
     Unless the figures were ``measured``, all are labelled as simulated.
     """
@@ -98,7 +98,7 @@ def write_page(path: Path, *, title: str, measured: bool, runs: Sequence[RunView
 
 
 def figures(summary: Summary) -> list[tuple[str, str]]:
-    """Give a run's headline figures, and what each is; what is not known is left out."""
+    """Return a run's headline figures with their descriptions; unknown ones are left out."""
     latency, slo = summary.latency_ms, summary.slo_ms
     found = [
         (f"{rate(summary.offered_rps)}/s", "offered"),
@@ -121,7 +121,7 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
 
 
 def plots(run: RunView) -> list[Plot]:
-    """Draw a run over time: plots of one time axis, without those that have nothing to show."""
+    """Draw a run over time: plots with a common time axis, without empty ones."""
     t, slo_ms = run.timeline, run.summary.slo_ms
     rates = [
         _Series("offered", t.offered_rps, "quiet", "offered series"),
@@ -144,7 +144,7 @@ def plots(run: RunView) -> list[Plot]:
 
 
 def percentile_plot(run: RunView) -> Plot | None:
-    """Draw latency by percentile, with as much room for each tenth of the tail that remains."""
+    """Draw latency by percentile; each further tenth of the tail has the same width."""
     if not run.percentiles:
         return None
     # all is drawn where the next halving would be
@@ -301,7 +301,7 @@ def _frame(x: Scale, y: Scale, axis: _Axis) -> Markup:
 
 
 def _apart(ticks: list[Tick], x: Scale) -> list[Tick]:
-    """Leave out ticks whose labels would touch the one before."""
+    """Drop ticks whose labels would touch the previous one."""
     kept = ticks[:1]
     for tick in ticks[1:]:
         if x(tick[0]) - x(kept[-1][0]) >= _ROOM:

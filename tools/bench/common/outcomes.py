@@ -1,11 +1,11 @@
-"""The outcomes of a load's requests, and the figures that are made of them.
+"""Outcomes of a load's requests, and the figures computed from them.
 
-A load generator and a simulator both write ``Outcomes``; what a figure means is decided here, once.
-A latency runs from the moment when a request was to be sent: counting from when it was sent would
-leave out what a stalled client or server made the next ones wait (Tene, "How not to measure
-latency": coordinated omission). Success is SuperServe's (section 6.1): the share of all requests
-that were answered within the latency objective (SLO), and how well they were answered, which is
-agreement here. Goodput is E3's (section 5): answers within the objective per second.
+A load generator and a simulator both write ``Outcomes``; figures are defined here, once. A latency
+runs from the intended send time: starting at the actual send time would hide the delay that a
+stalled client or server causes for the next requests (Tene, "How not to measure latency":
+coordinated omission). Success is SuperServe's (section 6.1): the share of all requests that were
+answered within the latency objective (SLO), and the quality of their answers, which is agreement
+here. Goodput is E3's (section 5): answers within the objective per second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Status(IntEnum):
 
     OK = 0
     EXPIRED = 1
-    """Its deadline passed, or was seen to be infeasible."""
+    """The deadline passed, or could not be met any more."""
     REJECTED = 2
     """The queue was full, or the server unavailable."""
     FAILED = 3
@@ -58,7 +58,7 @@ class Outcomes:
     batch_size: NDArray[np.int16] | None = None
     """[n]: rows of the first batch that it ran in; 0 or less where unknown."""
     duration_s: float
-    """Of the offered load."""
+    """Duration of the offered load."""
 
     def __post_init__(self) -> None:
         sizes = {name: array.shape for name, array in _arrays(self).items()}
@@ -78,11 +78,11 @@ class Outcomes:
         """[n]: which were answered, and within the objective if there is one."""
         if slo_ms is None:
             return self.answered
-        # NaN compares as false; what is not OK may have a latency, and counts as missed
+        # NaN compares as false; failed requests may have a latency, and count as missed
         return self.answered & (self.latency_s * 1e3 <= slo_ms)
 
     def drop_warm_up(self, seconds: float) -> Outcomes:
-        """Leave out what was to be sent in the first seconds; time then starts after them."""
+        """Drop requests due in the first seconds; time then starts after them."""
         if not 0 <= seconds < self.duration_s:
             raise ValueError(
                 f"a warm-up of {seconds:g} s is not within the load's {self.duration_s:g} s"
@@ -114,9 +114,9 @@ class Summary:
     agreement: float | None
     """Share of the answered of which it is known that were answered like the source model."""
     exit_shares: dict[str, float]
-    """Of the answered, by place in depth order."""
+    """Shares of the answered requests by exit, in depth order."""
     forced_share: float
-    """Of the answered."""
+    """Share of the answered requests."""
     mean_batch_size: float | None
     """Mean over requests, where known."""
 
@@ -159,10 +159,10 @@ def summarise(outcomes: Outcomes, *, slo_ms: float | None) -> Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Timeline:
-    """A run by windows of equal length; a request belongs to the one that it was to be sent in.
+    """A run by windows of equal length; a request belongs to the window of its intended send time.
 
-    What was to be sent after the duration belongs to the last. Where a window has nothing to judge
-    by, its element is NaN (in JSON null).
+    Requests due after the duration belong to the last window. A window without data has NaN (in
+    JSON null).
     """
 
     window_s: float
@@ -229,10 +229,11 @@ def timeline(outcomes: Outcomes, *, slo_ms: float | None, windows: int = 60) -> 
 
 
 def hdr_table(latency_s: NDArray[np.float64]) -> list[tuple[float, float, int]]:
-    """Tabulate a distribution as HdrHistogram does: each step halves the tail that remains.
+    """Return a distribution as HdrHistogram tabulates it: each step halves the remaining tail.
 
-    Gives percentiles (0, 50, 75, 87.5 … while a sample remains beyond, then 100), latencies in ms,
-    and how many samples are no longer than each; NaN is left out. Empty if there is no sample.
+    Rows are percentiles (0, 50, 75, 87.5 … while a sample is beyond, then 100), latencies in ms,
+    and the number of samples that are no longer; NaN is left out. The table is empty without
+    samples.
     """
     ordered = np.sort(latency_s[np.isfinite(latency_s)]) * 1e3
     if not ordered.size:
@@ -245,7 +246,7 @@ def hdr_table(latency_s: NDArray[np.float64]) -> list[tuple[float, float, int]]:
 
 
 def _arrays(outcomes: Outcomes) -> dict[str, NDArray[Any]]:
-    """The arrays by field, without those that are not known."""
+    """Return the arrays by field, without unknown ones."""
     found = {f.name: getattr(outcomes, f.name) for f in fields(outcomes)}
     return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
 
@@ -259,7 +260,7 @@ def _latencies(latency_ms: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _at(ordered: NDArray[np.float64], quantile: float) -> float:
-    """Give the least value that so large a share does not exceed: one that a request had."""
+    """Return the least sample that this share of the samples does not exceed."""
     return float(ordered[int(_rank(ordered.size, quantile))])
 
 

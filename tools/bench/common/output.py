@@ -18,7 +18,7 @@ _PACKAGES = ("offramp", "onnxruntime", "numpy", "grpcio", "protobuf")
 
 
 def describe_environment(**settings: Any) -> dict[str, Any]:
-    """Give hardware, versions, command and the settings of a measurement, as JSON values."""
+    """Return hardware, versions, command and settings of a measurement, as JSON values."""
     return {
         **common_facts({name: package_version(name) or "source tree" for name in _PACKAGES}),
         **settings,
@@ -66,7 +66,7 @@ def figure_table(
 
 
 def warn_of_calibration_data(console: Console) -> None:
-    """Say that a measurement used the data that the bundle was calibrated on."""
+    """Warn that a measurement used the data that the bundle was calibrated on."""
     console.print(
         "[bold red]This is the data that the bundle was calibrated on:[/] agreement on it "
         "says nothing about unseen data. Give --data that the compiler never saw.",

@@ -1,8 +1,8 @@
-"""Arrival traces: when each request of a load is to be sent. Same seed, same arrivals.
+"""Arrival traces: the intended send times of a load. They are deterministic for a seed.
 
-Synthetic ones are those of SuperServe (NSDI '25, section 6.1): constant, gamma renewal (Poisson is
-the one of CV² 1), bursty, and accelerating. Real ones are read from files; where their time was
-rescaled, the trace's name says so. Millions of arrivals take a fraction of a second.
+Synthetic traces are those of SuperServe (NSDI '25, section 6.1): constant, gamma renewal (Poisson
+has CV² 1), bursty, and accelerating. Real ones are read from files; the name of a trace states if
+its time was rescaled. Millions of arrivals take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RAMP_FROM = 0.25
 
 
 class TraceError(ValueError):
-    """A trace that was asked for cannot be made; the message says what could."""
+    """A requested trace cannot be made; the message names possible ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class Trace:
     """The arrival times of a load's requests."""
 
     name: str
-    """For people; says if time was rescaled, and by what factor."""
+    """Readable name; it states the factor if time was rescaled."""
     arrivals_s: NDArray[np.float64]
     """[n], rising, from the start of the trace; all before its end."""
     duration_s: float
@@ -92,7 +92,7 @@ def bursty(
     """
     base = constant(base_rate, duration_s).arrivals_s
     variable = gamma(variable_rate, cv2, duration_s, seed).arrivals_s
-    # stable sorting merges two sorted runs instead of sorting them anew
+    # stable sorting merges two sorted runs instead of sorting again
     merged = np.sort(np.concatenate([base, variable]), kind="stable")
     name = f"bursty, {base_rate:g}/s constant + gamma {variable_rate:g}/s of CV² {cv2:g}"
     return _trace(name, merged, duration_s)
@@ -107,13 +107,13 @@ def accelerate(
     *,
     seed: int,
 ) -> Trace:
-    """Let the mean rate move from one value to another (SuperServe 6.1, time-varying).
+    """Return a trace whose mean rate changes from one value to another (SuperServe 6.1).
 
-    The first quarter of the duration is at ``rate_from``, λ_1; then the rate moves by
+    The first quarter of the duration has ``rate_from``, λ_1; then the rate changes by
     ``acceleration`` (τ, requests per second per second, positive in either direction) until it is
-    ``rate_to``, λ_2, and stays. A ramp that the duration cuts off is a shorter ramp, and the name
-    says so. Unit-mean gamma gaps are warped through the inverse of the cumulative rate, so
-    burstiness is the same at every rate.
+    ``rate_to``, λ_2, and stays. A ramp that the duration cuts off is shorter, as the name states.
+    Unit-mean gamma gaps are mapped through the inverse of the cumulative rate, so burstiness is the
+    same at every rate.
     """
     _positive(rate_from, "--rate (the rate to start from)", "requests per second")
     _positive(rate_to, "--rate-to", "requests per second")
@@ -148,15 +148,16 @@ def accelerate(
 def azure(path: Path, rate: float | None = None, duration_s: float | None = None) -> Trace:
     """Read the arrivals of an Azure LLM inference trace (Azure/AzurePublicDataset, CC-BY-4.0).
 
-    The file is CSV, or gzipped, with TIMESTAMP, ContextTokens, GeneratedTokens; one request a row.
-    The first request is at 0, and the file ends one mean gap after its last request. Time is
-    rescaled, which keeps the shape, to reach ``rate`` requests per second over the whole file, if
-    given; then it is cut at ``duration_s``: the rate up to there is what the trace has there.
+    The file is CSV, possibly gzipped, with TIMESTAMP, ContextTokens, GeneratedTokens; one request
+    per row. The first request is at 0, and the file ends one mean gap after its last request. If
+    ``rate`` is given, time is rescaled, which keeps the shape, to reach that many requests per
+    second over the whole file; then it is cut at ``duration_s``, where the rate is that of the
+    trace's beginning.
     """
     rows = _read(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
     if len(rows) < 2:
         raise TraceError(f"{path}: {len(rows)} row(s) make no trace; 2 or more are needed")
-    # all of these traces are in UTC, and some say so: numpy reads no zones
+    # all of these traces are in UTC, some with a suffix: numpy reads no zones
     stamps = [row[0].removesuffix("+00:00") for row in rows]
     try:
         times = np.sort(np.array(stamps, "datetime64[ns]"))
@@ -184,13 +185,13 @@ def azure(path: Path, rate: float | None = None, duration_s: float | None = None
 def rate_file(
     path: Path, rate: float | None = None, duration_s: float | None = None, *, seed: int
 ) -> Trace:
-    """Draw arrivals at the rates of a file: Poisson, with a rate that is constant for each row.
+    """Draw Poisson arrivals at the rates of a file, constant within each row.
 
-    Such files hold rates that somebody fitted, not arrivals; what happens within a row is drawn.
-    They are CSV, or gzipped, with t_s and rate_rps; a row's rate holds until the next row, the last
-    row's for as long as the one before. All rates are multiplied to reach a mean of ``rate``, if
-    given. The file's whole time is squeezed (or stretched) into ``duration_s``, if given, which
-    leaves its rates as they are: the same rises and falls, sooner, with fewer requests.
+    Such files have fitted rates, not arrivals. They are CSV, possibly gzipped, with t_s and
+    rate_rps; a row's rate is valid until the next row, the last row's for as long as the one
+    before. All rates are multiplied to reach a mean of ``rate``, if given. The file's whole time is
+    scaled to ``duration_s``, if given, without a change of the rates: the same rises and falls,
+    sooner, with fewer requests.
     """
     rows = _read(path, ("t_s", "rate_rps"))
     try:
@@ -217,7 +218,7 @@ def rate_file(
 
 
 def _read(path: Path, columns: tuple[str, ...]) -> list[list[str]]:
-    """Give the rows of a CSV file that has these columns."""
+    """Return the rows of a CSV file with these columns."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             header, *rows = [row for row in csv.reader(file) if row] or [[]]
@@ -255,13 +256,13 @@ def _trace(name: str, arrivals_s: NDArray[np.float64], duration_s: float) -> Tra
 
 
 def _expected(rate: float, duration_s: float) -> float:
-    """Give the expected number of arrivals, which must be one that a machine can hold."""
+    """Return the expected number of arrivals; TraceError if it is too large for a machine."""
     _positive(rate, "the rate", "requests per second")
     expected = rate * _positive(duration_s, "--duration-s", "seconds")
     if expected > _MOST:
         raise TraceError(
             f"{rate:g}/s for {duration_s:g} s are {expected:.3g} requests; {_MOST:,} is the most: "
-            "give a lower --rate or --duration-s"
+            "pass a lower --rate or --duration-s"
         )
     return expected
 

@@ -36,7 +36,7 @@ class LoopAlarm:
         self._handle: asyncio.Handle | None = None
 
     def set(self, at_s: float) -> None:
-        """Set it, on ``time.monotonic()``; what is past is now."""
+        """Set the alarm, on ``time.monotonic()``; a time in the past rings immediately."""
         self.close()
         delay_s = max(0.0, at_s - time.monotonic())
         self._handle = self._loop.call_later(delay_s, self._callback)
@@ -70,9 +70,9 @@ class KernelAlarm:
         loop.add_reader(self._file, self._ring)
 
     def set(self, at_s: float) -> None:
-        """As :meth:`LoopAlarm.set`."""
+        """Set the alarm, as :meth:`LoopAlarm.set`."""
         value = self._setting.value
-        # all zeros would switch it off
+        # zeros would disarm the timer
         total_ns = max(1, round(at_s * 1e9))
         value.seconds, value.nanoseconds = divmod(total_ns, 1_000_000_000)
         if self._settime(self._file, _ABSOLUTE, ctypes.byref(self._setting), None):
@@ -84,6 +84,6 @@ class KernelAlarm:
         os.close(self._file)
 
     def _ring(self) -> None:
-        with suppress(BlockingIOError):  # set anew since it rang
+        with suppress(BlockingIOError):  # set again since it rang
             os.read(self._file, 8)
             self._callback()

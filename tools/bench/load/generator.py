@@ -1,4 +1,4 @@
-"""Starts the sending processes together, and gathers what they saw."""
+"""Start of the sending processes, and collection of their reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from offramp.tools.bench.load.sender import READY, Report, Task, run_worker
 _START_LIMIT_S: Final = 120.0
 """For all processes to import and connect."""
 _HEAD_START_S: Final = 0.2
-"""From when all are ready until the load begins: longer than it takes to tell them."""
+"""Time from when all processes are ready to the start of the load: longer than notifying them
+takes."""
 _RESULT_LIMIT_S: Final = 60.0
 """Beyond the load and its drain."""
 _TICK_S: Final = 0.1
@@ -75,7 +76,7 @@ _Crew = list[tuple[BaseProcess, Connection]]
 
 @contextmanager
 def _started(tasks: Sequence[Task]) -> Iterator[_Crew]:
-    """Processes and the pipes to them; they are gone afterwards, whatever happened."""
+    """Yield processes and the pipes to them; always end the processes afterwards."""
     context = multiprocessing.get_context("spawn")
     crew: _Crew = []
     try:
@@ -101,7 +102,7 @@ def _started(tasks: Sequence[Task]) -> Iterator[_Crew]:
 def _gather(
     crew: _Crew, expected: type[_Expected], *, limit_s: float, on_tick: Callable[[], None]
 ) -> list[_Expected]:
-    """Give one message of each process, in the order of the processes."""
+    """Return one message from each process, in the order of the processes."""
     end_s = time.monotonic() + limit_s
     found: dict[Connection, _Expected] = {}
     missing = {pipe: process for process, pipe in crew}

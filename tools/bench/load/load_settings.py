@@ -14,7 +14,7 @@ CLOSED_LOOP_DURATION_S: Final = 10.0
 
 
 class LoadError(ValueError):
-    """The load cannot be made, or was not to its end; the message says what to do about it."""
+    """The load cannot be made, or did not run to its end; the message states the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +29,20 @@ class LoadSettings:
     http: str | None = None
     """``host:port`` of the server's HTTP side, for ``rest``."""
     duration_s: float
-    """Of the trace; of a closed loop, how long new requests are sent."""
+    """Duration of the trace; for a closed loop, the time in which new requests are sent."""
     processes: int = 1
-    """That send."""
+    """Number of sending processes."""
     concurrency: int | None = None
-    """Of a closed loop: requests that are under way at any time, over all processes; ``None`` is
-    an open loop, where requests are sent when they are due, whatever is under way."""
+    """Concurrent requests of a closed loop, over all processes; ``None`` is an open loop, where
+    requests are sent when they are due, independent of those in flight."""
     slo_ms: float | None = None
     """Latency that answers are judged by."""
     send_deadline: bool = True
-    """Whether the server is told ``slo_ms``, as Triton's parameter ``timeout``."""
+    """True if the server receives ``slo_ms``, as Triton's parameter ``timeout``."""
     priority: int = 0
-    """As in Triton: 1 is served first, 0 is the server's default."""
+    """Priority as in Triton: 1 is served first, 0 is the server's default."""
     warm_up_s: float = 1.0
-    """What was to be sent before is left out of the figures."""
+    """Requests due before this time are excluded from the figures."""
     drain_s: float = 10.0
     """Longest wait for answers after the last request."""
     max_in_flight: int = 10_000
@@ -80,7 +80,7 @@ class LoadSettings:
 
     @property
     def timeout_us(self) -> int | None:
-        """The deadline that the server is told; ``None`` where it is told none."""
+        """Deadline sent to the server in µs; ``None`` if none is sent."""
         if self.slo_ms is None or not self.send_deadline:
             return None
         return max(1, round(self.slo_ms * 1e3))

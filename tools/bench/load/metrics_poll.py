@@ -34,7 +34,7 @@ class Reading:
 
 
 def read_metrics(text: str, *, model: str, at_s: float) -> Reading | None:
-    """Read the text of ``/metrics``; ``None`` if it says nothing of the model's batches."""
+    """Read the text of ``/metrics``; ``None`` if it has no data of the model's batches."""
     rows: dict[str, float] = {}
     runs: dict[str, float] = {}
     queued = 0.0

@@ -27,7 +27,7 @@ _LIMIT_S: Final = 5.0
 
 
 def check_server(address: str, model: str, access: ServerAccess) -> ModelMetadata:
-    """Make sure that the model takes requests, or raise LoadError; gives its inputs and outputs."""
+    """Return the inputs and outputs of a model; LoadError if it does not accept requests."""
     with access.client(address, timeout_s=_LIMIT_S) as client:
         try:
             metadata = client.metadata(model)
@@ -75,11 +75,11 @@ class LoadData:
     """Samples to send."""
 
     inputs: Mapping[str, NDArray[Any]]
-    """By name, first dimension n."""
+    """Inputs by name, first dimension n."""
     reference: NDArray[np.int64] | None
     """[n]: the source model's classes, where the file has them."""
     sha256: str
-    """Of the file."""
+    """SHA-256 of the file."""
 
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
@@ -143,11 +143,11 @@ class Reference:
     classes: NDArray[np.int64] | None = None
     """[n]: the source model's; ``UNKNOWN`` where it was not asked."""
     on_calibration_data: bool | None = None
-    """Whether the data are those that the bundle was calibrated on, where that is known."""
+    """True if the bundle was calibrated on the data; ``None`` if unknown."""
 
 
 def given_reference(data: LoadData, metadata: ModelMetadata) -> Reference:
-    """The classes that came with the data, if any did; LoadError if it is unclear what of."""
+    """Return the classes in the data, if any; LoadError if their output is ambiguous."""
     if data.reference is None:
         return Reference()
     if len(metadata.outputs) != 1:

@@ -26,7 +26,7 @@ from offramp.tools.bench.load.load_settings import LoadSettings
 from offramp.tools.bench.load.metrics_poll import Reading, mean_batch_size, series
 
 WINDOWS: Final = 60
-"""That a load is cut into."""
+"""Number of windows of a load."""
 
 _LATE_MS, _LATE_SHARE = 1.0, 0.1
 """The p99 of lateness, and its share of the median latency, beyond which figures are doubtful."""
@@ -43,7 +43,7 @@ class LoadReport:
     causes: Mapping[str, int]
     """Failures by message."""
     readings: Sequence[Reading]
-    """Of the server's metrics."""
+    """Readings of the server's metrics."""
     environment: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
@@ -70,10 +70,10 @@ def make_report(
     readings: Sequence[Reading],
     environment: Mapping[str, Any],
 ) -> LoadReport:
-    """Make the figures of what was to be sent after the warm-up.
+    """Compute the figures of requests due after the warm-up.
 
-    ``readings`` are of the server's metrics; empty where they were not read. ``environment`` says
-    what was measured, and with what.
+    ``readings`` are of the server's metrics; empty if they were not read. ``environment`` describes
+    the measured system and the machine.
     """
     kept = outcomes.drop_warm_up(settings.warm_up_s)
     summary = summarise(kept, slo_ms=settings.slo_ms)
@@ -106,7 +106,7 @@ def settings_json(settings: LoadSettings) -> dict[str, Any]:
 
 
 def warning(report: LoadReport) -> str | None:
-    """Say if the generator was so late that it measured itself."""
+    """Return a warning if the generator was so late that it measured itself."""
     late, latency = report.environment["generator_lateness_ms"], report.summary.latency_ms
     if late is None or not latency:
         return None
@@ -115,7 +115,7 @@ def warning(report: LoadReport) -> str | None:
         return None
     return (
         f"the generator was late: p99 {p99:.3g} ms, at a median latency of {median:.3g} ms. Part "
-        "of the latency is its own; give more --processes, a lower rate, or another machine"
+        "of the latency is its own; use more --processes, a lower rate, or another machine"
     )
 
 
@@ -135,7 +135,7 @@ def print_report(console: Console, report: LoadReport, *, title: str) -> None:
 
 
 def rows(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Give what a table says, line by line."""
+    """Yield the lines of a table."""
     yield "requests", f"{summary.requests:,}"
     yield "offered", f"{summary.offered_rps:,.1f}/s"
     yield "throughput", f"{summary.throughput_rps:,.1f}/s"

@@ -26,7 +26,7 @@ _STATUSES: Final[Mapping[str, Status]] = {
     "RESOURCE_EXHAUSTED": Status.REJECTED,
     "UNAVAILABLE": Status.REJECTED,
 }
-"""By gRPC's name of the code."""
+"""Statuses by gRPC's name of the code."""
 
 _MOST_CAUSES: Final = 20
 _MOST_CHARS: Final = 300
@@ -37,10 +37,9 @@ class Reply(NamedTuple):
     """The answer to a request of one sample."""
 
     exit: int
-    """Index of the exit that answered; ``MODEL_END`` where the response, of another server, says
-    nothing of exits."""
+    """Index of the exit that answered; ``MODEL_END`` if another server's response names no exit."""
     forced: bool
-    """It had to take the exit, below its threshold."""
+    """True if it was forced to take the exit, below its threshold."""
     prediction: int
     """Index of the largest element of the answer, or ``UNKNOWN``."""
 
@@ -48,8 +47,8 @@ class Reply(NamedTuple):
 def read_reply(response: ModelInferResponse, answer: str | None) -> Reply:
     """Read the response to a request of one sample.
 
-    ``answer`` names the output that is the answer; ``None`` leaves it unread. Raises ValueError
-    with what is malformed.
+    ``answer`` is the name of the output with the answer; ``None`` leaves it unread. Raise
+    ValueError for a malformed response.
     """
     parameters = response.parameters
     exit_, forced = MODEL_END, False
@@ -68,7 +67,7 @@ def _prediction(response: ModelInferResponse, answer: str) -> int:
 
 
 def status_of(code: str) -> Status:
-    """The status of a request whose call ended with a gRPC code, for instance ``UNAVAILABLE``."""
+    """Return the status of a request whose call ended with a gRPC code, such as ``UNAVAILABLE``."""
     return _STATUSES.get(code, Status.FAILED)
 
 
@@ -97,7 +96,7 @@ class Causes:
 
     @classmethod
     def merge(cls, parts: Iterable[Mapping[str, int]]) -> Causes:
-        """Add up what several processes counted."""
+        """Return the sum of the counts of several processes."""
         total = cls()
         for part in parts:
             for cause, times in part.items():
@@ -154,7 +153,7 @@ class RequestRecords:
         return (self.sent_s - self.intended_s)[counted]
 
     def peak_in_flight(self) -> int:
-        """Most requests that were under way at once."""
+        """Return the largest number of concurrent requests."""
         sent = np.isfinite(self.sent_s)
         ends = np.nan_to_num(self.ended_s[sent], nan=math.inf)
         order = np.argsort(np.concatenate([ends, self.sent_s[sent]]), kind="stable")
@@ -163,7 +162,7 @@ class RequestRecords:
 
 
 class RequestLog:
-    """The log of one sending process; a request that nothing more is heard of stays unanswered."""
+    """The log of one sending process; a request without a further entry counts as unanswered."""
 
     def __init__(self) -> None:
         self._sample, self._prediction = array("q"), array("q")
@@ -171,7 +170,7 @@ class RequestLog:
         self._status, self._exit, self._forced = array("B"), array("h"), array("b")
 
     def open(self, *, sample: int, intended_s: float) -> int:
-        """Enter a request; gives its line."""
+        """Enter a request; return its line."""
         self._sample.append(sample)
         self._intended_s.append(intended_s)
         self._sent_s.append(math.nan)

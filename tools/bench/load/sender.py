@@ -1,10 +1,10 @@
 """One sending process: an event loop, a channel, and requests that are due.
 
-An open loop does not wait for answers, and counts latency from when a request was to be sent; so
-neither a slow server nor a slow generator hides what it costs (coordinated omission).
+An open loop does not wait for answers, and counts latency from the intended send time; so neither a
+slow server nor a slow generator hides its cost (coordinated omission).
 
-Calls have no deadline of gRPC's: the server would see it, and take it for the caller's, also where
-none was to be sent. What is under way after the last wait is withdrawn instead.
+Calls have no gRPC deadline: the server would see it and treat it as the caller's, even if none
+should be sent. Requests in flight after the last wait are cancelled instead.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Task:
     settings: LoadSettings
     share: Share
     requests: Mapping[int, bytes]
-    """By sample."""
+    """Requests by sample."""
     answer: str | None
     """Name of the output that is the answer; ``None`` where nothing is compared with it."""
     access: ServerAccess = field(default_factory=ServerAccess)
-    """How the server is reached."""
+    """Access to the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,9 +62,9 @@ class Report:
 
 
 def run_worker(task: Task, pipe: Connection) -> None:
-    """Connect, say :data:`READY`, receive the start, send the load, give a :class:`Report`.
+    """Connect, send :data:`READY`, receive the start, send the load, send a :class:`Report`.
 
-    In place of either, a ``str`` says what went wrong.
+    After an error a ``str`` with the reason is sent instead.
     """
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -83,7 +83,7 @@ async def _work(task: Task, pipe: Connection) -> Report:
     )
     try:
         await transport.open()
-        # What is there by now stays: it need not be looked at again while requests wait.
+        # Existing objects are frozen: the collector need not scan them while requests wait.
         gc.collect()
         gc.freeze()
         pipe.send(READY)
@@ -107,7 +107,7 @@ class Sender:
         self._mistake: BaseException | None = None
 
     async def open_loop(self) -> Report:
-        """Send each request when it is due, late ones at once."""
+        """Send each request when it is due, late ones immediately."""
         assert self._share.arrivals_s is not None
         due = zip(self._share.arrivals_s.tolist(), self._share.samples.tolist(), strict=True)
         arrival_s, sample = next(due)
@@ -145,7 +145,7 @@ class Sender:
                 await self._call(line, now_s, sample)
 
         cpu_s = time.process_time()
-        # A timer may ring a little before its time, and what is sent before 0 is not counted.
+        # A timer may ring slightly early, and requests sent before 0 are not counted.
         while (early_s := -self._now_s()) > 0.0:  # noqa: ASYNC110 - there is no event but time
             await asyncio.sleep(early_s)
         for _ in range(concurrency):
@@ -184,7 +184,7 @@ class Sender:
             self._causes.count(cause)
 
     async def _drain(self) -> None:
-        """Wait for answers, within limits; what is under way after them is withdrawn."""
+        """Wait for answers, within limits; then cancel the requests in flight."""
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=self._settings.drain_s)
         withdrawn = list(self._under_way)

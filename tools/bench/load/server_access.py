@@ -1,4 +1,4 @@
-"""How the load generator reaches a server that asks for encryption or tokens."""
+"""Access of the load generator to a server with encryption or tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from offramp.tools.bench.load.load_settings import LoadError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAccess:
-    """The authority that is trusted, and what is shown to the server."""
+    """The trusted authority, and the credentials for the server."""
 
     ca: Path | None = None
-    """Whose certificate the server has; ``None`` does not encrypt."""
+    """Certificate of the authority that signed the server's; ``None`` disables encryption."""
     certificate: Path | None = None
     """Our own, for a server that asks for one."""
     key: Path | None = None
@@ -45,7 +45,7 @@ class ServerAccess:
         return Client(address, timeout_s=timeout_s, tls=self.tls(), token=self.token)
 
     def context(self) -> ssl.SSLContext | None:
-        """Return what HTTP is encrypted with; LoadError."""
+        """Return the TLS context for HTTP; LoadError if a file is invalid."""
         if self.ca is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -58,8 +58,8 @@ class ServerAccess:
         return context
 
     def tls(self) -> Tls | None:
-        """Return what gRPC is encrypted with; LoadError."""
-        if self.context() is None or self.ca is None:  # the context's errors name what is wrong
+        """Return the TLS settings for gRPC; LoadError if a file is invalid."""
+        if self.context() is None or self.ca is None:  # the context raises for invalid files
             return None
         return Tls(
             root_certificates=self.ca.read_bytes(),
@@ -82,7 +82,7 @@ def add_access_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_access(options: argparse.Namespace) -> ServerAccess:
-    """Return what the options say; LoadError."""
+    """Return the access that the options define; LoadError if they are invalid."""
     if (options.tls_certificate is None) != (options.tls_key is None):
         raise LoadError("--tls-certificate and --tls-key belong together; give both, or neither")
     token = None if options.token_file is None else _token_in(options.token_file)

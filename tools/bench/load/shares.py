@@ -17,14 +17,14 @@ from offramp.tools.bench.load.load_settings import LoadSettings
 class Share:
     """The requests that one process sends.
 
-    The k-th request of a whole load is the k-th sample of the data, which starts anew at its end;
-    so the load is the same for any number of processes.
+    The k-th request of a whole load is the k-th sample of the data, which repeats; so the load is
+    the same for any number of processes.
     """
 
     arrivals_s: NDArray[np.float64] | None
     """[n]: when to send, from the start; ``None`` in a closed loop."""
     concurrency: int | None
-    """Of a closed loop: requests that this process has under way at any time."""
+    """Concurrent requests of this process in a closed loop."""
     samples: NDArray[np.int64]
     """[n]: the sample of each request; a closed loop takes them in turn, again and again."""
 

@@ -59,7 +59,7 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """End; what is under way fails."""
+        """Close the transport; calls in flight fail."""
         ...
 
 
@@ -105,7 +105,7 @@ class CallTransport:
 
 
 class SharedTransport(CallTransport):
-    """Calls of gRPC whose inputs are in shared memory, where all samples are from the start."""
+    """gRPC calls with inputs in shared memory, which holds all samples from the start."""
 
     def __init__(self, address: str, requests: Mapping[int, bytes], access: ServerAccess) -> None:
         messages = {row: ModelInferRequest.FromString(data) for row, data in requests.items()}
@@ -134,7 +134,7 @@ class SharedTransport(CallTransport):
             ) from error
 
     async def close(self) -> None:
-        """Have the server forget the memory, and remove it."""
+        """Unregister the memory at the server, and remove it."""
         with suppress(grpc.aio.AioRpcError):
             await self._call(
                 "SystemSharedMemoryUnregister",

@@ -1,8 +1,8 @@
-"""What our code takes of Python 3.11, for Python 3.10: TensorRT 8.6.0 has bindings up to there.
+"""Features of Python 3.11 that our code needs, for Python 3.10, the last with TensorRT 8.6.0.
 
-``setup.sh`` puts this folder on Python's path where it has to use Python 3.10, and Python imports
-it at its start. For compiler, engine and bundle on a GPU machine, not for serving: server and
-clients need what cannot be added (``asyncio.timeout``, ``except*``).
+``setup.sh`` adds this folder to Python's path if it has to use Python 3.10, and Python imports it
+at startup. It is for compiler, engine and bundle on a GPU machine, not for serving: server and
+clients need features that cannot be added (``asyncio.timeout``, ``except*``).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 
 class StrEnum(str, enum.Enum):  # noqa: UP042 - it is what takes its place
-    """As in Python 3.11: a member is its value, also in text."""
+    """Backport from Python 3.11: a member formats as its value."""
 
     __str__ = str.__str__
 
     def __format__(self, format_spec: str) -> str:
-        """That of its value."""
+        """Return the formatted value."""
         return str.__format__(self, format_spec)
 
     @staticmethod
@@ -32,7 +32,7 @@ class StrEnum(str, enum.Enum):  # noqa: UP042 - it is what takes its place
 
 
 def file_digest(file: Any, algorithm: str) -> Any:
-    """As in Python 3.11: the hash of an open file."""
+    """Return the hash of an open file; backport from Python 3.11."""
     digest = hashlib.new(algorithm)
     while block := file.read(1 << 20):
         digest.update(block)
@@ -43,7 +43,7 @@ _dataclass: Any = dataclasses.dataclass
 
 
 def dataclass(cls: Any = None, /, *, weakref_slot: bool = False, **options: Any) -> Any:
-    """As in Python 3.11: with ``weakref_slot``, where a class has no slots at all here."""
+    """Backport from Python 3.11: with ``weakref_slot`` the class has no slots here."""
     if weakref_slot:
         options["slots"] = False
     return _dataclass(cls, **options)
