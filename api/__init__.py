@@ -1,4 +1,4 @@
-"""The Python API: compile, load and serve; its main names are those of :mod:`offramp`."""
+"""The Python API: compile, load and serve; its main names are also in :mod:`offramp`."""
 
 from offramp.api.errors import (
     ExportCheckError,

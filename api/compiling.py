@@ -1,4 +1,4 @@
-"""``offramp.compile``: models and data as a program has them, compiled as ``eecompile`` does."""
+"""``offramp.compile``: compiles models and data of a program as ``eecompile`` does."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from torch import nn
 
 _FIELDS: Final = {"confidence": "confidence_level"}
-"""Fields that are not called as their keyword is."""
+"""Fields whose name differs from their keyword."""
 _ARGUMENTS: Final = ("output", "example_inputs", "max_disagreement", "overwrite", "progress")
 """Keyword arguments of :func:`compile` itself."""
 
 
 class CompileKeywords(TypedDict, total=False):
-    """Options of compiling: flags of ``eecompile`` (``eecompile --help-all`` explains each)."""
+    """Options of compiling: flags of ``eecompile`` (see ``eecompile --help-all``)."""
 
     answer: str | None
     task: AskedKind
@@ -125,25 +125,25 @@ def compile(  # noqa: A001 - the name that users expect
 
     Args:
         model: An ONNX file, a model of the package ``onnx``, or a torch module. A module is
-            exported by torch's exporter, and ONNX Runtime compared with it.
-        data: Samples for calibration: what ``--data`` takes (a path), arrays by input name, or an
-            iterable of batches such as a data loader. Labels are not needed.
-        output: The bundle's folder. By default ``MODEL.ee`` beside the file, or of a module
+            exported with torch's exporter, and the result is compared with the module.
+        data: Calibration samples: a path as for ``--data``, arrays by input name, or an iterable
+            of batches such as a data loader. Labels are not needed.
+        output: The bundle's folder. By default ``MODEL.ee`` next to the file, or for a module
             ``CLASS.ee`` in the working directory.
-        example_inputs: Inputs that a module is exported with: a tuple in the order of ``forward``,
-            or a mapping by its parameters. By default the first batch of ``data``.
+        example_inputs: Inputs for the export of a module: a tuple in the order of ``forward``, or
+            a mapping by its parameters. By default the first batch of ``data``.
         max_disagreement: Largest share of answers that may differ from the unmodified model's.
-        overwrite: Whether a bundle that is at ``output`` is replaced.
-        progress: Whether steps are shown on standard error; by default in terminals and notebooks.
+        overwrite: Whether to replace a bundle at ``output``.
+        progress: Whether to show steps on standard error; by default in terminals and notebooks.
         **options: Flags of ``eecompile``: ``--reference-batch-size 16`` is
             ``reference_batch_size=16``, ``--no-simplify`` is ``simplify=False``.
 
     Raises:
-        TypeError: An option is unknown or of another type, or example inputs do not fit.
+        TypeError: An option is unknown or has another type, or example inputs do not fit.
         ValueError: An option's value is out of range.
         CompileError: The model cannot be exported or sliced.
         DataError: The data do not fit the model, or are too few.
-        BundleExistsError: There is something at ``output`` already.
+        BundleExistsError: ``output`` exists already.
         ImportError: A package of the extra ``compile`` is missing.
     """
     check_keywords("compile", options, CompileKeywords, named=_ARGUMENTS)
@@ -156,7 +156,7 @@ def compile(  # noqa: A001 - the name that users expect
     spec = _preprocessing(options)
     check_target(asked.output, overwrite=overwrite)
     with _needing_extra():
-        from offramp.compiler.data import as_source  # noqa: PLC0415 - the extra has it
+        from offramp.compiler.data import as_source  # noqa: PLC0415 - needs the extra
         from offramp.compiler.steps.compile import compile_model  # noqa: PLC0415
 
         if example_inputs is None and _is_module(model):
@@ -168,8 +168,8 @@ def compile(  # noqa: A001 - the name that users expect
 
 
 def _options(**given: Any) -> CompileOptions:
-    """Make the options of compiling, all but model and data: ValueError if one is out of range."""
-    known_criterion(given.get("criterion", "probability"))  # an error before anything takes time
+    """Return the options of compiling, without model and data; ValueError if out of range."""
+    known_criterion(given.get("criterion", "probability"))  # fails before anything slow
     if given.get("scratch") is not None:
         given["scratch"] = Path(given["scratch"])
     for name in ("exits", "answer_tokens"):
@@ -192,13 +192,13 @@ def _options(**given: Any) -> CompileOptions:
 
 
 def _preprocessing(given: Mapping[str, Any]) -> PreprocessingSpec:
-    """Make the options of reading data: ValueError if one is out of range."""
+    """Return the options of reading data; ValueError if one is out of range."""
     found: dict[str, Any] = {}
     for option in OPTIONS:
         if option.field in given:
             value = given[option.field]
             written = isinstance(value, Sequence) and not isinstance(value, str)
-            try:  # as the command line does, and the file preprocessing.toml
+            try:  # as for the command line and preprocessing.toml
                 found[option.field] = option.parse(
                     ",".join(map(str, value)) if written else str(value)
                 )
@@ -208,7 +208,7 @@ def _preprocessing(given: Mapping[str, Any]) -> PreprocessingSpec:
 
 
 def _output_of(model: object, output: PathLike | None) -> Path:
-    """Return where the bundle goes."""
+    """Return the folder of the new bundle."""
     if output is not None:
         return Path(output)
     if isinstance(model, str | os.PathLike):
@@ -224,14 +224,14 @@ def _name_of(model: object) -> str:
 
 
 def _is_module(model: object) -> TypeGuard[nn.Module]:
-    """Whether a model is a torch module; torch is not imported for that."""
+    """Return whether a model is a torch module, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
 @contextmanager
 def _as_file(model: object, example_inputs: object, progress: Progress) -> Iterator[Path]:
-    """Return the file of a model; of one in memory, a temporary one."""
+    """Yield the file of a model; for a model in memory, a temporary file."""
     if isinstance(model, str | os.PathLike):
         yield Path(model)
         return
@@ -257,17 +257,17 @@ def _as_file(model: object, example_inputs: object, progress: Progress) -> Itera
 
 
 def _first_batch(module: nn.Module, data: object) -> tuple[object, object]:
-    """Return example inputs, the first batch of data, and the data with it still in them.
+    """Return example inputs from the first batch of data, and data that still include it.
 
     Raises:
-        TypeError: The data have no batches to look at.
+        TypeError: The data have no batches to read.
     """
     if callable(data) and not isinstance(data, Iterable):
         data = data()
     if isinstance(data, str | os.PathLike) or not isinstance(data, Iterable):
         raise TypeError(
-            f"a {type(module).__name__} cannot be exported without an example, and data is no "
-            "iterable of batches to take one from; give example_inputs=(tensor, …), or a mapping "
+            f"a {type(module).__name__} cannot be exported without an example, and data is not an "
+            "iterable of batches to take one from; pass example_inputs=(tensor, …), or a mapping "
             "by the parameters of forward"
         )
     if isinstance(data, Mapping | tuple) or hasattr(data, "__array__"):
@@ -277,14 +277,14 @@ def _first_batch(module: nn.Module, data: object) -> tuple[object, object]:
         try:
             batch = next(batches)
         except StopIteration:
-            raise TypeError("data is an iterable without batches; give at least one") from None
-        if batches is data:  # which can be read once
+            raise TypeError("data is an iterable without batches; pass at least one") from None
+        if batches is data:  # it can be read only once
             data = itertools.chain([batch], batches)
     return _inputs_of(module, batch), data
 
 
 def _inputs_of(module: nn.Module, batch: object) -> object:
-    """Return a batch without what the module does not take, such as labels."""
+    """Return a batch without items that the module does not take, such as labels."""
     parameters = inspect.signature(module.forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if isinstance(batch, Mapping):
@@ -309,7 +309,7 @@ def _inputs_of(module: nn.Module, batch: object) -> object:
 
 @contextmanager
 def _shown(progress: bool | None) -> Iterator[Progress]:  # noqa: FBT001
-    """Show steps on standard error, where somebody looks or it is asked for."""
+    """Yield progress output to standard error, if requested or if it is a terminal."""
     from rich.console import Console  # noqa: PLC0415 - slow to import
 
     from offramp.compiler.common.progress import SILENT, TerminalProgress  # noqa: PLC0415
@@ -326,7 +326,7 @@ def _shown(progress: bool | None) -> Iterator[Progress]:  # noqa: FBT001
 
 @contextmanager
 def _needing_extra() -> Iterator[None]:
-    """Add the remedy to the error where a package of the compiler is missing."""
+    """Add the remedy to the ImportError for a missing package of the compiler."""
     try:
         yield
     except ImportError as error:

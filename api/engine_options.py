@@ -1,4 +1,4 @@
-"""The options of an engine, from keyword arguments."""
+"""Options of an engine from keyword arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.stages.plan import Mode
 
 _FIELDS: Final = {"state": "keep_state", "cuda_graphs": "graphs", "policy": "scheduling"}
-"""Fields that are not called as their keyword is."""
+"""Fields whose name differs from their keyword."""
 
 _LEARNING: Final = {
     "learn_samples": "samples",
@@ -36,7 +36,7 @@ _DEFAULTS: Final = {"--mode": Mode.AUDIT.value, "--policy": "run-through", "--ba
 
 
 def path_of(model: PathLike | Bundle) -> Path:
-    """Return where a model is: its path, or that of a bundle such as ``compile`` returns."""
+    """Return the path of a model: a path, or the path of a bundle such as ``compile`` returns."""
     return model.path if isinstance(model, Bundle) else Path(model)
 
 
@@ -53,19 +53,19 @@ def engine_options(
     *,
     named: Sequence[str] = (),
 ) -> EngineOptions:
-    """Make the engine's options of the keyword arguments of a function that opens models.
+    """Return the engine's options for the keyword arguments of a function that opens models.
 
-    ``named`` are its keyword arguments that are no options of the engine.
+    ``named`` are the function's keyword arguments that are not options of the engine.
 
     Raises:
-        TypeError: An option is unknown, or of another type.
+        TypeError: An option is unknown or has another type.
         ValueError: A value is out of range, or two options exclude each other.
     """
     check_keywords(function, given, kind, named=named)
     if given:
         from offramp.server.arguments.combinations import ONNX_FILE, combinations  # noqa: PLC0415
 
-        # Whether a state is kept that is not there matters to nobody.
+        # Without exits there is no state, so this option is harmless in every combination.
         asked = {name: value for name, value in given.items() if name != "state"}
         files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
         refuse_illegal_keywords(combinations(), asked, _DEFAULTS, also=files)
@@ -84,7 +84,7 @@ def engine_options(
 
 
 def _of_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the engine's options that extensions make of theirs."""
+    """Return the engine's options that extensions make from their keyword arguments."""
     found: dict[str, Any] = {}
     for extension in extensions_for("server"):
         names = {field.name for field in fields(extension.settings)}
@@ -97,7 +97,7 @@ def _of_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _learning(named: Mapping[str, Any]) -> LearnOptions | None:
-    """Make the options of learning, where it is asked for."""
+    """Return the options of learning; ``None`` unless learning is requested."""
     if not named.get("learn", False):
         return None
     given = {field: named[name] for name, field in _LEARNING.items() if name in named}

@@ -1,4 +1,4 @@
-"""Errors of the API that are not those of compiler, engine or server."""
+"""Errors of the API other than those of compiler, engine and server."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from offramp.compiler.common.errors import CompileError
 
 
 class ModelClosedError(RuntimeError):
-    """A model was used after it had been closed."""
+    """A model was used after it was closed."""
 
 
 class ForkedError(RuntimeError):
-    """The process was forked after a model was opened: the threads stayed in the parent."""
+    """The process was forked after a model was opened; the fork has none of its threads."""
 
 
 class ModuleExportError(CompileError):
-    """A torch module cannot be exported; the message has the reasons of torch's exporters."""
+    """A torch module cannot be exported; the message has the exporters' reasons."""
 
 
 class ExportCheckError(CompileError):
-    """The exported model answers otherwise than the torch module."""
+    """The exported model's answers differ from the torch module's."""

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none."""
+"""An event loop in its own thread, for callers without one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _T = TypeVar("_T")
 
 
 class LoopThread:
-    """Runs coroutines on an event loop of its own, for the threads of one process."""
+    """Runs coroutines on its own event loop, for the threads of one process."""
 
     def __init__(self, name: str) -> None:
-        """Start the thread; ``name`` is for debuggers and for messages."""
+        """Start the thread; ``name`` is for debuggers and messages."""
         self._name = name
         self._process = os.getpid()
         self._started: Future[asyncio.AbstractEventLoop] = Future()
-        # A daemon, so that a program ends that forgets to close a model.
+        # A daemon, so that a program that forgets to close a model can end.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._loop = self._started.result()
@@ -39,13 +39,13 @@ class LoopThread:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether this process is a fork of the one that has the thread."""
+        """True if this process is a fork of the process that has the thread."""
         return os.getpid() != self._process
 
     def call(self, function: Callable[..., Coroutine[Any, Any, _T]], *arguments: Any) -> _T:
-        """Run a coroutine function on the loop, and wait for its result.
+        """Run a coroutine function on the loop, and return its result.
 
-        An interrupt of the waiting thread cancels it. Raises ForkedError in a forked process.
+        An interrupt of the waiting thread cancels it. Raise ForkedError in a forked process.
         """
         if self.is_inherited:
             raise ForkedError(
@@ -57,10 +57,10 @@ class LoopThread:
         try:
             return future.result()
         finally:
-            future.cancel()  # of what is done already, nothing
+            future.cancel()  # no effect if it is done
 
     def stop(self) -> None:
-        """End the thread once what it runs now is done; harmless if it has ended."""
+        """End the thread after its present step; harmless if it has ended."""
         if not self.is_inherited and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -1,4 +1,4 @@
-"""How models show themselves: in a line, and in notebooks as a table."""
+"""Representation of models: one line, and a table for notebooks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 
 def describe_model(info: ModelInfo) -> str:
-    """``resnet: image: uint8 [batch, 1, 28, 28] → logits: float32 [batch, 10], 3 exits in use``."""
+    """Return ``mlp: image: uint8 [batch, 784] → logits: float32 [batch, 10], 3 exits in use``."""
     count = len(info.policy.active)
     return f"{info.name}: {_tensors(info)}, {count} exit{'' if count == 1 else 's'} in use"
 
 
 def model_html(info: ModelInfo, statistics: ModelStatistics) -> str:
-    """Show a model as a table of its exits: thresholds, and how many samples each answered."""
+    """Return a table of a model's exits: thresholds, and number of samples that each answered."""
     answered = max(statistics.answered, 1)
     rows = [
         (

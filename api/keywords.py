@@ -1,8 +1,8 @@
-"""The keyword arguments of the API: their names, which are those of the flags, and their types.
+"""Keyword arguments of the API: names, which are those of the flags, and types.
 
 ``--max-batch-size 16`` of ``eeserve`` is ``max_batch_size=16`` here; ``--no-padding`` is
-``padding=False``. Type checkers and :func:`check_keywords` read the same tables; the ranges of
-values are checked by the options that they end up in.
+``padding=False``. Type checkers and :func:`check_keywords` use the same tables; the options'
+dataclasses check the ranges of values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _Options = TypeVar("_Options")
 
 PathLike = str | os.PathLike[str]
 NUMBERS = {int: numbers.Integral, float: numbers.Real}
-"""Types that a value of a hinted type may have: numpy's numbers are fine."""
+"""Accepted number types for a hint; numpy's numbers are accepted."""
 
 
 class EngineKeywords(TypedDict, total=False):
-    """Options of the engine: flags of ``eeserve`` (``eeserve --help-all`` explains each)."""
+    """Options of the engine: flags of ``eeserve`` (see ``eeserve --help-all``)."""
 
     mode: Literal["audit", "release", "leave", "off"]
     backend: str
@@ -68,7 +68,7 @@ class EngineKeywords(TypedDict, total=False):
 
 
 class ServerKeywords(EngineKeywords, total=False):
-    """Options of a server: those of the engine, of its network, and of generating models."""
+    """Options of a server: engine, network, and models that generate text."""
 
     host: str
     max_message_mib: int
@@ -86,11 +86,11 @@ def check_keywords(
 ) -> None:
     """Check the names and types of keyword arguments against a table.
 
-    ``named`` are the keyword arguments that the function has besides those of the table.
+    ``named`` are the function's keyword arguments outside the table.
 
     Raises:
-        TypeError: There is no such option, or its value is of another type.
-        ValueError: The value is none of those that the option has.
+        TypeError: The option does not exist, or its value has another type.
+        ValueError: The value is not one of the option's values.
     """
     hints = get_type_hints(kind)
     for name, value in given.items():
@@ -112,7 +112,7 @@ def _fits(value: object, hint: Any) -> bool:
         return value in arguments
     if origin in (Union, UnionType):
         return any(_fits(value, argument) for argument in arguments)
-    if origin is Sequence:  # a text is none, though Python has it be one of its characters
+    if origin is Sequence:  # a string is not accepted, though it is a Sequence
         return not isinstance(value, str) and (
             isinstance(value, Sequence) and all(_fits(each, arguments[0]) for each in value)
         )
@@ -122,7 +122,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """Describe a type to a person."""
+    """Return the description of a type for a message."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, arguments))
@@ -142,10 +142,10 @@ def options_from(
     own: Collection[str] | None = None,
     **more: Any,
 ) -> _Options:
-    """Make options of keyword arguments: those that ``own`` names, by default fields of ``kind``.
+    """Return options from the keyword arguments in ``own``, by default the fields of ``kind``.
 
-    ``renamed`` are the fields with another name than their keyword, by keyword. A ValueError of the
-    options names the keyword.
+    ``renamed`` maps keywords to fields with another name. A ValueError of the options names the
+    keyword.
     """
     if own is None:
         own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
@@ -167,10 +167,10 @@ def refuse_illegal_keywords(
     *,
     also: Collection[str] = (),
 ) -> None:
-    """Refuse, by a ValueError, keyword arguments that a command's table does not allow together.
+    """Raise ValueError for keyword arguments that a command's table does not allow together.
 
-    ``others`` are the values by flag of options that are not given, where the table has them,
-    and ``also`` what else the table takes for a flag that is given.
+    ``others`` are defaults, by flag, of options that the caller leaves out, if the table uses them;
+    ``also`` are further entries of the table that count as present flags.
     """
     values: dict[str, object] = dict(others)
     flags = set(also)
@@ -186,5 +186,5 @@ def refuse_illegal_keywords(
 
 
 def without_flags(message: str) -> str:
-    """Replace flags in a message by the names of keyword arguments: ``--slo-ms`` by ``slo_ms``."""
+    """Replace flags in a message with keyword arguments: ``--slo-ms`` becomes ``slo_ms``."""
     return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), message)

@@ -25,7 +25,7 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 
 class OpenedModel:
-    """What the models of both kinds share: the engine, and how inputs become its arrays."""
+    """Base of both kinds of models: holds the engine, and converts inputs to arrays."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine: Engine | None = engine
@@ -62,7 +62,7 @@ class OpenedModel:
         if inputs is not None and not isinstance(inputs, Mapping):
             raise TypeError(
                 f"inputs are a {type(inputs).__name__}, expected arrays by input name, such as "
-                f"{self._example()}; of models with one input, model(array) takes it alone"
+                f"{self._example()}; a model with one input also takes model(array)"
             )
         dtypes = {spec.name: spec.dtype for spec in self.inputs}
         given = {**(inputs or {}), **named}
@@ -73,7 +73,7 @@ class OpenedModel:
             return np.asarray(value, None if hasattr(value, "dtype") else dtype)
         except (TypeError, ValueError, OverflowError) as error:
             raise BadInputError(
-                f"{self._name}: input {name!r} is a {type(value).__name__} that is no array of "
+                f"{self._name}: input {name!r} is a {type(value).__name__} that is not an array of "
                 f"{dtype or 'numbers'} ({error}); lists of a dimension must be of equal length, "
                 "and numbers within the range of the dtype"
             ) from error
@@ -83,7 +83,7 @@ class OpenedModel:
         if len(read) != 1:
             names = ", ".join(spec.describe() for spec in read)
             raise TypeError(
-                f"{self._name} has {len(read)} inputs, and model(array) is for models with one; "
+                f"{self._name} has {len(read)} inputs, but model(array) needs exactly one; "
                 f"call model.predict({self._example()}). Inputs: {names}"
             )
         return {read[0].name: array}
@@ -108,7 +108,7 @@ async def _infer(
 
 
 class Model(OpenedModel):
-    """A model in this process; every thread may call it, and calls share batches.
+    """A model in this process; any thread may call it, and calls share batches.
 
     ::
 
@@ -128,14 +128,14 @@ class Model(OpenedModel):
             raise
         super().__init__(engine, name)
         self._thread = thread
-        # No reference to the model: it is closed too where it is only forgotten.
+        # Holds no reference to the model, so that a forgotten model is closed as well.
         self._closing = weakref.finalize(self, _close, engine, thread)
-        self._closing.atexit = False  # threads can do nothing any more at that time
+        self._closing.atexit = False  # threads cannot run any more at exit
 
     def __call__(self, inputs: ArrayLike, /) -> NDArray[Any]:
-        """Return the answers to n samples of a model with one input; errors as of :meth:`predict`.
+        """Return the answers to n samples of a model with one input; errors as :meth:`predict`.
 
-        Raises TypeError if the model has several inputs.
+        Raise TypeError if the model has several inputs.
         """
         return self._answer(self.predict(self._only_input(inputs)))
 
@@ -147,15 +147,15 @@ class Model(OpenedModel):
         deadline_ms: float | None = None,
         **named: ArrayLike,
     ) -> EngineResult:
-        """Answer n samples, given by input name: as a mapping, or as keyword arguments.
+        """Answer n samples, passed by input name: as a mapping, or as keyword arguments.
 
-        The result has ``outputs`` by name, and of each sample the exit that answered in ``exits``
-        (-1: the model's end) and ``confidences``. ``deadline_ms`` is the longest wait; by default
+        The result has ``outputs`` by name and, for each sample, ``exits`` (the exit that answered;
+        -1 is the model's end) and ``confidences``. ``deadline_ms`` is the longest wait; by default
         it is the option ``slo_ms``.
 
         Raises:
-            BadInputError: An array is missing, unknown, or of another dtype or shape.
-            CapacityError: There is no room in the queue, or the deadline passed.
+            BadInputError: An array is missing, unknown, or has another dtype or shape.
+            CapacityError: The queue is full, or the deadline passed.
             BackendError: The batch failed.
             ModelClosedError: The model was closed.
             ForkedError: The process was forked after the model was opened.
@@ -164,13 +164,13 @@ class Model(OpenedModel):
         return self._thread.call(_infer, engine, self._name, arrays, deadline_ms)
 
     def statistics(self) -> ModelStatistics:
-        """Return what was counted since the model was opened: exits, batches, latencies, audits."""
+        """Return counts since the model was opened: exits, batches, latencies, audits."""
         return self._looked()[1]
 
     def close(self) -> None:
-        """Finish what is being answered, save what was learned, and release threads and memory.
+        """Finish requests in progress, save learned state, and release threads and memory.
 
-        Harmless if it was closed before. In a forked process it does nothing.
+        Harmless if the model is closed already; does nothing in a forked process.
         """
         if not self._thread.is_inherited:
             self._engine = None
@@ -206,11 +206,11 @@ async def _drain_and_close(engine: Engine) -> None:
 
 
 DRAIN_S = 30.0
-"""For calls of other threads to be answered, as a server's ``--shutdown-timeout-s``."""
+"""Seconds for calls of other threads to finish, as a server's ``--shutdown-timeout-s``."""
 
 
 class AsyncModel(OpenedModel):
-    """A model on the caller's event loop, for services; used from that loop alone.
+    """A model on the caller's event loop, for services; used only from that loop.
 
     ::
 
@@ -241,18 +241,18 @@ class AsyncModel(OpenedModel):
     ) -> EngineResult:
         """Answer n samples; see :meth:`Model.predict`.
 
-        The arrays must not change until the answer is there. Cancelling the task withdraws the
+        The arrays must not change before the answer is returned. Cancelling the task withdraws the
         request.
         """
         engine = self._opened()
         return await _infer(engine, self._name, self._arrays(inputs, named), deadline_ms)
 
     def statistics(self) -> ModelStatistics:
-        """Return what was counted since the model was opened: exits, batches, latencies, audits."""
+        """Return counts since the model was opened: exits, batches, latencies, audits."""
         return self._facts()[1]
 
     async def close(self) -> None:
-        """Finish what is being answered, save what was learned, and release the engine."""
+        """Finish requests in progress, save learned state, and release the engine."""
         engine, self._engine = self._engine, None
         if engine is not None:
             await _drain_and_close(engine)
@@ -286,15 +286,15 @@ class Opening:
 
 
 def load(model: PathLike | Bundle, /, **options: Unpack[EngineKeywords]) -> Model:
-    """Open a bundle, or an ONNX file, in this process: its path, or what ``compile`` returned.
+    """Open a bundle or an ONNX file in this process, from its path or ``compile``'s result.
 
-    Takes seconds; use the model as a context manager, or close it. It answers as ``eeserve`` does
+    Takes seconds. Use the model as a context manager, or close it. It answers as ``eeserve`` does
     with the same options, which have the names of its flags: ``--max-batch-size 16`` is
-    ``max_batch_size=16``, ``--no-padding`` is ``padding=False``. What control learned is kept
-    beside the bundle, unless ``state=False``.
+    ``max_batch_size=16``, ``--no-padding`` is ``padding=False``. State that the controller learned
+    is saved next to the bundle, unless ``state=False``.
 
     Raises:
-        TypeError: An option is unknown, or of another type.
+        TypeError: An option is unknown or has another type.
         ValueError: An option's value is out of range, or two options exclude each other.
         BundleError: The bundle is absent, damaged or of another version.
         EngineError: The backend cannot run here, or an option does not fit the model.

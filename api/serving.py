@@ -21,11 +21,11 @@ from offramp.server.opening import open_served
 ServedPaths = (
     PathLike | Bundle | Sequence[PathLike | Bundle] | Mapping[str, PathLike] | Mapping[str, Bundle]
 )
-"""One model, several, or models by name."""
+"""One model, several models, or models by name."""
 
 
 class _Serving:
-    """The serving task; all but making it happens on the loop's thread."""
+    """The serving task; used on the loop's thread, except for its creation."""
 
     def __init__(
         self, models: Mapping[str, Path], engine: EngineOptions, server: ServerOptions
@@ -35,7 +35,7 @@ class _Serving:
         self._task: asyncio.Task[int] | None = None
 
     async def start(self) -> Listening:
-        """Serve in a task; return once requests are answered, or raise what prevents that."""
+        """Serve in a task; return once requests are answered, or raise the error of the start."""
         ready: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         self._stop = StopSignals()
 
@@ -54,11 +54,11 @@ class _Serving:
             raise
         if not ready.done():
             ready.cancel()
-            self._task.result()  # raises
+            self._task.result()  # raises the error of the start
         return ready.result()
 
     async def stop(self) -> None:
-        """Answer what is in flight, and leave."""
+        """Finish requests in progress, and stop the server."""
         assert self._stop is not None
         assert self._task is not None
         self._stop.request("close()")
@@ -73,7 +73,7 @@ class Server:
     ) -> None:
         """Use :func:`offramp.serve`."""
         self.models = tuple(models)
-        """Names of the models that are served."""
+        """Names of the served models."""
         serving, thread = _Serving(models, engine, server), LoopThread("the server")
         try:
             listening = thread.call(serving.start)
@@ -81,15 +81,15 @@ class Server:
             thread.stop()
             raise
         self.grpc_address = listening.grpc
-        """Host and port, for :class:`offramp.client.Client`."""
+        """Host and port for :class:`offramp.client.Client`."""
         self.http_address = f"http://{listening.http}"
-        """URL of the status page; below it are ``/metrics`` and ``/health/ready``."""
-        # No reference to the server: it is closed too where it is only forgotten.
+        """URL of the status page; ``/metrics`` and ``/health/ready`` are below it."""
+        # Holds no reference to the server, so that a forgotten server is closed as well.
         self._closing = weakref.finalize(self, _close, serving, thread)
-        self._closing.atexit = False  # threads can do nothing any more at that time
+        self._closing.atexit = False  # threads cannot run any more at exit
 
     def close(self) -> None:
-        """Answer what is in flight, and end; harmless if it has ended, or in a forked process."""
+        """Finish requests in progress and stop; harmless if stopped, or in a forked process."""
         self._closing()
 
     def __enter__(self) -> Self:
@@ -122,15 +122,15 @@ def serve(
     """Serve bundles or ONNX files in a thread of this process, as ``eeserve`` does.
 
     Args:
-        models: One path, several, or paths by the name to serve them under; a bundle that
-            ``compile`` returned stands for its path.
-        grpc_port: 0 takes a free port.
-        http_port: The same, for status page, health and metrics.
+        models: One path, several, or paths by the names to serve them under; a bundle from
+            ``compile`` may replace a path.
+        grpc_port: Port of gRPC; 0 chooses a free port.
+        http_port: Port of status page, health and metrics; 0 chooses a free port.
         **options: Flags of ``eeserve``, named as for :func:`offramp.load`.
 
     Raises:
         TypeError, ValueError, BundleError, EngineError: As for :func:`offramp.load`.
-        StartError: A port cannot be listened on.
+        StartError: A port is not available.
     """
     named = _named(models)
     engine = engine_options(
@@ -138,7 +138,7 @@ def serve(
     )
     network: dict[str, Any] = {"grpc_port": grpc_port, "http_port": http_port, **options}
     try:
-        # Whoever closes a server in this process need not be waited for, as load balancers are.
+        # No drain delay: there are no load balancers that need time to notice.
         server = options_from(ServerOptions, network, {}, drain_delay_s=0.0)
     except ValueError as error:
         raise ValueError(without_flags(str(error))) from error
@@ -146,7 +146,7 @@ def serve(
 
 
 def _named(models: ServedPaths) -> dict[str, Path]:
-    """Return paths by model name: ValueError if there is none, or two have the same name."""
+    """Return paths by model name; ValueError for no model, or for two with the same name."""
     if isinstance(models, Mapping):
         named = {name: path_of(model) for name, model in models.items()}
     else:
@@ -156,7 +156,7 @@ def _named(models: ServedPaths) -> dict[str, Path]:
             name = model_name(path)
             if name in named:
                 raise ValueError(
-                    f"two models are named {name!r}: {named[name]} and {path}; give names: "
+                    f"two models are named {name!r}: {named[name]} and {path}; pass names: "
                     f"serve({{{name!r}: …, {name + '-2'!r}: …}})"
                 )
             named[name] = path

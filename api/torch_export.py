@@ -1,4 +1,4 @@
-"""Torch modules as ONNX files: exported by torch's exporters, and checked against the module."""
+"""Torch modules as ONNX files: exported with torch's exporters, and checked against the module."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from offramp.engine.graphs.external_weights import weights_in
 _log = logging.getLogger(__name__)
 
 ROWS: Final = 4
-"""Samples of the example inputs that are exported with."""
+"""Number of samples of the example inputs for the export."""
 _BATCHES: Final = (slice(0, 64), *(slice(i, i + 1) for i in range(8)), slice(8, 11), slice(11, 18))
-"""Batches of the example inputs that are checked, as far as there are so many samples."""
+"""Batches of the example inputs for the check, if there are enough samples."""
 _TOLERANCE: Final = 1e-3
 _TOLERANCE_OF_HALF: Final = 5e-2
-"""Shares of an output's scale that two runtimes may differ by."""
+"""Largest difference between two runtimes, as a share of an output's scale."""
 _LOGGERS: Final = ("torch.onnx", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
-"""Loggers of torch that the exporters write to."""
+"""Torch loggers that the exporters write to."""
 
 
 class ExampleCall:
@@ -41,9 +41,8 @@ class ExampleCall:
     def __init__(self, module: nn.Module, inputs: object, rows: slice | None = None) -> None:
         """Bind inputs to parameters: a tensor, a tuple in their order, or a mapping by name.
 
-        ``rows`` are the samples to take; ``None`` is those to export with, of which there are two
-        at least, as torch's exporter takes a batch of one for a fixed size. TypeError if the inputs
-        do not fit.
+        ``rows`` selects the samples; ``None`` selects those for the export, at least two, because
+        torch's exporter treats a batch of one as a fixed size. TypeError if the inputs do not fit.
         """
         self.module = module
         self._bound = _bind(module, inputs)
@@ -73,21 +72,21 @@ class ExampleCall:
         return function(name, value)
 
     def outputs(self) -> dict[str, torch.Tensor]:
-        """Run the module; return its outputs by the names that the ONNX model gives them.
+        """Run the module; return its outputs by their names in the ONNX model.
 
-        ModuleExportError if it fails, or returns anything but tensors.
+        ModuleExportError if the module fails or returns anything but tensors.
         """
         kind = type(self.module).__name__
         try:
             answer = self.module(*self._bound.args, **self._bound.kwargs)
         except Exception as error:
             raise ModuleExportError(
-                f"{kind} fails on the example inputs ({_line(error)}); give others: "
+                f"{kind} fails on the example inputs ({_line(error)}); pass others: "
                 "example_inputs=(tensor, …), or a mapping by the parameters of forward"
             ) from error
         if isinstance(answer, torch.Tensor):
             return {"output": answer}
-        if isinstance(answer, Mapping):  # what the models of transformers return is one
+        if isinstance(answer, Mapping):  # such as outputs of transformers
             return {str(k): value for k, value in answer.items() if torch.is_tensor(value)}
         if isinstance(answer, Sequence) and all(map(torch.is_tensor, answer)):
             return {f"output_{place}": each for place, each in enumerate(answer)}
@@ -97,7 +96,7 @@ class ExampleCall:
         )
 
     def export(self, path: Path, output_names: Sequence[str], *, dynamo: bool) -> None:
-        """Write the module with one of torch's exporters, whatever that raises."""
+        """Write the module with one of torch's exporters, which may raise any exception."""
         free = torch.export.Dim.DYNAMIC
         sizes: dict[str, Any] = {
             name: self._mapped(name, value, lambda *_: {0: free})
@@ -119,17 +118,17 @@ class ExampleCall:
 
 
 def export_module(module: nn.Module, example_inputs: object, path: Path) -> None:
-    """Write a module as an ONNX file whose batch may have any size.
+    """Write a module as an ONNX file with a free batch size.
 
-    ``example_inputs`` is a tensor, a tuple of them in the order of ``forward``, or a mapping by the
-    names of its parameters, which become the names of the model's inputs. The module is run as in
-    ``module.eval()``, and left as it was.
+    ``example_inputs`` is a tensor, a tuple in the order of ``forward``, or a mapping by the names
+    of its parameters, which become the names of the model's inputs. The module runs in evaluation
+    mode, and its mode is restored afterwards.
 
     Raises:
-        TypeError: The example inputs are not what ``forward`` takes.
+        TypeError: The example inputs do not fit ``forward``.
         ImportError: A package of torch's exporter is missing.
-        ModuleExportError: Neither of torch's exporters can export it, or it fails on the inputs.
-        ExportCheckError: ONNX Runtime answers otherwise than the module.
+        ModuleExportError: Both of torch's exporters fail, or the module fails on the inputs.
+        ExportCheckError: ONNX Runtime's answers differ from the module's.
     """
     call = ExampleCall(module, example_inputs)
     with _evaluating(module), torch.no_grad():
@@ -138,19 +137,19 @@ def export_module(module: nn.Module, example_inputs: object, path: Path) -> None
 
 
 def _export(call: ExampleCall, outputs: Sequence[str], path: Path) -> None:
-    """Export with the exporter that torch recommends, and where that fails with the older one."""
+    """Export with the exporter that torch recommends; if it fails, with the older one."""
     with _quiet():
         failure = _try_exporters(call, outputs, path)
     if failure:
         _log.warning(
-            "%s was exported with torch's older exporter, as the newer one failed: %s",
+            "%s was exported with torch's older exporter, because the newer one failed: %s",
             type(call.module).__name__,
             failure,
         )
 
 
 def _try_exporters(call: ExampleCall, outputs: Sequence[str], path: Path) -> str:
-    """Export, and return what the newer exporter failed with; empty where it did not."""
+    """Export, and return the failure of the newer exporter; empty if it succeeded."""
     kind = type(call.module).__name__
     try:
         call.export(path, outputs, dynamo=True)
@@ -158,25 +157,25 @@ def _try_exporters(call: ExampleCall, outputs: Sequence[str], path: Path) -> str
         raise
     except Exception as first:
         if _depends_on_values(first):
-            # The older exporter would write the branch that the example takes, for all inputs.
+            # The older exporter would record the branch that the example takes, for all inputs.
             raise ModuleExportError(
-                f"{kind}.forward chooses by the values of its inputs what it computes, as in "
-                "`if x.sum() > 0`, which an ONNX file of torch cannot express; compute both "
-                "and choose with torch.where, or take the choice out of the module"
+                f"{kind}.forward chooses its computation by the values of its inputs, as in "
+                "`if x.sum() > 0`, which torch cannot express in an ONNX file; compute both "
+                "and choose with torch.where, or move the choice out of the module"
             ) from first
         try:
             call.export(path, outputs, dynamo=False)
         except Exception as second:
             raise ModuleExportError(
                 f"{kind} cannot be exported to ONNX: {_line(first)}. The older exporter: "
-                f"{_line(second)}. Export it yourself with torch.onnx.export, and give the file"
+                f"{_line(second)}. Export it yourself with torch.onnx.export, and pass the file"
             ) from first
         return _line(first)
     return ""
 
 
 def _depends_on_values(error: BaseException | None) -> bool:
-    """Whether an exporter failed because the module's Python code looks at values of tensors."""
+    """Return whether an exporter failed because the module's code reads values of tensors."""
     while error is not None:
         if isinstance(error, GuardOnDataDependentSymNode):
             return True
@@ -229,7 +228,7 @@ def _bind(module: nn.Module, inputs: object) -> inspect.BoundArguments:
     except TypeError as error:
         names = ", ".join(signature.parameters)
         raise TypeError(
-            f"example_inputs do not fit {type(module).__name__}.forward({names}): {error}; give a "
+            f"example_inputs do not fit {type(module).__name__}.forward({names}): {error}; pass a "
             "tuple in this order, or a mapping by these names"
         ) from error
 
@@ -262,7 +261,7 @@ def _rows(
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch dropout and batch statistics off, in whichever parts have them on."""
+    """Switch off dropout and batch statistics in all parts, and restore their modes afterwards."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:
@@ -274,7 +273,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep from the user what torch's exporters print, log and warn of."""
+    """Suppress the output, logs and warnings of torch's exporters."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -295,7 +294,7 @@ def _quiet() -> Iterator[None]:
 def _line(error: BaseException) -> str:
     """Return the first line of an error's message, with its kind.
 
-    An error of torch's newer exporter is told by what caused it: itself it names a step of three.
+    A TorchExportError is reported by its cause, since its own message only names an export step.
     """
     if type(error).__name__ == "TorchExportError" and error.__cause__ is not None:
         error = error.__cause__

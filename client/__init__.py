@@ -1,4 +1,4 @@
-"""The client of an Offramp server, in two forms: :class:`Client` and :class:`AsyncClient`.
+"""Clients of an Offramp server: :class:`Client` and :class:`AsyncClient`.
 
 ::
 
@@ -6,7 +6,7 @@
         result = client.infer("model", {"image": images})
         result.outputs["logits"], result.exits, result.confidences
         for result in client.infer_stream("model", {"image": images}):
-            result.kind  # "early", then "confirmation" or "correction"; or "answer" alone
+            result.kind  # "early", then "confirmation" or "correction"; or only "answer"
         for token in client.generate("text", "in 3 minutes"):
             token.text, token.exit, token.confidence
 """

@@ -29,9 +29,9 @@ from offramp.proto import messages
 
 
 class AsyncClient(ClientBase):
-    """Calls one server from the event loop that it is made in.
+    """Asyncio client of one server, used in the event loop that creates it.
 
-    Arguments, and what they raise, are those of :class:`offramp.client.Client`. Cancelling a call's
+    Arguments and errors are those of :class:`offramp.client.Client`. Cancelling a call's
     task withdraws its request from the server.
     """
 
@@ -46,7 +46,7 @@ class AsyncClient(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> InferResult:
-        """Ask for the answers to n samples; takes and raises what ``Client.infer`` does."""
+        """Return the answers to n samples; arguments and errors as ``Client.infer``."""
         request = build_request(model, inputs, outputs=outputs, priority=priority)
         return parse_response(await self._call(self._infer, request, timeout_s))
 
@@ -60,7 +60,7 @@ class AsyncClient(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[InferResult, None]:
-        """As ``Client.infer_many``; enter ``contextlib.aclosing`` around it to leave early."""
+        """Send many requests as ``Client.infer_many``; use ``contextlib.aclosing`` to end early."""
         if concurrency < 1:
             raise ValueError(f"concurrency {concurrency} is below 1")
         under_way: deque[asyncio.Task[InferResult]] = deque()
@@ -88,10 +88,10 @@ class AsyncClient(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[StreamedResult, None]:
-        """As ``Client.infer_stream``: the early answers first, the final ones when they come.
+        """Yield early answers first, final ones when they arrive, as ``Client.infer_stream``.
 
-        Closing the iterator withdraws the request. ``break`` alone leaves that to the garbage
-        collector, so enter ``contextlib.aclosing(client.infer_stream(...))`` to leave early.
+        Closing the iterator withdraws the request. A ``break`` leaves that to the garbage
+        collector, so use ``contextlib.aclosing(client.infer_stream(...))`` to stop early.
         """
         request = build_request(
             model,
@@ -110,7 +110,7 @@ class AsyncClient(ClientBase):
                 await call.write(request)
                 await call.done_writing()
                 response = await call.read()
-            while isinstance(response, messages.ModelStreamInferResponse):  # else it is EOF
+            while isinstance(response, messages.ModelStreamInferResponse):  # otherwise EOF
                 result = parse_streamed(response, address=self._settings.address)
                 if result is not None:
                     yield result
@@ -132,7 +132,7 @@ class AsyncClient(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[GeneratedToken, None]:
-        """As ``Client.generate``; enter ``contextlib.aclosing`` around it to leave early."""
+        """Yield tokens as ``Client.generate``; use ``contextlib.aclosing`` to stop early."""
         inputs = text_inputs(prompt, max_tokens)
         results = self.infer_stream(model, inputs, timeout_s=timeout_s, priority=priority)
         async with aclosing(results):
@@ -140,24 +140,24 @@ class AsyncClient(ClientBase):
                 yield generated_token(result)
 
     async def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
-        """Inputs and outputs of a model; raises as :meth:`infer`."""
+        """Return inputs and outputs of a model; errors as :meth:`infer`."""
         request = messages.ModelMetadataRequest(name=model)
         return parse_metadata(await self._call(self._metadata, request, timeout_s))
 
     async def optional_inputs(
         self, model: str, *, timeout_s: float | None = None
     ) -> frozenset[str]:
-        """Names of the inputs that requests may leave out; raises as :meth:`infer`."""
+        """Return the names of inputs that requests may leave out; errors as :meth:`infer`."""
         request = messages.ModelConfigRequest(name=model)
         return parse_optional(await self._call(self._config, request, timeout_s))
 
     async def server_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Whether every model takes requests; raises DeadlineError or ConnectionFailedError."""
+        """Return whether every model takes requests; DeadlineError, ConnectionFailedError."""
         request = messages.ServerReadyRequest()
         return bool((await self._call(self._server_ready, request, timeout_s)).ready)
 
     async def model_ready(self, model: str, *, timeout_s: float | None = None) -> bool:
-        """Whether a model, if it is there, takes requests; raises as :meth:`server_ready`."""
+        """Return whether a model is served and takes requests; errors as :meth:`server_ready`."""
         request = messages.ModelReadyRequest(name=model)
         return bool((await self._call(self._model_ready, request, timeout_s)).ready)
 

@@ -1,4 +1,4 @@
-"""The connection to a server: the part that the blocking and the asyncio client share."""
+"""The connection to a server, shared by the blocking and the asyncio client."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ DEFAULT_TIMEOUT_S: Final = 30.0
 DEFAULT_MAX_MESSAGE_MIB: Final = 64
 DEFAULT_RETRIES: Final = 2
 MOST_RETRIES: Final = 4
-"""gRPC makes five attempts at most."""
+"""Limit of gRPC, which makes at most five attempts."""
 FIRST_BACKOFF_S: Final = 0.1
-"""Longest wait before the first retry; each wait is drawn at random up to its limit, which doubles
-from retry to retry up to:"""
+"""Longest wait before the first retry; each wait is drawn at random below its limit, which doubles
+with each retry up to:"""
 LONGEST_BACKOFF_S: Final = 2.0
 
 _MIB: Final = 1024 * 1024
 _ERROR_METADATA_KEY: Final = "offramp-error"
-"""Set by the server on the statuses that its own code gives (offramp.server.common.errors)."""
+"""Metadata on statuses that the server's own code sets (offramp.server.common.errors)."""
 
 _PATIENCE: Final = (("offramp-deadline", "slo"),)
-"""Metadata of calls whose timeout is the client's: the server then schedules by the model's SLO,
-not by how long we wait (offramp.server.service)."""
+"""Metadata of calls whose timeout is only the client's wait: the server then schedules by the
+model's SLO, not by this timeout (offramp.server.services.service)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Encrypts the connection, for a server or a proxy with a certificate; all are PEM."""
+    """Certificates for an encrypted connection to a server or proxy; all in PEM form."""
 
     root_certificates: bytes | None = None
-    """Who may vouch for the server; ``None`` is the system's choice."""
+    """Authorities that may certify the server; ``None`` uses the system's."""
     private_key: bytes | None = None
-    """With ``certificate_chain``: who we are, where the server wants to know."""
+    """Private key of ``certificate_chain``, for servers that require client certificates."""
     certificate_chain: bytes | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """The credentials as grpc takes them."""
+        """Return the credentials in gRPC's form."""
         return grpc.ssl_channel_credentials(**asdict(self))
 
     def context(self) -> ssl.SSLContext:
-        """Return the same for HTTP."""
+        """Return the certificates as a context for HTTP."""
         roots = self.root_certificates
         context = ssl.create_default_context(cadata=None if roots is None else roots.decode())
         if self.certificate_chain is not None and self.private_key is not None:
-            # ssl takes these from files alone.
+            # ssl reads these from files only.
             with tempfile.NamedTemporaryFile() as file:
                 file.write(self.certificate_chain + b"\n" + self.private_key)
                 file.flush()
@@ -69,19 +69,19 @@ class ConnectionSettings:
     """The server that a client calls, and the limits of its calls."""
 
     address: str
-    """``host:port`` of the server's gRPC side."""
+    """``host:port`` of the server's gRPC port."""
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """Of calls that name none; ``None`` waits for ever."""
+    """Limit, in seconds, of calls that set none; ``None`` waits forever."""
     max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB
-    """Largest response."""
+    """Largest response, in MiB."""
     token: str | None = field(default=None, repr=False)
-    """Sent with every call."""
+    """Token to send with every call."""
     encrypted: bool = False
-    """Whether the connection is."""
+    """True if the connection uses TLS."""
     insecure_token: bool = False
-    """Whether the token may be sent in the clear to another machine."""
+    """True if the token may be sent to another machine without encryption."""
     retries: int = DEFAULT_RETRIES
-    """How often a call that ended with UNAVAILABLE is tried again."""
+    """Number of retries of a call that ends with UNAVAILABLE."""
 
     def __post_init__(self) -> None:
         host, _, port = self.address.rpartition(":")
@@ -104,10 +104,10 @@ class ConnectionSettings:
         self._check_token(host)
 
     def _check_token(self, host: str) -> None:
-        """Refuse, by a ValueError, a token that cannot be sent or would be sent in the clear."""
+        """Raise ValueError for an invalid token, or one that would be sent without encryption."""
         if self.token is None:
             return
-        token = self.token.strip()  # of a file, it ends with a line break
+        token = self.token.strip()  # from a file, it ends with a line break
         if not (token and token.isascii() and token.isprintable()):
             raise ValueError("token has other characters than a token may have, or none")
         if not (self.encrypted or self.insecure_token or is_loopback(host)):
@@ -117,7 +117,7 @@ class ConnectionSettings:
             )
 
     def channel_options(self) -> list[tuple[str, Any]]:
-        """The limits, in grpc's terms; the server limits requests."""
+        """Return the limits as gRPC channel options; the server limits requests."""
         return [
             ("grpc.max_receive_message_length", self.max_message_mib * _MIB),
             ("grpc.max_send_message_length", -1),
@@ -125,7 +125,7 @@ class ConnectionSettings:
         ]
 
     def _retrying(self) -> list[tuple[str, Any]]:
-        """Return how gRPC tries calls again: only those that no server has answered."""
+        """Return gRPC's retry options: only calls that no server has answered are retried."""
         if not self.retries:
             return [("grpc.enable_retries", 0)]
         policy = {
@@ -139,7 +139,7 @@ class ConnectionSettings:
         return [("grpc.service_config", json.dumps(config))]
 
     def limit(self, timeout_s: float | None) -> dict[str, Any]:
-        """The limit of a call that names ``timeout_s``, or none, as grpc's methods take it."""
+        """Return the time limit of a call as gRPC arguments; ``None`` uses the client's limit."""
         if timeout_s is None:
             return {"timeout": self.timeout_s, "metadata": (*_PATIENCE, *self.metadata())}
         return {"timeout": timeout_s, "metadata": self.metadata()}
@@ -149,22 +149,22 @@ class ConnectionSettings:
         return () if self.token is None else (("authorization", f"Bearer {self.token.strip()}"),)
 
     def stream_timeout_s(self, timeout_s: float | None) -> float | None:
-        """The limit of a stream whose first answer is due after ``timeout_s``.
+        """Return the limit of a stream whose first answer is due after ``timeout_s``.
 
-        What may follow it has as long as a call that names no limit.
+        Later answers get as long as a call without its own limit.
         """
         return None if self.timeout_s is None else self.timeout_s + (timeout_s or 0.0)
 
     def late(self, timeout_s: float) -> DeadlineError:
-        """The first answer of a stream did not come in time."""
+        """Return the error for a stream whose first answer was late."""
         if timeout_s <= 0:
             return DeadlineError(
-                f"{self.address}: timeout_s {timeout_s:g} is not above 0, no answer comes in that"
+                f"{self.address}: timeout_s {timeout_s:g} is not above 0, an answer takes some time"
             )
         return DeadlineError(f"{self.address}: no answer within {timeout_s:g} s")
 
     def error(self, error: grpc.RpcError) -> OfframpError:
-        """The error that a failed call stands for; to be raised from ``error``."""
+        """Return the error for a failed call, to be raised from ``error``."""
         if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
             return OfframpError(f"{self.address}: {error!r}")
         metadata = error.trailing_metadata() or ()
@@ -177,7 +177,7 @@ class ConnectionSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine is behind a host."""
+    """Return whether a host is the loopback interface of this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -185,10 +185,10 @@ def is_loopback(host: str) -> bool:
 
 
 class ClientBase:
-    """A channel to one server and the methods of its service, of ``grpc`` or ``grpc.aio``."""
+    """A channel to one server with its methods, from ``grpc`` or ``grpc.aio``."""
 
     _grpc: ClassVar[ModuleType]
-    """The module that opens the channel; both have functions and methods of the same names."""
+    """Module that opens the channel; both modules have the same names."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Requests out of arrays, results out of responses: no I/O, the same for both clients."""
+"""Conversion of arrays to requests, and of responses to results: no I/O, for both clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OF_SAMPLES = (
     "offramp_answer", "offramp_confidences", "offramp_corrected", "offramp_exits",
     "offramp_forced", "offramp_variants",
 )  # fmt: skip
-"""Parameters that are fields of results."""
+"""Parameters that become fields of results."""
 
 
 def build_request(
@@ -52,15 +52,15 @@ def build_request(
     decoupled: bool = False,
     shared: SharedInputs | None = None,
 ) -> ModelInferRequest:
-    """The request for an answer; ``deadline_s``, from now on, only where it is not the call's own.
+    """Return an inference request; ``deadline_s``, from now on, is set if it is not the call's.
 
-    On a stream, ``decoupled`` asks for the early and the final answer, as soon as they are there;
-    otherwise the server gives one, after those to all requests before. The inputs are in the
-    message, or in ``shared`` memory.
+    On a stream, ``decoupled`` requests the early and the final answer as soon as they exist;
+    without it the server sends one answer, after those to all earlier requests. The inputs are in
+    the message, or in ``shared`` memory.
 
     Raises:
-        InvalidInputError: An input has a dtype that cannot be sent, or ``priority`` is negative;
-            or ``inputs`` are not by name.
+        InvalidInputError: An input's dtype cannot be sent, ``priority`` is negative, or ``inputs``
+            is not a mapping by name.
     """
     if priority < 0:
         raise InvalidInputError(
@@ -69,7 +69,7 @@ def build_request(
     if not isinstance(inputs, Mapping):
         raise InvalidInputError(
             f"inputs are a {type(inputs).__name__}, expected arrays by input name, such as "
-            "{'INPUT': array}; client.metadata(MODEL).inputs has the names"
+            "{'INPUT': array}; see client.metadata(MODEL).inputs for the names"
         )
     request = ModelInferRequest(model_name=model)
     try:
@@ -95,15 +95,15 @@ def build_request(
 
 
 def parse_response(response: ModelInferResponse) -> InferResult:
-    """The result that a response carries, or ResponseError if it is not an Offramp server's."""
+    """Return the result in a response; ResponseError if no Offramp server sent it."""
     return InferResult(**_fields(response))
 
 
 def parse_streamed(response: ModelStreamInferResponse, *, address: str) -> StreamedResult | None:
-    """The result that a response on a stream carries; ``None`` if it only says that none follows.
+    """Return the result in a response on a stream; ``None`` if it only marks the end.
 
     Raises:
-        OfframpError: The one that the server sent instead.
+        OfframpError: The server sent an error instead.
         ResponseError: As :func:`parse_response`.
     """
     inner = response.infer_response
@@ -123,7 +123,7 @@ def parse_streamed(response: ModelStreamInferResponse, *, address: str) -> Strea
 
 
 def _fields(response: ModelInferResponse) -> dict[str, Any]:
-    """The fields of an :class:`InferResult`."""
+    """Return the fields of an :class:`InferResult`."""
     try:
         outputs = decode_tensors(response.outputs, response.raw_output_contents)
     except TensorError as error:
@@ -133,7 +133,7 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
     forced = _flags(response, "offramp_forced", len(exits))
     variants = _variants(response, len(exits))
     rows = {name: array.shape[0] if array.ndim else 0 for name, array in outputs.items()}
-    rows = {name: count for name, count in rows.items() if count != 1}  # may be of all samples
+    rows = {name: count for name, count in rows.items() if count != 1}  # may apply to all
     _refuse_other_counts(**rows, offramp_exits=len(exits), offramp_confidences=len(confidences))
     return {
         "outputs": outputs,
@@ -151,7 +151,7 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
 
 
 def text_inputs(prompt: str | ArrayLike, max_tokens: int | None) -> dict[str, NDArray[Any]]:
-    """Return the inputs of a request for text, after a text or the ids of its tokens."""
+    """Return the inputs of a text request whose prompt is a text or token ids."""
     if isinstance(prompt, str):
         inputs = {"text_input": np.array([prompt.encode()], np.object_)}
     else:
@@ -167,7 +167,7 @@ def text_inputs(prompt: str | ArrayLike, max_tokens: int | None) -> dict[str, ND
 
 
 def generated_token(result: StreamedResult) -> GeneratedToken:
-    """Return the token that a part of a text is, or ResponseError if it is not of a text."""
+    """Return the token in a part of a text; ResponseError if it is not a text's part."""
     ids = result.outputs.get("output_ids")
     if ids is None or ids.shape != (1,):
         raise ResponseError(
@@ -185,7 +185,7 @@ def generated_token(result: StreamedResult) -> GeneratedToken:
 
 
 def parse_metadata(response: ModelMetadataResponse) -> ModelMetadata:
-    """The metadata that a response carries, or ResponseError for a datatype that is not served."""
+    """Return the metadata in a response; ResponseError for an unknown datatype."""
     return ModelMetadata(
         name=response.name,
         platform=response.platform,
@@ -195,7 +195,7 @@ def parse_metadata(response: ModelMetadataResponse) -> ModelMetadata:
 
 
 def parse_optional(response: ModelConfigResponse) -> frozenset[str]:
-    """Names of the inputs that a model's configuration calls optional."""
+    """Return the names of the inputs that a model's configuration marks as optional."""
     return frozenset(each.name for each in response.config.input if each.optional)
 
 
@@ -214,7 +214,7 @@ def _tensors(tensors: Iterable[ModelMetadataResponse.TensorMetadata]) -> dict[st
 
 
 def _flags(response: ModelInferResponse, name: str, samples: int) -> NDArray[np.bool_]:
-    """A parameter of one flag a sample, which is absent where no flag is set."""
+    """Return a parameter with one flag a sample; it is absent if no flag is set."""
     if name not in response.parameters:
         return np.zeros(samples, np.bool_)
     values = _per_sample(response, name, np.int32)
@@ -225,7 +225,7 @@ def _flags(response: ModelInferResponse, name: str, samples: int) -> NDArray[np.
 
 
 def _variants(response: ModelInferResponse, samples: int) -> NDArray[np.int16]:
-    """The variant of each sample; the parameter is absent where the full model answered all."""
+    """Return each sample's variant; the parameter is absent if the full model answered all."""
     name = "offramp_variants"
     if name not in response.parameters:
         return np.zeros(samples, np.int16)
@@ -236,20 +236,20 @@ def _variants(response: ModelInferResponse, samples: int) -> NDArray[np.int16]:
 
 def _refuse_other_counts(**counts: int) -> None:
     if len(set(counts.values())) != 1:
-        raise ResponseError(f"the response disagrees about its number of samples: {counts}")
+        raise ResponseError(f"the response has inconsistent numbers of samples: {counts}")
 
 
 def _per_sample(response: ModelInferResponse, name: str, dtype: type[Any]) -> NDArray[Any]:
     if name not in response.parameters:
         raise ResponseError(
             f"the response of model {response.model_name!r} has no parameter {name!r}; "
-            "is this an Offramp server? For others of the protocol take tritonclient"
+            "is this an Offramp server? For other servers of the protocol use tritonclient"
         )
     text = response.parameters[name].string_param
     parts: Any = text.split(",") if text else []
     try:
         if dtype is np.int32:
-            parts = array("i", map(int, parts))  # numpy 1 wraps what does not fit
+            parts = array("i", map(int, parts))  # numpy 1 wraps values that do not fit
         return np.array(parts, dtype=dtype)
     except (ValueError, OverflowError) as error:
         raise ResponseError(f"parameter {name!r} is not a list of numbers: {text!r}") from error

@@ -1,6 +1,6 @@
-"""Errors of the client, named by whose fault they are.
+"""Errors of the client, grouped by whose fault they are.
 
-Each is raised from the ``grpc.RpcError`` that it explains, where there is one.
+Each is raised from the ``grpc.RpcError`` that it explains, if there is one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class OfframpError(Exception):
 
 
 class RequestError(OfframpError):
-    """The request is wrong; sending it again will not help."""
+    """The request is wrong; a retry will not help."""
 
 
 class UnknownModelError(RequestError):
@@ -28,15 +28,15 @@ class InvalidInputError(RequestError):
 
 
 class MessageTooLargeError(RequestError):
-    """The request or the response is larger than the server or the client takes."""
+    """The request or the response is larger than the limit of server or client."""
 
 
 class AuthenticationError(RequestError):
-    """The server asks for a token, or does not know the one that was sent."""
+    """The server requires a token, or does not accept the one that was sent."""
 
 
 class PermissionDeniedError(RequestError):
-    """The token is not for this model or method."""
+    """The token does not allow this model or method."""
 
 
 class ServerBusyError(OfframpError):
@@ -44,7 +44,7 @@ class ServerBusyError(OfframpError):
 
 
 class DeadlineError(OfframpError):
-    """There was no answer in time."""
+    """No answer arrived in time."""
 
 
 class ServerUnavailableError(OfframpError):
@@ -52,15 +52,15 @@ class ServerUnavailableError(OfframpError):
 
 
 class ConnectionFailedError(OfframpError):
-    """Nobody answers at the address, or the connection broke."""
+    """No server answers at the address, or the connection broke."""
 
 
 class ServerError(OfframpError):
-    """The server failed on a request that was right."""
+    """The server failed on a valid request."""
 
 
 class ResponseError(OfframpError):
-    """The response is not what an Offramp server sends."""
+    """The response is not in the form that an Offramp server sends."""
 
 
 _BY_SERVER: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
@@ -72,7 +72,7 @@ _BY_SERVER: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.UNAVAILABLE: ServerUnavailableError,
 }
-"""What a status means that the server's own code set."""
+"""Error classes of statuses that the server's own code set."""
 
 _BY_GRPC: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
     grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,  # as a proxy may answer
@@ -82,10 +82,10 @@ _BY_GRPC: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
     grpc.StatusCode.UNAVAILABLE: ConnectionFailedError,
     grpc.StatusCode.CANCELLED: ConnectionFailedError,
 }
-"""What it means where gRPC set it, on either side."""
+"""Error classes of statuses that gRPC set, on either side."""
 
 BROKEN_OFF: Final = "Internal error from Core"
-"""What ``grpc.aio`` says, as INTERNAL, where the connection broke while it was sending."""
+"""Details of the INTERNAL status with which ``grpc.aio`` reports a connection broken in sending."""
 
 _REMEDIES: Final[Mapping[type[OfframpError], str]] = {
     MessageTooLargeError: "send fewer samples at a time, or raise the limit: "
@@ -98,10 +98,10 @@ _REMEDIES: Final[Mapping[type[OfframpError], str]] = {
 def error_from_status(
     code: grpc.StatusCode, details: str, *, address: str, from_server: bool
 ) -> OfframpError:
-    """The error that a call's status stands for.
+    """Return the error for a call's status.
 
-    ``from_server`` tells whether the server's own code set it, as the metadata ``offramp-error``
-    says, rather than gRPC on either side.
+    ``from_server`` is true if the server's own code set the status, according to the metadata
+    ``offramp-error``, and false if gRPC did, on either side.
     """
     kind = (_BY_SERVER if from_server else _BY_GRPC).get(code, ServerError)
     if details == BROKEN_OFF and not from_server:

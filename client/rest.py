@@ -1,7 +1,7 @@
-"""The blocking client over HTTP, for where gRPC does not get through.
+"""The blocking client over HTTP, for networks that block gRPC.
 
-Tensors travel as binary data, so nothing is lost or slowed down by JSON; answers are those of
-:class:`offramp.client.Client`.
+Tensors are sent as binary data, so JSON costs neither time nor precision. Answers are the same as
+those of :class:`offramp.client.Client`.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _CODES: Final[Mapping[int, grpc.StatusCode]] = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""Codes of gRPC that the statuses stand for."""
+"""Codes of gRPC for HTTP statuses."""
 
 
 class RestClient:
-    """Calls one server over HTTP; may be shared among threads, each with its own connection.
+    """Client of one server over HTTP; threads may share it, each with its own connection.
 
     Args:
-        url: For instance ``http://127.0.0.1:8000``, of the server's HTTP side.
-        timeout_s: How long to wait in calls that name no limit; ``None`` waits for ever.
-        tls: Certificates, for ``https``; ``None`` is what the system trusts.
-        token: Sent with every call, to a server that asks for one.
+        url: URL of the server's HTTP port, for instance ``http://127.0.0.1:8000``.
+        timeout_s: Limit, in seconds, of calls that set none; ``None`` waits forever.
+        tls: Certificates for ``https``; ``None`` trusts the system's authorities.
+        token: Token to send with every call, for a server that requires one.
         insecure_token: Whether the token may be sent to another machine by ``http``.
 
     Raises:
-        ValueError: The URL is none, or the token would be sent in the clear.
+        ValueError: The URL is invalid, or the token would be sent without encryption.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RestClient:
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> InferResult:
-        """Ask for the answers to n samples; takes and raises what ``Client.infer`` does."""
+        """Return the answers to n samples; arguments and errors as ``Client.infer``."""
         request = build_request(
             model, inputs, outputs=outputs, priority=priority, deadline_s=timeout_s
         )
@@ -104,7 +104,7 @@ class RestClient:
         return parse_response(read_body(answer.headers.get(HEADER_LENGTH), data))
 
     def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
-        """Return inputs and outputs of a model; raises as :meth:`infer`."""
+        """Return inputs and outputs of a model; errors as :meth:`infer`."""
         path = f"/v2/models/{quote(model, safe='')}"
         _, data = self._call("GET", path, None, {}, timeout_s)
         document = _document(data)
@@ -123,11 +123,11 @@ class RestClient:
         return self._answers("/v2/health/ready", timeout_s)
 
     def model_ready(self, model: str, *, timeout_s: float | None = None) -> bool:
-        """Return whether a model, if it is there, takes requests."""
+        """Return whether a model is served and takes requests."""
         return self._answers(f"/v2/models/{quote(model, safe='')}/ready", timeout_s)
 
     def close(self) -> None:
-        """Close the connection of this thread; those of others end with their threads."""
+        """Close this thread's connection; other threads' connections end with their threads."""
         connection = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
@@ -151,7 +151,7 @@ class RestClient:
         headers: Mapping[str, str],
         timeout_s: float | None,
     ) -> tuple[http.client.HTTPResponse, bytes]:
-        """Return a response with its body, or raise the error that it stands for."""
+        """Return a response with its body, or raise its error."""
         response, data = self._exchange(verb, path, body, headers, timeout_s)
         if response.status != http.HTTPStatus.OK:
             raise self._error(response, data)
@@ -184,7 +184,7 @@ class RestClient:
             ) from error
 
     def _connection(self) -> http.client.HTTPConnection:
-        """Return this thread's connection, a new one where the server has closed it."""
+        """Return this thread's connection; a new one if the server has closed it."""
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is not None and _is_closed(connection):
             connection.close()
@@ -209,7 +209,7 @@ class RestClient:
 
 
 def code_of(status: int) -> grpc.StatusCode:
-    """Return gRPC's code that a status of HTTP stands for."""
+    """Return gRPC's code for an HTTP status."""
     return _CODES.get(status, grpc.StatusCode.INTERNAL)
 
 
@@ -220,7 +220,7 @@ def _is_closed(connection: http.client.HTTPConnection) -> bool:
         return False  # it connects with its next request
     sock.settimeout(0.0)
     try:
-        return not sock.recv(1)  # the end, or what nobody asked for
+        return not sock.recv(1)  # closed, or an unexpected byte
     except (BlockingIOError, ssl.SSLWantReadError):
         return False
     except OSError:
@@ -234,7 +234,7 @@ def _context_of(tls: Tls | None) -> ssl.SSLContext:
 
 
 def write_body(request: ModelInferRequest) -> tuple[bytes, bytes]:
-    """Return a request's JSON, and the elements of its inputs that follow it in the body."""
+    """Return a request's JSON, and the elements of its inputs, which follow the JSON."""
     inputs = [
         {
             "name": tensor.name,
@@ -257,9 +257,9 @@ def write_body(request: ModelInferRequest) -> tuple[bytes, bytes]:
 
 
 def read_body(header_bytes: str | None, data: bytes) -> ModelInferResponse:
-    """Return the message that the body of a response is the JSON form of; ResponseError.
+    """Return the message in the body of a response; ResponseError.
 
-    ``header_bytes`` is the header with the length of its JSON, if there is one.
+    ``header_bytes`` is the header with the length of the JSON, if any.
     """
     length = int(header_bytes or len(data))
     document, rest = _document(data[:length]), data[length:]
@@ -287,7 +287,7 @@ def _document(data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ResponseError(f"the response is not JSON: {error}") from error
     if not isinstance(document, dict):
-        raise ResponseError("the response is no JSON object")
+        raise ResponseError("the response is not a JSON object")
     return document
 
 

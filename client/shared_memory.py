@@ -1,4 +1,4 @@
-"""Shared memory that a client on the server's machine sends its inputs in."""
+"""Shared memory through which a client on the server's machine sends inputs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from offramp.client.errors import InvalidInputError
 from offramp.proto.messages import ModelInferRequest
 
 _ALIGNED_TO: Final = 64
-"""Bytes: tensors begin at multiples."""
+"""Alignment of tensors, in bytes."""
 
 
 def aligned(size_bytes: int) -> int:
-    """Return the room that a tensor of a size takes."""
+    """Return the aligned size that a tensor takes."""
     return -(-size_bytes // _ALIGNED_TO) * _ALIGNED_TO
 
 
 class SharedInputs:
-    """A region of shared memory that the inputs of one request at a time are written to.
+    """A region of shared memory for the inputs of one request at a time.
 
     ::
 
@@ -32,21 +32,21 @@ class SharedInputs:
     """
 
     def __init__(self, size_bytes: int) -> None:
-        """Create a region that nobody else knows; ``size_bytes`` is for all inputs of a request."""
+        """Create a region with a random name; ``size_bytes`` must hold all inputs of a request."""
         self._memory = SharedMemory(
             name=f"offramp-{secrets.token_hex(8)}", create=True, size=size_bytes
         )
         self.name: Final = self._memory.name
-        """Name of the region, on the server too."""
+        """Name of the region, here and on the server."""
         self.key: Final = f"/{self.name}"
         """Key of ``shm_open``."""
         self.size_bytes: Final = size_bytes
 
     def place(self, request: ModelInferRequest, inputs: Mapping[str, ArrayLike]) -> None:
-        """Write arrays to the region, and say in the request's inputs where they are.
+        """Write arrays to the region, and their places into the request's inputs.
 
         Raises:
-            InvalidInputError: They do not fit.
+            InvalidInputError: The arrays do not fit.
         """
         offset = 0
         for tensor in request.inputs:
@@ -55,10 +55,10 @@ class SharedInputs:
     def put(
         self, tensor: ModelInferRequest.InferInputTensor, array: NDArray[Any], offset: int
     ) -> int:
-        """Write an array at a byte, and say in the input where it is; return where the next goes.
+        """Write an array at an offset and its place into the input; return the next free offset.
 
         Raises:
-            InvalidInputError: It does not fit.
+            InvalidInputError: The array does not fit.
         """
         self._write(tensor.name, array, offset)
         tensor.parameters["shared_memory_region"].string_param = self.name

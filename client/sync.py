@@ -29,26 +29,27 @@ from offramp.proto import messages
 
 
 class Client(ClientBase):
-    """Calls one server; may be shared among threads.
+    """Client of one server; threads may share it.
 
     Args:
-        address: ``host:port`` of the server's gRPC side.
-        timeout_s: How long to wait in calls that name no limit; ``None`` waits for ever.
-        max_message_mib: Largest response; the server limits requests.
-        tls: Encrypts the connection; ``None`` does not.
-        token: Sent with every call, to a server that asks for one.
+        address: ``host:port`` of the server's gRPC port.
+        timeout_s: Limit, in seconds, of calls that set none; ``None`` waits forever.
+        max_message_mib: Largest response, in MiB; the server limits requests.
+        tls: Certificates for encryption; ``None`` does not encrypt.
+        token: Token to send with every call, for a server that requires one.
         insecure_token: Whether the token may be sent to another machine without ``tls``.
         retries: How often a call that ends with UNAVAILABLE is tried again, after a random wait
+            of up to 0.1 s, 0.2 s, … within the call's limit. Other errors are never retried.
             of up to 0.1 s, 0.2 s, … and within its limit. Other errors are never tried again.
 
     Raises:
         ValueError: The address is not ``host:port``, a limit is not above 0, or the token would be
-            sent in the clear.
+            sent without encryption.
     """
 
     _grpc: ClassVar[ModuleType] = grpc
 
-    # The same signatures as AsyncClient's: what users read, and one awaits where the other waits.
+    # The same signatures as AsyncClient's, which await where these wait.
     def infer(
         self,
         model: str,
@@ -59,17 +60,17 @@ class Client(ClientBase):
         priority: int = 0,
         shared: SharedInputs | None = None,
     ) -> InferResult:
-        """Ask for the answers to n samples.
+        """Return the answers to n samples.
 
         Args:
             model: Name of a served model.
-            inputs: By name; first dimension n, dtype exactly the model's (lists become numpy's
-                default: float64, int64).
-            outputs: Names of the outputs wanted; ``None`` is all of them.
-            timeout_s: Of this call, which is then its deadline on the server too; ``None`` waits
-                as long as the client does, and leaves the deadline to the model's SLO.
-            priority: As in Triton: 1 is served first, 0 is the default, which is level 5.
-            shared: Memory of :meth:`shared_inputs` that the inputs are sent in.
+            inputs: Arrays by input name; first dimension n, dtype exactly the model's (lists become
+                numpy's default: float64, int64).
+            outputs: Names of the requested outputs; ``None`` requests all.
+            timeout_s: Limit of this call, in seconds, and its deadline on the server. ``None``
+                waits for the client's limit, and leaves the deadline to the model's SLO.
+            priority: Triton's priority: 1 is served first; 0, the default, is level 5.
+            shared: Memory from :meth:`shared_inputs` for the inputs.
 
         Raises:
             UnknownModelError, InvalidInputError, MessageTooLargeError, ServerBusyError,
@@ -89,11 +90,11 @@ class Client(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> Generator[InferResult, None, None]:
-        """Ask for many requests, of which ``concurrency`` are under way at once.
+        """Send many requests, of which at most ``concurrency`` are in progress.
 
-        Yields the results in the order of ``requests``, which is read as far as it is needed. An
-        error is raised where its result was due. Closing the iterator, or an error, withdraws what
-        is under way. Other arguments and errors are those of :meth:`infer`.
+        Yields the results in the order of ``requests``, which is read only as far as needed. An
+        error is raised in place of its result. Closing the iterator, or an error, withdraws the
+        requests in progress. Other arguments and errors are those of :meth:`infer`.
         """
         if concurrency < 1:
             raise ValueError(f"concurrency {concurrency} is below 1")
@@ -121,8 +122,8 @@ class Client(ClientBase):
         """Share memory with a server on this machine, for the inputs of one request at a time.
 
         Raises:
-            InvalidInputError: The server cannot open it.
-            PermissionDeniedError: The server takes none from this client.
+            InvalidInputError: The server cannot open the memory.
+            PermissionDeniedError: The server does not accept shared memory from this client.
         """
         region = SharedInputs(size_bytes)
         try:
@@ -147,12 +148,12 @@ class Client(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> Generator[StreamedResult, None, None]:
-        """Ask for the answers to n samples: the early ones first, the final ones when they come.
+        """Yield the answers to n samples: early answers first, final ones when they arrive.
 
-        One result of kind ``answer`` is all there is unless exits answered some sample and the
-        server compares it with the unmodified model: always in release mode, now and then in
-        audit mode. Then the first result is ``early``, and a ``confirmation`` or a ``correction``
-        follows, which is left out should the server lose it.
+        There is one result, of kind ``answer``, unless exits answered some sample and the server
+        compares it with the unmodified model: always in release mode, sometimes in audit mode. In
+        that case the first result is ``early``, and a ``confirmation`` or ``correction`` follows,
+        unless the server loses it.
 
         ::
 
@@ -160,12 +161,12 @@ class Client(ClientBase):
                 if result.kind is AnswerKind.CORRECTION:
                     mend(result.outputs["logits"][result.corrected])
 
-        A model that answers in parts, as those that generate text do (:meth:`generate`), has any
-        number of results: ``part``, and ``last``.
+        A model that answers in parts, for instance one that generates text (:meth:`generate`), has
+        any number of results: ``part``, and ``last``.
 
-        Closing the iterator withdraws the request. Arguments and errors are those of
-        :meth:`infer`; but ``timeout_s`` limits the wait for the first answer, and what follows may
-        take as long again as the client waits in calls without a limit.
+        Closing the iterator withdraws the request. Arguments and errors are those of :meth:`infer`,
+        except that ``timeout_s`` limits the wait for the first answer; later answers get the
+        client's limit in addition.
         """
         request = build_request(
             model,
@@ -207,7 +208,7 @@ class Client(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> Generator[GeneratedToken, None, None]:
-        """Ask for a text after a prompt, token by token.
+        """Yield the tokens of a text that continues a prompt.
 
         ::
 
@@ -216,13 +217,14 @@ class Client(ClientBase):
 
         Args:
             model: Name of a served model that generates text.
-            prompt: A text, where the model has a tokenizer, or token ids [n].
-            max_tokens: Most tokens of the answer; ``None`` leaves that to the model.
-            timeout_s: Of the whole answer; ``None`` leaves the deadline to the model's SLO.
-            priority: As of :meth:`infer`.
+            prompt: A text, if the model has a tokenizer, or token ids [n].
+            max_tokens: Most tokens of the answer; ``None`` uses the model's limit.
+            timeout_s: Limit of the whole answer, in seconds; ``None`` leaves the deadline to the
+                model's SLO.
+            priority: See :meth:`infer`.
 
         Closing the iterator ends the generation. Errors are those of :meth:`infer`; tokens that
-        came before are yielded.
+        arrived before an error are yielded.
         """
         inputs = text_inputs(prompt, max_tokens)
         results = self.infer_stream(model, inputs, timeout_s=timeout_s, priority=priority)
@@ -231,22 +233,22 @@ class Client(ClientBase):
                 yield generated_token(result)
 
     def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
-        """Inputs and outputs of a model; raises as :meth:`infer`."""
+        """Return inputs and outputs of a model; errors as :meth:`infer`."""
         request = messages.ModelMetadataRequest(name=model)
         return parse_metadata(self._call(self._metadata, request, timeout_s))
 
     def optional_inputs(self, model: str, *, timeout_s: float | None = None) -> frozenset[str]:
-        """Names of the inputs that requests may leave out; raises as :meth:`infer`."""
+        """Return the names of inputs that requests may leave out; errors as :meth:`infer`."""
         request = messages.ModelConfigRequest(name=model)
         return parse_optional(self._call(self._config, request, timeout_s))
 
     def server_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Whether every model takes requests; raises DeadlineError or ConnectionFailedError."""
+        """Return whether every model takes requests; DeadlineError, ConnectionFailedError."""
         request = messages.ServerReadyRequest()
         return bool((self._call(self._server_ready, request, timeout_s)).ready)
 
     def model_ready(self, model: str, *, timeout_s: float | None = None) -> bool:
-        """Whether a model, if it is there, takes requests; raises as :meth:`server_ready`."""
+        """Return whether a model is served and takes requests; errors as :meth:`server_ready`."""
         request = messages.ModelReadyRequest(name=model)
         return bool((self._call(self._model_ready, request, timeout_s)).ready)
 
@@ -268,7 +270,7 @@ class Client(ClientBase):
 
 
 class _Alarm:
-    """Does something after a while, unless it is stopped before; on a thread of its own."""
+    """Calls a function after a delay, unless stopped before; on its own thread."""
 
     def __init__(self, delay_s: float, action: Callable[[], object]) -> None:
         self.delay_s = delay_s
@@ -279,7 +281,7 @@ class _Alarm:
         self._timer.start()
 
     def stop(self) -> None:
-        """Stop it, unless it rang or was stopped before."""
+        """Cancel the alarm, unless it rang or was stopped before."""
         self._timer.cancel()
 
     def _ring(self) -> None:

@@ -1,8 +1,8 @@
-"""The compiled schema, in a descriptor pool of our own.
+"""The compiled schema, in a private descriptor pool.
 
-tritonclient registers messages of the same names in protobuf's process-wide pool, and a name can
-be registered there but once: with generated code, importing both ends the process (MLServer and
-KServe have this bug). Ours live in :data:`POOL`, which nobody else sees.
+tritonclient registers messages of the same names in protobuf's process-wide pool, where a name can
+be registered only once: with generated code, importing both would end the process (MLServer and
+KServe have this bug). Our messages are in :data:`POOL`, which no other package uses.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def _load(pool: descriptor_pool.DescriptorPool) -> FileDescriptor:
 
 
 POOL: Final = descriptor_pool.DescriptorPool()
-"""Holds our messages; gRPC reflection describes the server from it."""
+"""Pool of our messages; gRPC reflection describes the server from it."""
 
 FILE: Final = _load(POOL)
 """The descriptor of ``inference.proto``."""
 
 
 def message_class(name: str) -> type[Message]:
-    """The class of a message of the schema, for instance ``ModelInferRequest``."""
+    """Return the class of a message of the schema, for instance ``ModelInferRequest``."""
     return message_factory.GetMessageClass(FILE.message_types_by_name[name])
 
 
 def method_path(method: str) -> str:
-    """The path that a method of the service is called at: ``/inference.GRPC…/ModelInfer``."""
+    """Return the path of a method of the service: ``/inference.GRPC…/ModelInfer``."""
     return f"/{SERVICE}/{method}"

@@ -1,9 +1,9 @@
 """Compiles ``inference.proto``: ``python -m offramp.proto.generate`` (needs grpcio-tools).
 
-Two files come of it: ``inference.binpb``, which :mod:`offramp.proto.descriptors` loads, and
+It writes two files: ``inference.binpb``, which :mod:`offramp.proto.descriptors` loads, and
 ``messages.pyi``, the types of :mod:`offramp.proto.messages`. No Python code is generated: it
-would register its messages in the process-wide pool, where they collide with those of any
-other client of the same protocol, and it would be tied to one version of the runtime.
+would register its messages in the process-wide pool, where they conflict with those of other
+clients of the protocol, and it would require one version of the protobuf runtime.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Generated:
 
 
 def compile_schema() -> Generated:
-    """Run protoc on the schema.
+    """Run protoc on the schema and return its output.
 
     Raises:
-        RuntimeError: protoc refused it; its reasons are on stderr.
+        RuntimeError: protoc failed; its reasons are on stderr.
     """
     with tempfile.TemporaryDirectory() as folder:
         descriptors = Path(folder) / "inference.binpb"
@@ -53,7 +53,7 @@ def compile_schema() -> Generated:
 
 
 def main() -> None:
-    """Write both files beside the schema."""
+    """Write both files next to the schema."""
     generated = compile_schema()
     DESCRIPTORS.write_bytes(generated.descriptors)
     STUB.write_text(generated.stub, encoding="utf-8")

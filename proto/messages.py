@@ -1,4 +1,4 @@
-"""The message classes of ``inference.proto``; ``messages.pyi`` gives their fields."""
+"""The message classes of ``inference.proto``; ``messages.pyi`` declares their fields."""
 
 from offramp.proto.descriptors import FILE, message_class
 

@@ -1,9 +1,9 @@
-"""The reading of a request's bytes, bounded before anything is decoded.
+"""Splitting of a request's bytes, with limits that hold before anything is decoded.
 
-An empty field takes two bytes on the wire and a hundred once decoded: a message within gRPC's
+An empty field takes two bytes on the wire and a hundred once decoded, so a message within gRPC's
 limit could occupy a server for minutes and fill its memory. :func:`split_message` therefore walks
-the fields first. What tensors hold is set aside where it lies, neither copied nor decoded; the
-rest has to be small.
+the fields first. The elements of tensors stay in place, neither copied nor decoded; the rest must
+be small.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from offramp.proto.messages import ModelInferRequest
 from offramp.proto.wire_format import BYTES, WireError, WireField, fields_of, message_of
 
 MAX_FIELDS: Final = 1024
-"""Fields of a request that are looked at: 256 inputs with their contents, 256 outputs, and more."""
+"""Most fields of a request: 256 inputs with their contents, 256 outputs, and more."""
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Of names, shapes, parameters: of everything beside the elements of tensors."""
+"""Most bytes of names, shapes and parameters, that is, of all but the elements of tensors."""
 
 MAX_TYPED_BYTES: Final = 1024 * 1024
-"""Of typed contents together, packed floats apart: each element becomes an object of Python."""
+"""Most bytes of typed contents without packed floats: each element becomes a Python object."""
 
 MAX_NAME_CHARS: Final = 1024
-"""Of a model's or tensor's name: errors name the nearest known one, a search that is quadratic."""
+"""Most characters of a model's or tensor's name: errors search the nearest name, in O(n²)."""
 
 SMALL_BYTES: Final = 2 * MAX_FIELDS
-"""No message up to this size has more fields, and it is as quickly decoded as looked into."""
+"""Size up to which no message has more fields, and decoding is as fast as walking the fields."""
 
 _SMALL_INPUT_BYTES: Final = 256
-"""Inputs up to this size are not looked into; the head has room for 256 of them."""
+"""Size up to which inputs are not walked; the head can hold 256 of them."""
 
 _QUICK_TYPED_BYTES: Final = 16 * 1024
 QUICK_BYTES: Final = 4 * 1024 * 1024
-"""Messages up to these sizes are decoded, and their arrays aligned, within a few milliseconds."""
+"""Sizes up to which messages are decoded, and arrays aligned, within a few milliseconds."""
 
 _INPUT, _RAW_CONTENTS = (5, BYTES), (7, BYTES)
-"""Number and wire type of fields of a request."""
+"""Number and wire type of a request's fields."""
 _CONTENTS: Final = (5, BYTES)
-"""Of an input."""
+"""Number and wire type of an input's contents."""
 _FLOATS: Final[Mapping[int, str]] = {6: "fp32_contents", 7: "fp64_contents"}
-"""Fields of ``InferTensorContents`` that may be taken as they are."""
+"""Fields of ``InferTensorContents`` whose packed elements need no decoding."""
 
 
 class MessageError(ValueError):
@@ -53,51 +53,51 @@ class MessageError(ValueError):
 
 
 class MessageLimitError(MessageError):
-    """The message has more fields, or more beside its tensors' elements, than is read."""
+    """The message has more fields, or more bytes apart from tensor elements, than allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedFloats:
-    """The typed contents of a tensor of floats, whose memory they are, as raw contents are."""
+    """Typed contents of a float tensor as memory, in the form of raw contents."""
 
     field: str
-    """Of ``InferTensorContents``."""
+    """Field of ``InferTensorContents``."""
     elements: memoryview
-    """Little endian."""
+    """Elements, little endian."""
 
 
 _NO_FLOATS: Final[Mapping[int, PackedFloats]] = MappingProxyType({})
 
 
 class InferMessage(NamedTuple):  # made for every request, in half the time of a frozen dataclass
-    """A request whose tensors' elements are where they arrived."""
+    """A request whose tensor elements are still in the received bytes."""
 
     head: ModelInferRequest
-    """All of it but what is below."""
+    """The request without the parts below."""
     raw_contents: Sequence[memoryview | bytes]
     floats: Mapping[int, PackedFloats] = _NO_FLOATS
-    """By the input's index."""
+    """Packed floats by the input's index."""
     slow: bool = False
-    """Whether the tensors take longer to decode than an event loop may be held up."""
+    """True if decoding the tensors would block an event loop for too long."""
 
 
 class MessageParts(NamedTuple):
-    """The bytes of a request by what they hold, before anything is decoded."""
+    """The bytes of a request by their content, before anything is decoded."""
 
     head: bytes
     raw_contents: Sequence[memoryview] = ()
-    """Where empty, they are in the head."""
+    """Raw contents; if empty, they are in the head."""
     floats: Mapping[int, PackedFloats] = _NO_FLOATS
     slow: bool = False
-    """Whether decoding would hold up an event loop: to be done on a thread."""
+    """True if decoding would block an event loop, and belongs on a thread."""
     fields: int = 0
-    """Fields that were looked at; none where the message is small."""
+    """Number of fields walked; 0 for a small message."""
 
     def decode(self) -> InferMessage:
         """Decode the head.
 
         Raises:
-            MessageError: It is not that of a ``ModelInferRequest``.
+            MessageError: The head is not that of a ``ModelInferRequest``.
         """
         try:
             head = ModelInferRequest.FromString(self.head)
@@ -116,11 +116,11 @@ class MessageParts(NamedTuple):
 
 
 def split_message(data: bytes) -> MessageParts:
-    """Tell the parts of a ``ModelInferRequest`` apart; arrays will be views of ``data``.
+    """Split a ``ModelInferRequest`` into its parts; arrays will be views of ``data``.
 
     Raises:
-        MessageLimitError: It is beyond the limits of this module.
-        MessageError: It is not a protobuf message.
+        MessageLimitError: A limit of this module is exceeded.
+        MessageError: The bytes are not a protobuf message.
     """
     if len(data) <= SMALL_BYTES:
         return MessageParts(head=data)
@@ -176,7 +176,7 @@ class _Splitting:
         self.head.append(view[kept:])
 
     def _split_input(self, position: int, end: int) -> bytes | None:
-        """Set the input's floats aside and give the rest; ``None`` if there are none."""
+        """Set the input's floats aside and return the rest; ``None`` if it has none."""
         found = [field for field in self._walk(position, end) if field[:2] == _CONTENTS]
         if len(found) > 1:
             raise MessageError("an input has its contents twice; send them once")
@@ -188,7 +188,7 @@ class _Splitting:
         return None
 
     def _floats(self, position: int, end: int) -> PackedFloats | None:
-        """The floats that contents consist of, if they are one packed field."""
+        """Return the contents' floats if the contents are one packed field, else ``None``."""
         if position == end:
             return None
         first = next(self._walk(position, end))
@@ -197,7 +197,7 @@ class _Splitting:
         return PackedFloats(field=_FLOATS[first.number], elements=self._view[first.start : end])
 
     def _walk(self, position: int, end: int) -> Iterator[WireField]:
-        """Yield the fields from ``position`` on, as far as their number is within the limit."""
+        """Yield the fields from ``position`` on; MessageLimitError if they exceed the limit."""
         try:
             for field in fields_of(self._data, position, end):
                 self.fields += 1

@@ -1,8 +1,8 @@
-"""Conversion of tensors on the wire to numpy arrays, and back.
+"""Conversion between tensors of messages and numpy arrays.
 
-Elements travel in one of two forms. *Raw*, the form that every serious client uses, is the array's
-memory, little endian and row by row, and is viewed without a copy. *Typed* contents are a
-protobuf field per datatype, slow and readable, for clients that write JSON by hand.
+Elements have one of two forms. *Raw* contents, which all common clients send, are the array's
+memory, little endian and in row-major order, and are viewed without a copy. *Typed* contents are
+one protobuf field per datatype, slow but readable, for clients that write JSON by hand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DATATYPES: Final = MappingProxyType(
         "BYTES": np.dtype(np.object_),
     }
 )
-"""By the protocol's name; little endian, as raw contents are. Elements of BYTES are ``bytes``."""
+"""Dtypes by the protocol's name; little endian, like raw contents. BYTES are ``bytes`` objects."""
 
 _NAMES: Final = {dtype: name for name, dtype in DATATYPES.items()}
 
@@ -45,28 +45,28 @@ _REMEDIES: Final = {
 
 
 MAX_STRINGS: Final = 4096
-"""Elements of a tensor of BYTES: each becomes an object."""
+"""Most elements of a BYTES tensor, since each becomes an object."""
 _LENGTH_BYTES: Final = 4
-"""Bytes of the length before each of them."""
+"""Bytes of the length that precedes each of them."""
 
 MAX_DIMENSIONS: Final = 32
-"""What numpy takes before 2.0; since then it is 64."""
+"""Most dimensions of an array before numpy 2.0; later versions allow 64."""
 
 _MOST_ELEMENTS: Final = 2**60 - 1
-"""Times 8 bytes it is still a signed 64-bit number."""
+"""Largest count whose size at 8 bytes each is a signed 64-bit number."""
 
 _SLICE: Final = 4096
 
 
 class TensorError(ValueError):
-    """A tensor on the wire is not well-formed, or cannot be put on the wire."""
+    """A tensor of a message is malformed, or an array cannot be sent."""
 
 
 def dtype_of(datatype: str, tensor: str) -> np.dtype[Any]:
-    """The numpy dtype of a datatype such as ``FP32``; ``tensor`` is named in the error.
+    """Return the numpy dtype of a datatype such as ``FP32``; ``tensor`` is for the error.
 
     Raises:
-        TensorError: The protocol or Offramp does not know it.
+        TensorError: The protocol or Offramp does not know the datatype.
     """
     dtype = DATATYPES.get(datatype)
     if dtype is None:
@@ -79,10 +79,10 @@ def dtype_of(datatype: str, tensor: str) -> np.dtype[Any]:
 
 
 def datatype_of(dtype: np.dtype[Any], tensor: str) -> str:
-    """The protocol's name of a numpy dtype; ``tensor`` is named in the error.
+    """Return the protocol's name of a numpy dtype; ``tensor`` is for the error.
 
     Raises:
-        TensorError: The protocol has no name for it.
+        TensorError: The protocol has no name for the dtype.
     """
     name = _NAMES.get(dtype.newbyteorder("<"))
     if name is None:
@@ -117,21 +117,21 @@ def decode_tensors(
     raw_contents: Sequence[bytes | memoryview | None],
     floats: Mapping[int, PackedFloats] = MappingProxyType({}),
 ) -> dict[str, NDArray[Any]]:
-    """Read the tensors of a request or a response.
+    """Return the arrays of a request's or response's tensors.
 
     Args:
-        tensors: Name, datatype, shape and, where ``raw_contents`` is empty, typed contents.
-        raw_contents: Empty, or the elements of every tensor, in the same order; ``None`` for one
-            with typed contents.
-        floats: Typed contents, by the tensor's index, that its message does not hold itself.
+        tensors: Name, datatype, shape and, if ``raw_contents`` is empty, typed contents.
+        raw_contents: Empty, or the elements of every tensor, in the same order; ``None`` for a
+            tensor with typed contents.
+        floats: Typed contents that are not in the message, by the tensor's index.
 
     Returns:
-        By name, in the same order; read-only views of the contents where they are raw or floats,
-        unless these lie at an address that is no multiple of the element's size.
+        Arrays by name, in the same order. Raw contents and floats become read-only views, unless
+        their address is not a multiple of the element's size.
 
     Raises:
-        TensorError: A name comes twice, a datatype or shape is impossible, or there are not as
-            many elements as the shape says.
+        TensorError: A name appears twice, a datatype or shape is invalid, or the number of elements
+            differs from the shape's.
     """
     if raw_contents and len(raw_contents) != len(tensors):
         raise TensorError(
@@ -157,7 +157,7 @@ def encode_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
     """Write name, datatype and shape into ``tensor``.
 
     Returns:
-        The elements, to be appended to the message's raw contents.
+        The elements, to append to the message's raw contents.
 
     Raises:
         TensorError: The protocol has no name for the dtype.
@@ -178,7 +178,8 @@ def describe_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> None:
 def encode_strings(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
     """Write name, datatype BYTES and shape into ``tensor``; return the elements, each ``bytes``.
 
-    Each has its length before it, 4 bytes, little endian. TensorError if one is something else.
+    Each has its length before it, 4 bytes, little endian. TensorError for an element of another
+    type.
     """
     tensor.name, tensor.datatype = name, "BYTES"
     tensor.shape.extend(array.shape)
@@ -206,7 +207,7 @@ def _decode(
 
 
 def _shape(tensor: WireTensor) -> tuple[int, ...]:
-    """The sizes, once they are known to be those of an array that can be."""
+    """Return the shape, checked to be possible for an array."""
     if len(tensor.shape) > MAX_DIMENSIONS:
         raise TensorError(
             f"tensor {tensor.name!r} has {len(tensor.shape)} dimensions, expected at most "
@@ -218,7 +219,7 @@ def _shape(tensor: WireTensor) -> tuple[int, ...]:
             f"tensor {tensor.name!r} has shape {list(shape)}; a tensor that is sent has the sizes "
             "of its array, -1 is for metadata only"
         )
-    # numpy multiplies the sizes that are not 0, even of an array without elements.
+    # numpy multiplies all sizes except 0, even for an array without elements.
     if math.prod(size for size in shape if size) > _MOST_ELEMENTS:
         raise TensorError(
             f"tensor {tensor.name!r} has shape {list(shape)}, which no array can have; "
@@ -245,7 +246,7 @@ def _raw_elements(
 
 
 def _raw_strings(tensor: WireTensor, raw: bytes | memoryview, count: int) -> NDArray[np.object_]:
-    """Read strings with their lengths before them, exactly as many as the shape has."""
+    """Return strings that follow their lengths, exactly as many as the shape requires."""
     _check_strings(tensor, count)
     found, at = np.empty(count, np.object_), 0
     for number in range(count):
@@ -287,12 +288,12 @@ def _floats(
 
 
 def _aligned(array: NDArray[Any]) -> NDArray[Any]:
-    """The array, copied unless its address is a multiple of the element's size."""
+    """Return the array, copied unless its address is a multiple of the element's size."""
     return array if array.flags.aligned else array.copy()
 
 
 def _raw_bools(tensor: WireTensor, raw: bytes | memoryview) -> NDArray[np.bool_]:
-    """View the bytes as bool, once they are known to be 0 and 1: numpy takes others on trust."""
+    """Return the bytes as bool; check for 0 and 1, since numpy would accept other values."""
     elements = np.frombuffer(raw, dtype=np.uint8)
     if elements.max(initial=0) > 1:
         raise TensorError(
@@ -309,24 +310,24 @@ def _typed_elements(tensor: WireTensor, dtype: np.dtype[Any], count: int) -> NDA
     if dtype == np.object_:
         _check_strings(tensor, count)
     wide = np.empty(count, _field_dtype(dtype))
-    # Each element becomes an object: by slices, for other threads to run in between.
+    # Each element becomes an object; slices let other threads run in between.
     for start in range(0, count, _SLICE):
         wide[start : start + _SLICE] = elements[start : start + _SLICE]
     return _narrowed(tensor, wide, dtype)
 
 
 def _check_field(tensor: WireTensor, used: Sequence[str]) -> str:
-    """The field of typed contents that the tensor's elements belong into, if they are there."""
+    """Return the typed contents' field for the tensor's datatype; TensorError for another."""
     field = _CONTENTS_FIELDS.get(tensor.datatype)
     if field is None:
         raise TensorError(
-            f"tensor {tensor.name!r} is {tensor.datatype}, which typed contents have no field "
-            "for; send raw contents"
+            f"tensor {tensor.name!r} is {tensor.datatype}, for which typed contents have no field; "
+            "send raw contents"
         )
     if others := [name for name in used if name != field]:
         raise TensorError(
             f"tensor {tensor.name!r} is {tensor.datatype} with its elements in {others[0]}; "
-            f"they belong into {field}"
+            f"they belong in {field}"
         )
     return field
 
@@ -340,7 +341,7 @@ def _check_count(tensor: WireTensor, field: str, given: int, expected: int) -> N
 
 
 def _field_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """INT8 to INT32 share a field of int32, UINT8 to UINT32 one of uint32."""
+    """Return the dtype of a field: INT8 to INT32 share int32, UINT8 to UINT32 share uint32."""
     narrow = {"i": np.dtype("<i4"), "u": np.dtype("<u4")}
     return narrow.get(dtype.kind, dtype) if dtype.itemsize < 4 else dtype
 

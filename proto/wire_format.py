@@ -1,8 +1,8 @@
-"""Protobuf's wire format: the fields of a message by where they are, and their encoding.
+"""Protobuf's wire format: positions of a message's fields, and their encoding.
 
-Nothing is copied, and nothing but the standard library is needed: requests are looked into before
-they are decoded, and graph files where neither protobuf nor onnx is installed. The encoding is that
-of https://protobuf.dev/programming-guides/encoding/.
+Nothing is copied, and only the standard library is needed: requests are inspected before they are
+decoded, and graph files without protobuf or onnx installed. The encoding is that of
+https://protobuf.dev/programming-guides/encoding/.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Wire types."""
 _FIXED_BYTES: Final = {FIXED64: 8, FIXED32: 4}
 _NUMBERS: Final = 2**29
-"""Fields have smaller numbers."""
+"""Limit of field numbers, exclusive."""
 
 
 class WireError(ValueError):
-    """Bytes are no message; says what a message does not have, as "a field of wire type 3"."""
+    """Bytes are not a message; the text names the invalid part, as "a field of wire type 3"."""
 
 
 class WireField(NamedTuple):
-    """A field of a message, by where it is in the message."""
+    """A field of a message, by its position."""
 
     number: int
     wire: int
     begin: int
-    """Of its tag."""
+    """Start of its tag."""
     start: int
-    """Of its value."""
+    """Start of its value."""
     end: int
 
 
 def fields_of(
     message: bytes | memoryview, begin: int = 0, end: int | None = None
 ) -> Iterator[WireField]:
-    """Yield the fields between two places of a message; WireError where there is none."""
+    """Yield the fields between two positions of a message; WireError for invalid bytes."""
     at, end = begin, len(message) if end is None else end
     while at < end:
         first = at
@@ -60,7 +60,7 @@ def fields_of(
 
 
 def varint_at(message: bytes | memoryview, at: int, end: int | None = None) -> tuple[int, int]:
-    """Decode a number of at most 64 bits; returns it, and where it ends."""
+    """Decode a number of at most 64 bits; return it, and the position after it."""
     end = len(message) if end is None else end
     if at < end and (value := message[at]) < 0x80:
         return value, at + 1
@@ -74,7 +74,7 @@ def varint_at(message: bytes | memoryview, at: int, end: int | None = None) -> t
 
 
 def varint(number: int) -> bytes:
-    """Encode a number: seven bits a byte, the lowest first."""
+    """Encode a number with seven bits a byte, lowest first."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)

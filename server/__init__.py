@@ -2,6 +2,6 @@
 
 import os
 
-# gRPC's core writes a line to stderr for each header that it cannot parse, past all logging; it
-# looks at this once, when it is imported.
+# gRPC's core writes a line to stderr for each header that it cannot parse, and bypasses logging. It
+# reads this variable once, at import.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

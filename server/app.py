@@ -1,12 +1,12 @@
-"""The life of a server: open the engine, listen, wait for a signal, drain, close.
+"""Life cycle of a server: open the engine, listen, wait for a signal, drain, close.
 
-SIGHUP has the server read its configuration file again, if it has one, and serve what that says
-now; without one it stops the server, as SIGTERM does.
+SIGHUP makes the server read its configuration file again and apply it. A server without a
+configuration file stops at SIGHUP, as at SIGTERM.
 
-The first signal to stop ends readiness; new requests are answered for a while more, since load
-balancers take their time to notice. Then no more connections are accepted, and clients are told to
-leave those that they have; what they send there all the same is answered. Once they are gone or
-quiet, the connections are closed, and the engine saves its state.
+After the first stop signal the server is not ready, but answers new requests for a while, because
+load balancers need time to notice. Then it accepts no more connections and asks clients to close
+theirs; requests that still arrive are answered. Once the connections are closed or idle, the server
+closes the rest, and the engine saves its state.
 """
 
 from __future__ import annotations
@@ -45,39 +45,39 @@ logger = logging.getLogger(__name__)
 
 
 class StopSignals:
-    """The stop signals that came so far: the first asks to leave, the second to leave at once.
+    """The stop signals received so far: the first asks to stop, the second to stop immediately.
 
-    From then on signals do what they do to other programs: a third one ends the process wherever
-    it is.
+    After the second signal the default handlers are active again, so that a third signal ends the
+    process in any state.
     """
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
         """Set by the first signal."""
         self.forced = asyncio.Event()
-        """Set by the second."""
+        """Set by the second signal."""
         self.patient = True
-        """Whether new requests may be answered for a while: not if a person waits at a terminal."""
+        """True if the drain delay applies; false after SIGINT, which comes from a terminal."""
         self.serving = False
-        """Whether there is something to answer and to save: a second signal before ends all."""
+        """True once an engine is open; before that, the first stop signal ends the process."""
         self.reload: Callable[[], None] | None = None
-        """Called at SIGHUP, which stops the server where this is ``None``."""
+        """Called at SIGHUP; SIGHUP stops the server if this is ``None``."""
 
     def request(self, name: str) -> None:
-        """Ask once more; ``name`` is who asks, for the log."""
+        """Count one stop request; ``name`` is its source, for the log."""
         if not self.requested.is_set():
-            logger.info("%s: leaving once the requests in flight are answered", name)
+            logger.info("%s: stopping once the requests in flight are answered", name)
             self.patient = name != signal.SIGINT.name
             self.requested.set()
         else:
-            logger.warning("%s again: leaving at once", name)
+            logger.warning("%s again: stopping immediately", name)
             self.forced.set()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Listen to the signals of the process; on its main thread, in a running loop.
+        """Handle the signals of the process; call on its main thread, in a running event loop.
 
-        SIGHUP is ignored where the process was told to, as by nohup.
+        SIGHUP stays ignored if the process was started that way, as by nohup.
         """
         loop = asyncio.get_running_loop()
         handled = [signal.SIGTERM, signal.SIGINT]
@@ -89,7 +89,7 @@ class StopSignals:
                 self.reload()
                 return
             if not self.serving or self.requested.is_set():
-                # Before it is told: the next signal may come as soon as the log says so.
+                # Restored before the request is logged: the next signal may follow the log line.
                 restore()
                 for each in handled:
                     signal.signal(each, signal.SIG_DFL)
@@ -111,12 +111,12 @@ class StopSignals:
 
 EXIT_OK: Final = 0
 EXIT_UNANSWERED: Final = 1
-"""Requests in flight were given up: the time ran out, or a second signal came."""
+"""Requests in flight were abandoned: the time ran out, or a second signal came."""
 
 _DESCRIPTORS_OF_MODELS: Final = 4096
-"""File descriptors for models, beside those of connections."""
+"""File descriptors reserved for model files, in addition to those of connections."""
 _FLUSH_S: Final = 1.0
-"""For the last answers to be written."""
+"""Longest wait, in seconds, for the last answers to be written."""
 
 _T = TypeVar("_T")
 
@@ -133,14 +133,14 @@ EngineOpener = Callable[[], Coroutine[Any, Any, ServedEngine]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsToServe:
-    """The models that a server is told to serve by their paths, and the options of all models."""
+    """Models that the server serves by their paths, and the options of all models."""
 
     named: Mapping[str, Path] = field(default_factory=dict)
     """Paths by name; ``open_engine`` loads them."""
     engine: EngineOptions = field(default_factory=EngineOptions)
-    """Has the options of each model."""
+    """Engine options, which include the options of each model."""
     fixed: object = None
-    """All other settings; they take effect at a start only."""
+    """All other settings, which only take effect at a start."""
 
 
 def serve(
@@ -152,13 +152,13 @@ def serve(
 ) -> int:
     """Serve until a signal comes, on the main thread; return the exit code of the process.
 
-    ``read_again`` reads the configuration file at SIGHUP; it raises ValueError or SystemExit where
-    that is wrong, and all stays as it is.
+    ``read_again`` reads the configuration file at SIGHUP. It raises ValueError or SystemExit if the
+    file is invalid; the server then keeps its present settings.
 
     Raises:
         StartError: A port cannot be listened on.
         BundleError, BackendError: From ``open_engine``.
-        ModelLoadError: A model that was asked for by ``--load-model`` cannot be loaded.
+        ModelLoadError: A model named by ``--load-model`` cannot be loaded.
     """
     keep_large_blocks((options.max_message_mib + 1) * MIB)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -179,7 +179,7 @@ async def _serve_until_signalled(
 
 
 def _spare_collections(_: Listening) -> None:
-    """Have collections not look at what lives as long as the process: they stop all threads."""
+    """Exclude long-lived objects from garbage collection, since a collection stops all threads."""
     gc.collect()
     gc.freeze()
 
@@ -195,7 +195,7 @@ async def serve_until_stopped(
 ) -> int:
     """Serve as :func:`serve` does, in a running loop of any thread, until ``stop`` is requested.
 
-    Signals are the caller's affair. ``on_ready`` is called once requests are answered.
+    The caller handles signals. ``on_ready`` is called once requests are answered.
     """
     check_free(options.host, options.grpc_port, option="--grpc-port")
     check_free(options.host, options.http_port, option="--http-port")
@@ -233,7 +233,7 @@ def _options_by_name(options: EngineOptions) -> dict[str, ModelOptions]:
 
 
 class ConfigurationReload:
-    """Has the repository serve what the configuration file says, each time that it is asked to."""
+    """Applies the configuration file to the repository on request."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class ConfigurationReload:
         self._wanted = False
 
     def request(self) -> None:
-        """Reload, or once more after the reload that is under way; on the event loop."""
+        """Start a reload, or repeat the one that is running; call on the event loop."""
         self._wanted = True
         if self._reloading is None or self._reloading.done():
             self._reloading = asyncio.create_task(self._reload(), name="configuration")
@@ -315,10 +315,10 @@ async def _listen(
 
 
 def _traces(stack: AsyncExitStack, options: ServerOptions) -> RequestTraces:
-    """Return what traces requests; the stack sends what is left when the server ends."""
+    """Return the request traces; the stack sends the remaining ones when the server ends."""
     if options.trace_endpoint is None:
         return RequestTraces()
-    # Rarely asked for, and heavy.
+    # Rarely needed, and slow to import.
     from offramp.server.tracing.otlp import OtlpTraces  # noqa: PLC0415
 
     exporter = OtlpTraces(options.trace_endpoint)
@@ -327,7 +327,7 @@ def _traces(stack: AsyncExitStack, options: ServerOptions) -> RequestTraces:
 
 
 def _warn_if_open(options: ServerOptions) -> None:
-    """Warn of a server that others on the network can reach, without encryption or tokens."""
+    """Warn if others on the network can reach the server without encryption or tokens."""
     security = options.security
     missing = {
         "TLS (--tls-certificate)": security.tls_certificate,
@@ -341,7 +341,7 @@ def _warn_if_open(options: ServerOptions) -> None:
 async def _leave(
     engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, stop: StopSignals
 ) -> int:
-    """Be not ready any more, answer for a while, send clients away, and hang up."""
+    """Report not ready, answer for a while, send clients away, and close the connections."""
     engine.leave()
     await endpoint.leaving()
     delay_s = options.drain_delay_s if stop.patient else 0.0
@@ -362,9 +362,9 @@ async def _leave(
 async def _drain(
     engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, delay_s: float
 ) -> bool:
-    """Let load balancers notice, send clients away, and finish what is in flight.
+    """Wait until load balancers notice, send clients away, and finish the requests in flight.
 
-    Returns whether that was done in time.
+    Return whether this was done in time.
     """
     if delay_s > 0:
         logger.info("new requests are answered for %g s more (--drain-delay-s)", delay_s)
@@ -377,7 +377,7 @@ async def _drain(
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """Do ``work``, or cancel it and return ``None`` as soon as ``event`` is set."""
+    """Run ``work``; cancel it and return ``None`` as soon as ``event`` is set."""
     working = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())
     try:

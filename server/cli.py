@@ -1,4 +1,4 @@
-"""``eeserve``: serves bundles until it is told to stop, or checks them (``--self-check``)."""
+"""``eeserve``: serves models until it is stopped, or checks them (``--self-check``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``eeserve``; 1 if it could not start, left requests unanswered, or a check failed."""
+    """Run ``eeserve``; return 1 if a start or check failed, or requests were left unanswered."""
     complete(make_parser)
     arguments = parse_arguments(argv)
     set_up_logging(level=arguments.log_level, log_format=arguments.log_format)
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_again(argv: Sequence[str] | None) -> ModelsToServe:
-    """Read the command line and the configuration file once more; ValueError if it is wrong."""
+    """Read the command line and the configuration file again; ValueError if they are invalid."""
     return _models_of(read_arguments(argv))
 
 
@@ -64,10 +64,10 @@ def _models_of(arguments: Arguments) -> ModelsToServe:
 
 
 def self_check(arguments: Arguments) -> int:
-    """Run the check and serve nothing: a line a result; 0 if nothing failed, else 1.
+    """Run the self-check and serve nothing; return 0 if no check failed, else 1.
 
-    The report is written to the file that ``--json`` names, if it does. Ends the process where a
-    check does not end: a kernel that never comes back keeps every other way out.
+    Each result is one line on stdout, and ``--json`` names a file for the report. If a check hangs,
+    this function ends the process, because a hung GPU kernel blocks a normal exit.
 
     Raises:
         BundleError, EngineError, StartError: Nothing could be checked.
@@ -77,7 +77,7 @@ def self_check(arguments: Arguments) -> int:
             f"--self-check knows bundles and ONNX files alone, and {', '.join(map(str, others))} "
             "is a model of another kind: leave it out"
         )
-    # Rarely asked for, and heavy.
+    # Rarely needed, and slow to import.
     from offramp.engine.self_check import run_self_check  # noqa: PLC0415
 
     with closing(WrappedFiles()) as wrapped:  # ONNX files are wrapped as for serving
@@ -97,7 +97,7 @@ def self_check(arguments: Arguments) -> int:
 
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()  # whoever waits a minute wants to see each as it comes
+    sys.stdout.flush()  # the check takes a minute; each line is shown as it comes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The gRPC port with all that answers there, in one process or with front ends."""
+"""The gRPC port with its methods, in one process or with front ends."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from offramp.server.services.protocol_services import ProtocolServices
 
 
 class GrpcPort(Protocol):
-    """What holds the connections: a listener of this process, or its front ends."""
+    """The connections of the port, held by a listener of this process or by front ends."""
 
     async def start(self, host: str, port: int) -> int:
         """Listen, or raise StartError; return the port, which the system chooses for port 0."""
 
     async def send_away(self, limit_s: float) -> None:
-        """Have all clients open their calls elsewhere, and answer those that come all the same."""
+        """Ask all clients to open their calls elsewhere; calls that still arrive are answered."""
 
     async def stop(self, grace_s: float) -> None:
-        """End all connections, after at most ``grace_s`` for the last answers to be written."""
+        """Close all connections, after at most ``grace_s`` for the last answers to be written."""
 
 
 class GrpcEndpoint:
-    """The methods at their port; made and used on the event loop's thread."""
+    """The gRPC methods at their port; made and used on the event loop's thread."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class GrpcEndpoint:
         tls: ServerTls | None = None,
         frontends: FrontendOptions | None = None,
     ) -> None:
-        """Without ``tls`` nothing is encrypted; ``frontends`` encrypt by themselves."""
+        """Without ``tls`` nothing is encrypted, but ``frontends`` have their own TLS."""
         methods = GrpcMethods(services)
         self._health = methods.health
         self._reception = services.reception
@@ -65,18 +65,18 @@ class GrpcEndpoint:
         return await self._port.start(host, port)
 
     async def serving(self) -> None:
-        """Start to report models, service and server as ready as the engine is."""
+        """Report models, service and server as ready whenever the engine is ready."""
         await self._health.start()
 
     async def leaving(self) -> None:
-        """Report everything as not serving, for good; calls are answered all the same."""
+        """Report everything as not serving, permanently; calls are still answered."""
         await self._health.leave()
 
     async def send_away(self, limit_s: float) -> None:
-        """Have all clients open their calls elsewhere, and answer those that come all the same."""
+        """Ask all clients to open their calls elsewhere; calls that still arrive are answered."""
         await self._port.send_away(limit_s)
 
     async def stop(self, grace_s: float) -> None:
-        """End all connections, after at most ``grace_s`` for the last answers to be written."""
+        """Close all connections, after at most ``grace_s`` for the last answers to be written."""
         await self._health.stop()
         await self._port.stop(grace_s)

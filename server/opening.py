@@ -1,4 +1,4 @@
-"""Opening what is served: bundles and ONNX files by the engine, other models by extensions."""
+"""Opens the models to serve: bundles and ONNX files by the engine, other models by extensions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offramp.server.common.served import ServedEngine
 
 
 class _BundleOpener:
-    """Opens what no extension does."""
+    """Opens the models that no extension opens."""
 
     def opens(self, _path: Path) -> bool:
         return True
@@ -23,14 +23,14 @@ class _BundleOpener:
 
 
 async def open_served(models: Mapping[str, Path], options: EngineOptions) -> ServedEngine:
-    """Load models by the names to serve; raises what :meth:`.Engine.open` does."""
+    """Load models by the names to serve; raise the errors of :meth:`.Engine.open`."""
     if openers := _openers():
         return await JoinedEngine.open(models, options, openers, _BundleOpener())
     return await Engine.open(models, options)
 
 
 def only_served(paths: Iterable[Path]) -> list[Path]:
-    """Return the paths that extensions open: what else reads models knows nothing of them."""
+    """Return the paths that extensions open; other commands cannot read these models."""
     openers = _openers()
     return [path for path in paths if opener_of(path, openers) is not None]
 

@@ -1,15 +1,15 @@
-"""Fakes of every outside party, for our tests and for those of whoever uses Offramp.
+"""Fakes of all external parts, for our tests and for those of Offramp's users.
 
 ::
 
     FakeServer    a server in the test's own process: real gRPC, a fake engine   server, engine
-    FakeEngine    an engine without models, and what it may be told to do        engine
-    FakeBackend   a backend without a model, which answers by script             backend
-    worker        a worker process without a model, which breaks where it is told to
-    FakeDriver    a CUDA driver without a GPU, which finds misuse                cuda_driver, cuda_*
+    FakeEngine    an engine without models, which tests can control               engine
+    FakeBackend   a backend without a model, which answers from a script         backend
+    worker        a worker process without a model, with faults that tests request
+    FakeDriver    a CUDA driver without a GPU, which detects misuse              cuda_driver, cuda_*
 
-A name is imported from its module when it is asked for: who wants the fake backend needs no
-gRPC. docs/testing.md has examples.
+Each name is imported from its module on first use, so that the fake backend does not need gRPC.
+docs/testing.md has examples.
 """
 
 from __future__ import annotations

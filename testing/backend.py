@@ -1,7 +1,7 @@
-"""A backend without a model, for tests of everything around it.
+"""A backend without a model, for tests of the code around it.
 
-Its model's input ``script`` [n, stages, classes] says what each stage answers for each row, so
-a test writes down the behaviour that it wants. Failures and durations can be scripted too.
+The fake model's input ``script`` [n, stages, classes] holds the answer of each stage for each row,
+so that a test writes down the behaviour that it needs. Failures and durations can be scripted, too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ BUFFERED = -1
 
 @dataclass(frozen=True, slots=True)
 class FakeBatch:
-    """Rows of the script, and a stamp that tells when it was used after its slot moved on."""
+    """Rows of the script, with a stamp that reveals use after the slot moved on."""
 
     script: NDArray[Any]
     epoch: int
-    """Counts the slot's uploads; :data:`BUFFERED` outlives them all."""
+    """Number of uploads of the slot; :data:`BUFFERED` stays valid after all of them."""
 
     def __len__(self) -> int:
         return len(self.script)
@@ -40,57 +40,58 @@ class FakeBatch:
 
 @dataclass(slots=True, kw_only=True)
 class FakeBackend:
-    """A backend that answers by script.
+    """A backend that answers from a script.
 
-    A batch that is used after its slot's next ``upload`` raises: the conformance tests and the
-    executor's tests catch misuse of a slot's buffers that a CPU backend would forgive.
+    Use of a batch after its slot's next ``upload`` raises BackendError, so that the conformance
+    tests and the executor's tests find misuse of a slot's buffers that a CPU backend would not
+    notice.
     """
 
     on_run: Callable[[int, int], None] = lambda _stage, _rows: None
-    """Called with (stage, rows) in every run: wait on an event, advance a clock, or raise
+    """Called with (stage, rows) in every run: may wait for an event, advance a clock, or raise
     :class:`BackendError`."""
     name: str = "fake"
     on_cpu: bool = True
-    """Settable, for tests of what only devices need."""
+    """Whether it counts as a CPU backend; settable, for tests of device-only behaviour."""
     open_slots: int = field(default=0, init=False)
     runs: list[tuple[int, int]] = field(default_factory=list, init=False)
     """(stage, rows) of every run, in order."""
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give the bundle itself."""
+        """Return the bundle itself."""
         return bundle
 
     def sizes(self, most: int) -> Sequence[int]:
-        """List all sizes."""
+        """Return all sizes from 1 to ``most``."""
         return range(1, most + 1)
 
     def missing(self, stage: StageSpec) -> None:
-        """Say that nothing has to be built."""
+        """Return ``None``: nothing has to be built."""
 
     def prepare(self, spec: StageSpec) -> StageSpec:
-        """Stages need no preparation."""
+        """Return the stage unchanged."""
         return spec
 
     def open_slot(self) -> FakeSlot:
-        """Open a slot."""
+        """Return a new slot."""
         self.open_slots += 1
         return FakeSlot(self)
 
     def close(self) -> None:
-        """Check that every slot was closed before."""
+        """Check that every slot was closed; BackendError."""
         if self.open_slots:
             raise BackendError(f"{self.open_slots} slots are still open")
 
 
 @dataclass
 class FakeSlot:
-    """A slot of the fake backend: executes by script."""
+    """A slot of the fake backend, which answers from the script."""
 
     backend: FakeBackend
     _epoch: int = 0
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> FakeBatch:
-        """Take the script; batches of earlier uploads become invalid."""
+        """Accept the script; batches of earlier uploads become invalid."""
         self._epoch += 1
         return FakeBatch(tensors[SCRIPT], self._epoch)
 
@@ -100,7 +101,7 @@ class FakeSlot:
         batch: TensorBatch,
         threshold: float | None = None,  # noqa: ARG002
     ) -> StageResult:
-        """Answer with the part of the script for where the stage ends."""
+        """Return the script's answer at the last segment of the stage."""
         script = self._current(batch)
         self.backend.runs.append((stage.index, len(script)))
         self.backend.on_run(stage.index, len(script))
@@ -111,15 +112,15 @@ class FakeSlot:
         return StageResult(answer, confidence_of(answer, stage.form), carry)
 
     def select(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
-        """Keep the given rows of the script."""
+        """Return the given rows of the script."""
         return FakeBatch(self._current(batch)[rows], self._epoch)
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
-        """Copy rows, for any slot."""
+        """Return copies of rows that any slot may use."""
         return FakeBatch(self._current(batch)[rows], BUFFERED)
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> FakeBatch:
-        """Concatenate buffered rows; batches of earlier uploads become invalid."""
+        """Return concatenated buffered rows; batches of earlier uploads become invalid."""
         self._epoch += 1
         scripts = []
         for batch, rows in parts:

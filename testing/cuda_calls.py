@@ -1,4 +1,4 @@
-"""Checks that hold for every call of the fake driver, and failures that tests ask for."""
+"""Checks of every call of the fake driver, and failures that tests request."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from offramp.testing.cuda_queues import Work
 _IN_CAPTURE: Final = frozenset(
     {"copy_in", "copy_out", "copy_within", "clear", "launch", "call", "launch_graph", "memory"}
 )
-"""What may be called while the thread captures."""
+"""Calls that are allowed while the thread captures."""
 _RELEASES: Final = frozenset({"free", "free_pinned", "close_stream", "close_event", "close_graph"})
-"""What still works when the context is lost."""
+"""Calls that still work after the context is lost."""
 
 
 class CheckedCalls:
-    """Lets a call pass if the context is current and alive, and no capture forbids it."""
+    """Checks each call: the context is current and alive, and no capture forbids the call."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        """Of every method, in captures too: ``allocate``, ``launch``, ``launch_graph``, …"""
+        """Number of calls by method, also in captures: ``allocate``, ``launch_graph``, …"""
         self.misuses: list[Exception] = []
-        """Every :class:`MisuseError` so far, and whatever host work raised by mistake."""
+        """Every :class:`MisuseError` so far, and unexpected errors of host work."""
         self._lock = threading.RLock()
         self._current: Counter[int] = Counter()
-        """By thread: how often the context was made current and not yet left."""
+        """Nesting depth of :meth:`current` by thread."""
         self._capturing: dict[int, tuple[FakeStream, list[Work]]] = {}
-        """By thread."""
+        """Stream and captured work by thread."""
         self._failures: dict[str, dict[int, BackendError]] = {}
-        """By method: by number of the call that fails."""
+        """Requested errors by method and by number of the call that fails."""
         self._lost = ""
-        """Why the context is lost; empty while it is not."""
+        """Reason why the context is lost; empty while it is not."""
         self._closed = False
 
     def fail_next(self, call: str, *, after: int = 0, error: BackendError | None = None) -> None:
-        """Let a call fail, once, after some that succeed; it counts in :attr:`calls` too."""
-        error = error or BackendError(f"{call} failed, as the test wants it")
+        """Make one call fail, after ``after`` calls that succeed; :attr:`calls` counts it too."""
+        error = error or BackendError(f"{call} failed, as the test requests")
         self._failures.setdefault(call, {})[self.calls[call] + after + 1] = error
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make the context the calling thread's."""
+        """Make the context current on the calling thread."""
         thread = threading.get_ident()
         with self._lock, self._noting():
             if self._closed:
@@ -62,7 +62,7 @@ class CheckedCalls:
 
     @contextmanager
     def _called(self, call: str) -> Iterator[None]:
-        """Check what holds for every call; nobody else calls meanwhile."""
+        """Check the rules for every call, under the lock."""
         thread = threading.get_ident()
         with self._lock, self._noting():
             self.calls[call] += 1
@@ -79,7 +79,7 @@ class CheckedCalls:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Remember what fails by a fault of our own, since callers may swallow it."""
+        """Record errors that are our own faults, since callers may hide them."""
         try:
             yield
         except BackendError:

@@ -1,18 +1,18 @@
-"""A CUDA driver without a GPU, for tests of everything above it.
+"""A CUDA driver without a GPU, for tests of all code above the driver.
 
-Memory is the host's. What is enqueued does not run before somebody waits for it, and then in a
-random order that the streams and events allow. What CUDA would let pass, or would end the process
-for, raises :class:`MisuseError`, and :meth:`FakeDriver.close` raises all of it again:
+Memory is the host's. Enqueued work runs only when something waits for it, in a random order that
+the streams and events allow. Actions that CUDA would not detect, or that would end the process,
+raise :class:`MisuseError`, and :meth:`FakeDriver.close` raises all of them again:
 
-- a call without the context being current on that thread, or on something that was closed;
+- a call on a thread without the current context, or on a closed object;
 - memory that is used after it was freed, beyond its end, or by two streams without an event;
 - memory, streams or graphs that are released before the host waited for their work;
 - a copy to or from memory that is not pinned; a source that changed before it was copied;
 - a stage end whose scratch was never cleared;
 - in a capture: allocating, waiting, recording, another stream;
-- at the end: anything that was not released, and anything that wrote beside its memory.
+- at the end: resources that were not released, and writes outside of allocated memory.
 
-Results that are read too early are no error but a pattern, which no test will take for them.
+Results that are read too early are not an error but a pattern, which no test accepts as a result.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = ["PENDING", "FakeDriver", "MisuseError"]
 
 
 class FakeDriver(CheckedCalls):
-    """A device that is the host: a :class:`offramp.engine.cuda.driver.Driver`.
+    """A device on the host: a :class:`offramp.engine.cuda.driver.Driver`.
 
-    Streams run in an order that comes of the seed; as much memory can be pinned as the device has.
-    ``run_kernel`` runs a kernel on true addresses; ``None`` is in numpy. What it uses is checked
-    before it runs, by what the numpy kernel would use.
+    The order of streams is random by the seed; as much memory can be pinned as the device has.
+    ``run_kernel`` runs a kernel on real addresses; with ``None``, kernels run in numpy. In both
+    cases the memory that the numpy kernel would use is checked first.
     """
 
     def __init__(
@@ -64,55 +64,55 @@ class FakeDriver(CheckedCalls):
         self.multiprocessors = 4
         self.compute_capability = (9, 0)
         self.memory_bytes = memory_bytes
-        """Of device memory; tests may change it."""
+        """Bytes of device memory; tests may change it."""
         self.graphs = graphs
         self.bytes_in = 0
-        """That copies brought to the device, in all."""
+        """Total bytes copied to the device."""
         self.bytes_out = 0
-        """That copies brought to the host, in all."""
+        """Total bytes copied to the host."""
         self._run_kernel = run_kernel
         self._memory = FakeMemory()
         self._queues = Queues(self._memory, seed)
         self._open: list[FakeStream | FakeEvent | FakeGraph] = []
 
     def lose(self) -> None:
-        """Lose the context, as after an illegal address: nothing that is enqueued runs any more."""
+        """Lose the context, as after an illegal address: enqueued work never runs."""
         with self._lock:
             self._lose("an illegal memory access was encountered")
 
     def call(self, stream: Stream, function: Callable[[], None]) -> None:
         """Enqueue host work, such as a whole model on the CPU.
 
-        It uses the device's memory through :meth:`read` and :meth:`write`. A
-        :class:`BackendError` that it raises is an error on the device: the context is lost.
+        It accesses device memory through :meth:`read` and :meth:`write`. A :class:`BackendError`
+        that it raises is an error on the device: the context is lost.
         """
         with self._called("call"):
             self._enqueue(stream, Work(label="call", enqueued=lambda: function))
 
     def read(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
-        """Memory that the running :meth:`call` reads; read only."""
+        """Return memory that the running :meth:`call` reads; read only."""
         with self._lock, self._noting():
             return self._queues.use(ByteRange(address, size_bytes, writes=False))
 
     def write(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
-        """Memory that the running :meth:`call` writes."""
+        """Return memory that the running :meth:`call` writes."""
         with self._lock, self._noting():
             return self._queues.use(ByteRange(address, size_bytes, writes=True))
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
+        """Return the free and total bytes."""
         with self._called("memory"):
             return self._free_bytes(), self.memory_bytes
 
     def allocate(self, size_bytes: int) -> int:
-        """Take memory, full of a pattern."""
+        """Return the address of new memory, filled with a pattern."""
         with self._called("allocate"):
             if size_bytes > self._free_bytes():
                 raise DeviceMemoryError(size_bytes, self._free_bytes(), self.device)
             return self._memory.allocate(max(size_bytes, 1), "device").address
 
     def free(self, address: int) -> None:
-        """Give memory back that nothing uses."""
+        """Free memory that nothing uses; MisuseError."""
         with self._called("free"):
             block = self._memory.owned(address)
             if not self._lost:
@@ -120,7 +120,7 @@ class FakeDriver(CheckedCalls):
             self._memory.free(block)
 
     def allocate_pinned(self, size_bytes: int) -> FakePinned:
-        """Take pinned memory."""
+        """Return new pinned memory."""
         with self._called("allocate_pinned"):
             free_bytes = self.memory_bytes - self._memory.used_bytes("pinned")
             if size_bytes > free_bytes:
@@ -129,21 +129,21 @@ class FakeDriver(CheckedCalls):
             return FakePinned(self._free_pinned, block, block.content[:size_bytes])
 
     def stream(self) -> FakeStream:
-        """Make a stream."""
+        """Return a new stream."""
         with self._called("stream"):
             stream = FakeStream(self._close_stream, self._queues.open())
             self._open.append(stream)
             return stream
 
     def event(self) -> FakeEvent:
-        """Make an event."""
+        """Return a new event."""
         with self._called("event"):
             event = FakeEvent(self._close_event)
             self._open.append(event)
             return event
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
-        """Enqueue a copy from pinned memory, which must not change before."""
+        """Enqueue a copy from pinned memory, which must not change before the copy."""
         with self._called("copy_in"):
             reads = self._pinned(source, writes=False)
             writes = self._on_device(target, source.nbytes, writes=True)
@@ -163,7 +163,7 @@ class FakeDriver(CheckedCalls):
             self._enqueue(stream, Work(label="copy_in", enqueued=enqueued, ranges=(reads, writes)))
 
     def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
-        """Enqueue a copy to pinned memory, which holds a pattern until then."""
+        """Enqueue a copy to pinned memory, which holds a pattern until the copy."""
         with self._called("copy_out"):
             writes = self._pinned(target, writes=True)
             reads = self._on_device(source, target.nbytes, writes=False)
@@ -188,7 +188,7 @@ class FakeDriver(CheckedCalls):
             self._enqueue_run(stream, "copy_within", run, reads, writes)
 
     def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
-        """Enqueue zeros."""
+        """Enqueue the clearing of memory to zeros."""
         with self._called("clear"):
             writes = self._on_device(address, size_bytes, writes=True)
 
@@ -198,18 +198,18 @@ class FakeDriver(CheckedCalls):
             self._enqueue_run(stream, "clear", run, writes)
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Let the event stand for what is enqueued so far."""
+        """Record an event for the work enqueued so far."""
         with self._called("record"):
             assert isinstance(event, FakeEvent)
             event.live().recorded = self._queues.mark(_own(stream).handle)
 
     def wait_on(self, stream: Stream, event: StreamEvent) -> None:
-        """Let the stream wait for the event."""
+        """Make the stream wait for the event."""
         with self._called("wait_on"):
             self._queues.hold(_own(stream).handle, self._recorded(event))
 
     def synchronize(self, event: StreamEvent) -> None:
-        """Run what the event stands for, and perhaps more."""
+        """Run the work that the event waits for, and perhaps more."""
         with self._called("synchronize"):
             recorded = self._recorded(event)
             while not recorded.done and not self._lost:
@@ -219,7 +219,7 @@ class FakeDriver(CheckedCalls):
             merge(self._queues.host, recorded.clock)
 
     def load(self, cubin: bytes) -> MappingProxyType[str, str]:  # noqa: ARG002
-        """Give the kernels by name, whatever the cubin is."""
+        """Return the kernels by name, regardless of the cubin."""
         with self._called("load"):
             return MappingProxyType({name: name for name in ENTRY_POINTS})
 
@@ -242,7 +242,7 @@ class FakeDriver(CheckedCalls):
             self._enqueue_run(stream, launch.entry_point, run, *ranges)
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> FakeGraph | None:
-        """Note what is enqueued."""
+        """Return the work that ``enqueue`` enqueues, as a graph; ``None`` if capturing fails."""
         thread = threading.get_ident()
         works: list[Work] = []
         with self._called("capture"):
@@ -262,12 +262,12 @@ class FakeDriver(CheckedCalls):
             return graph
 
     def close(self) -> None:
-        """Run all that is left and look back; MisuseError if something was misused or left over."""
+        """Run all remaining work; MisuseError if there was misuse or a resource is still open."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            with suppress(Exception), self._noting():  # it is in the list, which is raised next
+            with suppress(Exception), self._noting():  # recorded in misuses, raised below
                 while not self._queues.are_empty:
                     self._step()
                 self._memory.check()
@@ -286,7 +286,7 @@ class FakeDriver(CheckedCalls):
         self._enqueue(stream, Work(label=label, enqueued=lambda: run, ranges=ranges))
 
     def _enqueue(self, stream: Stream, work: Work) -> Operation | None:
-        """Put work into a stream's queue; into the graph if this thread captures one."""
+        """Enqueue work on a stream, or add it to the graph if this thread captures one."""
         own, thread = _own(stream), threading.get_ident()
         for used in work.ranges:
             if used.size_bytes:
@@ -306,7 +306,7 @@ class FakeDriver(CheckedCalls):
             self._lose(str(error))
 
     def _lose(self, why: str) -> None:
-        self._lost = f"the GPU failed ({why}); the process has to start anew"
+        self._lost = f"the GPU failed ({why}); restart the process"
         self._queues.drop()
 
     def _launch_graph(self, graph: FakeGraph, stream: Stream) -> None:
@@ -341,7 +341,7 @@ class FakeDriver(CheckedCalls):
             raise MisuseError(f"{what} was closed before the host waited for its work")
 
     def _pinned(self, array: NDArray[np.uint8], *, writes: bool) -> ByteRange:
-        """Get the range of an array that must lie in pinned memory."""
+        """Return the range of an array that must be in pinned memory; MisuseError."""
         if not array.flags.c_contiguous or array.dtype != np.uint8:
             raise MisuseError(f"a copy of {array.dtype} with strides {array.strides}: not of bytes")
         return self._memory.of_kind(

@@ -1,4 +1,4 @@
-"""Handles that the fake driver gives out; every call comes back to the driver, which checks it."""
+"""Handles that the fake driver returns; their calls go back to the driver, which checks them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from offramp.testing.cuda_queues import Operation, Work
 
 @dataclass(eq=False)
 class _FakeHandle:
-    """Something of the driver that is released once, by whoever has it."""
+    """A resource of the driver that its holder releases once."""
 
     on_close: Callable[[Any], None] = field(repr=False)
     closed: bool = field(default=False, kw_only=True)
 
     def close(self) -> None:
-        """Release it."""
+        """Release the resource; harmless if released before."""
         if not self.closed:
             self.on_close(self)
             self.closed = True
 
     def live(self) -> Self:
-        """Give the handle itself; MisuseError if it was closed."""
+        """Return the handle itself; MisuseError if it was closed."""
         if self.closed:
             raise MisuseError(f"{self} was used after it was closed")
         return self
@@ -50,14 +50,14 @@ class FakeEvent(_FakeHandle):
 
 @dataclass(eq=False)
 class FakeGraph(_FakeHandle):
-    """Work that was noted while a stream was captured."""
+    """Work recorded while a stream was captured."""
 
     works: tuple[Work, ...] = field(repr=False)
     on_launch: Callable[[FakeGraph, Stream], None] = field(repr=False)
     last: Operation | None = field(default=None, repr=False)
 
     def launch(self, stream: Stream) -> None:
-        """Enqueue it."""
+        """Enqueue the work."""
         self.on_launch(self, stream)
 
 
@@ -67,13 +67,13 @@ class FakePinned(_FakeHandle):
 
     block: Block = field(repr=False)
     array: NDArray[np.uint8] = field(repr=False)
-    """[size_bytes]: its content."""
+    """[size_bytes]: the memory's content."""
 
     @property
     def address(self) -> int:
-        """Where kernels see it."""
+        """Address for kernels."""
         return self.block.address
 
     def free(self) -> None:
-        """Release it."""
+        """Release the memory."""
         self.close()

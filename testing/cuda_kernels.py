@@ -1,7 +1,7 @@
-"""Our kernels in numpy, for the fake driver: no compiler is needed, and each access is checked.
+"""Our kernels in numpy, for the fake driver: without a compiler, and with checked accesses.
 
-What a launch does is read off its arguments, the very bytes that a GPU would be given. Semantics:
-``engine/answers/exit_check.py``; tests hold both against the kernels' sources compiled for the CPU.
+The arguments of a launch are parsed from the bytes that a GPU would get. Semantics:
+``engine/answers/exit_check.py``; tests compare both with the kernels' sources compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from offramp.engine.kernels.kernel_arguments import (
 from offramp.testing.cuda_memory import ByteRange, MisuseError
 
 Use: TypeAlias = Callable[[ByteRange], NDArray[np.uint8]]
-"""Gives the content of a range of device memory, to be read or written."""
+"""Returns the content of a range of device memory, to be read or written."""
 
 _COUNTERS_BYTES: Final = Scratch.bytes_for(1) - ROW_SCRATCH.itemsize
 _SCORE_TYPES: Final = {entry_point: score_type for score_type, entry_point in STAGE_END.items()}
 
 
 def ranges_of(launch: Launch) -> tuple[ByteRange, ...]:
-    """List what a launch may touch, as far as it is known before it runs."""
+    """Return the ranges that a launch may touch, as far as they are known before it runs."""
     if launch.entry_point == GATHER_ROWS:
         return tuple(_ranges_of_gather(launch.arguments))
     return tuple(_ranges_of_stage_end(launch))
 
 
 def run(launch: Launch, use: Use) -> None:
-    """Do what the kernel does; MisuseError if the kernel would read or write what it must not."""
+    """Run the kernel in numpy; MisuseError for an access that is not allowed."""
     if launch.entry_point == GATHER_ROWS:
         _gather_rows(launch.arguments, use)
     elif launch.entry_point in _SCORE_TYPES:
@@ -50,7 +50,7 @@ def run(launch: Launch, use: Use) -> None:
 
 
 def touch(launch: Launch, use: Use) -> None:
-    """Use all that a launch uses, and change nothing: another implementation runs it."""
+    """Access all memory of a launch without changes; another implementation then runs it."""
     for used in ranges_of(launch):
         use(used)
     if launch.entry_point == GATHER_ROWS:
@@ -119,7 +119,7 @@ def _row_numbers(gather: np.void, use: Use) -> NDArray[np.int32]:
 def _rows_between(
     source: int, row_bytes: int, numbers: NDArray[np.int32], use: Use
 ) -> tuple[NDArray[np.uint8], int]:
-    """Get the rows of a source from the lowest to the highest number, and the lowest."""
+    """Return the rows of a source from the lowest to the highest number, and the lowest."""
     first, last = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, -1)
     count = last + 1 - first
     content = use(ByteRange(source + first * row_bytes, count * row_bytes, writes=False))
@@ -127,7 +127,7 @@ def _rows_between(
 
 
 def _tensors(arguments: np.void) -> Iterator[tuple[int, int, int]]:
-    """Source, target and bytes of a row of every tensor to be copied."""
+    """Yield source address, target address and bytes per row of every tensor to copy."""
     count = int(arguments["tensor_count"])
     if not 0 <= count <= MOST_TENSORS:
         raise MisuseError(f"{count} tensors to copy: at most {MOST_TENSORS} in one launch")

@@ -1,9 +1,9 @@
-"""Memory of the fake driver: true addresses on the host, and every misuse of them noticed.
+"""Memory of the fake driver: real addresses on the host, with detection of misuse.
 
-What was never written holds a pattern, and so does what was freed; both sides of every block are
-guarded. Accesses are held against each other: two that overlap, one of them a write, must be
-ordered by streams, events or waits of the host. The order is that of vector clocks, so that a
-missing event is found even if the work happened to run in the right order.
+Unwritten memory holds a pattern, as does freed memory; both ends of every block have guard bytes.
+Accesses are compared with each other: if two overlap and one is a write, streams, events or waits
+of the host must order them. The order is that of vector clocks, so that a missing event is found
+even if the work happened to run in the right order.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 from offramp.engine.cuda.driver import ALIGNMENT
 
 UNWRITTEN = 0xA5
-"""Of memory that nobody has written yet; float32 that look like it are near −3e-16."""
+"""Byte of memory that was never written; as float32 it is near −3e-16."""
 FREED = 0xDD
 _GUARD = 0xFD
 _GUARD_BYTES = ALIGNMENT
 _KEPT_BYTES = 16 << 20
-"""Of freed memory that is kept, and watched, before it really goes."""
+"""Bytes of freed memory that stay under observation before they are released."""
 
 Clock: TypeAlias = Mapping[int, int]
-"""By stream: how many of its operations are known to be over."""
+"""Number of operations that are known to be over, by stream."""
 Kind: TypeAlias = Literal["device", "pinned"]
 
 
 class MisuseError(AssertionError):
-    """CUDA would not have noticed, or would have ended the process: a fault of our own code."""
+    """A fault of our own code that CUDA would not detect, or that would end the process."""
 
 
 class ByteRange(NamedTuple):
@@ -45,28 +45,28 @@ class ByteRange(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The address behind it."""
+        """The address after the last byte."""
         return self.address + self.size_bytes
 
     def conflicts(self, other: ByteRange) -> bool:
-        """Whether the order of the two matters."""
+        """Return whether the order of the two accesses matters."""
         overlap = self.address < other.end and other.address < self.end
         return overlap and (self.writes or other.writes)
 
     def covers(self, other: ByteRange) -> bool:
-        """Whether whoever comes after this one need not look at the other any more."""
+        """Return whether accesses ordered after this one need not be compared with the other."""
         within = self.address <= other.address and other.end <= self.end
         return within and (self.writes or not other.writes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """A range that was used, and by whom."""
+    """An access to a range by an operation."""
 
     used: ByteRange
     stream: int
     number: int
-    """Of the operation in its stream, from 1 on."""
+    """Number of the operation in its stream, from 1 on."""
     label: str
 
 
@@ -81,11 +81,11 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Address of its first byte."""
+        """Address of the first byte."""
         return int(self.content.ctypes.data)
 
     def check_guards(self) -> None:
-        """Check that nobody wrote beside it; MisuseError if somebody did."""
+        """Check that nothing wrote next to the block; MisuseError."""
         start = self.address - int(self.room.ctypes.data)
         before = self.room[start - _GUARD_BYTES : start]
         after = self.room[start + self.content.size : start + self.content.size + _GUARD_BYTES]
@@ -98,7 +98,7 @@ class Block:
 
 
 class FakeMemory:
-    """All blocks of a fake device, and pinned ones of the host; not locked."""
+    """All blocks of a fake device and of pinned host memory; not locked."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
@@ -108,15 +108,15 @@ class FakeMemory:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All that are not freed."""
+        """Blocks that are not freed."""
         return tuple(self._blocks.values())
 
     def used_bytes(self, kind: Kind) -> int:
-        """Bytes that are allocated."""
+        """Return the number of allocated bytes."""
         return sum(block.content.size for block in self.blocks if block.kind == kind)
 
     def allocate(self, size_bytes: int, kind: Kind) -> Block:
-        """A new block, full of a pattern."""
+        """Return a new block, filled with a pattern."""
         room = np.full(size_bytes + 3 * _GUARD_BYTES, _GUARD, np.uint8)
         start = _GUARD_BYTES + (-(room.ctypes.data + _GUARD_BYTES)) % ALIGNMENT
         content = room[start : start + size_bytes]
@@ -127,16 +127,16 @@ class FakeMemory:
         return block
 
     def owned(self, address: int) -> Block:
-        """Find the block of device memory that begins at an address; MisuseError if none does."""
+        """Return the block of device memory that begins at an address; MisuseError if none does."""
         block = self._blocks.get(address)
         if block is None or block.kind != "device":
             freed = any(block.address == address for block in self._freed)
-            why = "was freed before" if freed else "is no address that was allocated"
+            why = "was freed before" if freed else "was never allocated"
             raise MisuseError(f"{address:#x} cannot be freed: it {why}")
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block away; its room stays for a while, full of a pattern."""
+        """Remove a block; its memory is kept for a while, filled with a pattern."""
         block.check_guards()
         block.content.fill(FREED)
         del self._blocks[block.address]
@@ -149,7 +149,7 @@ class FakeMemory:
             _check_freed(oldest)
 
     def block_of(self, used: ByteRange, label: str) -> Block:
-        """Find the block that has a range; MisuseError if none has all of it."""
+        """Return the block that contains a range; MisuseError if none does."""
         place = bisect_right(self._addresses, used.address)
         if place:
             block = self._blocks[self._addresses[place - 1]]
@@ -165,7 +165,7 @@ class FakeMemory:
         raise MisuseError(f"{what}, where nothing is allocated")
 
     def of_kind(self, kind: Kind, used: ByteRange) -> ByteRange:
-        """Give a range that a copy uses back; MisuseError if it is no memory of that kind."""
+        """Return the range of a copy; MisuseError if it is not memory of that kind."""
         if used.size_bytes:
             found = self.block_of(used, "a copy")
             if found.kind != kind:
@@ -173,10 +173,10 @@ class FakeMemory:
         return used
 
     def use(self, access: Access, clock: Clock) -> NDArray[np.uint8]:
-        """Get the content of a range, for an operation that runs.
+        """Return the content of a range, for the running operation.
 
-        ``clock`` is what the operation may rely on having happened. MisuseError if the range is not
-        allocated, or something else uses it that is not ordered before the operation.
+        ``clock`` holds the operations that are known to be over. MisuseError if the range is not
+        allocated, or if a conflicting access is not ordered before this operation.
         """
         block = self.block_of(access.used, access.label)
         for other in block.accesses:
@@ -201,7 +201,7 @@ class FakeMemory:
         return content
 
     def check(self) -> None:
-        """Check that guards and freed memory are as they were left."""
+        """Check that guard bytes and freed memory are unchanged; MisuseError."""
         for block in self.blocks:
             block.check_guards()
         for block in self._freed:

@@ -1,9 +1,9 @@
-"""The queues of a fake device: what is enqueued, and in which order it runs.
+"""The queues of a fake device: enqueued work, and the order in which it runs.
 
-An operation runs when somebody waits for it or for something behind it, and at any time before:
-of all streams that can go on, a random one does its next operation. What may be relied on is not
-the order in which things happened to run, but what streams and events promise: every operation
-has a clock, see :mod:`offramp.testing.cuda_memory`.
+An operation runs at the latest when something waits for it or for a later operation. Of all
+streams that can continue, a random one runs its next operation. Code may not rely on the order in
+which operations happened to run, only on the order that streams and events guarantee: every
+operation has a clock, see :mod:`offramp.testing.cuda_memory`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 from offramp.testing.cuda_memory import Access, Block, ByteRange, Clock, FakeMemory, MisuseError
 
 PENDING = 0x5A
-"""Bytes of pinned memory that enqueued work will write, until it does."""
+"""Byte in pinned memory that enqueued work has yet to write."""
 
 Run: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Something that can be enqueued: once or, in a graph, again and again."""
+    """Work that can be enqueued: once or, in a graph, repeatedly."""
 
     label: str
     enqueued: Callable[[], Run]
-    """Called when it is enqueued; gives what to call when it runs."""
+    """Called when the work is enqueued; returns the function to call when it runs."""
     ranges: tuple[ByteRange, ...] = ()
-    """What it will use, as far as that is known."""
+    """Ranges that it will use, as far as they are known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,69 +43,69 @@ class Operation:
     label: str
     stream: int
     number: int
-    """In its stream, from 1 on."""
+    """Number in its stream, from 1 on."""
     clock: Clock
-    """What has happened before it runs."""
+    """Operations that are over before it runs."""
     run: Run
     ranges: tuple[ByteRange, ...] = ()
     after: Operation | None = None
-    """Of another stream; it runs only after it."""
+    """Operation of another stream that must run first."""
     done: bool = False
 
     @property
     def can_run(self) -> bool:
-        """Whether what it waits for is done."""
+        """True if the operation that it waits for is done."""
         return self.after is None or self.after.done
 
 
 class Queues:
     """The queues of all streams, and the memory that they work on; not locked.
 
-    The order in which streams run comes of the seed.
+    The order of streams is random by the seed.
     """
 
     def __init__(self, memory: FakeMemory, seed: int) -> None:
         self.host: dict[int, int] = {}
-        """The host's clock: what it has waited for."""
+        """The host's clock: operations that it has waited for."""
         self.running: Operation | None = None
         self._memory = memory
         self._queues: dict[int, deque[Operation]] = {}
         self._clocks: dict[int, dict[int, int]] = {}
-        """By stream: what has happened before whatever is enqueued next."""
-        self._random = random.Random(seed)  # noqa: S311 - an order of execution, no secret
+        """Clocks by stream: operations that are over before the next one enqueued there."""
+        self._random = random.Random(seed)  # noqa: S311 - order of execution, not a secret
 
     @property
     def are_empty(self) -> bool:
-        """Whether everything ran."""
+        """True if all work has run."""
         return not any(self._queues.values())
 
     def open(self) -> int:
-        """A new stream's number."""
+        """Return the number of a new stream."""
         stream = len(self._clocks) + 1
         self._queues[stream] = deque()
         self._clocks[stream] = {}
         return stream
 
     def close(self, stream: int) -> None:
-        """Forget an empty queue."""
+        """Remove an empty queue."""
         del self._queues[stream]
 
     def push(self, stream: int, work: Work) -> Operation:
-        """Put work behind all that the stream has."""
+        """Append work to a stream."""
         self._make_pending(work.ranges)
         return self._append(stream, work.label, work.enqueued(), ranges=work.ranges)
 
     def mark(self, stream: int) -> Operation:
-        """Put nothing there: a point that can be waited for."""
+        """Append an empty operation: a point that can be waited for."""
         return self._append(stream, "record", lambda: None)
 
     def hold(self, stream: int, after: Operation) -> None:
-        """Let all that is pushed from now on run after something of another stream."""
+        """Make all later work of a stream run after an operation of another stream."""
         merge(self._clocks[stream], after.clock)
         self._append(stream, "wait_on", lambda: None, after=after)
 
     def step(self) -> None:
-        """Run the next operation of one of the streams that can go on."""
+        """Run the next operation of a random stream that can continue."""
         ready = [queue for queue in self._queues.values() if queue and queue[0].can_run]
         operation = self._random.choice(ready).popleft()
         operation.done = True
@@ -116,7 +116,7 @@ class Queues:
             self.running = None
 
     def use(self, used: ByteRange) -> NDArray[np.uint8]:
-        """Memory for the operation that runs; MisuseError if none runs, or it must not use that."""
+        """Return memory for the running operation; MisuseError for none, or a wrong access."""
         operation = self.running
         if operation is None:
             raise MisuseError("memory was used outside of enqueued work")
@@ -128,17 +128,17 @@ class Queues:
         return self._memory.use(access, operation.clock)
 
     def drop(self) -> None:
-        """Forget all that did not run."""
+        """Drop all work that has not run."""
         for queue in self._queues.values():
             queue.clear()
 
     def is_over(self, stream: int, number: int | None = None) -> bool:
-        """Whether the host waited for an operation, or for all of a stream."""
+        """Return whether the host waited for an operation, or for all of a stream."""
         last = self._clocks[stream].get(stream, 0) if number is None else number
         return self.host.get(stream, 0) >= last
 
     def check_unused(self, block: Block) -> None:
-        """Check that nothing needs a block any more, and that the host knows it."""
+        """Check that no operation uses a block any more, and that the host waited for them."""
         whole = ByteRange(block.address, block.content.size, writes=True)
         if operation := self._awaits(whole):
             raise MisuseError(f"{block} was freed before {operation.label} used it")
@@ -171,7 +171,7 @@ class Queues:
         return operation
 
     def _make_pending(self, ranges: tuple[ByteRange, ...]) -> None:
-        """Fill pinned memory that will be written with a pattern: who reads it early, sees that."""
+        """Fill pinned memory that work will write with a pattern, which reveals early reads."""
         for used in ranges:
             if used.writes and used.size_bytes and not self._awaits(used):
                 block = self._memory.block_of(used, "host")
@@ -180,7 +180,7 @@ class Queues:
                     block.content[start : start + used.size_bytes] = PENDING
 
     def _awaits(self, used: ByteRange) -> Operation | None:
-        """Enqueued work that has still to use a range."""
+        """Return the first enqueued operation that conflicts with a range; ``None`` without one."""
         for queue in self._queues.values():
             for operation in queue:
                 if any(used.conflicts(other) for other in operation.ranges):
@@ -189,6 +189,6 @@ class Queues:
 
 
 def merge(clock: dict[int, int], other: Clock) -> None:
-    """Let a clock know what another knows."""
+    """Raise each entry of a clock to the other clock's."""
     for stream, number in other.items():
         clock[stream] = max(clock.get(stream, 0), number)

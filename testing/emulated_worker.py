@@ -1,10 +1,10 @@
-"""A worker that answers by script and takes as long as a device would: for measurements.
+"""A worker with scripted answers that takes as long as a device would, for measurements.
 
-``python -P -m offramp.testing.emulated_worker FD --device FILE --number N`` is what
-:mod:`offramp.testing.scripted_worker` is, without faults. A stage sleeps for as long as
-:class:`EmulatedDevice` says that it takes, and rows that another worker had before are waited for
-as long as they would travel. Router, scheduler, wire and processes are the real ones: what is
-measured so is *measured on emulated devices*.
+``python -P -m offramp.testing.emulated_worker FD --device FILE --number N`` is
+:mod:`offramp.testing.scripted_worker` without faults. A stage sleeps for the time that
+:class:`EmulatedDevice` states, and rows from another worker are delayed by their transfer time.
+Router, scheduler, wire and processes are the real ones; such results are reported as *measured on
+emulated devices*.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _OPTIONS: Final = ("--device", "--number")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedDevice:
-    """What a device takes, in seconds as they pass here."""
+    """Times of a device, in seconds of real time."""
 
     segments_s: tuple[tuple[float, ...], ...]
-    """[segments][rows + 1]."""
+    """[segments][rows + 1]: seconds of each segment by number of rows."""
     exits_s: tuple[tuple[float, ...], ...] = ()
-    """[exits][rows + 1]."""
+    """[exits][rows + 1]: seconds of each exit by number of rows."""
     link_s: float = 0.0
-    """Until the first of the rows that come from another device is here."""
+    """Seconds until the first row from another device arrives."""
     row_s: float = 0.0
-    """For each of them."""
+    """Seconds for each row from another device."""
     slowdown: str = ""
-    """File with a number that all times are multiplied by, read for each stage; empty is 1."""
+    """File with a factor on all times, read for each stage; empty means 1."""
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the times as JSON."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read what :meth:`write` wrote."""
+        """Return the times in a file of :meth:`write`."""
         return cls(**json.loads(path.read_text()))
 
     def stage_s(self, spec: StageSpec, rows: int) -> float:
-        """Seconds of a stage for a batch."""
+        """Return the seconds of a stage for a batch of ``rows``."""
         segments = self.segments_s[spec.first_segment : spec.last_segment + 1]
         found = sum(seconds[rows] for seconds in segments)
         if spec.exit is not None and spec.exit >= 0:
@@ -66,9 +66,9 @@ class EmulatedDevice:
 
 
 class EmulatedBackend(ScriptedBackend):
-    """Answers by script, marks rows as its own, and takes its time.
+    """Backend that answers from a script, marks rows as its own, and takes a device's time.
 
-    The script has a place more than the model has segments, where the mark is: [rows, segments + 1,
+    The script has one place more than the model has segments, for the mark: [rows, segments + 1,
     classes].
     """
 
@@ -77,7 +77,7 @@ class EmulatedBackend(ScriptedBackend):
         self.device, self.mark = device, float(number + 1)
 
     def prepare(self, spec: StageSpec) -> HostStage:
-        """Make a stage that sleeps, answers, and carries the script on."""
+        """Return a stage that sleeps, answers, and passes the script on."""
         stage = super().prepare(spec)
 
         def execute(
@@ -102,7 +102,7 @@ class EmulatedBackend(ScriptedBackend):
         )
 
     def open_slot(self) -> HostSlot:
-        """Open a slot to which rows of other devices travel."""
+        """Return a slot that delays rows of other devices."""
         return _EmulatedSlot(self)
 
 
@@ -111,7 +111,7 @@ class _EmulatedSlot(HostSlot):
         self._device, self._mark = backend.device, backend.mark
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> HostBatch:
-        """Wait until rows that another device had are here."""
+        """Wait for the transfer time of rows from another device."""
         marks = tensors[SCRIPT][:, -1, 0]
         if moved := int(np.count_nonzero((marks != 0) & (marks != self._mark))):
             time.sleep(self._device.link_s + moved * self._device.row_s)
@@ -119,7 +119,7 @@ class _EmulatedSlot(HostSlot):
 
 
 def main() -> None:
-    """Be a worker for the process that started it."""
+    """Run a worker for the process that started it."""
     given = {name: sys.argv.pop(sys.argv.index(name) + 1) for name in _OPTIONS}
     sys.argv = [word for word in sys.argv if word not in _OPTIONS]
     device = EmulatedDevice.read(Path(given["--device"]))

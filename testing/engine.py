@@ -1,8 +1,8 @@
-"""An engine without models: for tests of the server and of its clients.
+"""An engine without models, for tests of the server and its clients.
 
-``python -m offramp.testing.engine`` serves it, with the options of the server that it needs; its
-requests answer at once, or with ``--hold`` not before the server is told to stop. ``--evidence``
-has its status page speak of a controller that knows that much.
+``python -m offramp.testing.engine`` serves it, with the server options that it needs. Its requests
+are answered immediately, or with ``--hold`` only when the server is stopped. ``--evidence`` adds a
+controller with that evidence to the status page.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from offramp.server.arguments.options import MAX_CONNECTIONS, ServerOptions
 from offramp.server.common.served import ServedEngine
 
 THRESHOLD: Final = 0.9
-"""A sample whose last feature reaches it is answered by exit 0."""
+"""Confidence (last feature) from which exit 0 answers a sample."""
 
 
 def fake_model(name: str = "fake") -> ModelInfo:
-    """``x: float32 [batch, 4]`` in, ``logits: float32 [batch, 3]`` out, one exit."""
+    """Return a model: ``x: float32 [batch, 4]``, ``logits: float32 [batch, 3]``, one exit."""
     promise = Promise(
         max_disagreement=0.01,
         confidence_level=0.95,
@@ -74,7 +74,7 @@ def fake_model(name: str = "fake") -> ModelInfo:
 
 
 def fake_control(evidence: Evidence) -> ControlStatus:
-    """What a controller with that evidence may know."""
+    """Return a plausible status of a controller with that evidence."""
     known = ControlStatus(
         controller="certified",
         max_disagreement=0.01,
@@ -119,7 +119,7 @@ def fake_control(evidence: Evidence) -> ControlStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeCall:
-    """What :meth:`FakeEngine.infer` or :meth:`FakeEngine.infer_stream` was called with."""
+    """Arguments of one call of :meth:`FakeEngine.infer` or :meth:`FakeEngine.infer_stream`."""
 
     model: str
     inputs: Mapping[str, NDArray[Any]]
@@ -130,50 +130,50 @@ class FakeCall:
 
 @dataclass(slots=True, kw_only=True)
 class FakeEngine:
-    """Satisfies :class:`offramp.server.common.served.ServedEngine`.
+    """Fake of :class:`offramp.server.common.served.ServedEngine`.
 
-    The first three features of a sample are its logits, the last one is its confidence. Where
-    samples run on after exit 0 answered them, the model's end says the same unless told otherwise.
+    The first three features of a sample are its logits, the last one is its confidence. If samples
+    run on after exit 0 answered them, the model's end gives the same answer by default.
     """
 
     served: tuple[ModelInfo, ...] = field(default_factory=lambda: (fake_model(),))
     mode: Mode = Mode.LEAVE
-    """In audit mode every second sample of a request runs on, beginning with the first."""
+    """Mode; in audit mode every second sample of a request runs on, beginning with the first."""
     control: ControlStatus | None = None
-    """What the statistics tell of a controller."""
+    """Controller status in the statistics."""
     mistaken: bool = False
-    """From now on the end gives the logits of samples that run on in reverse order."""
+    """If true, the model's end reverses the logits of samples that run on."""
     lost: bool = False
-    """From now on the answers of samples that run on are lost."""
+    """If true, the final answers of samples that run on are lost."""
     failure: Exception | None = None
-    """Raised by every request from now on."""
+    """Error that every request raises, if set."""
     hurried: bool = False
-    """From now on every sample leaves at exit 0, sure enough or not."""
+    """If true, every sample leaves at exit 0, even below the threshold."""
     unready: set[str] = field(default_factory=set)
     """Models that are out of service."""
     given_up: bool = False
-    """Whether no model will be in service again."""
+    """True if no model will return to service."""
     loads: list[tuple[str, Path, ModelOptions | None]] = field(default_factory=list)
     """Arguments of :meth:`load`, in order."""
     load_failure: Exception | None = None
-    """Raised by every load from now on."""
+    """Error that every load raises, if set."""
     hold: asyncio.Event | None = None
-    """Requests wait for it; draining sets it."""
+    """Event that requests wait for; draining sets it."""
     hold_final: asyncio.Event | None = None
-    """Samples that run on wait for it; draining sets it."""
+    """Event that samples that run on wait for; draining sets it."""
     calls: list[FakeCall] = field(default_factory=list)
     answered: list[int] = field(default_factory=lambda: [0, 0])
-    """Samples, by exit 0 and by the end."""
+    """Number of samples answered by exit 0, and by the model's end."""
     forced: int = 0
-    """Those of exit 0 that were not sure enough."""
+    """Number of samples that exit 0 answered below its threshold."""
     waiting: int = 0
-    """Samples of the requests in flight."""
+    """Number of samples of the requests in flight."""
     auditing: int = 0
-    """Answered samples that run on."""
+    """Number of answered samples that run on."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there are none any more."""
+    """Set when no request is in flight any more."""
     cancelled: int = 0
-    """Samples whose caller left."""
+    """Number of samples whose caller cancelled."""
     leaving: bool = False
     draining: bool = False
     closed: bool = False
@@ -188,7 +188,7 @@ class FakeEngine:
         source: str = "",
         timeline: RequestTimeline | None = None,
     ) -> EngineResult:
-        """Answer as the class says, after ``hold``."""
+        """Answer as the class describes, after ``hold``."""
         call = FakeCall(
             model=model, inputs=inputs, deadline_s=deadline_s, priority=priority, source=source
         )
@@ -204,7 +204,7 @@ class FakeEngine:
         source: str = "",
         timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[StreamResult, None]:
-        """Answer as the class says, after ``hold``; and once more after ``hold_final``."""
+        """Answer as the class describes, after ``hold``, and again after ``hold_final``."""
         call = FakeCall(
             model=model, inputs=inputs, deadline_s=deadline_s, priority=priority, source=source
         )
@@ -221,11 +221,11 @@ class FakeEngine:
             yield _final(first, followed, mistaken=self.mistaken)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """What is served."""
+        """Return the served models."""
         return self.served
 
     def model(self, name: str) -> ModelInfo:
-        """One served model, or ModelNotServedError."""
+        """Return one served model; ModelNotServedError."""
         for info in self.served:
             if info.name == name:
                 return info
@@ -233,17 +233,17 @@ class FakeEngine:
         raise ModelNotServedError(f"no model {name!r} is served; served: {names}")
 
     def ready(self, model: str | None = None) -> bool:
-        """Until it leaves, and for models that are there and in service."""
+        """Return whether the model is served, in service, and the engine has not left."""
         served = {info.name for info in self.served}
         asked = served if model is None else {model}
         return not (self.leaving or self.draining) and asked <= served - self.unready
 
     def live(self) -> bool:
-        """Unless it is given up."""
+        """Return whether some model may return to service."""
         return not self.given_up
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
-        """Counts of all models together, under each name."""
+        """Return the counts of all models together, under each name."""
         return {info.name: self._statistics() for info in self.served}
 
     async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
@@ -255,22 +255,22 @@ class FakeEngine:
         self.served = (*others, fake_model(name))
 
     async def unload(self, name: str) -> None:
-        """Serve a name no more, or raise ModelNotServedError."""
+        """Stop serving a name, or raise ModelNotServedError."""
         gone = self.model(name)
         self.served = tuple(info for info in self.served if info is not gone)
 
     def leave(self) -> None:
-        """Be not ready any more."""
+        """Report not ready from now on."""
         self.leaving = True
 
     def flush(self) -> None:
-        """Let the held requests go."""
+        """Let the held requests continue."""
         for held in (self.hold, self.hold_final):
             if held is not None:
                 held.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Let the held requests go; ``timeout_s`` 0 holds them, and fails if there are any."""
+        """Let the held requests continue; with ``timeout_s`` 0 they stay held and it fails."""
         self.draining = True
         if timeout_s > 0:
             self.flush()
@@ -279,7 +279,7 @@ class FakeEngine:
         return self.waiting == 0
 
     async def close(self) -> None:
-        """Note that it was closed."""
+        """Record that the engine was closed."""
         self.closed = True
 
     async def _first_answer(self, call: FakeCall, timeline: RequestTimeline | None) -> EngineResult:
@@ -297,7 +297,7 @@ class FakeEngine:
         return result
 
     def _followed(self, exits: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """[n]: which samples run on after they were answered."""
+        """Return [n]: whether each sample runs on after it was answered."""
         if not self.mode.observed:
             return np.zeros(len(exits), np.bool_)
         step = 2 if self.mode is Mode.AUDIT else 1
@@ -400,7 +400,7 @@ class FakeEngine:
 
 
 def _streamed(result: EngineResult, kind: ResultKind) -> StreamResult:
-    """A result that corrects nothing."""
+    """Return a streamed result without corrections."""
     known = {item.name: getattr(result, item.name) for item in fields(EngineResult)}
     corrected = np.zeros(len(result.exits), np.bool_)
     return StreamResult(**known, kind=kind, final=result.exits < 0, corrected=corrected)
@@ -422,7 +422,7 @@ def _empty(bounds: tuple[float, ...]) -> Histogram:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve a :class:`FakeEngine` until a signal comes."""
+    """Serve a :class:`FakeEngine` until a stop signal."""
     parser = argparse.ArgumentParser(prog="python -m offramp.testing.engine", description=__doc__)
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--http-port", type=int, default=8000)

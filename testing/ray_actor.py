@@ -1,4 +1,4 @@
-"""A worker without a model that Ray runs: it answers by script."""
+"""A worker without a model that Ray runs, with scripted answers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from offramp.testing.scripted_worker import SCRIPTED, ScriptedBackend
 
 
 class ScriptedActor(WorkerActor):
-    """What Ray runs where tests need no model; real backends are made as ever."""
+    """Ray actor for tests without a model; real backends work as usual."""
 
     any_graph = True
 
     def make(self, hello: Hello) -> Backend:
-        """Make the backend by script if that is what is asked for."""
+        """Return the scripted backend if the hello names it, else a real one."""
         return ScriptedBackend() if hello.backend == SCRIPTED else super().make(hello)

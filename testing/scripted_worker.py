@@ -1,11 +1,11 @@
-"""A worker without a model, which ends, hangs or slows down where a test says.
+"""A worker without a model, which ends, hangs or slows down where a test requests it.
 
-``python -P -m offramp.testing.scripted_worker FD`` is what :mod:`offramp.cluster.remote.worker` is,
-and serves stages by script as :mod:`offramp.testing.backend` does, with no runtime to import. With
-``--listen`` among the words it is what ``eeworker`` is. Real backends are named in the hello as
-ever. ``OFFRAMP_WORKER_FAULTS`` names a folder of files ``ACTION@POINT@COUNT``, for instance
-``kill@before-run@3``: the first worker that comes to a point so often, counted by itself, takes the
-file away and does as it says.
+``python -P -m offramp.testing.scripted_worker FD`` replaces :mod:`offramp.cluster.remote.worker`.
+It serves stages from a script as :mod:`offramp.testing.backend` does, and imports no runtime. With
+``--listen`` as an argument it replaces ``eeworker``. The hello can still name real backends.
+``OFFRAMP_WORKER_FAULTS`` names a folder of files ``ACTION@POINT@COUNT``, for instance
+``kill@before-run@3``: the first worker that reaches a point that often, by its own count, removes
+the file and performs the action.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ MODULE: Final = "offramp.testing.scripted_worker"
 FAULTS: Final = "OFFRAMP_WORKER_FAULTS"
 """The environment variable that names the folder of faults."""
 SCRIPTED: Final = "scripted"
-"""Name of the backend by script."""
+"""Name of the scripted backend."""
 
 
 class Faults:
-    """What goes wrong in this process, and when."""
+    """The faults of this process, and when they happen."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -46,7 +46,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def __call__(self, point: str) -> None:
-        """Do what a file of the folder says, if one is for now."""
+        """Perform the action of a file in the folder that matches this point and count."""
         if self._folder is None:
             return
         with self._lock:
@@ -63,7 +63,7 @@ class Faults:
 
 
 class ScriptedBackend(HostBackend):
-    """A backend of host arrays that answers by script, and reaches ``mid-run`` in every stage."""
+    """A backend of host arrays with scripted answers, which reaches ``mid-run`` in every stage."""
 
     name = SCRIPTED
     runtime_name = "script"
@@ -73,7 +73,7 @@ class ScriptedBackend(HostBackend):
         self._faults = faults or Faults(None)
 
     def prepare(self, spec: StageSpec) -> HostStage:
-        """Make a stage that gives its part of the script, and carries the script on."""
+        """Return a stage that answers with its part of the script, and passes the script on."""
 
         def execute(
             fetched: Sequence[str], tensors: Mapping[str, NDArray[Any]], _: None
@@ -97,7 +97,7 @@ class ScriptedBackend(HostBackend):
 
 
 def main() -> None:
-    """Be a worker, with faults, for the process that started it or over a network."""
+    """Run a worker with faults, for the process that started it or over a network."""
     folder = os.environ.get(FAULTS)
     faults = Faults(Path(folder) if folder else None)
 

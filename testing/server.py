@@ -1,4 +1,4 @@
-"""A server in the test's own process: gRPC and HTTP on real sockets, in a thread of their own."""
+"""A server in the test's process: gRPC and HTTP on real sockets, in a separate thread."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _T = TypeVar("_T")
 _Engine = TypeVar("_Engine", bound=ServedEngine)
 
 _LIMIT_S = 30.0
-"""Of whatever the test's thread waits for: a test that hangs fails."""
+"""Longest wait of the test's thread, in seconds; a test that hangs fails."""
 
 
 class FakeServer(Generic[_Engine]):
-    """A server over a fake engine, listening from ``with`` on.
+    """A server with a fake engine, which listens inside ``with``.
 
     ::
 
@@ -42,27 +42,27 @@ class FakeServer(Generic[_Engine]):
     """
 
     def __init__(self, engine: _Engine, options: ServerOptions | None = None) -> None:
-        """Of ``options`` the limits of requests count, but neither ports nor ``max_connections``.
+        """Use the limits of ``options``, but neither its ports nor ``max_connections``.
 
-        Without them a message may have 1 MiB.
+        Without ``options``, messages may have up to 1 MiB.
         """
         self.engine = engine
-        """What is served; its settings may be changed at any time."""
+        """The fake engine; its settings may be changed at any time."""
         security = options.security if options else SecurityOptions()
         self._tls = open_tls(security)
         self.reception = Reception(options)
-        """Knows what was refused."""
+        """Admission, with the counts of refusals."""
         self._repository_options = options.repository if options else ModelRepositoryOptions()
         self._max_message_mib = options.max_message_mib if options else 1
         self._frontends = FrontendOptions.of(options or ServerOptions())
         self.loop = asyncio.new_event_loop()
-        """The server's; it runs on a thread of its own."""
+        """The server's event loop, which runs in a separate thread."""
         self.address = ""
-        """``host:port`` of the gRPC side."""
+        """``host:port`` of the gRPC port."""
         self.url = ""
-        """Of the HTTP side: metrics and the status page."""
+        """URL of the HTTP port, with metrics and the status page."""
         self.repository: ModelRepository
-        """The models, those of the engine at first."""
+        """The models, at first those of the engine."""
         self.grpc: GrpcEndpoint
         self.http: HttpEndpoint
         self._thread = threading.Thread(target=self.loop.run_forever, name="server")
@@ -85,15 +85,15 @@ class FakeServer(Generic[_Engine]):
             self.loop.close()
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Do ``work`` on the server's loop and wait for it."""
+        """Run ``work`` on the server's loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(_LIMIT_S)
 
     def hold(self: FakeServer[FakeEngine]) -> None:
-        """Let requests wait from now on, until :meth:`release`."""
+        """Make requests wait from now on, until :meth:`release`."""
         self.engine.hold = asyncio.Event()
 
     def release(self: FakeServer[FakeEngine]) -> None:
-        """Let the waiting requests go."""
+        """Let the waiting requests continue."""
         assert self.engine.hold is not None, "hold() was not called"
         self.loop.call_soon_threadsafe(self.engine.hold.set)
 

@@ -1,4 +1,4 @@
-"""Command lines of ``eecompile`` and its commands: their options, their help, and extensions."""
+"""Command lines of ``eecompile`` and its commands: options, help texts, and extensions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from offramp.engine.common.extensions import extensions_for
 REPLACED = "folder to write to (default: BUNDLE is replaced)"
 SHORT = ("--data", "--output", "--overwrite", "--max-disagreement", "--confidence", "--task",
          "--answer", "--group", "--exits", "--backend", "--seed")  # fmt: skip
-"""Options that nine of ten people need."""
+"""Options that most users need."""
 SUMMARIES: Final = {
     "inspect": "list the cut points of a model, or the content of a bundle",
     "verify": "compare a bundle with its model on any data",
@@ -42,15 +42,15 @@ SUMMARIES: Final = {
     "export": "write a bundle as one ONNX file, for any ONNX Runtime",
     "wrap": "make a bundle of a model as it is, without exits and data",
 }
-"""The other commands, a line each."""
+"""One-line descriptions of the other commands."""
 _GIB = 2**30
 _ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts", "units",
                      "workspace", "optimization_level", "accept_disagreement")  # fmt: skip
 _WRAP = """\
 Make a bundle of an ONNX model as it is, without exits: no data are needed, and
-it takes seconds. eeserve does so by itself where it is given an ONNX file."""
+it takes seconds. eeserve does this itself for an ONNX file."""
 MISSING = "serving an ONNX file needs the packages of the extra `onnx`: pip install 'offramp[onnx]'"
-"""What to do where a package is missing."""
+"""Remedy for a missing package."""
 
 
 class Command(NamedTuple):
@@ -59,16 +59,16 @@ class Command(NamedTuple):
     parser: Callable[[], argparse.ArgumentParser]
     run: Callable[[argparse.Namespace, Console], int]
     summary: str
-    """A line for the list of commands."""
+    """Description for the list of commands."""
     task: bool = False
-    """Whether ``eecompile MODEL --task NAME`` runs it as well, by its name."""
+    """True if ``eecompile MODEL --task NAME`` runs it as well, NAME being the command's name."""
 
 
 class CompilerExtension(Protocol):
     """The object ``EXTENSION`` of an extension's module ``for_compiler``."""
 
     commands: Mapping[str, Command]
-    """By name."""
+    """Commands by name."""
 
 
 def commands_of_extensions() -> dict[str, Command]:
@@ -83,7 +83,7 @@ def commands_of_extensions() -> dict[str, Command]:
 def command_of(
     given: Sequence[str], commands: Mapping[str, Command]
 ) -> tuple[Command | None, Sequence[str]]:
-    """Return the command that a command line names, in front or as its task, and the others."""
+    """Return the command named first or by ``--task``, if any, and the remaining words."""
     if given and given[0] in commands:
         return commands[given[0]], given[1:]
     for place, word in enumerate(given):
@@ -95,9 +95,9 @@ def command_of(
 
 
 def make_parser(name: str, description: str, **layers: Any) -> LayeredParser:
-    """Make the parser of a command with the options that all of them have.
+    """Return the parser of a command with the options that all commands have.
 
-    ``layers`` are those of :class:`LayeredParser`.
+    ``layers`` are arguments of :class:`LayeredParser`.
     """
     parser = LayeredParser(prog=f"eecompile {name}".strip(), description=description, **layers)
     parser.add_argument("--custom-ops", type=Path, action="append", default=[], metavar="LIB.so",
@@ -110,7 +110,7 @@ def make_parser(name: str, description: str, **layers: Any) -> LayeredParser:
 
 
 def add_model(parser: argparse.ArgumentParser, what: str = "model, an ONNX file") -> None:
-    """Add the model, and how to read it."""
+    """Add the model, and the options of reading it."""
     parser.add_argument("model", type=Path, metavar="MODEL.onnx", help=what)
     parser.add_argument("--task", choices=["auto", *TASK_KINDS], default="auto", metavar="TASK",
                         help="kind of the answer (default: by its shape).\nIt decides when two "
@@ -120,40 +120,40 @@ def add_model(parser: argparse.ArgumentParser, what: str = "model, an ONNX file"
                         help="output that exits imitate (default: the only one)")  # fmt: skip
     reading = parser.add_argument_group("reading the model")
     reading.add_argument("--class-map", action="store_true",
-                         help="answer with the classes of pixels or tokens, a byte each, instead "
-                         "of their scores")  # fmt: skip
+                         help="answer with the class of each pixel or token, one byte each, "
+                         "instead of the scores")  # fmt: skip
     reading.add_argument("--answer-tokens", type=values.tokens, default=(), metavar="ID,ID,…",
-                         help="tokens that a decoder [batch, tokens, vocabulary] answers with "
-                         "after the last token of its prompt, such as those of yes and "
-                         "no")  # fmt: skip
+                         help="tokens, such as those of yes and no, with one of which a decoder "
+                         "[batch, tokens, vocabulary] answers after the last token of its "
+                         "prompt")  # fmt: skip
     reading.add_argument("--no-simplify", action="store_true",
                          help="do not run onnxslim on the model")  # fmt: skip
     reading.add_argument("--simplify-limit", type=values.seconds, default=180.0, metavar="SECONDS",
-                         help="most time for onnxslim")  # fmt: skip
+                         help="longest time for onnxslim")  # fmt: skip
     reading.add_argument("--max-cut-tensors", type=values.positive, default=4, metavar="K",
-                         help="most tensors of a cut point, where no single tensor carries all "
-                         "data, as in parallel branches")  # fmt: skip
+                         help="most tensors of a cut point, for models in which no single tensor "
+                         "carries all data, as in parallel branches")  # fmt: skip
 
 
 def add_grouping(
     parser: argparse.ArgumentParser, group: argparse._ActionsContainer, within: float | None
 ) -> None:
-    """Add which samples are not independent of each other."""
+    """Add the options that define dependent samples."""
     parser.add_argument("--group", metavar="KEY",
-                        help="array of the data that tells dependent samples.\nSamples with equal "
-                        "values (integers or texts), such as those of one person or recording, "
-                        "are in one split and count once in the certificate, as copies "
+                        help="array of the data that identifies dependent samples.\nSamples with "
+                        "equal values (integers or texts), such as those of one person or "
+                        "recording, are in one split and count once in the certificate, as copies "
                         "do")  # fmt: skip
     default = "" if within is not None else " (default: as the bundle was made)"
     group.add_argument("--copies-within", type=values.share_from_0, default=within, metavar="SHARE",
-                       help="largest distance of copies, as a share of the usual distance between "
-                       "samples, where a gap follows; 0: only equal samples are copies, and "
-                       f"consecutive similar samples are not one film{default}")  # fmt: skip
+                       help="largest distance between copies, as a share of the usual distance "
+                       "between samples, if a gap follows; 0: only equal samples are copies, and "
+                       f"similar consecutive samples are not one film{default}")  # fmt: skip
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add a file for machines."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file to write it to as well")
+    """Add the file for the result as JSON."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it to this JSON file")
 
 
 def add_bundle(parser: argparse.ArgumentParser, purpose: str) -> None:
@@ -162,13 +162,13 @@ def add_bundle(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 
 def add_target(parser: argparse.ArgumentParser, where: str, replaced: str) -> None:
-    """Add where to write."""
+    """Add the output folder."""
     parser.add_argument("--output", type=Path, metavar="DIR", help=where)
     parser.add_argument("--overwrite", action="store_true", help=f"replace {replaced}")
 
 
 def add_dry_run(parser: argparse._ActionsContainer, what: str) -> None:
-    """Add a run that writes nothing."""
+    """Add the option of a run that writes nothing."""
     parser.add_argument("--dry-run", action="store_true", help=what)
 
 
@@ -183,17 +183,17 @@ def add_promise(
     disagreement: float | None,
     confidence_level: float | None,
 ) -> None:
-    """Add the promise; without defaults it is the bundle's own."""
+    """Add the options of the promise; without defaults they are those of the bundle."""
     own = "" if disagreement is not None else " (default: as the bundle was made)"
     parser.add_argument("--max-disagreement", type=values.share, default=disagreement,
                         metavar="SHARE",
-                        help=f"largest share of answers unlike the model's{own}")  # fmt: skip
+                        help=f"largest share of answers unlike the model's own{own}")  # fmt: skip
     parser.add_argument("--confidence", dest="confidence_level", type=values.share, metavar="SHARE",
                         default=confidence_level,
-                        help=f"certainty of that on unseen data{own}")  # fmt: skip
+                        help=f"confidence level of that bound on unseen data{own}")  # fmt: skip
     group.add_argument("--max-class-disagreement", type=values.share, metavar="SHARE",
-                       help="the same bound for each class of the model's by itself, where its "
-                       "samples suffice to certify it (default: no class is bounded)")  # fmt: skip
+                       help="the same bound for each class of the model separately, if its "
+                       "samples suffice to certify it (default: no bound by class)")  # fmt: skip
 
 
 def add_rehearsing(
@@ -202,34 +202,34 @@ def add_rehearsing(
     violations: float | None,
     min_gain: float | None,
 ) -> None:
-    """Add the settings of PAME's rehearsal; without defaults they are the bundle's own."""
+    """Add the settings of PAME's rehearsal; without defaults they are those of the bundle."""
     own = "" if batch is not None else " (default: as the bundle was made)"
-    of_search = "" if batch is not None else "; with --anew, or where no exit is in use"
+    of_search = "" if batch is not None else "; with --anew, or if no exit is in use"
     group.add_argument("--rehearsal-batch", type=values.positive, default=batch, metavar="N",
-                       help=f"rows of a batch that is rehearsed{own}")  # fmt: skip
+                       help=f"rows of a rehearsed batch{own}")  # fmt: skip
     group.add_argument("--max-violations", type=values.share_from_0, default=violations,
                        metavar="SHARE",
                        help="largest share of such batches that an exit may make later than the "
                        f"unmodified model would{own}")  # fmt: skip
     group.add_argument("--min-gain", type=values.share_from_0, default=min_gain, metavar="SHARE",
-                       help="least share of the model's time by which each exit must shorten the "
-                       f"mean latency of such batches, 0 as PAME publishes it{of_search}{own}"
+                       help="smallest share of the model's time by which each exit must shorten "
+                       f"the mean latency of such batches; PAME uses 0{of_search}{own}"
                        )  # fmt: skip
 
 
 def compile_parser() -> LayeredParser:
-    """Make the parser of ``eecompile MODEL.onnx``."""
+    """Return the parser of ``eecompile MODEL.onnx``."""
     added = {name: command.summary for name, command in commands_of_extensions().items()}
     every = {**SUMMARIES, **added}
     parser = make_parser(
         "",
         """\
 Add exits to an ONNX model, train them on samples, and certify how often answers
-may differ from the model's. Writes a bundle, which eeserve serves.""",
+may differ from the model's. Write a bundle, which eeserve serves.""",
         short=SHORT,
         illegal=COMPILE,
         examples={
-            "eecompile model.onnx": "what it is, what compiling takes",
+            "eecompile model.onnx": "describes it, and what compiling needs",
             "eecompile model.onnx --data samples.npz": "writes model.ee",
             "eecompile model.onnx --data random": "a dry run that certifies nothing",
         },
@@ -242,30 +242,30 @@ may differ from the model's. Writes a bundle, which eeserve serves.""",
 def add_compiling(parser: argparse.ArgumentParser, *, needs_data: bool = False) -> None:
     """Add all options of compiling a model."""
     add_model(parser)
-    add_target(parser, "bundle to write (default: MODEL.ee)", "a bundle that is there")
+    add_target(parser, "bundle to write (default: MODEL.ee)", "an existing bundle")
     parser.add_argument("--backend", choices=["auto", "onnxruntime", "tensorrt"], default="auto",
                         metavar="NAME",
-                        help="auto, onnxruntime or tensorrt (default: auto).\ntensorrt builds the "
-                        "bundle's engines too, as eecompile build does, with its defaults; auto "
-                        "does so where a GPU and TensorRT are there")  # fmt: skip
+                        help="auto, onnxruntime or tensorrt (default: auto).\ntensorrt also builds "
+                        "the bundle's engines, as eecompile build does, with its defaults; auto "
+                        "does so if a GPU and TensorRT are available")  # fmt: skip
     add_seed(parser, "seed of splits and training")
     promise = parser.add_argument_group("promise")
     add_promise(parser, promise, 0.01, 0.95)
     add_grouping(parser, promise, COPIES_WITHIN)
     promise.add_argument("--agree-share", type=values.share_up_to_1, metavar="X",
-                         help="share of its tokens, pixels or key points that an answer needs to "
-                         "agree (default: 0.98 of tokens, 0.95 of pixels, all key "
+                         help="share of its tokens, pixels or key points that must match for an "
+                         "answer to agree (default: 0.98 of tokens, 0.95 of pixels, all key "
                          "points)")  # fmt: skip
     promise.add_argument("--agree-within", type=values.distance, metavar="D",
-                         help="how far values of a regression may differ, or key points be apart "
-                         "(default: 0.1 standard deviations of the model's answers; 0.05 of the "
-                         "map's longer side)")  # fmt: skip
+                         help="largest difference of regression values, or distance of key points, "
+                         "that agrees (default: 0.1 standard deviations of the model's answers; "
+                         "0.05 of the map's longer side)")  # fmt: skip
     _add_exits(parser)
     _add_choice(parser.add_argument_group("choice of the exits in use"))
     _add_measuring(parser.add_argument_group("measuring"))
     add_data(parser, "samples like those that will be served; without, the model is described.\n"
              "npz, images, texts, tables or a function, see docs/data.md; labels (optional) are "
-             "for the report. random: made inputs, a dry run that certifies nothing",
+             "for the report. random: generated inputs, a dry run that certifies nothing",
              required=needs_data)  # fmt: skip
     parser.add_argument("--progress-file", type=Path, help=argparse.SUPPRESS)
 
@@ -273,38 +273,38 @@ def add_compiling(parser: argparse.ArgumentParser, *, needs_data: bool = False) 
 def _add_exits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exits", metavar="A,B,…",
                         help="places of exits, such as 25%%,10%%-60%% (default: chosen).\nNumbers "
-                        "or names of cut points as inspect lists them, patterns of names (*/Add*), "
+                        "or names of cut points as listed by inspect, patterns of names (*/Add*), "
                         "shares of the work before them (25%%: the nearest; 10%%-60%%: all "
                         "between)")  # fmt: skip
     exits = parser.add_argument_group("exits")
     exits.add_argument("--heads", choices=["auto", "pooled", "bridges", "both"], default="auto",
                        help="pooled: heads that pool; bridges: some of the model's own blocks, "
-                       "then its own head (PAME); both: at each place what saves more; auto: "
-                       "bridges where answers have places, else pooled")  # fmt: skip
+                       "then its own head (PAME); both: at each place, whichever saves more; auto: "
+                       "bridges if answers have positions, else pooled")  # fmt: skip
     exits.add_argument("--criterion", default="probability", metavar="NAME",
-                       help="measure of how sure an exit is: probability, its largest; entropy, "
-                       "reversed; margin, between the two largest; learned, a regression over "
-                       "these; patience, how many exits in a row agree (PABEE); or your "
+                       help="measure of an exit's confidence: probability, the largest one; "
+                       "entropy, reversed; margin, between the two largest; learned, a regression "
+                       "over these; patience, number of exits in a row that agree (PABEE); or your "
                        "own")  # fmt: skip
     exits.add_argument("--candidates", type=values.positive, default=12, metavar="N",
-                       help="most exits that are built")  # fmt: skip
+                       help="most exits to build")  # fmt: skip
     exits.add_argument("--mask", metavar="NAME",
-                       help="input that says which tokens count (default: found by its "
+                       help="input that marks the tokens that count (default: found by its "
                        "name)")  # fmt: skip
     exits.add_argument("--epochs", type=values.positive, default=8, metavar="N",
-                       help="epochs of training")  # fmt: skip
+                       help="training epochs")  # fmt: skip
     exits.add_argument("--augment", choices=["auto", "off"], default="auto",
-                       help="auto: heads train on samples made from the data too, labelled by the "
-                       "model: mixed images and vectors, spliced texts")  # fmt: skip
+                       help="auto: heads also train on samples made from the data and labelled by "
+                       "the model: mixed images and vectors, spliced texts")  # fmt: skip
     exits.add_argument("--precision", choices=["fp32", "int8", "auto"], default="fp32",
                        help="auto and int8, for CPUs: exits follow an int8 copy of the model, if "
                        "that saves more here; its own answer is the last exit, and the unmodified "
-                       "model answers the rest, under the same promise")  # fmt: skip
+                       "model answers the remaining samples, under the same promise")  # fmt: skip
     exits.add_argument("--train", choices=["frozen", "joint"], default="frozen",
-                       help="frozen: exits on the model as it is; joint: then a copy of the model "
-                       "together with them (PAME), which is used if it saves more: its own answer "
-                       "is the last exit, and the unmodified model answers the rest, under the "
-                       "same promise")  # fmt: skip
+                       help="frozen: exits on the unmodified model; joint: in addition, a copy of "
+                       "the model is trained with its exits (PAME), and used if it saves more: its "
+                       "own answer is the last exit, and the unmodified model answers the "
+                       "remaining samples, under the same promise")  # fmt: skip
     exits.add_argument("--teach", choices=["model", "labels"], default="model",
                        help="teacher of --train joint: the model's own answers, or the data's "
                        "labels")  # fmt: skip
@@ -314,39 +314,39 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
 
 def _add_choice(group: argparse._ActionsContainer) -> None:
     group.add_argument("--selection", choices=["savings", "pame"], default="savings",
-                       help="savings: exits that save most time together; pame: one by one, by "
+                       help="savings: the exits that save most time together; pame: one by one, by "
                        "rehearsing batches, so that batches do not become late. Thresholds are "
-                       "certified alike")  # fmt: skip
+                       "certified in the same way")  # fmt: skip
     group.add_argument("--max-overhead", type=values.share, metavar="SHARE",
-                       help="limit on the time that exits may add where none is taken, at the "
-                       "reference batch size (default: no limit, that time is a price in the "
+                       help="limit on the time that exits add for samples that take none, at the "
+                       "reference batch size (default: no limit, that time only reduces the "
                        "savings)")  # fmt: skip
     add_rehearsing(group, 32, 0.02, 0.01)
 
 
 def _add_measuring(group: argparse._ActionsContainer) -> None:
     group.add_argument("--reference-batch-size", type=values.positive, default=8, metavar="N",
-                       help="batch size that savings are predicted at")  # fmt: skip
+                       help="batch size for which savings are predicted")  # fmt: skip
     group.add_argument("--threads", type=values.positive, default=1, metavar="N",
                        help="threads of each graph while profiling")  # fmt: skip
     group.add_argument("--tolerance", type=values.share, metavar="X",
                        help="largest relative difference between slices and model (default: 1e-5; "
-                       "1e-2 of fp16 models, 5e-2 of bfloat16 and int8 ones)")  # fmt: skip
+                       "1e-2 for fp16 models, 5e-2 for bfloat16 and int8 models)")  # fmt: skip
     group.add_argument("--scratch", type=Path, metavar="DIR",
-                       help="folder where features are recorded, and removed again (default: the "
+                       help="folder for recorded features, which are removed again (default: the "
                        "system's folder for temporary files)")  # fmt: skip
     group.add_argument("--scratch-limit", type=values.gib, default=4.0, metavar="GIB",
-                       help="most space for features there at once; the rest is recorded in later "
-                       "passes over the data")  # fmt: skip
+                       help="most space for these features; the rest is recorded in later passes "
+                       "over the data")  # fmt: skip
 
 
 def inspect_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile inspect``."""
+    """Return the parser of ``eecompile inspect``."""
     parser = make_parser(
         "inspect",
         """\
-List where a model can be cut, and why it cannot be cut elsewhere; of a bundle,
-its content.""",
+List where a model can be cut, and why it cannot be cut elsewhere; for a bundle,
+list its content.""",
     )
     add_model(parser, "model to slice, or a bundle")
     add_json(parser)
@@ -354,7 +354,7 @@ its content.""",
 
 
 def verify_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile verify``."""
+    """Return the parser of ``eecompile verify``."""
     parser = make_parser(
         "verify",
         """\
@@ -365,8 +365,8 @@ promise makes likely.""",
         short=("--data", "--threads", "--json"),
     )
     add_bundle(parser, "verify")
-    add_data(parser, "samples, best ones that the bundle was not made of; labels (optional) are "
-             "for its accuracy")  # fmt: skip
+    add_data(parser, "samples, preferably others than the bundle was made from; labels "
+             "(optional) are for its accuracy")  # fmt: skip
     parser.add_argument("--threads", type=values.positive, default=1, metavar="N",
                         help="threads of ONNX Runtime")  # fmt: skip
     add_json(parser)
@@ -374,7 +374,7 @@ promise makes likely.""",
 
 
 def rehearse_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile rehearse``."""
+    """Return the parser of ``eecompile rehearse``."""
     short = ("--data", "--output", "--overwrite", "--dry-run", "--anew", "--max-disagreement",
              "--confidence", "--group")  # fmt: skip
     parser = make_parser(
@@ -388,7 +388,7 @@ on the new data, and certified on a part of it. Graphs and profile stay.""",
     add_bundle(parser, "adapt")
     add_data(parser, "samples of the new load; labels (optional) are for the report")
     add_grouping(parser, parser, None)
-    add_target(parser, REPLACED, "a bundle that is at --output")
+    add_target(parser, REPLACED, "a bundle at --output")
     add_dry_run(parser, "only print what would change")
     parser.add_argument("--anew", action="store_true",
                         help="search the exits from scratch by rehearsal, instead of moving those "
@@ -400,13 +400,13 @@ on the new data, and certified on a part of it. Graphs and profile stay.""",
 
 
 def profile_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile profile``."""
+    """Return the parser of ``eecompile profile``."""
     parser = make_parser(
         "profile",
         """\
 Measure a bundle's profile again on this machine, print what its policy is
 predicted to save here, and write it. Graphs, policy and promise stay. A profile
-of a GPU, for the plans of a cluster, is written to a file of its own.""",
+of a GPU, for the plans of a cluster, is written to a separate file.""",
         short=("--threads", "--output", "--backend", "--device", "--json"),
         illegal=PROFILE,
         examples={
@@ -415,24 +415,24 @@ of a GPU, for the plans of a cluster, is written to a file of its own.""",
         },
     )
     add_bundle(parser, "measure")
-    add_target(parser, REPLACED, "a bundle that is at --output")
+    add_target(parser, REPLACED, "a bundle at --output")
     add_dry_run(parser, "only print what was measured")
     parser.add_argument("--threads", type=values.positive, metavar="N",
                         help="threads of each graph (default: as the bundle was "
                         "profiled)")  # fmt: skip
     parser.add_argument("--backend", choices=("onnxruntime", "tensorrt", "cuda"),
                         default="onnxruntime", metavar="NAME",
-                        help="what is measured: onnxruntime (the CPU), or on a GPU tensorrt (with "
+                        help="engine to measure: onnxruntime (the CPU), or on a GPU tensorrt (with "
                         "engines of eecompile build, in fp32) or cuda")  # fmt: skip
-    parser.add_argument("--device", default="cuda:0", metavar="cuda:N", help="the GPU")
+    parser.add_argument("--device", default="cuda:0", metavar="cuda:N", help="GPU to measure")
     parser.add_argument("--json", type=Path, metavar="FILE",
-                        help="write the profile to this file alone, for a cluster file to "
+                        help="write the profile only to this file, which a cluster file can "
                         "name")  # fmt: skip
     return parser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile build``."""
+    """Return the parser of ``eecompile build``."""
     parser = make_parser(
         "build",
         """\
@@ -451,32 +451,32 @@ is kept.""",
     )
     add_bundle(parser, "build for")
     add_data(parser, "calibration data of the bundle.\nEngines are verified on it, and it shows "
-             "what fp16 and int8 cost in answers", required=False)  # fmt: skip
-    add_seed(parser, "seed of the compilation, by which the samples that certified are found "
-             "again in its data")  # fmt: skip
+             "how fp16 and int8 change answers", required=False)  # fmt: skip
+    add_seed(parser, "seed of the compilation, which identifies the certification samples "
+             "in its data")  # fmt: skip
     add_engine_arguments(parser.add_argument_group("engines"))
     run = parser.add_argument_group("what is done")
-    run.add_argument("--rebuild", action="store_true", help="build engines that still fit, too")
+    run.add_argument("--rebuild", action="store_true", help="also build engines that still fit")
     run.add_argument("--prune", action="store_true",
-                     help="remove engines that this run does not ask for, also those of other "
+                     help="remove engines that this run does not need, including those of other "
                      "GPUs, versions and precisions")  # fmt: skip
     run.add_argument("--beside-serving", action="store_true",
-                     help="as a server that uses the same GPU has it done: for the sizes and with "
-                     "the settings of the engines that are there, in at most 1 GiB of the GPU's "
+                     help="build as a server on the same GPU does: for the sizes and with "
+                     "the settings of the existing engines, in at most 1 GiB of the GPU's "
                      "memory")  # fmt: skip
     add_dry_run(run, "only list what would be built, and why; needs no GPU")
     return parser
 
 
 def export_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile export``."""
+    """Return the parser of ``eecompile export``."""
     parser = make_parser(
         "export",
         """\
-Write a bundle as one ONNX file, which runs wherever ONNX Runtime does, without
+Write a bundle as one ONNX file, which runs in any ONNX Runtime, without
 Offramp: inputs and output are the source model's, and easy samples leave early
 inside the file. It is compared with the bundle on every sample of --data, and
-written only if it gives the same answers at the same exits. Other servers take
+written only if it returns the same answers at the same exits. Other servers load
 it from a model repository; they do not audit answers, watch for drift or renew
 certificates, as eeserve does.""",
         short=("--data", "--output", "--overwrite", "--with-exits", "--triton", "--kserve"),
@@ -487,16 +487,16 @@ certificates, as eeserve does.""",
         },
     )
     add_bundle(parser, "export")
-    # Not required=True: a repository may be all that is asked for.
+    # Not required=True: a repository may be the only output.
     parser.add_argument("--output", type=Path, metavar="FILE.onnx", help="file to write")
-    # Not required=True: the error for a missing one says in one line why it is needed.
-    add_data(parser, "calibration data to verify with (always needed: a bundle does not hold "
+    # Not required=True: the error for missing data explains in one line why they are needed.
+    add_data(parser, "calibration data to verify with (always needed: a bundle does not contain "
              "them)", required=False)  # fmt: skip
     parser.add_argument("--with-exits", action="store_true",
                         help="add the outputs exit (index of the exit that answered, -1 for the "
                         "model's end) and confidence")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true",
-                        help="replace a file or an exported model that is there")  # fmt: skip
+                        help="replace an existing file or exported model")  # fmt: skip
     servers = parser.add_argument_group("model repositories of other servers")
     servers.add_argument("--triton", type=Path, metavar="DIR",
                          help="write DIR/NAME for Triton's ONNX Runtime backend")  # fmt: skip
@@ -504,24 +504,24 @@ certificates, as eeserve does.""",
                          help="write DIR/NAME and DIR/config.json for OpenVINO Model Server; may "
                          "be the folder of --triton")  # fmt: skip
     servers.add_argument("--kserve", metavar="URI",
-                         help="write DIR/NAME.kserve.yaml too, by which KServe runs Triton on a "
+                         help="also write DIR/NAME.kserve.yaml, with which KServe runs Triton on a "
                          "copy of DIR at URI; needs --triton")  # fmt: skip
     servers.add_argument("--name", metavar="NAME",
-                         help="name of the model there (default: that of the bundle)")  # fmt: skip
+                         help="name of the model there (default: the bundle's name)")  # fmt: skip
     return parser
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the options; one that is not given is absent from the namespace."""
+    """Add the options of engines; options that are left out are absent from the namespace."""
     add = partial(group.add_argument, default=argparse.SUPPRESS)
     add("--device", metavar="DEVICE",
         help="GPU to build on and for (default: cuda:0)")  # fmt: skip
     add("--precision", choices=["auto", *PRECISIONS],
         help="arithmetic inside the engines (default: fp32).\nInputs, outputs and exits stay "
-        "fp32. auto: the precision that saves most time of those that --data certify, timed "
-        "here")  # fmt: skip
+        "fp32. auto: of the precisions that --data certify, the one that saves most time, as "
+        "timed here")  # fmt: skip
     add("--batch-profiles", metavar="A,B-C,…",
-        help=f"batch sizes that an engine takes (default: {DEFAULT_BATCHES}).\nEach range is tuned "
+        help=f"batch sizes of each engine (default: {DEFAULT_BATCHES}).\nEach range is tuned "
         "for its upper end")  # fmt: skip
     add("--buckets", metavar="NAME=A,B,…", action="append",
         help="upper ends of ranges of another symbolic size, such as sequence=32,64,128; may be "
@@ -529,27 +529,27 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add("--parts", metavar="A,B",
         help="parts to build engines of: source, stages, segments (default: all)")  # fmt: skip
     add("--units", metavar="NAME,NAME",
-        help="single engines to build, by their names in the table that a build prints, such as "
-        "00-01-exit1: needed when other exits come into use")  # fmt: skip
+        help="single engines to build, by their names in the table that build prints, such as "
+        "00-01-exit1: needed when other exits become active")  # fmt: skip
     add("--workspace", type=values.gib, metavar="GIB",
-        help="most GPU memory for scratch (default: all that is free)")  # fmt: skip
+        help="most GPU memory for scratch (default: all free memory)")  # fmt: skip
     add("--optimization-level", type=int, metavar="N",
         help="0 to 5: how long TensorRT searches for faster engines (default: 3)")  # fmt: skip
     add("--accept-disagreement", action="store_true",
-        help="build although fp16 or int8 alone uses up the bundle's promise, and serve its policy "
-        "as it is")  # fmt: skip
+        help="build although fp16 or int8 alone uses up the bundle's promise, and keep its "
+        "policy unchanged")  # fmt: skip
 
 
 def chooses_precision(options: argparse.Namespace) -> bool:
-    """Whether engines of several precisions are to be tried."""
+    """Return whether to try engines of several precisions."""
     return getattr(options, "precision", None) == "auto"
 
 
 def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
-    """Read the engine options, and fill in the defaults; EngineOptionsError if malformed."""
+    """Return the engine options with defaults filled in; EngineOptionsError if malformed."""
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_ARGUMENTS}
     if chooses_precision(options):
-        del given["precision"]  # each build that is tried has another one
+        del given["precision"]  # each build that is tried sets its own
     readers: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "batch_profiles": ("batches", parse_batches),
         "buckets": ("buckets", lambda texts: tuple(parse_buckets(texts).items())),
@@ -571,12 +571,12 @@ def _level(level: int) -> int:
 
 
 def wrap_parser() -> argparse.ArgumentParser:
-    """Make the parser of ``eecompile wrap``."""
+    """Return the parser of ``eecompile wrap``."""
     parser = LayeredParser(prog="eecompile wrap", description=_WRAP)
     parser.add_argument("model", type=Path, metavar="MODEL.onnx", help="model to serve")
     parser.add_argument("--output", type=Path, metavar="DIR",
                         help="bundle to write (default: MODEL.ee)")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="replace a bundle that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing bundle")
     parser.add_argument("--answer", metavar="NAME",
                         help="output to serve (default: the only one)")  # fmt: skip
     parser.add_argument("--task", choices=["auto", *TASK_KINDS], default="auto", metavar="TASK",

@@ -1,4 +1,4 @@
-"""``eecompile``: make a multi-exit bundle of an ONNX model."""
+"""``eecompile``: makes a bundle with exits from an ONNX model."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _without(error: ImportError, options: argparse.Namespace) -> str:
-    """Return what to install where a package is missing."""
+    """Return the message for a missing package, with the command that installs it."""
     remedy = getattr(options, "missing", None)
     if remedy is not None:
         return f"{options.model}: {remedy} ({error})"
@@ -109,7 +109,7 @@ def _libraries(paths: Sequence[Path]) -> AbstractContextManager[None]:
 
 
 def _target_of(options: argparse.Namespace) -> Path:
-    """Return the place that a command may write to, for messages about interruptions."""
+    """Return the path that a command may write to, for messages about interruptions."""
     output: Path | None = getattr(options, "output", None)
     repository = getattr(options, "triton", None) or getattr(options, "ovms", None)
     if output is None and repository is not None:
@@ -214,7 +214,7 @@ COMMANDS = {
     **{name: Command(*found, SUMMARIES[name]) for name, found in _RUN.items()},
     **commands_of_extensions(),
 }
-"""The subcommands by name; any other argument is a model to compile, also ./NAME."""
+"""Subcommands by name; any other argument is a model to compile, also ./NAME."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The answers that the engine gives, and what it tells about its models."""
+"""The engine's answers, and its descriptions of models."""
 
 from __future__ import annotations
 
@@ -22,60 +22,60 @@ class EngineResult:
     """The answer to one request of n samples."""
 
     outputs: Mapping[str, NDArray[Any]]
-    """By output name, first dimension n."""
+    """Outputs by name, first dimension n."""
     exits: NDArray[np.int32]
     """[n]: index of the exit that answered (``Manifest.exits``), or ``MODEL_END``."""
     confidences: NDArray[np.float32]
     """[n]: confidence of the answer, 0 to 1."""
     forced: NDArray[np.bool_]
-    """[n]: whether the sample had to leave there, below the exit's threshold, to be in time."""
+    """[n]: whether the sample was forced out there, below the exit's threshold, to be in time."""
     policy_version: int
     variants: NDArray[np.int16]
-    """[n]: the variant that answered, whose exits ``exits`` counts; 0 is the full model."""
+    """[n]: variant that answered, whose exits ``exits`` counts; 0 is the full model."""
     details: Mapping[str, str] = field(default_factory=dict)
-    """Parameters of the response besides, by name."""
+    """Further parameters of the response, by name."""
 
 
 class ResultKind(StrEnum):
-    """The kinds of answers that ``infer_stream`` of an engine yields."""
+    """Kinds of answers that an engine's ``infer_stream`` yields."""
 
     ANSWER = "answer"
     """The only answer."""
     EARLY = "early"
-    """Exits answered; the model's end has yet to be heard on some of the samples."""
+    """The answer of exits; the model's end has yet to answer some of the samples."""
     CONFIRMATION = "confirmation"
-    """The model's end agrees with the early answer."""
+    """The second answer: the model's end agrees with the early answer."""
     CORRECTION = "correction"
-    """The model's end disagrees about some sample."""
+    """The second answer: the model's end disagrees on at least one sample."""
     PART = "part"
-    """A part of the answer, of any number; more follow."""
+    """A part of an answer with any number of parts; more follow."""
     LAST = "last"
     """The last part of the answer."""
 
     @property
     def more(self) -> bool:
-        """Whether another answer or part follows, unless it is lost."""
+        """True if another answer or part follows, unless it is lost."""
         return self in (ResultKind.EARLY, ResultKind.PART)
 
     @property
     def partial(self) -> bool:
-        """Whether it adds to the results before, in the place of telling all of them again."""
+        """True if it adds to the earlier results, rather than replaces them."""
         return self in (ResultKind.PART, ResultKind.LAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamResult(EngineResult):
-    """One answer to a request, of which there may be two; or one of any number of parts."""
+    """One of at most two answers to a request, or one of any number of parts."""
 
     kind: ResultKind
     final: NDArray[np.bool_]
     """[n]: whether the sample's answer is the unmodified model's."""
     corrected: NDArray[np.bool_]
-    """[n]: whether the model's own answer does not agree with the early one."""
+    """[n]: whether the model's own answer disagrees with the early one."""
 
     @classmethod
     def first(cls, answer: Answer, request: Request) -> Self:
-        """Give the first answer to a request, ``answer`` being the model's own."""
+        """Return the first answer to a request; ``answer`` is the model's output specification."""
         assert request.first.values is not None
         return cls(
             outputs={answer.output: answer.served(request.first.values)},
@@ -91,7 +91,7 @@ class StreamResult(EngineResult):
 
     @classmethod
     def second(cls, answer: Answer, request: Request) -> Self:
-        """Give the first answer, with the model's own answers where there are any."""
+        """Return the second answer: the first, with the model's own answers where known."""
         first, final = request.first, request.final
         assert first.values is not None
         assert final is not None
@@ -117,45 +117,45 @@ class StreamResult(EngineResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StringSpec(TensorSpec):
-    """An input or output of strings, each ``bytes``, which no model of a bundle has."""
+    """An input or output of strings, each ``bytes``; bundles have none."""
 
     dtype: str = "object"
 
     def __post_init__(self) -> None:
-        """Take the one dtype that numbers do not have."""
+        """Accept the dtype ``object``, which :class:`TensorSpec` refuses."""
 
     def describe(self) -> str:
-        """``text: bytes [1]``, for messages."""
+        """Return a description such as ``text: bytes [1]``, for messages."""
         return f"{self.name}: bytes [{', '.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """The facts about a served model that clients are told."""
+    """Facts about a served model that are sent to clients."""
 
     name: str
     inputs: tuple[TensorSpec, ...]
     unread: frozenset[str] = frozenset()
-    """Names of the inputs that nothing reads, which requests may leave out."""
+    """Names of inputs that the graph does not read, and requests may leave out."""
     optional: frozenset[str] = frozenset()
     """Names of other inputs that requests may leave out."""
     outputs: tuple[TensorSpec, ...]
     decoupled: bool = False
-    """Whether a request on a stream is answered in any number of parts, unless asked otherwise."""
+    """True if a request on a stream gets any number of parts, unless it asks otherwise."""
     answer: Answer | None
-    """``None`` where answers are of a kind that only the engine of the model knows."""
+    """The model's answer; ``None`` for a kind that only the model's engine knows."""
     platform: str
-    """For instance ``offramp_onnxruntime-cpu``."""
+    """Platform name, for instance ``offramp_onnxruntime-cpu``."""
     max_batch_size: int
-    """Most samples of a batch; 0 if the first dimension of tensors is none of samples."""
+    """Most samples in a batch; 0 if the first dimension of tensors is not the batch."""
     policy: ExitPolicy
-    """The exit policy in force, with the promise that it was certified for."""
+    """The active exit policy, with its certified promise."""
     scheduling: str
     variants: tuple[str, ...] = ()
-    """Names of the variants that may answer in the model's place, from number 1 on."""
+    """Names of the variants that may answer in place of the model, from number 1 on."""
     class_losses: tuple[ClassLoss, ...] = ()
-    """Disagreement of the policy by class of the model, counted on the calibration data."""
+    """Disagreement of the policy by the model's class, counted on the calibration data."""
     promise: str | None = None
-    """The promise in words, where it is no certificate of ``policy``; without a full stop."""
+    """The promise in words, without a full stop, if it is not a certificate of ``policy``."""
     notes: tuple[str, ...] = ()
-    """Sentences on how the model is served otherwise than asked for, without full stops."""
+    """Sentences, without full stops, on differences between the request and how it is served."""

@@ -1,4 +1,4 @@
-"""The command line of ``eeserve``: its options, by what they are about."""
+"""The command line of ``eeserve``, with its options grouped by topic."""
 
 from offramp.server.arguments.command_line import (
     Arguments,

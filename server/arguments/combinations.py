@@ -1,9 +1,9 @@
 """Combinations of settings that ``eeserve`` refuses: one table, checked in one place.
 
-The table holds for the command line and for the configuration file. A setting that has no effect
-is refused where it is given, so that nobody relies on it: on the command line always, in a file if
-the file itself makes it ineffective. So one file serves in every ``--mode``. Values that
-contradict each other within one set of options are checked by that class (:class:`EngineOptions`,
+The table applies to the command line and to the configuration file. A setting without effect is
+refused, so that nobody relies on it: always on the command line, and in a file if the file itself
+makes the setting ineffective. So one file works with every ``--mode``. Values that contradict each
+other within one set of options are checked by that class (:class:`EngineOptions`,
 :class:`ModelOptions`, :class:`ServerOptions`), for programs too.
 """
 
@@ -36,7 +36,7 @@ _NO_EXIT: Final = "no exit runs in that mode; leave it out, or choose another --
 _LEARNING: Final = ("--learn-samples", "--learn-folder", "--learn-gib", "--learn-keep")
 _NOT_LEARNING: Final = "nothing is recorded; leave it out, or add --learn"
 ONNX_FILE: Final = "MODEL.onnx"
-"""Stands for a model that is an ONNX file, where options need one."""
+"""Placeholder in the table for "one of the models is an ONNX file"."""
 _ON_CPU: Final = "--backend onnxruntime|openvino"
 _ON_GPU: Final = "--backend tensorrt|cuda"
 _NO_GPU: Final = "that backend runs on the CPU; leave it out, or choose --backend tensorrt or cuda"
@@ -114,11 +114,11 @@ TABLE: Final = (
         why="nothing else writes a report; leave it out, or add --self-check",
     ),
 )
-"""Every row's ``option`` is a flag without a value: the setting that would have no effect."""
+"""Rows whose ``option``, a flag without its value, is the setting that would have no effect."""
 
 
 def combinations() -> tuple[Illegal, ...]:
-    """Return the whole table, that of extensions with it."""
+    """Return the whole table, including the rows of extensions."""
     added = (row for extension in extensions_for("server") for row in extension.combinations)
     return *added, *TABLE
 
@@ -130,18 +130,18 @@ def refuse_illegal_settings(
     file: Configuration,
     models: Collection[Path],
 ) -> None:
-    """Refuse the first combination of the table that command line or file have.
+    """Refuse the first forbidden combination in the command line or the file.
 
     Args:
-        parser: The parser of the command line.
-        given: The command line.
-        flags: Flags that it gives.
-        file: The configuration file.
-        models: All models that are to be served.
+        parser: Parser of the command line.
+        given: Parsed command line.
+        flags: Flags on the command line.
+        file: Configuration file.
+        models: Paths of all models to serve.
 
     Raises:
-        IllegalCombinationError: Of the command line, or of it with the file.
-        ConfigurationError: Of the file alone.
+        IllegalCombinationError: The command line has one, alone or with the file.
+        ConfigurationError: The file alone has one.
     """
     usual = {**values_of(EngineOptions(mode=DEFAULT_MODE)), **values_of(ModelOptions())}
     for extension in extensions_for("server"):
@@ -166,7 +166,7 @@ def _refuse(
     flags: Collection[str],
     models: Collection[Path],
 ) -> None:
-    """Refuse combinations in which one of some options has no effect."""
+    """Refuse combinations in which one of ``options`` has no effect."""
     rows = [row for row in combinations() if row.option in options]
     may_have_onnx = any(map(is_onnx_file, models)) or "--model-repository" in flags
     onnx_files = {ONNX_FILE} if may_have_onnx else set()
@@ -174,15 +174,15 @@ def _refuse(
 
 
 class _Settings(NamedTuple):
-    """Settings of a file that act together."""
+    """Settings of a file that are active together."""
 
     name: str
-    """Tables that they are in."""
+    """Names of their tables."""
     engine: Mapping[str, Any]
     settings: Mapping[str, Any]
-    """Those that are to be checked, with what ``engine`` says."""
+    """Settings to check, together with those of ``engine``."""
     models: Collection[Path]
-    """Models that they are about."""
+    """Paths of the models that they apply to."""
 
 
 def _tables(file: Configuration, models: Collection[Path]) -> Iterator[_Settings]:
@@ -194,17 +194,17 @@ def _tables(file: Configuration, models: Collection[Path]) -> Iterator[_Settings
 
 
 def _of_engine(file: Configuration) -> dict[str, Any]:
-    """Return the settings of all models; a table ``[learning]`` stands for ``--learn``."""
+    """Return the settings of all models; a table ``[learning]`` means ``--learn``."""
     return {**file.server, **file.engine, **({} if file.learning is None else {"learning": True})}
 
 
 def _by_flag(
     parser: LayeredParser, settings: Mapping[str, Any], *, all_of_them: bool = False
 ) -> dict[str, object]:
-    """Return settings by the flag of each, without those that have none.
+    """Return settings by their flags; settings without a flag are left out.
 
-    A flag without a value, such as ``--no-state``, stands for one value of its setting: it is left
-    out where the setting has the other one, unless ``all_of_them`` are asked for.
+    A flag without a value, such as ``--no-state``, means one value of its setting. It is left out
+    if the setting has the other value, unless ``all_of_them`` is true.
     """
     found: dict[str, object] = {}
     for action in parser.options():
@@ -217,11 +217,11 @@ def _by_flag(
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:
-    """Return values with the policy's name alone, whatever exit it is fixed at."""
+    """Return values in which a policy is its name only, without the exit it is fixed at."""
     return {f: v.name if isinstance(v, PolicyName) else v for f, v in values.items()}
 
 
 def _with_keys(parser: LayeredParser, text: str) -> str:
-    """Return a message with the keys of the file in place of flags."""
+    """Return a message with the file's keys in place of flags."""
     keys = {f: key_of(action.dest) for action in parser.options() for f in action.option_strings}
     return re.sub(r"--[a-z-]+", lambda found: keys.get(found[0], found[0]), text)

@@ -1,4 +1,4 @@
-"""The command line of ``eeserve``, joined with the configuration file that it may name."""
+"""The command line of ``eeserve``, merged with the configuration file."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ from offramp.server.arguments.server_groups import (
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the logging options."""
     options = OptionGroup(parser, "logging", None, LoggingOptions(), ServerOptions())
     levels = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
     options.add("--log-level", levels, metavar="LEVEL", choices=LEVELS)
     options.add(
         "--log-format",
-        "human: lines for people; json: an object a line",
+        "human: readable lines; json: one JSON object a line",
         metavar="FORMAT",
         choices=FORMATS,
     )
     options.switch(
         "--access-log",
-        "log a line for every request: peer, method, model, status code, milliseconds, rows",
+        "log one line for each request: peer, method, model, status code, milliseconds, rows",
     )
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options that name models."""
     group = parser.add_argument_group(
         "models",
         "A model's table [models.NAME] of --config overrules the command line, which\n"
@@ -71,7 +71,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         nargs="*",
         type=Path,
-        help="ONNX file, or bundle that eecompile wrote;\n"
+        help="ONNX file, or bundle written by eecompile;\n"
         "served under its name without .onnx or .ee; an ONNX file is served as it is, without "
         "exits",
     )
@@ -87,21 +87,21 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "--answer",
         metavar="OUTPUT",
         default=argparse.SUPPRESS,
-        help="output to serve of ONNX files that have several",
+        help="output to serve, for ONNX files with several outputs",
     )
     group.add_argument(
         "--task",
         metavar="TASK",
         choices=TASK_KINDS,
         default=argparse.SUPPRESS,
-        help="kind of the answer of ONNX files, which decides when two answers agree: "
-        f"{', '.join(TASK_KINDS)} (default: by its shape)",
+        help="kind of answer of ONNX files, which decides when two answers agree: "
+        f"{', '.join(TASK_KINDS)} (default: by the output's shape)",
     )
     group.add_argument(
         "--config",
         metavar="FILE",
         type=Path,
-        help="TOML file with models and settings of each",
+        help="TOML file with models and their settings",
     )
     group.add_argument(
         "--custom-ops",
@@ -109,25 +109,25 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         type=Path,
-        help="library with operators that ONNX Runtime does not have, for --backend onnxruntime; "
-        "may be repeated. It is code: no library is loaded that is not named here",
+        help="library of operators that ONNX Runtime lacks, for --backend onnxruntime; "
+        "may be repeated. It contains code: only the libraries named here are loaded",
     )
     group.add_argument(
         "--criterion-module",
         metavar="FILE.py:NAME",
         action="append",
         default=[],
-        help="your own criterion, which a bundle was compiled with; on the CPU; may be repeated. "
-        "It is code, as --custom-ops is",
+        help="your own criterion that a bundle was compiled with, for the CPU; may be repeated. "
+        "It contains code, as --custom-ops does",
     )
 
 
 def name_models(
     bundles: Sequence[Path], named: Sequence[tuple[str, Path]], *, may_be_none: bool = False
 ) -> dict[str, Path]:
-    """Return paths of models by name: as given, or the path's name without ``.ee`` or ``.onnx``.
+    """Return model paths by name: the given name, or the path's without ``.ee`` or ``.onnx``.
 
-    Raises ValueError if two have the same name, or there is none unless ``may_be_none``.
+    Raise ValueError if two have the same name, or if there is none and ``may_be_none`` is false.
     """
     unnamed = [(_name_of(path), path) for path in bundles]
     models: dict[str, Path] = {}
@@ -135,7 +135,7 @@ def name_models(
         if name in models:
             raise ValueError(
                 f"two models are named {name!r}: {models[name]} and {path}; "
-                f"give one another name, for instance --model {name}-2={path}"
+                f"rename one of them, for instance --model {name}-2={path}"
             )
         models[name] = path
     if not models and not may_be_none:
@@ -152,14 +152,14 @@ def _name_of(path: Path) -> str:
 
 
 def add_checking(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options of the self-check."""
     group = parser.add_argument_group(
-        "checking", "Check the machine, above all a GPU, before anything is served."
+        "checking", "Check the machine, mainly its GPU, before you serve."
     )
     group.add_argument(
         "--self-check",
         action="store_true",
-        help="serve nothing: for about a minute, compare stages with ONNX Runtime, kernels with "
+        help="serve nothing; for about a minute, compare stages with ONNX Runtime, kernels with "
         "numpy, CUDA graphs with plain launches, and memory before and after; exit status 0 if no "
         "check failed, else 1",
     )
@@ -167,12 +167,12 @@ def add_checking(parser: argparse.ArgumentParser) -> None:
         "--json",
         metavar="FILE",
         type=Path,
-        help="write the figures of the self-check there",
+        help="write the self-check's measurements to this file",
     )
 
 
 def _check_report(path: Path | None) -> None:
-    """Refuse, by a ValueError, a report that cannot be written."""
+    """Raise ValueError if the report cannot be written."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ValueError(f"--json {path} cannot be written: {what}; name a file in one that exists")
@@ -203,52 +203,52 @@ _COMMANDS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """A command line that was understood."""
+    """A parsed and checked command line, with its configuration file."""
 
     models: Mapping[str, Path]
-    """Bundle folders and ONNX files by the name that they are served under."""
+    """Bundle folders and ONNX files by their names in the server."""
     engine: EngineOptions
     server: ServerOptions
     log_level: str
     log_format: str
     has_file: bool = False
-    """Whether a configuration file says more than the command line."""
+    """True if a configuration file was read."""
     self_check: bool = False
-    """Whether to check, and serve nothing."""
+    """True if the server only checks the machine and serves nothing."""
     json: Path | None = None
-    """File that the report of the check is written to."""
+    """File for the report of the check."""
     custom_ops: tuple[Path, ...] = ()
-    """Libraries of operators, which the process loads."""
+    """Libraries of operators that the process loads."""
     criterion_modules: tuple[str, ...] = ()
-    """``FILE.py:NAME`` of users' criteria, which the process runs."""
+    """``FILE.py:NAME`` of users' criteria, whose code the process runs."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Read ``argv``, the process's own by default, and the file that ``--config`` names.
+    """Parse ``argv``, by default the process's own, and the file that ``--config`` names.
 
     Raises:
-        SystemExit: With code 2 and the reason on stderr, or with 0 after ``--help``.
+        SystemExit: Code 2, with the reason on stderr, or 0 after ``--help``.
     """
     parser = make_parser()
     try:
         return _understand(parser, argv)
     except (ConfigurationError, SettingError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")  # --help says nothing about a file
+        parser.exit(2, f"{parser.prog}: {error}\n")  # --help does not describe the file
     except ValueError as error:
         parser.error(str(error))
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """Read ``argv``, which was understood before, and its file once more.
+    """Parse ``argv``, which was valid before, and read its file again.
 
     Raises:
-        ConfigurationError, SettingError, ValueError: The file is wrong now.
+        ConfigurationError, SettingError, ValueError: The file is invalid now.
     """
     return _understand(make_parser(), argv)
 
 
 def make_parser() -> LayeredParser:
-    """Make the parser of ``eeserve``."""
+    """Return the parser of ``eeserve``."""
     parser = LayeredParser(
         prog="eeserve",
         description=_DESCRIPTION,
@@ -316,7 +316,7 @@ def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
 def _server_options(
     given: argparse.Namespace, file: Configuration
 ) -> tuple[ServerOptions, LoggingOptions]:
-    """Return what the file says of server and logging, overruled by the command line."""
+    """Return the file's settings of server and logging, overridden by the command line."""
 
     def settings(kind: type[Any]) -> dict[str, Any]:
         names = {each.name for each in fields(kind)}

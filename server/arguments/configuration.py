@@ -6,18 +6,18 @@
     streams = 2
     [defaults]                # fields of ModelOptions, for every model
     policy = "run-through"
-    [learning]                # fields of LearnOptions; the table stands for --learn
-    [models.fashion]          # the same as in [defaults], for this one
+    [learning]                # fields of LearnOptions; the table means --learn
+    [models.fashion]          # as in [defaults], for one model
     path = "fashion.ee"       # relative to this file
     policy = "slackfit"
     slo_ms = 20
     max_disagreement = 0.005
-    [server]                  # fields of ServerOptions and of its parts, and of LoggingOptions
+    [server]                  # fields of ServerOptions, of its parts, and of LoggingOptions
     grpc_port = 9001
     token_file = "tokens"     # relative to this file
 
-Keys and their types are read off the dataclasses, so that a new option is a new key. What a
-model's table says goes before the command line, which goes before all other tables.
+Keys and their types come from the dataclasses, so a new option is a new key. A model's table
+overrides the command line, which overrides all other tables.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _Options: TypeAlias = type[EngineOptions | ModelOptions | LearnOptions]
 
 
 class ConfigurationError(ValueError):
-    """A configuration file is wrong; the message names file, key and what was expected."""
+    """A configuration file is invalid; the message names the file, the key and the expectation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +67,14 @@ class ConfiguredModel:
     """A table ``[models.NAME]``."""
 
     path: Path
-    """The bundle folder."""
+    """The bundle folder or ONNX file."""
     settings: Mapping[str, Any]
-    """Fields of :class:`ModelOptions` that the table names."""
+    """Fields of :class:`ModelOptions` that the table sets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """The settings that a configuration file makes; an empty one stands for no file."""
+    """The settings in a configuration file; an empty object means that there is no file."""
 
     source: Path | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -94,20 +94,21 @@ class Configuration:
         defaults: Mapping[str, Any],
         learning: Mapping[str, Any] | None = None,
     ) -> EngineOptions:
-        """The engine's options, with what the command line says of engine and defaults.
+        """Return the engine's options: the file's settings, overridden by the command line.
 
-        What extensions' settings name is looked for once it is settled which of the two says so.
+        Paths in extensions' settings are resolved after overriding.
 
         Args:
             engine: Fields of :class:`EngineOptions`, and of extensions' settings.
             defaults: Fields of :class:`ModelOptions`.
-            learning: Fields of :class:`LearnOptions`; ``None`` where the command line does not ask
-                for it.
+            learning: Fields of :class:`LearnOptions`; ``None`` if the command line does not ask for
+            learning.
 
         Raises:
-            ConfigurationError: The file's settings do not go together, or name what is wrong.
-            SettingError: The command line names what is wrong.
-            ValueError: What the command line says does not go together.
+            ConfigurationError: The file's settings contradict each other or refer to something
+                invalid.
+            SettingError: A setting of the command line refers to something invalid.
+            ValueError: The command line's settings contradict each other.
         """
         common = {**self.defaults, **defaults}
         overruled = self._overruled(engine)
@@ -144,12 +145,12 @@ class Configuration:
             raise ConfigurationError(f"{self.source}: [engine]{besides}: {error}") from error
 
     def _overruled(self, engine: Mapping[str, Any]) -> frozenset[str]:
-        """What the file says of the engine, and the command line says in another way."""
+        """Return the engine settings of the file that the command line replaces by another name."""
         return _ALTERNATIVES if _ALTERNATIVES & engine.keys() else frozenset()
 
 
 def read_configuration(path: Path) -> Configuration:
-    """Read a file, or raise ConfigurationError with what in it is not what it may hold."""
+    """Read a file; raise ConfigurationError for invalid content."""
     document = _load(path)
     _refuse_unknown(document, TABLES, f"{path}", "table")
     models = _table(document, "models", f"{path}: [models]")
@@ -164,9 +165,9 @@ def read_configuration(path: Path) -> Configuration:
 
 
 def model_options(where: str, settings: Mapping[str, Any], base: ModelOptions) -> ModelOptions:
-    """Return options of a model with other settings, as a table ``[models.NAME]`` has them.
+    """Return a model's options with some settings replaced, as by a table ``[models.NAME]``.
 
-    ``where`` they are from is for the message of the ConfigurationError.
+    ``where`` is the source of the settings, for the message of the ConfigurationError.
     """
     changed = _settings((ModelOptions,), _Table(where, settings))
     try:
@@ -193,7 +194,7 @@ def _learning(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """A table and where it is, for messages."""
+    """A table and its location in the file, for messages."""
 
     where: str
     content: Mapping[str, Any]
@@ -201,13 +202,13 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The values that a key may be set to."""
+    """The accepted values of a key."""
 
     expected: str
     types: tuple[type, ...]
-    """Of the TOML value, exactly: a boolean is no number."""
+    """Exact types of the TOML value: a boolean is not a number."""
     convert: Callable[[Any], Any]
-    """May raise ValueError, with what is wrong."""
+    """Converter of the value; raises ValueError with the reason."""
 
 
 def _one_of(*names: str) -> Callable[[str], str]:
@@ -248,7 +249,7 @@ _KINDS_BY_FIELD: Final = {
     "load_model": _Kind("an array of strings", (list,), _strings),
 }
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
-"""Keys that are not called like their field."""
+"""Keys that differ from the field's name."""
 TABLES: Final = ("engine", "learning", "defaults", "models", "server")
 """Tables of a file."""
 SERVER_PARTS: Final[Mapping[str, type[Any]]] = {
@@ -256,13 +257,13 @@ SERVER_PARTS: Final[Mapping[str, type[Any]]] = {
     "keepalive": KeepaliveOptions,
     "security": SecurityOptions,
 }
-"""Fields of :class:`ServerOptions` that are options in turn, whose fields are keys of [server]."""
+"""Fields of :class:`ServerOptions` that hold options, whose fields are keys of [server]."""
 _NO_KEYS: Final = ("defaults", "models", "devices", "extensions", "learning", *SERVER_PARTS)
-"""Fields that are tables of their own, or that only programs set."""
+"""Fields that have their own tables, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
-"""Two ways to say one thing: who says one on the command line overrules both in the file."""
+"""Two forms of one setting; one on the command line overrides both in the file."""
 _SHOWN: Final = 80
-"""Characters of a value that a message shows."""
+"""Most characters of a value in a message."""
 _TOML_TYPES: Final = {
     bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array",
     dict: "a table",
@@ -275,7 +276,7 @@ def _load(path: Path) -> dict[str, Any]:
         return tomllib.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: is not UTF-8, as TOML has to be: {error}") from error
-    except (ValueError, RecursionError) as error:  # a date that is none, lists too deep
+    except (ValueError, RecursionError) as error:  # also impossible dates, deep lists
         raise ConfigurationError(f"{path}: is not TOML: {error}") from error
 
 
@@ -310,7 +311,7 @@ def _model(folder: Path, models: _Table, name: str) -> ConfiguredModel:
 
 
 def _checked(options: _Options, table: _Table, besides: Iterable[str] = ()) -> dict[str, Any]:
-    """Read a table, and refuse what the options would."""
+    """Read a table, and refuse values that its options class refuses."""
     settings = _settings((options,), table, besides)
     try:
         options(**settings)
@@ -327,7 +328,7 @@ def engine_settings() -> tuple[type[Any], ...]:
 def _settings(
     options: Sequence[type[Any]], table: _Table, besides: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Read a table into fields of ``options``; ``besides`` are keys that it may have as well."""
+    """Read a table into fields of ``options``; ``besides`` are further keys that it may have."""
     hints = {name: hint for kind in options for name, hint in get_type_hints(kind).items()}
     every = [f for kind in options for f in fields(kind) if f.metadata.get("key", True)]
     names = {key_of(f.name): f.name for f in every}
@@ -342,7 +343,7 @@ def _settings(
 
 
 def key_of(field: str) -> str:
-    """Return the key that a file has for a field of the options."""
+    """Return the file's key for a field of the options."""
     return _KEYS_BY_FIELD.get(field, field)
 
 

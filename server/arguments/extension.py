@@ -1,4 +1,4 @@
-"""What an extension adds to ``eeserve``."""
+"""Interface of an extension to ``eeserve``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 
 class SettingError(ValueError):
-    """A setting of an extension names what is wrong, or not there: one line that says so."""
+    """A setting of an extension refers to something missing or invalid; the message is one line."""
 
     def __init__(self, message: str, key: str) -> None:
         """``key`` is the field of the setting."""
@@ -25,31 +25,32 @@ class SettingError(ValueError):
 class ServerExtension(Protocol):
     """The object ``EXTENSION`` of an extension's module ``for_server``.
 
-    One that also is a :class:`~offramp.server.common.joined.ModelOpener` serves a kind of models.
+    An extension that is also a :class:`~offramp.server.common.joined.ModelOpener` serves another
+    kind of model.
     """
 
     settings: type[Any]
-    """A dataclass whose fields are keys of ``[engine]``, and options of the command line."""
+    """Dataclass whose fields are keys of ``[engine]`` and options of the command line."""
     combinations: Sequence[Illegal]
-    """Combinations with its options that are refused."""
+    """Refused combinations that involve the extension's options."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Add options; those that are not given are absent from the namespace."""
+        """Add options; options that the user leaves out are absent from the namespace."""
         ...
 
     def engine_options(
         self, file: Mapping[str, Any], line: Mapping[str, Any], folder: Path | None
     ) -> Mapping[str, Any]:
-        """Return fields of :class:`.EngineOptions`, of what file and command line set.
+        """Return fields of :class:`.EngineOptions` made from the file and the command line.
 
         Args:
             file: Fields of :attr:`settings` that the configuration file sets.
-            line: Those that the command line sets, which overrule them.
-            folder: What paths in the file are relative to; ``None`` without one.
+            line: Fields that the command line sets; they override the file.
+            folder: Folder that paths in the file are relative to; ``None`` without a file.
 
         Raises:
-            SettingError: What a setting names is wrong.
-            ValueError: Settings do not go together.
+            SettingError: A setting refers to something invalid.
+            ValueError: Settings contradict each other.
         """
         ...
 
@@ -58,5 +59,5 @@ class ServerExtension(Protocol):
         ...
 
     def sections(self, statistics: ModelStatistics) -> Iterable[str]:
-        """Return parts of a model's place on the status page, as safe HTML."""
+        """Return HTML parts, safely escaped, for a model's section of the status page."""
         ...

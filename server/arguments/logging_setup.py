@@ -1,4 +1,4 @@
-"""Logging of the command line tools: on stderr, for people or, as JSON lines, for machines."""
+"""Logging of the command line tools to stderr: readable lines or JSON lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingOptions:
-    """What is logged, and how."""
+    """Level and format of the log."""
 
     log_level: str = "info"
     """One of :data:`LEVELS`."""
@@ -31,7 +31,7 @@ class LoggingOptions:
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: ``time`` (RFC 3339, UTC), ``level``, ``logger``, ``message``.
 
-    The facts of a line of the access log are fields of their own.
+    The facts of an access log line are fields of the object.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -50,9 +50,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(*, level: str, log_format: str) -> None:
-    """Configure the root logger; called once, by the command line.
+    """Configure the root logger; called once, by the command line tool.
 
-    ``level`` is that of our loggers; other packages' stay at ``warning`` or above.
+    ``level`` applies to our loggers; other packages log at ``warning`` or above.
     """
     handler = QueuedHandler(sys.stderr)
     human = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
@@ -64,9 +64,9 @@ def set_up_logging(*, level: str, log_format: str) -> None:
 
 
 def quiet_libraries() -> None:
-    """Log in one line each what clients cause, such as a call that breaks off, and print nothing.
+    """Log each failure that a client causes, such as a broken call, in one line.
 
-    gRPC and aiohttp log a traceback each time, and gRPC prints it as well.
+    gRPC and aiohttp would log a traceback each time, and gRPC would print it as well.
     """
     for name in ("grpc._cython.cygrpc", "aiohttp.server"):
         logging.getLogger(name).filters = [OneLineFilter()]
@@ -76,6 +76,6 @@ def quiet_libraries() -> None:
 
 
 def flush_log() -> None:
-    """Wait, for a second at most, until what was logged is written."""
+    """Wait until the log is written, for at most one second."""
     for handler in logging.getLogger().handlers:
         handler.flush()

@@ -1,4 +1,4 @@
-"""Groups of options of ``eeserve`` that a configuration file may set as well."""
+"""Option groups of ``eeserve`` whose options the configuration file may set as well."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from offramp.server.arguments.options import (
 
 
 def named_path(text: str) -> tuple[str, Path]:
-    """Read ``NAME=PATH``."""
+    """Parse ``NAME=PATH``."""
     name, separator, path = text.partition("=")
     if not (name and separator and path):
         raise argparse.ArgumentTypeError(
@@ -39,7 +39,7 @@ def named_path(text: str) -> tuple[str, Path]:
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A reader of whole numbers in [least, most]."""
+    """Return a parser of whole numbers in [least, most]."""
     span = f"from {least} to {most}" if most is not None else f"from {least} on"
 
     def parse(text: str) -> int:
@@ -55,7 +55,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def number(least: float, *, above: bool = False) -> Callable[[str], float]:
-    """A reader of finite numbers ≥ ``least``, or > ``least`` if ``above``."""
+    """Return a parser of finite numbers ≥ ``least``, or > ``least`` if ``above``."""
     span = f"above {least:g}" if above else f"from {least:g} on"
 
     def parse(text: str) -> float:
@@ -71,11 +71,11 @@ def number(least: float, *, above: bool = False) -> Callable[[str], float]:
 
 
 port = integer(0, 65535)
-"""A reader of port numbers; 0 asks for any free one."""
+"""Parser of port numbers; 0 chooses any free port."""
 
 
 def share(text: str) -> float:
-    """Read a number above 0, at most :data:`.MOST_SHARE`."""
+    """Parse a number above 0, at most :data:`.MOST_SHARE`."""
     try:
         value = float(text)
     except ValueError:
@@ -88,7 +88,7 @@ def share(text: str) -> float:
 
 
 def policy(text: str) -> PolicyName:
-    """Read the name of a scheduling policy."""
+    """Parse the name of a scheduling policy."""
     try:
         return PolicyName.parse(text)
     except ValueError as error:
@@ -96,7 +96,7 @@ def policy(text: str) -> PolicyName:
 
 
 def mode(text: str) -> Mode:
-    """Read a mode."""
+    """Parse a mode."""
     try:
         return Mode(text)
     except ValueError:
@@ -105,16 +105,16 @@ def mode(text: str) -> Mode:
 
 
 class OptionGroup:
-    """A group of options that are fields of a dataclass, each at its default unless given.
+    """A group of options that are fields of dataclasses, with the fields' defaults.
 
-    What is not given is absent from the namespace, so that the configuration file, or else the
-    field's default, counts.
+    An option that the user leaves out is absent from the namespace, so that the configuration file
+    applies, or else the field's default.
     """
 
     def __init__(
         self, parser: argparse.ArgumentParser, title: str, text: str | None, *defaults: object
     ) -> None:
-        """``defaults`` are objects of the dataclasses, whose fields have names of their own."""
+        """``defaults`` are instances of the dataclasses; no two have a field of the same name."""
         self._group = parser.add_argument_group(title, text)
         self._defaults = {
             name: value for each in defaults for name, value in values_of(each).items()
@@ -123,10 +123,10 @@ class OptionGroup:
     def add(
         self, flag: str, text: str, *, completions: Sequence[str] | None = None, **how: Any
     ) -> None:
-        """Add an option; ``how`` is passed on to ``add_argument``.
+        """Add an option; ``how`` holds further arguments of ``add_argument``.
 
-        ``completions`` are values that a shell offers where there are no ``choices``. The text ends
-        with the default, unless that is ``None`` or the text names it.
+        ``completions`` are values that a shell offers for an option without ``choices``. The help
+        text ends with the default, unless the default is ``None`` or the text already names it.
         """
         how.setdefault("dest", flag.removeprefix("--").replace("-", "_"))
         default = self._defaults.get(how["dest"])
@@ -137,7 +137,7 @@ class OptionGroup:
             option.completer = lambda **_: completions  # type: ignore[attr-defined]
 
     def switch(self, flag: str, text: str, **how: Any) -> None:
-        """Add an option without a value, which turns its field from its default."""
+        """Add an option without a value, which inverts the default of its field."""
         dest = how.setdefault("dest", flag.removeprefix("--").replace("-", "_"))
         action = "store_false" if self._defaults.get(dest) else "store_true"
         self._group.add_argument(flag, action=action, default=argparse.SUPPRESS, help=text, **how)
@@ -150,7 +150,7 @@ def _shown(default: object) -> str:
 
 
 def values_of(options: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name, none of them copied."""
+    """Return the fields of a dataclass by name, without copying the values."""
     return {field.name: getattr(options, field.name) for field in fields(options)}
 
 
@@ -160,22 +160,22 @@ def settings_in(given: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
 
 
 MODES: Final[Mapping[Mode, str]] = {
-    Mode.AUDIT: "exits answer the samples that they are sure enough of; a few of these, drawn at "
-    "random, run on after their answer, so that disagreement with the unmodified model is measured "
+    Mode.AUDIT: "exits answer the samples that they are sure enough of; a small random share of "
+    "these runs on after the answer, so that disagreement with the unmodified model is measured "
     "and kept within the bound",
-    Mode.RELEASE: "exits answer, and every sample runs on: this saves no compute, measures "
-    "everything, and clients that stream get the final answer too (Apparate)",
+    Mode.RELEASE: "exits answer, and every sample runs on: no compute is saved, everything is "
+    "measured, and streaming clients get the final answer too (Apparate)",
     Mode.LEAVE: "exits answer, and nothing is measured: thresholds stay as compiled, and the "
-    "promise of calibration holds while the data stay like it",
-    Mode.OFF: "no exit answers: the unmodified model, to compare with",
+    "promise holds as long as the data resemble the calibration data",
+    Mode.OFF: "no exit answers: the unmodified model, for comparison",
 }
-"""Descriptions of the modes in the help."""
+"""Descriptions of the modes for the help."""
 
 
 def controller_words() -> dict[str, str]:
-    """Return descriptions of the controllers for the help."""
+    """Return descriptions of the controllers, for the help."""
     return {
-        "certified": "changes thresholds and exits only as far as evidence allows",
+        "certified": "changes thresholds and exits only as far as the evidence allows",
         **{name: kind.description for name, kind in added_controllers().items()},
         "static": "changes nothing, only measures",
     }
@@ -183,19 +183,19 @@ def controller_words() -> dict[str, str]:
 
 _WIDTH: Final = 78
 _INDENT: Final = 19
-"""Columns of a description, and in front of it."""
+"""Width of a description and of its indentation, in columns."""
 
 _SHARE: Final[Mapping[str, Any]] = {"metavar": "SHARE", "type": share}
 _COUNT: Final[Mapping[str, Any]] = {"metavar": "N", "type": integer(1)}
 
 
 def add_control(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`EngineOptions` or :class:`ModelOptions`."""
+    """Add the control options, all fields of :class:`EngineOptions` or :class:`ModelOptions`."""
     options = OptionGroup(
         parser,
         "control",
         "Control of the exits. Modes and controllers are described below. In the\n"
-        "configuration file each model may have settings of its own, but for mode, state\n"
+        "configuration file each model may have its own settings, except for mode, state\n"
         "and profile.",
         EngineOptions(mode=DEFAULT_MODE),
         ModelOptions(),
@@ -209,8 +209,8 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     )
     options.switch(
         "--uncertified-exits",
-        "let exits answer of a bundle that was compiled on random inputs (a dry run), which "
-        "certify nothing (default: its unmodified model is served)",
+        "let exits answer in a bundle that was compiled on random inputs (a dry run), where "
+        "nothing is certified (default: its unmodified model is served)",
     )
     options.add(
         "--max-disagreement",
@@ -220,7 +220,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--confidence",
-        "confidence level of that bound; a higher one takes longer to certify",
+        "confidence level of that bound; a higher level takes longer to certify",
         **_SHARE,
     )
     options.add(
@@ -229,10 +229,10 @@ def add_control(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         choices=tuple(controller_words()),
     )
-    options.add("--audit-budget", "largest share of all compute that audits may take", **_SHARE)
+    options.add("--audit-budget", "largest share of all compute that audits may use", **_SHARE)
     options.add(
         "--ramp-budget",
-        "how much longer the whole model may take for all exits in use, as a share of its time "
+        "extra time of the whole model that all exits in use may cost, as a share of its time "
         "(default: 0.02 where every sample runs on, as in release mode, else the cost of the "
         "compiled exits, at least 0.1)",
         metavar="SHARE",
@@ -240,26 +240,26 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     )
     options.switch(
         "--no-state",
-        "forget at the end what the controller learned, and the batch profile (default: "
-        "they are kept next to the bundle)",
+        "do not save what the controller learned and the batch profile (default: "
+        "both are saved next to the bundle)",
         dest="keep_state",
     )
     options.switch(
         "--trust-inputs",
-        "let exits answer, and the controller learn from, samples with values that are not "
-        "finite or far outside the calibration data (default: the whole model answers them, and "
-        "they are no evidence)",
+        "let exits answer samples with values that are not finite or far outside the "
+        "calibration data, and let the controller learn from them (default: the whole model "
+        "answers them, and they are excluded from the evidence)",
     )
     options.add(
         "--max-source-share",
-        "largest share that one client host may have of the last 4,096 samples, from which the "
-        "controller learns; below 1, no single client can teach it for long (default: no bound)",
+        "largest share of one client host in the last 4,096 samples, from which the "
+        "controller learns; below 1, one client cannot dominate it for long (default: no bound)",
         **_SHARE,
     )
     options.switch(
         "--never-beyond-compiled",
-        "never let exits answer more than the compiled policy does: the controller can only "
-        "become more conservative",
+        "never let exits answer more samples than the compiled policy does: the controller can "
+        "only become more conservative",
     )
     parser.add_argument_group("modes", "\n".join(_describe(MODES)))
     parser.add_argument_group("controllers", "\n".join(_describe(controller_words())))
@@ -273,20 +273,20 @@ def _describe(words: Mapping[Any, str]) -> Iterator[str]:
 
 
 def add_execution(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`EngineOptions`."""
+    """Add the execution options, all fields of :class:`EngineOptions`."""
     options = OptionGroup(parser, "execution", None, EngineOptions())
     options.add(
         "--backend",
-        f"what runs the model: {', '.join(BACKENDS[1:])} (on the CPU), or auto, the first of "
-        "these that can be used here; cuda is ONNX Runtime on a GPU, tensorrt needs engines of "
+        f"engine that runs the model: {', '.join(BACKENDS[1:])} (on the CPU), or auto, the first "
+        "of these that works here; cuda is ONNX Runtime on a GPU, tensorrt needs engines from "
         "eecompile build",
         metavar="NAME",
         choices=BACKENDS,
     )
     options.add(
         "--device",
-        "GPU of tensorrt and cuda, or several of one model with commas, which the streams are "
-        "spread over",
+        "GPU for tensorrt and cuda; or several GPUs for one model, separated by commas, across "
+        "which the streams are distributed",
         metavar="cuda:N",
     )
     options.add(
@@ -298,15 +298,15 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     )
     options.switch(
         "--no-cuda-graphs",
-        "launch each kernel by itself on a GPU (default: each stage and batch size is "
+        "launch each kernel separately on a GPU (default: each stage and batch size is "
         "captured once as a graph, and launched as a whole)",
         dest="graphs",
     )
     options.add(
         "--engine-build-minutes",
         "minutes per hour in which tensorrt may build engines while serving, for exits that the "
-        "controller starts to use; batches take longer meanwhile (default: 0, none is built, and "
-        "such stages run as several engines)",
+        "controller starts to use; batches take longer during a build (default: 0, none is built, "
+        "and such stages run as several engines)",
         metavar="MINUTES",
         type=number(0.0),
     )
@@ -315,18 +315,18 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--threads",
-        "CPU threads of a stream (default: an equal share)",
+        "CPU threads of each stream (default: an equal share)",
         **_COUNT,
     )
     options.add(
         "--parallel-below",
-        "start a batch next to running ones once each of these has fewer samples than this "
+        "start a batch while others run once each of these has fewer samples than this "
         "(PAME's tau_b; default: on any idle stream)",
         **_COUNT,
     )
     options.add(
         "--max-violations",
-        "choose that number by the share of late samples that is tolerated (PAME's tau_l)",
+        "choose that number by the tolerated share of late samples (PAME's tau_l)",
         **_SHARE,
     )
 
@@ -335,28 +335,28 @@ POLICY_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "an exit answers only samples that it is sure enough of": {
         "run-through": "a batch runs through, and shrinks as samples are answered (PAME)",
         "refill": "samples wait at a split until the batch is full again (E3)",
-        "rebatch": "the same, but only where it saves more than it costs (DREX)",
-        "clockwork": "the largest batch of which even the slowest sample is in time",
-        "delay": "batches by size and delay alone, as in Triton; earliest deadline first",
+        "rebatch": "as refill, but only where waiting saves more than it costs (DREX)",
+        "clockwork": "the largest batch in which even the slowest sample is in time",
+        "delay": "batches by size and delay only, as in Triton; earliest deadline first",
     },
-    "the time left decides the depth too: exits may be forced": {
-        "slackfit": "as deep as slack and queue allow, as long as it keeps up (after SuperServe)",
-        "slackfit-bare": "the rule as published, to compare with; may fall behind for good",
+    "the time left also decides the depth: exits may be forced": {
+        "slackfit": "as deep as slack and queue allow, while it keeps up (after SuperServe)",
+        "slackfit-bare": "the published rule, for comparison; may fall behind permanently",
         "max-batch": "the largest batch first, then the deepest exit that fits",
         "max-accuracy": "the deepest exit first, then the largest batch that fits",
         "cheapest": "all samples are answered by the first exit at the latest (INFaaS)",
         "fixed:K": "all are answered by exit K at the latest; fixed:final is the model's end",
     },
 }
-"""Descriptions of the scheduling policies in the help."""
+"""Descriptions of the scheduling policies for the help."""
 
 
 def add_scheduling(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`ModelOptions`."""
+    """Add the scheduling options, all fields of :class:`ModelOptions`."""
     options = OptionGroup(
         parser,
         "scheduling",
-        "For every model that has no setting of its own in the configuration file.",
+        "For every model without its own setting in the configuration file.",
         ModelOptions(),
     )
     options.add(
@@ -370,19 +370,19 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--slo-ms",
-        "deadline of requests without one (default: none)",
+        "deadline of requests that set none (default: none)",
         metavar="MS",
         type=number(0.0, above=True),
     )
-    options.add("--max-batch-size", "most samples of a batch", **_COUNT)
+    options.add("--max-batch-size", "most samples in a batch", **_COUNT)
     options.add(
         "--max-queue-delay-ms",
-        "longest wait for more samples of a batch while a stream is idle; for run-through, "
+        "longest wait to fill a batch while a stream is idle; for run-through, "
         "refill, rebatch and delay (default: 0, none)",
         metavar="MS",
         type=number(0.0),
     )
-    options.add("--max-queue-samples", "most samples that wait; more are refused", **_COUNT)
+    options.add("--max-queue-samples", "most waiting samples; more are refused", **_COUNT)
     options.switch(
         "--no-padding",
         "batch only samples of equal length (default: samples of similar length are padded, "
@@ -391,15 +391,15 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
     )
     options.switch(
         "--forbid-forced-exits",
-        "never force a sample out at an exit that is not sure enough, however late it is: "
+        "never force a sample out at an exit that is not sure enough, even if it is late: "
         "the promise then holds for every answer",
         dest="forced_exits",
     )
     options.add(
         "--share-weights",
-        "one copy of the weights in memory for a model and its variants, which takes longer: "
-        "always, never, or auto: for the variants that take at most "
-        f"{MOST_MORE_TIME:.0%} longer by it".replace("%", "%%"),
+        "keep one copy of the weights in memory for a model and its variants, which is slower: "
+        "always, never, or auto: for the variants that become at most "
+        f"{MOST_MORE_TIME:.0%} slower".replace("%", "%%"),
         metavar="WHEN",
         choices=SHARE_WEIGHTS,
     )
@@ -417,17 +417,17 @@ _FIELDS: Final = {
     "learn_gib": "max_gib",
     "learn_keep": "keep",
 }
-"""Fields of :class:`LearnOptions` by the name in the namespace."""
+"""Fields of :class:`LearnOptions` by their names in the namespace."""
 
 
 def add_learning(parser: argparse.ArgumentParser) -> None:
-    """Add the options; what is not given is absent from the namespace."""
+    """Add the learning options; options that are left out are absent from the namespace."""
     options = OptionGroup(
         parser,
         "learning",
         "ONNX files get exits while they are served: a sample of their inputs is\n"
-        "recorded, exits are compiled from it at low priority, and the server goes on\n"
-        "with them. Bundles are served as they are. See docs/learning.md.",
+        "recorded, exits are compiled from it at low priority, and the server then uses\n"
+        "them. Bundles are served as they are. See docs/learning.md.",
     )
     usual = LearnOptions()
     options.switch(
@@ -438,27 +438,27 @@ def add_learning(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--learn-samples",
-        f"inputs to record for that (default: {usual.samples:,}).\nA promise of 1 %% at 95 %% "
+        f"inputs to record for learning (default: {usual.samples:,}).\nA promise of 1 %% at 95 %% "
         "confidence takes about 700; more inputs make better exits",
         metavar="N",
         type=integer(1),
     )
     options.add(
-        "--learn-folder",
-        "where each model has its folder NAME.learn, of recorded inputs, state and bundle "
+        "folder for each model's folder NAME.learn, with recorded inputs, state and bundle "
+        "(default: next to the ONNX file)",
         "(default: next to the ONNX file)",
         metavar="DIR",
         type=Path,
     )
     options.add(
-        "--learn-gib",
+        f"most disk space for the recorded inputs of a model, in GiB (default: {usual.max_gib:g})",
         f"most that the recorded inputs of a model take on the disk (default: {usual.max_gib:g})",
         metavar="GIB",
         type=number(0.0, above=True),
     )
     options.switch(
         "--learn-keep",
-        "keep the recorded inputs (default: they are removed once exits are compiled)",
+        "keep the recorded inputs (default: removed once exits are compiled)",
     )
 
 

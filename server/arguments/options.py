@@ -1,4 +1,4 @@
-"""The options of a server, apart from the engine's own."""
+"""The options of a server, without the engine's options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offramp.engine.stages.plan import Mode
 MIB: Final = 1024 * 1024
 
 DEFAULT_MODE: Final = Mode.AUDIT
-"""Of a server that is not told otherwise: what it promises, it also measures."""
+"""Default mode of a server: audits measure the disagreement that the promise limits."""
 
 MAX_FRONTENDS: Final = 64
 MAX_MESSAGE_MIB: Final = 2047
@@ -22,26 +22,26 @@ MAX_MESSAGE_MIB: Final = 2047
 
 
 MAX_COUNT: Final = 2**31 - 1
-"""Of whatever is counted; gRPC takes no larger number of connections."""
+"""Largest value of every count; gRPC accepts no larger number of connections."""
 
 MAX_CONNECTIONS: Final = 1024
-"""Of gRPC at once, where it is not told otherwise and there are file descriptors for them."""
+"""Default limit on open gRPC connections, if file descriptors suffice for it."""
 
 
 _LONGEST_HOST: Final = 253
-"""Characters of the longest name that DNS has."""
+"""Characters of the longest DNS name."""
 
 _URLS: Final = ("http://", "https://")
 
-WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - only if the operator asks for it
-"""Hosts that are all interfaces, by IPv4 and IPv6."""
+WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - used only on the operator's request
+"""Hosts that mean all interfaces, by IPv4 and by IPv6."""
 
 _ANY: Final = "*"
-"""A host that other servers take for all interfaces."""
+"""Host that other servers read as all interfaces."""
 
 
 def parse_host(text: str) -> str:
-    """Return a host without the brackets that an IPv6 address may have; ``*`` is ``0.0.0.0``.
+    """Return a host without an IPv6 address's brackets; ``*`` becomes ``0.0.0.0``.
 
     Raises:
         ValueError: The text is neither a name nor an address.
@@ -66,25 +66,25 @@ def parse_host(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepaliveOptions:
-    """HTTP/2 pings of the gRPC port, by the names that Triton has for them.
+    """HTTP/2 pings of the gRPC port; fields have Triton's names.
 
-    Triton keeps gRPC's own defaults, by which a client that pings oftener than every five minutes
-    on an idle stream, or every two hours without a call, is hung up on. These defaults are made
-    for clients and load balancers that ping every ten seconds.
+    Triton keeps gRPC's defaults, which close the connection of a client that pings more often than
+    every five minutes on an idle stream, or every two hours without a call. The defaults here
+    accept clients and load balancers that ping every ten seconds.
     """
 
     grpc_keepalive_time_ms: int = 60_000
-    """How long a connection may be silent until the server pings it."""
+    """Time without traffic, in ms, after which the server pings a connection."""
     grpc_keepalive_timeout_ms: int = 20_000
-    """How long the server then waits for an answer until it closes the connection."""
+    """Time, in ms, in which a ping must be answered before the server closes the connection."""
     grpc_keepalive_permit_without_calls: bool = True
-    """Whether pings are sent and taken on connections without a call."""
+    """If true, pings are sent and accepted on connections without a call."""
     grpc_http2_max_pings_without_data: int = 0
-    """Pings that the server sends while it has no data to send; 0 is no limit."""
+    """Pings that the server may send while it has no data to send; 0 is no limit."""
     grpc_http2_min_recv_ping_interval_without_data_ms: int = 1_000
-    """The least time between two pings of a client to which no data are sent."""
+    """Shortest time, in ms, between two pings of a client to which no data are sent."""
     grpc_http2_max_ping_strikes: int = 2
-    """Pings that may come sooner until the client is hung up on; 0 is no limit."""
+    """Early pings after which the server closes the connection; 0 is no limit."""
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
@@ -96,28 +96,28 @@ class KeepaliveOptions:
 
 
 class RepositoryControl(StrEnum):
-    """What loads and unloads models while the server runs; named as in Triton."""
+    """Source of loads and unloads while the server runs; values have Triton's names."""
 
     NONE = "none"
-    """Nothing: what was there at the start is served."""
+    """No source: the models of the start stay."""
     EXPLICIT = "explicit"
-    """Clients, by load and unload."""
+    """Clients, by load and unload calls."""
     POLL = "poll"
-    """The folder: what is added, changed or removed there is loaded or unloaded."""
+    """The repository folder: models that are added, changed or removed there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionChoice:
-    """Which versions of a model are served, as in Triton's version policy."""
+    """Versions of a model to serve, as in Triton's version policy."""
 
     latest: int = 1
-    """How many of the newest."""
+    """Number of newest versions to serve."""
     named: tuple[str, ...] = ()
-    """Exactly these instead."""
+    """Exact versions to serve; if set, ``latest`` is ignored."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``latest``, ``latest:2``, ``all`` or ``1,3``; ValueError."""
+        """Parse ``latest``, ``latest:2``, ``all`` or ``1,3``; ValueError for any other text."""
         if text == "all":
             return cls(latest=2**31 - 1)
         kind, _, count = text.partition(":")
@@ -131,7 +131,7 @@ class VersionChoice:
         )
 
     def choose(self, versions: Mapping[str, Path]) -> Sequence[str]:
-        """Return the versions to serve of those that are there, the newest first; ValueError."""
+        """Return the versions to serve, newest first; ValueError if a named one is missing."""
         if missing := [name for name in self.named if name not in versions]:
             there = ", ".join(versions) or "none"
             raise ValueError(f"there is no version {', '.join(missing)}; there are: {there}")
@@ -142,45 +142,45 @@ class VersionChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRepositoryOptions:
-    """The folder of a server's models, and what changes them while it runs."""
+    """The folder of a server's models, and the source of its changes."""
 
     model_repository: Path | None = None
-    """Holds a folder for each model; ``None`` where models are named by their paths alone."""
+    """Folder with one folder a model; ``None`` if models are named only by their paths."""
     model_control: RepositoryControl = RepositoryControl.NONE
     repository_poll_s: float = 15.0
-    """Between two looks at the folder, with control ``poll``."""
+    """Seconds between two checks of the folder, with control ``poll``."""
     load_model: tuple[str, ...] = ()
-    """With explicit control: the models to load at the start."""
+    """Models to load at the start, with explicit control."""
     model_versions: VersionChoice = VersionChoice()
-    """Which versions of a model are served."""
+    """Versions of a model to serve."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "load_model", tuple(self.load_model))
         if not self.repository_poll_s > 0:
             raise ValueError(f"repository_poll_s {self.repository_poll_s} is not above 0")
         if self.model_repository is None and self.model_control is RepositoryControl.POLL:
-            raise ValueError("--model-control poll needs a folder to look at: --model-repository")
+            raise ValueError("--model-control poll needs a folder to check: --model-repository")
         if self.load_model and self.model_control is not RepositoryControl.EXPLICIT:
             raise ValueError(
-                "--load-model chooses models of --model-control explicit; with the others, all "
-                "models of the repository are loaded"
+                "--load-model chooses models for --model-control explicit; the other controls load "
+                "all models of the repository"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecurityOptions:
-    """Files of certificates and tokens; each is read again when it changes."""
+    """Files of certificates and tokens; a file is read again when it changes."""
 
     tls_certificate: Path | None = None
-    """PEM file of the certificate, of both ports; ``None`` serves in the clear."""
+    """PEM file of the certificate for both ports; ``None`` serves without encryption."""
     tls_key: Path | None = None
-    """PEM file of its key, unencrypted."""
+    """PEM file of the certificate's key, unencrypted."""
     tls_client_ca: Path | None = None
-    """PEM file of authorities: clients must then show a certificate of one of them."""
+    """PEM file of authorities; clients must then present a certificate of one of them."""
     token_file: Path | None = None
-    """Tokens of clients; ``None`` asks for none."""
+    """Tokens of clients; ``None`` requires no token."""
     admin_token_file: Path | None = None
-    """Tokens of those who may change the server."""
+    """Tokens of clients that may change the server."""
 
     def __post_init__(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -199,23 +199,24 @@ class ServerOptions:
     """The addresses that a server listens on, and its limits."""
 
     host: str = "127.0.0.1"
-    """Name or address of the interface, of both ports; ``0.0.0.0``, ``::`` and ``*`` are all of
-    them, by IPv4 and IPv6. An IPv6 address may be in brackets."""
+    """Name or address of the interface, for both ports; ``0.0.0.0``, ``::`` and ``*`` mean all
+    interfaces, by IPv4 and IPv6. An IPv6 address may be in brackets."""
     grpc_port: int = 8001
-    """0 takes any free one."""
+    """0 chooses any free port."""
     http_port: int = 8000
-    """0 takes any free one."""
+    """0 chooses any free port."""
     frontends: int = 0
-    """Processes that hold gRPC's connections; 0: the one that has the engine does."""
+    """Processes that hold the gRPC connections; with 0, the engine's process holds them."""
     max_message_mib: int = 64
-    """Largest request over gRPC; gRPC refuses a larger one with RESOURCE_EXHAUSTED."""
+    """Largest gRPC request, in MiB; gRPC refuses a larger one with RESOURCE_EXHAUSTED."""
     max_connections: int = MAX_CONNECTIONS
-    """Connections of gRPC at once; further ones are closed as soon as they come."""
+    """Most open gRPC connections; further ones are closed immediately."""
     max_concurrent_requests: int = 8192
-    """Requests being answered, of all models and streams; more are refused. Twice the samples that
-    a model's queue takes by default: that one fills first."""
+    """Most requests in progress, over all models and streams; further ones are refused. The default
+    is twice a model's default queue limit in samples, so that the queue fills first."""
     max_queue_mib: int = 1024
-    """Messages of the requests being answered; more are refused. 16 of the largest by default."""
+    """Memory for the messages of requests in progress, in MiB; further requests are refused. The
+    default holds 16 messages of the largest default size."""
     repository: ModelRepositoryOptions = field(default_factory=ModelRepositoryOptions)
     """The folder of the models."""
     keepalive: KeepaliveOptions = field(default_factory=KeepaliveOptions)
@@ -223,15 +224,15 @@ class ServerOptions:
     security: SecurityOptions = field(default_factory=SecurityOptions)
     """Certificates and tokens."""
     access_log: bool = False
-    """Whether every request has a line in the log."""
+    """If true, every request is logged in one line."""
     trace_endpoint: str | None = None
     """URL of an OpenTelemetry collector that takes OTLP over gRPC; ``None`` traces nothing."""
     trace_rate: int = 1000
-    """One request of so many is traced, besides those whose caller traces them."""
+    """One request in this many is traced, in addition to those that the caller traces."""
     drain_delay_s: float = 5.0
-    """How long new requests are answered after readiness fell, but for SIGINT."""
+    """Seconds for which new requests are answered after readiness ends; none after SIGINT."""
     shutdown_timeout_s: float = 30.0
-    """How long requests in flight may take to end once new ones are refused."""
+    """Longest wait, in seconds, for requests in flight once new ones are refused."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", parse_host(self.host))
@@ -253,8 +254,8 @@ class ServerOptions:
         if self.max_queue_mib < self.max_message_mib:
             raise ValueError(
                 f"--max-queue-mib {self.max_queue_mib} is below --max-message-mib "
-                f"{self.max_message_mib}: the largest request would never be taken; "
-                f"give --max-queue-mib {self.max_message_mib} or more"
+                f"{self.max_message_mib}: the largest request would always be refused; "
+                f"set --max-queue-mib {self.max_message_mib} or more"
             )
         if self.trace_endpoint is not None and not self.trace_endpoint.startswith(_URLS):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Groups of options of ``eeserve`` for the server itself: network, model repository, keepalive."""
+"""Option groups of ``eeserve`` for the server itself: network, model repository, keepalive."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from offramp.server.arguments.options import (
 
 
 def add_network(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`ServerOptions`."""
+    """Add the network options, all fields of :class:`ServerOptions`."""
     options = OptionGroup(
         parser,
         "network",
-        "Both ports listen on one interface; *, 0.0.0.0 and :: are all of them, by IPv4\n"
-        "and IPv6. Port 0 is any free one.",
+        "Both ports listen on one interface; *, 0.0.0.0 and :: are all interfaces, by IPv4\n"
+        "and IPv6. Port 0 is any free port.",
         ServerOptions(),
     )
     options.add("--host", "interface, or * for all", metavar="ADDRESS")
     options.add("--grpc-port", "port of gRPC", metavar="PORT", type=port)
-    options.add("--http-port", "port of status page and metrics", metavar="PORT", type=port)
+    options.add("--http-port", "port of the status page and metrics", metavar="PORT", type=port)
     options.add(
         "--frontends",
-        "hold gRPC's connections in so many further processes: for many small requests, or large "
-        "ones beside others; 0: in the engine's process",
+        "hold the gRPC connections in this many further processes: for many small requests, or "
+        "large ones among small ones; 0: in the engine's process",
         metavar="N",
         type=integer(0, MAX_FRONTENDS),
     )
@@ -48,20 +48,19 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--max-queue-mib",
-        "memory for the messages of requests that are being answered; more requests get "
-        "RESOURCE_EXHAUSTED",
+        "memory for the messages of requests in progress; more requests get RESOURCE_EXHAUSTED",
         metavar="MIB",
         type=integer(1, MAX_COUNT),
     )
     options.add(
         "--max-concurrent-requests",
-        "most requests that are being answered; more get RESOURCE_EXHAUSTED",
+        "most requests in progress; more get RESOURCE_EXHAUSTED",
         metavar="N",
         type=integer(1, MAX_COUNT),
     )
     options.add(
         "--max-connections",
-        "most connections of gRPC; a further one is closed at once",
+        "most open gRPC connections; a further one is closed immediately",
         metavar="N",
         type=integer(1, MAX_COUNT),
     )
@@ -73,49 +72,49 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--trace-rate",
-        "trace one request of so many, besides those whose caller traces them (traceparent)",
+        "trace one request in this many, in addition to those that the caller traces (traceparent)",
         metavar="N",
         type=integer(1, MAX_COUNT),
     )
     options.add(
         "--drain-delay-s",
-        "after SIGTERM readiness ends at once; new requests are answered for so long, "
-        "until load balancers have noticed (after SIGINT: not at all)",
+        "time after SIGTERM in which new requests are still answered, until load balancers have "
+        "noticed that the server is not ready (after SIGINT: none)",
         metavar="S",
         type=number(0.0),
     )
     options.add(
         "--shutdown-timeout-s",
-        "after that, longest wait for requests in flight",
+        "after that delay, longest wait for requests in flight",
         metavar="S",
         type=number(0.0),
     )
 
 
 def add_security(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`SecurityOptions`."""
+    """Add the security options, all fields of :class:`SecurityOptions`."""
     options = OptionGroup(
         parser,
         "security",
-        "Encryption and tokens, of both ports. Each file is read again when it changes.",
+        "Encryption and tokens for both ports. Each file is read again when it changes.",
         SecurityOptions(),
     )
     texts = {
-        "--tls-certificate": "certificate of the server, a PEM file; without, nothing is encrypted",
-        "--tls-key": "its key, a PEM file",
-        "--tls-client-ca": "clients must show a certificate of one of these authorities, a PEM "
+        "--tls-certificate": "certificate of the server, a PEM file (default: no encryption)",
+        "--tls-key": "key of the certificate, a PEM file",
+        "--tls-client-ca": "clients must present a certificate of one of these authorities, a PEM "
         "file (mTLS)",
-        "--token-file": "clients must send a token of this file; a line each: NAME:TOKEN or "
+        "--token-file": "clients must send a token of this file; one a line: NAME:TOKEN or "
         "NAME:TOKEN:MODEL,MODEL",
         "--admin-token-file": "calls that load or unload models, register shared memory or change "
-        "settings must have a token of this file (default: they are taken from this machine alone)",
+        "settings must have a token of this file (default: accepted from this machine only)",
     }
     for flag, text in texts.items():
         options.add(flag, text, metavar="FILE", type=Path)
 
 
 def model_versions(text: str) -> VersionChoice:
-    """Read which versions of a model are served."""
+    """Parse the versions of a model to serve."""
     try:
         return VersionChoice.parse(text)
     except ValueError as error:
@@ -123,23 +122,23 @@ def model_versions(text: str) -> VersionChoice:
 
 
 def add_repository(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`ModelRepositoryOptions`."""
+    """Add the repository options, all fields of :class:`ModelRepositoryOptions`."""
     options = OptionGroup(
         parser,
         "model repository",
-        "A folder with a folder for each model, and in it a version each: NAME/1.ee,\n"
-        "NAME/1.onnx, or as Triton has it NAME/1/model.onnx.",
+        "A folder with one folder a model, which holds the model's versions: NAME/1.ee,\n"
+        "NAME/1.onnx, or Triton's NAME/1/model.onnx.",
         ModelRepositoryOptions(),
     )
     options.add(
         "--model-repository",
-        "serve the models in this folder, besides those that are named",
+        "serve the models in this folder, in addition to those that are named",
         metavar="DIR",
         type=Path,
     )
     options.add(
         "--model-control",
-        "what loads and unloads models while the server runs: none; explicit, clients; or poll, "
+        "source of loads and unloads while the server runs: none; explicit: clients; or poll: "
         "changes in the folder",
         metavar="MODE",
         type=RepositoryControl,
@@ -147,28 +146,28 @@ def add_repository(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--load-model",
-        "with --model-control explicit: load this model at the start; may be repeated (default: "
+        "model to load at the start, with --model-control explicit; may be repeated (default: "
         "no model)",
         metavar="NAME",
         action="append",
     )
     options.add(
         "--model-versions",
-        "versions of each model that are served: latest:N, all, or numbers such as 1,3 (default: "
+        "versions of each model to serve: latest:N, all, or numbers such as 1,3 (default: "
         "latest:1)",
         metavar="WHICH",
         type=model_versions,
     )
     options.add(
         "--repository-poll-s",
-        "with --model-control poll: time between two looks at the folder",
+        "time between two checks of the folder, with --model-control poll",
         metavar="S",
         type=number(0.0, above=True),
     )
 
 
 def add_keepalive(parser: argparse.ArgumentParser) -> None:
-    """Add the options; all are fields of :class:`KeepaliveOptions`."""
+    """Add the keepalive options, all fields of :class:`KeepaliveOptions`."""
     options = OptionGroup(
         parser,
         "keepalive",
@@ -179,7 +178,7 @@ def add_keepalive(parser: argparse.ArgumentParser) -> None:
     count: Mapping[str, Any] = {"metavar": "N", "type": integer(0, MAX_COUNT)}
     options.add(
         "--grpc-keepalive-time-ms",
-        "the server pings a connection that has been silent for so long",
+        "the server pings a connection that had no traffic for this time",
         **milliseconds,
     )
     options.add(
@@ -199,12 +198,12 @@ def add_keepalive(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--grpc-http2-min-recv-ping-interval-without-data-ms",
-        "shortest time between two pings of a client to which the server sends no data",
+        "shortest time between two pings from a client to which the server sends no data",
         metavar="MS",
         type=integer(0, MAX_COUNT),
     )
     options.add(
         "--grpc-http2-max-ping-strikes",
-        "earlier pings than that until the client gets GOAWAY (too_many_pings); 0: no limit",
+        "earlier pings after which the client gets GOAWAY (too_many_pings); 0: no limit",
         **count,
     )

@@ -1,1 +1,1 @@
-"""What all packages of the server share: its errors, and the engine as it sees it."""
+"""Code that all packages of the server share: errors, and its interface to the engine."""

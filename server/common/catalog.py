@@ -1,4 +1,4 @@
-"""The names that clients have for models and versions, and the models of the engine behind them."""
+"""Names of models and versions for clients, and the engine's models that they refer to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offramp.engine.requests.results import ModelInfo
 from offramp.server.common.served import ServedEngine
 
 ONLY_VERSION: Final = "1"
-"""The version of a model that was named by its path alone."""
+"""The version of a model that is named only by its path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,33 +19,33 @@ class ServedName:
     """A version of a model that answers requests."""
 
     name: str
-    """Name that clients ask for."""
+    """Name in clients' requests."""
     version: str
     """A number, for instance ``3``."""
     engine_name: str
-    """Name that the engine has for it."""
+    """Name in the engine."""
 
 
 class Catalog:
-    """The versions that are served, by name; used on the event loop's thread.
+    """The served versions of all models, by name; used on the event loop's thread.
 
-    A request that names no version is answered by the newest.
+    The newest version answers a request that names no version.
     """
 
     def __init__(self, engine: ServedEngine) -> None:
-        """Start with all models that the engine has, each as version 1."""
+        """Start with all models of the engine, each as version 1."""
         self._engine = engine
         self._served: dict[str, dict[str, ServedName]] = {}
-        """By name and version, the newest first."""
+        """Served names by model and version, newest version first."""
         for model in engine.models():
             self.put(model.name, {ONLY_VERSION: model.name})
 
     def put(self, name: str, versions: Mapping[str, str]) -> None:
-        """Serve exactly these versions of a model: their names in the engine, the newest first."""
+        """Serve exactly these versions of a model, as engine names, newest version first."""
         self._served[name] = {v: ServedName(name, v, engine) for v, engine in versions.items()}
 
     def remove(self, name: str) -> None:
-        """Serve a model no more."""
+        """Stop serving a model."""
         self._served.pop(name, None)
 
     def find(self, name: str, version: str = "") -> ServedName:
@@ -67,7 +67,7 @@ class Catalog:
         return versions[version]
 
     def model(self, name: str, version: str = "") -> ModelInfo:
-        """Describe the version of a model that answers a request; ModelNotServedError."""
+        """Return a description of the version that answers a request; ModelNotServedError."""
         return self._engine.model(self.find(name, version).engine_name)
 
     def served(self, name: str) -> Sequence[ServedName]:
@@ -75,7 +75,7 @@ class Catalog:
         return sorted(self._served.get(name, {}).values(), key=lambda served: int(served.version))
 
     def ready(self, name: str, version: str = "") -> bool:
-        """Return whether a model takes requests; not if it is not served."""
+        """Return whether a model is served and takes requests."""
         try:
             return self._engine.ready(self.find(name, version).engine_name)
         except ModelNotServedError:

@@ -1,9 +1,9 @@
 """The gRPC status codes of the engine's errors.
 
-The codes are those that Triton answers with, so that its clients' retry rules fit. Beside code and
-message, the trailing metadata names the error's class: gRPC itself answers with the same codes
-(``UNAVAILABLE`` when nobody listens, ``RESOURCE_EXHAUSTED`` when a message is too large), and our
-client tells them apart by it.
+The codes are those of Triton, so that its clients' retry rules apply. In addition, the trailing
+metadata name the error's class: gRPC itself uses the same codes (``UNAVAILABLE`` if nothing
+listens, ``RESOURCE_EXHAUSTED`` if a message is too large), and the class lets our client
+distinguish the two.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class UndecodableError(InvalidRequestError):
 
 
 class RequestLimitError(InvalidRequestError):
-    """A request has more fields, or more beside its tensors' elements, than is read."""
+    """A request has more fields, or more bytes apart from tensor elements, than allowed."""
 
 
 class RequestCountError(QueueFullError):
-    """As many requests are being answered as may be."""
+    """The limit of requests in progress is reached."""
 
 
 class HeldBytesError(QueueFullError):
-    """The messages of the requests that are being answered take all the memory they may."""
+    """The messages of the requests in progress fill the memory limit."""
 
 
 class ModelControlError(EngineError):
-    """Clients may not load or unload models here."""
+    """This server does not let clients load or unload models."""
 
 
 class ModelLoadError(EngineError):
-    """A model could not be loaded; what was served before is served on."""
+    """A model could not be loaded; the versions served before are still served."""
 
 
 class UnsupportedError(EngineError):
-    """The server has no such function."""
+    """The server does not support this function."""
 
 
 class ForbiddenOriginError(EngineError):
@@ -66,19 +66,19 @@ class ForbiddenOriginError(EngineError):
 
 
 class UnauthenticatedError(EngineError):
-    """A request has no token, or none that is valid."""
+    """A request has no token, or no valid one."""
 
 
 class ForbiddenError(EngineError):
-    """A request is not allowed to whoever sent it."""
+    """The sender may not make this request."""
 
 
 class Refusal(NamedTuple):
-    """What an error is answered with."""
+    """Status code of an error, and its reason in the metrics."""
 
     code: grpc.StatusCode
     reason: str
-    """In the words of the metrics."""
+    """Label of the refusal in the metrics."""
 
 
 REFUSALS: Final[Mapping[type[EngineError], Refusal]] = MappingProxyType(
@@ -101,7 +101,7 @@ REFUSALS: Final[Mapping[type[EngineError], Refusal]] = MappingProxyType(
         DrainingError: Refusal(grpc.StatusCode.UNAVAILABLE, "draining"),
         OutOfServiceError: Refusal(grpc.StatusCode.UNAVAILABLE, "out_of_service"),
         CapacityError: Refusal(grpc.StatusCode.UNAVAILABLE, "capacity"),
-        # Five in a row: whoever sends it again kills more workers.
+        # INTERNAL, because five workers died on it in a row: a retry would kill more of them.
         WorkerLostError: Refusal(grpc.StatusCode.INTERNAL, "worker_lost"),
         TensorsLostError: Refusal(grpc.StatusCode.INTERNAL, "tensors_lost"),
         StageNotLoadedError: Refusal(grpc.StatusCode.INTERNAL, "stage_not_loaded"),
@@ -110,10 +110,10 @@ REFUSALS: Final[Mapping[type[EngineError], Refusal]] = MappingProxyType(
         EngineError: Refusal(grpc.StatusCode.INTERNAL, "internal"),
     }
 )
-"""By class of the error; other classes are answered as the nearest class that they derive from."""
+"""Refusals by error class; other classes use their nearest listed base class."""
 
 ERROR_METADATA_KEY: Final = "offramp-error"
-"""Trailing metadata: name of the error's class."""
+"""Key of the trailing metadata with the name of the error's class."""
 
 _WIRE_NAMES: Final[Mapping[type[EngineError], str]] = {
     InvalidRequestError: "RequestError",
@@ -125,14 +125,14 @@ _WIRE_NAMES: Final[Mapping[type[EngineError], str]] = {
     UnauthenticatedError: "AuthenticationError",
     ForbiddenError: "PermissionDeniedError",
 }
-"""Names in the metadata of the classes that are called otherwise there, as the client's are."""
+"""Names in the metadata that differ from the class's: those that the client uses."""
 
 INTERNAL_ERROR: Final = "internal error of the server; its log has the details"
-"""What a client is told of an exception that nobody expected."""
+"""Message that a client gets for an unexpected exception."""
 
 _MOST_DETAILS_BYTES: Final = 4500
-"""gRPC drops a response whose metadata exceed 8 KiB; all but printable ASCII takes three times its
-bytes there, percent-encoded."""
+"""gRPC drops a response whose metadata exceed 8 KiB; percent-encoding triples the size of all bytes
+but printable ASCII."""
 
 
 class StartError(Exception):
@@ -140,20 +140,20 @@ class StartError(Exception):
 
 
 def refusal_of(error: EngineError) -> Refusal:
-    """What an error is answered with, or the nearest class that it derives from."""
+    """Return the refusal for an error, from the nearest listed class in its hierarchy."""
     return next(REFUSALS[base] for base in type(error).__mro__ if base in REFUSALS)
 
 
 def wire_name(error: Exception) -> str:
-    """The name of an error in the trailing metadata."""
+    """Return the name of an error in the trailing metadata."""
     if not isinstance(error, EngineError):
         return "InternalError"
     return _WIRE_NAMES.get(type(error), type(error).__name__)
 
 
 def shortened(message: str) -> str:
-    """Return a message that fits into gRPC's metadata, cut where it would not."""
-    text = message.encode(errors="replace").decode()  # what was no UTF-8 cannot be sent
+    """Return a message, cut to the size that fits into gRPC's metadata."""
+    text = message.encode(errors="replace").decode()  # invalid UTF-8 cannot be sent
     sizes = accumulate(
         1 if character.isascii() and character.isprintable() else 3 * len(character.encode())
         for character in text

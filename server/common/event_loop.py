@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return what makes uvloop's, where there is one: it halves the cost of a call."""
+    """Return uvloop's loop factory, if installed: it halves the cost of a call."""
     try:
-        import uvloop  # noqa: PLC0415 - there is none on Windows
+        import uvloop  # noqa: PLC0415 - not available on Windows
     except ImportError:
         return None
     return uvloop.new_event_loop

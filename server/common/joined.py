@@ -1,4 +1,4 @@
-"""Several engines behind one interface: each model is answered by the engine of its kind."""
+"""Several engines with one interface: each model is answered by the engine of its kind."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from offramp.server.common.served import ServedEngine
 
 @runtime_checkable
 class ModelOpener(Protocol):
-    """A kind of models on the disk, and the engine that serves them.
+    """A kind of model on disk, and the engine that serves it.
 
-    The object ``EXTENSION`` of an extension's module ``for_server`` may be one.
+    The object ``EXTENSION`` of an extension's module ``for_server`` may be a ModelOpener.
     """
 
     def opens(self, path: Path) -> bool:
-        """Return whether a path is of this kind; false where there is nothing."""
+        """Return whether a path holds a model of this kind; false if the path is absent."""
 
     async def open_models(self, models: Mapping[str, Path], options: EngineOptions) -> ServedEngine:
-        """Load models by the names to serve, perhaps none; raises what ``Engine.open`` does."""
+        """Load models (none, one or more) by their names; raise the errors of ``Engine.open``."""
 
 
 class JoinedEngine:
     """Engines of several kinds of models as one :class:`.ServedEngine`.
 
-    The first engine serves all that no opener opens. The others are opened with their first model.
+    The first engine serves all models without an opener. The other engines are opened when their
+    first model is loaded.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class JoinedEngine:
         openers: Sequence[ModelOpener],
         others: ModelOpener,
     ) -> Self:
-        """Open models, each by the first of ``openers`` that opens its path, or by ``others``."""
+        """Open each model with the first opener that accepts its path, or with ``others``."""
         found = await asyncio.to_thread(
             lambda: {name: opener_of(path, openers) for name, path in models.items()}
         )
@@ -85,7 +86,7 @@ class JoinedEngine:
         source: str = "",
         timeline: RequestTimeline | None = None,
     ) -> Coroutine[Any, Any, EngineResult]:
-        """Answer a request by the model's engine."""
+        """Answer a request with the model's engine."""
         return self._owner(model).infer(
             model,
             inputs,
@@ -105,7 +106,7 @@ class JoinedEngine:
         source: str = "",
         timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[StreamResult, None]:
-        """Answer a request by the model's engine."""
+        """Answer a request with the model's engine."""
         return self._owner(model).infer_stream(
             model,
             inputs,
@@ -116,11 +117,11 @@ class JoinedEngine:
         )
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Describe the models of all engines."""
+        """Return descriptions of the models of all engines."""
         return tuple(model for engine in self._engines for model in engine.models())
 
     def model(self, name: str) -> ModelInfo:
-        """Describe one model; ModelNotServedError."""
+        """Return a description of one model; ModelNotServedError."""
         return self._owner(name).model(name)
 
     def ready(self, model: str | None = None) -> bool:
@@ -130,18 +131,18 @@ class JoinedEngine:
         return model in self._owners and self._owners[model].ready(model)
 
     def live(self) -> bool:
-        """Return whether some model is served, or may be again without a new process."""
+        """Return whether some model is served, or can be served again without a restart."""
         serving = [engine for engine in self._engines if engine.models()] or self._engines
         return any(engine.live() for engine in serving)
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
-        """Take a snapshot of every model's counters."""
+        """Return a snapshot of every model's counters."""
         return {
             name: counts for engine in self._engines for name, counts in engine.statistics().items()
         }
 
     async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
-        """Serve a model under a name, also in the place of one of another kind."""
+        """Serve a model under a name; it may replace a model of another kind."""
         number = await asyncio.to_thread(opener_of, path, self._openers)
         engine = self._first if number is None else await self._open(number, {})
         await engine.load(name, path, options=options)
@@ -150,17 +151,17 @@ class JoinedEngine:
             await before.unload(name)
 
     async def unload(self, name: str) -> None:
-        """Take no more requests under a name."""
+        """Accept no more requests under a name."""
         await self._owner(name).unload(name)
         self._owners.pop(name, None)
 
     def leave(self) -> None:
-        """Be not ready from now on."""
+        """Report not ready from now on."""
         for engine in self._engines:
             engine.leave()
 
     def flush(self) -> None:
-        """Run requests at once from now on."""
+        """Run requests immediately from now on."""
         for engine in self._engines:
             engine.flush()
 
@@ -170,7 +171,7 @@ class JoinedEngine:
         return all(await asyncio.gather(*(engine.drain(timeout_s) for engine in self._engines)))
 
     async def close(self) -> None:
-        """Close every engine, also if one fails to close."""
+        """Close every engine, even if one fails to close."""
         self._draining = True
         async with AsyncExitStack() as stack:
             for engine in self._engines:
@@ -187,7 +188,7 @@ class JoinedEngine:
         return engine
 
     async def _open(self, number: int, models: Mapping[str, Path]) -> ServedEngine:
-        """Open the engine of an opener with its first models, unless it is open."""
+        """Open the engine of an opener with its first models, unless it is open already."""
         async with self._opening:
             if self._draining:
                 raise DrainingError("the server is shutting down; load the model into another one")
@@ -199,5 +200,5 @@ class JoinedEngine:
 
 
 def opener_of(path: Path, openers: Sequence[ModelOpener]) -> int | None:
-    """Return the number of the first opener that opens a path; ``None`` if none does."""
+    """Return the index of the first opener that accepts a path; ``None`` if none does."""
     return next((n for n, opener in enumerate(openers) if opener.opens(path)), None)

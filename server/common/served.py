@@ -1,7 +1,7 @@
-"""The interface of an engine that the server needs.
+"""The engine interface that the server needs.
 
-The services depend on this, not on :class:`offramp.engine.core.Engine`, which satisfies it; so
-does the stub that the tests serve.
+The services depend on this protocol, not on :class:`offramp.engine.core.Engine`. Both that class
+and the fake engine of the tests satisfy it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from offramp.engine.requests.timeline import RequestTimeline
 
 
 class ServedEngine(Protocol):
-    """See :class:`offramp.engine.core.Engine` for what each method promises and raises."""
+    """See :class:`offramp.engine.core.Engine` for guarantees and errors of each method."""
 
-    # A protocol repeats the signatures that it asks for; Engine and FakeEngine have the same.
+    # A protocol repeats the signatures that it requires; Engine and FakeEngine have the same.
     async def infer(
         self,
         model: str,
@@ -44,37 +44,37 @@ class ServedEngine(Protocol):
         source: str = "",
         timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[StreamResult, None]:
-        """Answer a request once or twice; closing the iterator withdraws it."""
+        """Yield one or two answers to a request; closing the iterator withdraws it."""
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """The served models."""
+        """Return descriptions of the served models."""
 
     def model(self, name: str) -> ModelInfo:
-        """Give one served model, or raise ModelNotServedError."""
+        """Return the description of one model, or raise ModelNotServedError."""
 
     def ready(self, model: str | None = None) -> bool:
-        """Whether the model (or every model) takes requests."""
+        """Return whether a model takes requests; without a name, whether every model does."""
 
     def live(self) -> bool:
-        """Whether some model is served, or may be again without a new process."""
+        """Return whether some model is served, or can be served again without a restart."""
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
-        """A snapshot per model."""
+        """Return a snapshot of each model's counters."""
 
     async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
-        """Serve a model under a name, new or in the place of what it has."""
+        """Serve a model under a name that is new, or replace the model of that name."""
 
     async def unload(self, name: str) -> None:
-        """Take no more requests under a name; those submitted before are answered."""
+        """Accept no more requests under a name; earlier requests are answered."""
 
     def leave(self) -> None:
-        """Be not ready from now on, but answer requests all the same, until ``drain``."""
+        """Report not ready from now on, but answer requests until ``drain``."""
 
     def flush(self) -> None:
-        """From now on run requests at once, without waiting for others to share a batch with."""
+        """Run requests immediately from now on, without waiting to fill a batch."""
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
+        """Refuse new requests and finish those in flight; ``False`` if some missed the timeout."""
 
     async def close(self) -> None:
         """Stop the executor threads and release the backends."""

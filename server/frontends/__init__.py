@@ -1,6 +1,5 @@
-"""Front ends: processes that hold the connections of the gRPC port, before the one that answers.
+"""Front ends: processes that hold the gRPC port's connections for the engine's process.
 
-A front end speaks HTTP/2 and TLS, and passes messages on as they are. What may come in, what is
-counted and what is answered is decided in the engine's process, by the very handlers that answer
-without front ends.
+A front end handles HTTP/2 and TLS, and forwards messages unchanged. Admission, counting and
+answering happen in the engine's process, in the same handlers as without front ends.
 """

@@ -1,4 +1,4 @@
-"""Frames between a front end and the engine's process, over a socket that only the two have."""
+"""Frames between a front end and the engine's process, over a private socket."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ from offramp.server.frontends.shared_payloads import (
 )
 
 _HEAD: Final = struct.Struct("<IIB")
-"""Size of the payload in bytes, number of the call, kind."""
+"""Frame header: payload size in bytes, call number, kind."""
 
 _SCRATCH_BYTES: Final = 1024 * 1024
-"""More than any frame takes: what is large goes by memory."""
+"""Larger than any frame, because large messages go through shared memory."""
 _HIGH_BYTES: Final = 4 * 1024 * 1024
-"""Beyond it in the queue for sending, no further message is to be taken."""
+"""Size of the send queue, in bytes, above which no further message is accepted."""
 _SHARED: Final = 128
 """Added to the kind of a frame whose last bytes are a :class:`SharedPayload`."""
 
 
 class FrameKind(IntEnum):
-    """What a frame says."""
+    """Kinds of frames, each with its sender."""
 
     CALL = 0
-    """Front end: a call with its only message, after its :class:`CallHead`."""
+    """Front end: a call with its only message, preceded by its :class:`CallHead`."""
     OPEN = 1
     """Front end: the head of a call whose messages follow."""
     MESSAGE = 2
-    """Either: a message of such a call. The next one comes once this one is taken."""
+    """Either: a message of an open call. The next one follows once this one is taken."""
     TAKEN = 3
     """Either: the last message was taken, or was written to the client."""
     END = 4
     """Front end: the client sends no more messages."""
     DONE = 5
-    """Front end: gRPC has done with the call; if it was not answered, it is withdrawn."""
+    """Front end: gRPC is done with the call; if it was not answered, it is withdrawn."""
     ANSWER = 6
-    """Engine: the one answer, and status OK."""
+    """Engine: the only answer, with status OK."""
     STATUS = 7
     """Engine: the call ends with this :class:`CallStatus`."""
     ORDER = 8
-    """Engine: what a front end is to do, beside calls."""
+    """Engine: an order to a front end that concerns no call."""
     REPLY = 9
-    """Front end: what came of the last order."""
+    """Front end: the result of the last order."""
     LOG = 10
     """Front end: a line for the log."""
     REFUSED = 11
-    """Front end: it has refused a call by itself; status code and reason."""
+    """Front end: it refused a call; status code and reason."""
     MAPPED = 12
     """Either: the payload of this descriptor is mapped."""
 
@@ -60,7 +60,7 @@ class FrameKind(IntEnum):
 Payload: TypeAlias = bytes | memoryview
 
 Receiver: TypeAlias = Callable[[FrameKind, int, Payload, memoryview | None], None]
-"""Takes kind, call and payload of a frame, and its message if that came by memory."""
+"""Takes the kind, call and payload of a frame, and its message if that is in shared memory."""
 
 
 class FrameLink(asyncio.BufferedProtocol):
@@ -99,18 +99,18 @@ class FrameLink(asyncio.BufferedProtocol):
         self._writable.set()
 
     async def writable(self) -> None:
-        """Wait until there is room for another message."""
+        """Wait until the queue can take another message."""
         await self._writable.wait()
 
     def send(self, kind: FrameKind, call: int = 0, payload: Payload = b"") -> None:
-        """Send a frame that is small; to an end that is gone nothing is sent."""
+        """Send a small frame; do nothing if the other end is gone."""
         if self._transport is not None:
             self._transport.write(b"".join((_HEAD.pack(len(payload), call, kind), payload)))
 
     async def send_message(
         self, kind: FrameKind, call: int, message: Payload, *, head: bytes = b""
     ) -> None:
-        """Send a frame with a message that may be large, behind a head; nothing if it is gone."""
+        """Send a head with a message of any size; do nothing if the other end is gone."""
         if len(message) <= LARGE_BYTES:
             self.send(kind, call, b"".join((head, message)))
             return
@@ -123,7 +123,7 @@ class FrameLink(asyncio.BufferedProtocol):
         self._transport.write(_HEAD.pack(len(payload), call, kind + _SHARED) + payload)
 
     def close(self) -> None:
-        """End the connection at once."""
+        """Close the connection immediately."""
         if self._transport is not None:
             self._transport.abort()
 

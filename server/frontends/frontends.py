@@ -1,4 +1,4 @@
-"""The front ends of a server: started, watched, started again, and ended with it."""
+"""The front ends of a server: started, watched, restarted, and ended with it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from offramp.server.requests.reception import Reception
 logger = logging.getLogger(__name__)
 
 AGAIN_S: Final = 1.0
-"""From the end of a front end to the start of the one that takes its place."""
+"""Seconds from the end of a front end to the start of its replacement."""
 
 _PATIENCE_S: Final = 5.0
-"""Beyond the time that an order may take: for a busy machine."""
+"""Seconds that an order may take in addition to its own limit, for a busy machine."""
 
 _SOCKET_BYTES: Final = 4 * 1024 * 1024
 _MODULE: Final = "offramp.server.frontends.process"
@@ -42,17 +42,17 @@ _MODULE: Final = "offramp.server.frontends.process"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendOptions:
-    """How many front ends there are, and what they need beside the listener's options."""
+    """Number of front ends, and their settings in addition to the listener's options."""
 
     count: int
     max_queue_mib: int
-    """Messages in the engine's process."""
+    """Limit on messages in the engine's process, in MiB."""
     security: SecurityOptions
-    """Its certificates."""
+    """Security options, which name the certificates."""
 
     @classmethod
     def of(cls, options: ServerOptions) -> Self | None:
-        """Return what a server's options say; ``None`` for no front ends."""
+        """Return the front end options of a server; ``None`` without front ends."""
         if not options.frontends:
             return None
         return cls(
@@ -65,8 +65,8 @@ class FrontendOptions:
 class Frontends:
     """The gRPC port, held by other processes; used on the event loop's thread.
 
-    A front end that ends takes its connections with it, and the requests that came by them are
-    withdrawn; the other ones serve on.
+    If a front end ends, its connections are lost and their requests withdrawn; the other front ends
+    continue.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Frontends:
         listener: ListenerOptions,
         options: FrontendOptions,
     ) -> None:
-        """``handlers`` answer the calls, by full name of the method."""
+        """``handlers`` answer the calls, by full method name."""
         self._reception = reception
         self._handlers = handlers
         self._options = options
@@ -85,10 +85,10 @@ class Frontends:
         self._ends: set[Frontend] = set()
         self._watching: list[asyncio.Task[None]] = []
         self._placeholders = ExitStack()
-        """Sockets that keep the port, even while no front end is there."""
+        """Sockets that reserve the port, even while no front end is running."""
 
     async def start(self, host: str, port: int) -> int:
-        """Start all; return the port, which the system chooses for port 0; StartError."""
+        """Start all front ends; return the port (port 0: chosen by the system); StartError."""
         if not hasattr(os, "memfd_create"):
             raise StartError("--frontends needs Linux; leave it out")
         bound = bind(host, port, option="--grpc-port", shared=True)
@@ -125,16 +125,16 @@ class Frontends:
         self._placeholders.close()
 
     async def _order_all(self, name: str, argument: object, *, within_s: float) -> None:
-        """Have all do something that takes so long at most; one that hangs is not waited for."""
+        """Send an order to all front ends; wait for each at most ``within_s`` plus a margin."""
         orders = (end.order(name, argument) for end in self._ends)
         limited = (asyncio.wait_for(order, within_s + _PATIENCE_S) for order in orders)
-        await asyncio.gather(*limited, return_exceptions=True)  # one that is gone has no connection
+        await asyncio.gather(*limited, return_exceptions=True)  # ended ones have no link
 
     async def _watch(self, end: Frontend, settings: FrontendSettings) -> None:
         while True:
             await end.lost.wait()
             logger.error(
-                "a front end ended (%s); its connections are lost, and another one takes its place",
+                "a front end ended (%s); its connections are lost; a new one replaces it",
                 await end.end(),
             )
             self._ends.discard(end)
@@ -147,7 +147,7 @@ class Frontends:
                 logger.warning("a front end cannot be started: %s", error)
                 end.give_up()
             except FrontendLostError:
-                pass  # which is seen to above
+                pass  # the loop above handles it
 
     def _settings(self, host: str, port: int) -> FrontendSettings:
         certificates = replace(self._options.security, token_file=None, admin_token_file=None)
@@ -170,25 +170,25 @@ class FrontendLostError(Exception):
 
 
 class Frontend:
-    """One front end, as the engine's process sees it."""
+    """One front end, as seen by the engine's process."""
 
     def __init__(self, handlers: Mapping[str, Handler], reception: Reception) -> None:
         self._reception = reception
         self.lost: Final = asyncio.Event()
-        """Set when its process has ended."""
+        """Set when the front end's process has ended."""
         self._calls = RelayedCalls(handlers)
         self._link = FrameLink(self._receive, self._has_ended)
         self._process: subprocess.Popen[bytes] | None = None
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        """To orders, by their numbers."""
+        """Replies to orders, by the order's number."""
         self._orders = itertools.count()
 
     async def start(self, settings: FrontendSettings) -> None:
-        """Start the process, and have it listen.
+        """Start the process and make it listen.
 
         Raises:
-            StartError: It cannot.
-            FrontendLostError: It has ended.
+            StartError: The front end cannot start.
+            FrontendLostError: The front end has ended.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -205,7 +205,7 @@ class Frontend:
         await self.order("listen", settings)
 
     async def order(self, name: str, argument: object) -> None:
-        """Have it do something, and wait until it is done; StartError, FrontendLostError."""
+        """Send an order and wait until it is done; StartError, FrontendLostError."""
         if self.lost.is_set():
             raise FrontendLostError
         number = next(self._orders)
@@ -219,12 +219,12 @@ class Frontend:
             raise StartError(reply["error"])
 
     def give_up(self) -> None:
-        """Have it count as lost, though its process may not have ended yet."""
+        """Treat the front end as lost, even if its process still runs."""
         self._link.close()
         self.lost.set()
 
     async def end(self) -> str:
-        """End the process if it has not; return how it ended."""
+        """End the process if it still runs; return how it ended."""
         self._link.close()
         if self._process is None:
             return "it was never started"

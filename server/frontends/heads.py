@@ -1,4 +1,4 @@
-"""What frames say of a call beside its messages."""
+"""Data about a call that frames carry in addition to its messages."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ import grpc
 from offramp.server.frontends.frames import Payload
 
 _BEGIN: Final = struct.Struct("<Id")
-"""Bytes of the text that follows; seconds to the deadline, NaN without one."""
+"""Bytes of the following text; seconds to the deadline, NaN without a deadline."""
 _REMEMBERED: Final = 4096
-"""Texts of heads; a connection's calls have mostly the same one."""
+"""Number of head texts that are cached; most calls of a connection have the same text."""
 _CODES: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 class CallHead(NamedTuple):
-    """A call as its front end knows it."""
+    """A call's data from its front end."""
 
     method: str
     """For instance ``/inference.GRPCInferenceService/ModelInfer``."""
     peer: str
-    """As gRPC names it."""
+    """Client address in gRPC's notation."""
     remaining_s: float | None
-    """Until its deadline."""
+    """Seconds until the call's deadline."""
     metadata: Metadata = ()
-    """Those that are text."""
+    """Text metadata only; binary metadata are dropped."""
 
     def encode(self) -> bytes:
         """Return the head's bytes."""
@@ -42,7 +42,7 @@ class CallHead(NamedTuple):
 
     @classmethod
     def split(cls, payload: Payload) -> tuple[Self, Payload]:
-        """Return the head and the message behind it."""
+        """Return the head and the message that follows it."""
         size, remaining_s = _BEGIN.unpack_from(payload)
         end = _BEGIN.size + size
         method, peer, metadata = _read_text(bytes(payload[_BEGIN.size : end]))
@@ -51,19 +51,19 @@ class CallHead(NamedTuple):
 
 
 class CallStatus(NamedTuple):
-    """How a call ends that is not answered."""
+    """Final status of a call that has no answer."""
 
     code: grpc.StatusCode
     details: str = ""
     metadata: Metadata = ()
 
     def encode(self) -> bytes:
-        """Return its bytes."""
+        """Return the status as bytes."""
         return json.dumps((self.code.value[0], self.details, self.metadata)).encode()
 
     @classmethod
     def decode(cls, payload: Payload) -> Self:
-        """Read its bytes."""
+        """Parse the bytes of a status."""
         code, details, metadata = json.loads(bytes(payload))
         return cls(_CODES[code], details, _pairs(metadata))
 
@@ -80,5 +80,5 @@ def _read_text(text: bytes) -> tuple[str, str, Metadata]:
 
 
 def _pairs(lists: Sequence[Sequence[str]]) -> Metadata:
-    """Return metadata as gRPC has them: they are compared with tuples."""
+    """Return metadata as tuples, as gRPC does: they are compared with tuples."""
     return tuple((key, value) for key, value in lists)

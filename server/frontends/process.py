@@ -1,6 +1,6 @@
-"""A front end's process: listens on the gRPC port, and passes calls on.
+"""The process of a front end: listens on the gRPC port and forwards calls.
 
-It ends with the engine's process, whose socket it is given.
+It ends with the engine's process, to which its socket connects.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from offramp.server.requests.reception import Reception
 from offramp.server.security.tls import open_tls
 
 _ROOM: Final = 2
-"""Of the memory for messages in the engine's process, which is thus full before this one's."""
+"""Factor on the engine process's memory limit, so that the engine's limit is reached first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendSettings:
-    """What a front end needs to know to begin."""
+    """Settings that a front end starts with."""
 
     host: str
     port: int
     listener: ListenerOptions
     security: SecurityOptions
-    """Its certificates; tokens are the affair of the engine's process."""
+    """Certificates; the engine's process checks tokens."""
     max_queue_mib: int
-    """Messages in the engine's process."""
+    """Limit on messages in the engine's process, in MiB."""
     methods: dict[str, MethodShape]
     log_level: int
 
     def start(self, link: FrameLink) -> tuple[Relay, GrpcListener]:
-        """Return what passes calls on, and what is to listen; StartError."""
+        """Return the relay for calls and the listener to start; StartError."""
         reception = _RelayedReception(
             link,
             ServerOptions(
@@ -62,7 +62,7 @@ class FrontendSettings:
 
 
 class _RelayedReception(Reception):
-    """Tells the engine's process, which has the counts, what is refused here."""
+    """Admission in a front end, which reports refusals to the engine's process for counting."""
 
     def __init__(self, link: FrameLink, options: ServerOptions) -> None:
         super().__init__(options)
@@ -74,7 +74,7 @@ class _RelayedReception(Reception):
 
 
 class _LinkHandler(logging.Handler):
-    """Has the engine's process write what is logged here."""
+    """Log handler that sends lines to the engine's process, which writes them."""
 
     def __init__(self, link: FrameLink) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class FrontendProcess:
         self._orders = set[asyncio.Task[None]]()
 
     async def run(self, end: socket.socket) -> None:
-        """Serve until the other end of the socket is gone."""
+        """Serve until the other end of the socket closes."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self._link, sock=end)
         await self._ended.wait()
 
@@ -109,7 +109,7 @@ class FrontendProcess:
         self, kind: FrameKind, number: int, payload: Payload, message: Payload | None
     ) -> None:
         if kind is FrameKind.ORDER:
-            name, argument = pickle.loads(payload)  # noqa: S301 - of the process that started us
+            name, argument = pickle.loads(payload)  # noqa: S301 - sent by our parent process
             order = asyncio.create_task(self._carry_out(number, name, argument))
             self._orders.add(order)
             order.add_done_callback(self._orders.discard)
@@ -143,9 +143,9 @@ class FrontendProcess:
 
 
 def main() -> None:
-    """Run a front end over the socket whose descriptor is the one argument."""
+    """Run a front end over the socket whose descriptor is the only argument."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # whoever sends them to all means the engine's
+        signal.signal(number, signal.SIG_IGN)  # the engine's process handles them
     end = socket.socket(fileno=int(sys.argv[1]))
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(FrontendProcess().run(end))

@@ -1,4 +1,4 @@
-"""A front end's side: handlers of gRPC that pass calls on, and answers back."""
+"""A front end's side of calls: gRPC handlers that forward calls and return their answers."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _Outcome: TypeAlias = Payload | CallStatus
 
 
 class MethodShape(NamedTuple):
-    """Which sides of a method send streams of messages."""
+    """Directions of a method that carry a stream of messages."""
 
     request_streaming: bool
     response_streaming: bool
 
 
 class Relay:
-    """Passes calls on to the engine's process; used on the event loop's thread."""
+    """Forwards calls to the engine's process; used on the event loop's thread."""
 
     def __init__(
         self, link: FrameLink, reception: Reception, methods: Mapping[str, MethodShape]
     ) -> None:
-        """``methods`` are by their full names."""
+        """``methods`` are keyed by full name."""
         self._link = link
         self._reception = reception
         self._receiver = MessageReceiver()
         self._numbers = itertools.count(1)
         self._calls: dict[int, Callable[[FrameKind, Payload], None]] = {}
         self.handlers: Final = {name: self._handler(name, shape) for name, shape in methods.items()}
-        """By full name."""
+        """Handlers by full method name."""
 
     def receive(
         self, kind: FrameKind, number: int, payload: Payload, message: Payload | None = None
     ) -> None:
-        """Take a frame about a call, whose message may have come by memory.
+        """Handle a frame of a call; its message is separate if it came through shared memory.
 
-        Those of calls that have ended are of no use.
+        Frames of calls that have ended are ignored.
         """
         if (take := self._calls.get(number)) is not None:
             take(kind, payload if message is None else message)
@@ -70,7 +70,7 @@ class Relay:
     async def _receive_and_ask(
         self, name: str, visit: Visit, _requests: object, context: _Context
     ) -> Payload:
-        """Receive the one message of a call, which may be large, when there is room for it."""
+        """Receive the only message of a call, which may be large, once the link can take it."""
         await self._link.writable()
         self._reception.check_room()
         data = await self._receiver.only(context)
@@ -147,7 +147,7 @@ class Relay:
             await context.abort(*outcome)
 
     def _begin(self, name: str, context: _Context) -> tuple[int, bytes]:
-        """Return the number of a call and the bytes of its head."""
+        """Return a new call number and the bytes of the call's head."""
         number = next(self._numbers) % 2**32
         metadata = context.invocation_metadata() or ()
         head = CallHead(
@@ -157,11 +157,11 @@ class Relay:
             metadata=tuple((key, value) for key, value in metadata if isinstance(value, str)),
         )
 
-        done: Any = lambda _: self._end(number)  # noqa: E731 - its type is private to the stubs
+        done: Any = lambda _: self._end(number)  # noqa: E731 - the stubs keep its type private
         context.add_done_callback(done)
         return number, head.encode()
 
     def _end(self, number: int) -> None:
-        """Tell, once, that gRPC has done with a call, or is about to."""
+        """Report, once, that gRPC is done with a call, or about to be."""
         if self._calls.pop(number, None) is not None:
             self._link.send(FrameKind.DONE, number)

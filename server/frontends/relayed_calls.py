@@ -1,4 +1,4 @@
-"""The engine's side: answers the calls that front ends pass on, by the handlers of gRPC."""
+"""The engine's side of calls that front ends forward, answered by the gRPC handlers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RelayedCalls:
         payload: Payload,
         message: Payload | None = None,
     ) -> None:
-        """Take a frame about a call, whose message may have come by memory."""
+        """Handle a frame of a call; its message is separate if it came through shared memory."""
         if kind is FrameKind.CALL:
             head, rest = CallHead.split(payload)
             self._open(link, number, head, rest if message is None else message)
@@ -46,7 +46,7 @@ class RelayedCalls:
             call.receive(kind, payload if message is None else message)
 
     def withdraw(self) -> None:
-        """Withdraw all calls: their front end is gone."""
+        """Withdraw all calls, because their front end is gone."""
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.receive(FrameKind.DONE, b"")
@@ -59,12 +59,12 @@ class RelayedCalls:
 
 
 class RelayedCall:
-    """A call, and the context that its handler gets of it: of ``grpc.aio``'s what handlers use."""
+    """A call and its handler's context, with the parts of ``grpc.aio``'s that handlers use."""
 
     def __init__(
         self, link: FrameLink, number: int, head: CallHead, message: Payload | None
     ) -> None:
-        """``message`` is the only one of a call that has one."""
+        """``message`` is the only message of a call, or ``None`` if several follow."""
         self._link = link
         self._number = number
         self._head = head
@@ -79,11 +79,11 @@ class RelayedCall:
         self._callbacks: list[Callable[[Any], None]] = []
 
     def start(self, handler: Handler) -> None:
-        """Begin to answer."""
+        """Start to answer."""
         self._task = asyncio.create_task(self._answer(handler))
 
     def receive(self, kind: FrameKind, payload: Payload) -> None:
-        """Take a frame from the front end."""
+        """Handle a frame from the front end."""
         if kind is FrameKind.MESSAGE:
             self._messages.append(payload)
         elif kind is FrameKind.END:
@@ -103,11 +103,11 @@ class RelayedCall:
         return self._head.peer
 
     def invocation_metadata(self) -> Metadata:
-        """Return what the client sent beside messages."""
+        """Return the call's metadata."""
         return self._head.metadata
 
     def time_remaining(self) -> float | None:
-        """Return the seconds until the deadline."""
+        """Return the seconds until the deadline; ``None`` without one."""
         return None if self._ends_s is None else self._ends_s - time.monotonic()
 
     def code(self) -> grpc.StatusCode:
@@ -115,7 +115,7 @@ class RelayedCall:
         return grpc.StatusCode.OK if self._status is None else self._status.code
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback`` once the front end has written the answer, or has lost its client."""
+        """Call ``callback`` once the front end has written the answer or lost its client."""
         self._callbacks.append(callback)
 
     async def read(self) -> Payload | Any:
@@ -130,7 +130,7 @@ class RelayedCall:
         return self._messages.popleft()
 
     async def write(self, message: Any) -> None:
-        """Send a message of a stream; returns once the front end has written it."""
+        """Send a message of a stream; return once the front end has written it."""
         self._taken.clear()
         data = message if self._serialize is None else self._serialize(message)
         await self._link.send_message(FrameKind.MESSAGE, self._number, data)

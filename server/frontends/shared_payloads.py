@@ -1,6 +1,6 @@
-"""Large payloads: written once to memory that the other process maps, as it does not wait then.
+"""Large payloads, written once to shared memory that the other process maps without waiting.
 
-Through the socket they would be copied twice, and small frames would wait behind them.
+A socket would copy them twice, and small frames would wait for them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from contextlib import suppress
 from typing import Final, NamedTuple, Self
 
 LARGE_BYTES: Final = 256 * 1024
-"""Payloads above it go by memory."""
+"""Size above which payloads go through shared memory."""
 
 _FORM: Final = struct.Struct("<IIQ")
 SHARED_BYTES: Final = _FORM.size
-"""Of :meth:`SharedPayload.encode`."""
+"""Size of :meth:`SharedPayload.encode` in bytes."""
 
 
 class SharedPayload(NamedTuple):
-    """Where the other process finds a payload."""
+    """Location of a payload for the other process."""
 
     process: int
     descriptor: int
-    """Of the sender, which closes it once the payload is mapped."""
+    """File descriptor in the sender, which closes it once the payload is mapped."""
     size_bytes: int
 
     @classmethod
     async def of(cls, payload: bytes | memoryview) -> Self:
-        """Write a payload on a thread; OSError where there is no memory for it."""
+        """Write a payload on a thread; OSError if memory runs out."""
         writing = asyncio.get_running_loop().run_in_executor(None, _written, payload)
         try:
             descriptor = await asyncio.shield(writing)
@@ -41,16 +41,16 @@ class SharedPayload(NamedTuple):
         return cls(os.getpid(), descriptor, len(payload))
 
     def encode(self) -> bytes:
-        """Return its bytes."""
+        """Return the location as bytes."""
         return _FORM.pack(*self)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Read its bytes."""
+        """Parse the bytes of a location."""
         return cls(*_FORM.unpack(data))
 
     def map(self) -> memoryview:
-        """Return the payload; it stays as long as anything refers to it."""
+        """Return the payload; the mapping lasts as long as a reference to it."""
         descriptor = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDONLY)
         try:
             return memoryview(mmap.mmap(descriptor, self.size_bytes, access=mmap.ACCESS_READ))
@@ -71,13 +71,13 @@ def _written(payload: bytes | memoryview) -> int:
 
 
 def _drop(writing: asyncio.Future[int]) -> None:
-    """Close the memory of a payload that is of no use any more, if there was room for it."""
+    """Close the memory of a payload that nobody waits for any more, if it was written."""
     if writing.exception() is None:
         os.close(writing.result())
 
 
 def close_all(descriptors: Sequence[int]) -> None:
-    """Close descriptors, whether or not they are open."""
+    """Close descriptors; those that are closed already are skipped."""
     for each in descriptors:
         with suppress(OSError):
             os.close(each)

@@ -1,4 +1,4 @@
-"""The curves of the status page, as SVG: what a history holds, with the events on the time axis."""
+"""The curves of the status page as SVG: a history, with its events on the time axis."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from offramp.server.pages.history import History, IntervalPoint, ModelEvent, Mod
 _WIDTH, _HEIGHT = 400.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 16.0, 16.0, 24.0
 _SHORTEST_S = 60.0
-"""Time axis of a server that has just started."""
+"""Shortest time axis, in seconds, for a server that has just started."""
 _STEPS_S = (10, 20, 60, 120, 300)
-"""Between the ticks of the time axis."""
+"""Possible distances between ticks of the time axis."""
 LAYERS: Final = 8
-"""Colours of places; more places than that share some."""
+"""Number of colours for places; with more places, some share a colour."""
 _CONSTRAINTS: Final = 4
-"""The axis of disagreement ends at this many times the constraint at most."""
-_NO_INTERVAL = "no interval is over yet: the first one takes 5 s"
+"""The axis of disagreement ends at most at this multiple of the constraint."""
+_NO_INTERVAL = "no interval is complete yet: the first one takes 5 s"
 _NO_ANSWER = "no request was answered in the last 15 minutes"
 
 Values: TypeAlias = Sequence[tuple[float, float | None]]
-"""Times, and a figure at each, or none."""
+"""Times, each with a value or ``None``."""
 
 
 class LegendEntry(NamedTuple):
-    """A line of a chart's legend."""
+    """An entry of a chart's legend."""
 
     class_: str
-    """Style of its line or area."""
+    """CSS class of its line or area."""
     name: str
     now: str
-    """Its latest figure."""
+    """Latest value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart with its title and legend; or words in its place."""
+    """A chart with title and legend; or a text instead."""
 
     title: str
     legend: tuple[LegendEntry, ...] = ()
     drawing: Markup | None = None
     words: str = ""
-    """Why there is nothing to draw; empty where there is a drawing."""
+    """Reason why there is no drawing; empty if there is one."""
 
 
 class _Curve(NamedTuple):
@@ -63,8 +63,8 @@ class _Curve(NamedTuple):
 def draw_model(history: ModelHistory, mode: str, now_s: float) -> tuple[Chart, ...]:
     """Draw rate, latency, places of answers and disagreement, each with the events.
 
-    Drawing takes some milliseconds, and the charts are the same until the next snapshot, at
-    ``now_s``: clients that ask for page after page do not slow requests down.
+    Drawing takes a few milliseconds. The charts are cached until the next snapshot, at ``now_s``,
+    so that clients that load page after page do not slow requests down.
     """
     points = tuple(history.points)
     frame = _Frame(points[0].start_s if points else now_s, now_s, tuple(history.events))
@@ -77,25 +77,25 @@ def draw_model(history: ModelHistory, mode: str, now_s: float) -> tuple[Chart, .
 
 
 def draw_refused(history: History) -> Chart:
-    """Draw the requests that were refused or failed, of all models together."""
+    """Draw the requests of all models that were refused or failed."""
     title = "Requests refused or failed, per second, all models"
     points = tuple(history.refused)
     if points and not any(point.refused_per_s for point in points):
-        return Chart(title=title, words="None in the time that is kept, at most 15 minutes.")
+        return Chart(title=title, words="None in the last 15 minutes.")
     frame = _Frame(points[0].start_s if points else 0.0, history.taken_s, ())
     values = [(point.end_s, point.refused_per_s) for point in points]
     return _lines(frame, title, [_Curve("third", "refused or failed", values)], empty=_NO_INTERVAL)
 
 
 def describe_age(seconds: float) -> str:
-    """``now``, ``40 s ago``, ``3 min 20 s ago``."""
+    """Return an age such as ``now``, ``40 s ago`` or ``3 min 20 s ago``."""
     minutes, rest = divmod(round(seconds), 60)
     parts = [f"{minutes} min"] * (minutes > 0) + [f"{rest} s"] * (rest > 0)
     return f"{' '.join(parts)} ago" if parts else "now"
 
 
 class _Frame:
-    """The time axis of charts, and the events on it."""
+    """Time axis of a chart, with the events on it."""
 
     def __init__(self, start_s: float, now_s: float, events: tuple[ModelEvent, ...]) -> None:
         span_s = max(now_s - start_s, _SHORTEST_S)
@@ -104,7 +104,7 @@ class _Frame:
         self._events = [event for event in events if self.x.inside(event.time_s)]
 
     def draw(self, title: str, summary: str, y: Scale, body: str) -> Markup:
-        """Draw axes, what the chart shows, and the events; ``summary`` is read aloud."""
+        """Draw axes, ``body`` and the events; ``summary`` is the text for screen readers."""
         logarithmic = isinstance(y, LogScale)
         values = svg.nice_logs(y.low, y.high) if logarithmic else svg.nice_values(y.low, y.high, 4)
         y_ticks = [(value, short_number(value)) for value in values]
@@ -170,10 +170,10 @@ def _disagreement(frame: _Frame, points: _Points, mode: str) -> Chart:
         _curve("limit", "constraint", points, lambda point: _scaled(point.constraint, 100)),
     )
     empty = (
-        "no controller watches the answers of this model"
+        "no controller observes the answers of this model"
         if Mode(mode).observed
         else f"answers are not compared with the unmodified model's in mode {mode}; "
-        "they are with --mode audit"
+        "use --mode audit to compare them"
     )
     most = 100 * _CONSTRAINTS * max((point.constraint or 0 for point in points), default=0)
     return _lines(
@@ -203,9 +203,9 @@ def _lines(
     empty: str,
     fit: Callable[[Sequence[float]], Scale] | None = None,
 ) -> Chart:
-    """Draw curves on the scale that ``fit`` makes for them, by default from 0 up.
+    """Draw curves on the scale from ``fit``, by default from 0 up.
 
-    What is above the scale is drawn at its top.
+    Values above the scale are drawn at its top.
     """
     present = [value for curve in curves for _, value in curve.values if value is not None]
     if not present:
@@ -220,7 +220,7 @@ def _scale(highest: float) -> Scale:
 
 
 def _log_scale(values: Sequence[float]) -> Scale:
-    """Return a scale on which p50 is legible next to the rare p99 that is 100 times as high."""
+    """Return a scale on which p50 is legible next to a p99 that is 100 times as high."""
     ticks = svg.nice_logs(min(values), max(values))
     return LogScale(low=ticks[0], high=ticks[-1], start=_HEIGHT - _BOTTOM, end=_TOP)
 
@@ -234,7 +234,7 @@ def _chart(frame: _Frame, title: str, curves: Sequence[_Curve], y: Scale, body: 
 
 
 def _line(x: Scale, y: Scale, curve: _Curve) -> Markup:
-    """Draw a curve with a gap where it has no figure; a point alone is a dot."""
+    """Draw a curve with gaps where values are missing; a single point is a dot."""
     stretches = [
         [(x(at), y(min(value, y.high))) for at, value in stretch]
         for stretch in stretches_of(curve.values)
@@ -248,7 +248,7 @@ def _line(x: Scale, y: Scale, curve: _Curve) -> Markup:
 
 
 def stretches_of(values: Values) -> Iterator[list[tuple[float, float]]]:
-    """Yield the stretches of a curve in which each point has a figure."""
+    """Yield the stretches of a curve without a missing value."""
     stretch: list[tuple[float, float]] = []
     for at, value in values:
         if value is not None:
@@ -278,13 +278,13 @@ def _shares(frame: _Frame, points: _Points, places: Sequence[str]) -> Chart:
 
 
 def _layer(number: int, count: int) -> str:
-    """Spread places over the colours: the last one is the model's end."""
+    """Return the colour class of a place, spread over the colours; the model's end is the last."""
     last = LAYERS - 1
     return f"layer-{last - round((count - 1 - number) * last / max(count - 1, 1))}"
 
 
 def _stack(x: Scale, y: Scale, points: _Points, curves: Sequence[_Curve]) -> Iterator[Markup]:
-    """Draw each layer as one path: a rectangle for each interval, as shares hold for all of it."""
+    """Yield each layer as one path of rectangles, since a share applies to its whole interval."""
     edges = [(f"{x(point.start_s):.5g}", f"{x(point.end_s):.5g}") for point in points]
     below = [y(0)] * len(points)
     for curve in reversed(curves):
@@ -303,7 +303,7 @@ def _stack(x: Scale, y: Scale, points: _Points, curves: Sequence[_Curve]) -> Ite
 
 
 def _latest(values: Values, top: float = math.inf) -> str:
-    """Return the newest figure; an arrow says that it is above the ``top`` of the chart."""
+    """Return the latest value, with an arrow if it is above the ``top`` of the chart."""
     value = values[-1][1]
     if value is None:
         return "–"
@@ -319,7 +319,7 @@ def _summary(curve: _Curve) -> str:
 
 
 def short_number(value: float) -> str:
-    """``0.25``, ``17.3``, ``420``, ``12.5k``: at most three significant digits."""
+    """Return a number such as ``0.25``, ``420`` or ``12.5k``, with at most three digits."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             return f"{value / size:.3g}{unit}"

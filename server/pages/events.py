@@ -1,4 +1,4 @@
-"""Events on the status page's time axis: the differences between two snapshots of a model."""
+"""Events on the status page's time axis: differences between two snapshots of a model."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 
 class ChangeKind(StrEnum):
-    """The kinds of events."""
+    """Kinds of events."""
 
     VERSION = "version"
     """The model was replaced, or unloaded and loaded again."""
     READINESS = "readiness"
     DRIFT = "drift"
-    """A drift alarm of the controller."""
+    """The controller raised a drift alarm."""
     POLICY = "policy"
-    """Other thresholds or exits are active."""
+    """Other thresholds or exits became active."""
     STREAMS = "streams"
-    """Streams or workers left service, or came back."""
+    """Streams or workers left service or returned to it."""
     LEARNING = "learning"
-    """Learning exits entered another phase."""
+    """Learning entered another phase."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChange:
-    """A difference between two snapshots that an operator wants to see."""
+    """A difference between two snapshots that matters to an operator."""
 
     kind: ChangeKind
     text: str
-    """In plain words, without a full stop."""
+    """Plain description, without a full stop."""
     warning: bool = False
-    """Whether something went wrong."""
+    """True if something went wrong."""
 
 
 def was_loaded_again(before: ModelStatistics, now: ModelStatistics) -> bool:
-    """Whether a model was unloaded and loaded under the same name, so that it counts from 0."""
+    """Return whether a model was unloaded and loaded under the same name, with new counters."""
     if now.version == before.version:
         return now.uptime_s < before.uptime_s
     return now.version < before.version
 
 
 def changes_between(before: ModelStatistics, now: ModelStatistics) -> Iterator[ModelChange]:
-    """Yield what changed between two snapshots of a model.
+    """Yield the changes between two snapshots of a model.
 
-    A controller and a policy count from the start again where the model was replaced; so only the
-    replacement is reported then.
+    If the model was replaced, only the replacement is reported, because controller and policy then
+    count from the start again.
     """
     if was_loaded_again(before, now):
         yield ModelChange(kind=ChangeKind.VERSION, text="the model was unloaded and loaded again")
     elif now.version != before.version:
         yield ModelChange(
             kind=ChangeKind.VERSION,
-            text=f"version {now.version} serves in the place of version {before.version}",
+            text=f"version {now.version} replaced version {before.version}",
         )
     else:
         yield from _drift(before, now)
         if now.policy_version != before.policy_version:
-            text = f"exit policy {now.policy_version} in the place of {before.policy_version}"
+            text = f"exit policy {now.policy_version} replaced exit policy {before.policy_version}"
             yield ModelChange(kind=ChangeKind.POLICY, text=text)
     yield from _service(before, now)
     yield from _learning(before, now)
 
 
 def readiness_change(*, before: bool, now: bool) -> Iterator[ModelChange]:
-    """Yield the change of a model's readiness, if there was one."""
+    """Yield the change of a model's readiness, if any."""
     if before != now:
         text = "the model is ready" if now else "the model is not ready"
         yield ModelChange(kind=ChangeKind.READINESS, text=text, warning=not now)

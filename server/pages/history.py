@@ -1,8 +1,8 @@
-"""The last 15 minutes of every served model, as the status page draws them.
+"""The last 15 minutes of every served model, for the curves of the status page.
 
 Every 5 s a :class:`HistoryRecorder` takes a snapshot of the engine's statistics on the event loop;
 a :class:`History` keeps the differences. A model takes at most about 200 KiB: 180 points and 100
-events. Nothing is written to disk, and a model that is unloaded is forgotten.
+events. Nothing is written to disk, and an unloaded model is dropped.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from offramp.server.pages.events import (
 logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 5.0
-"""From one snapshot to the next."""
+"""Seconds between two snapshots."""
 POINTS: Final = 180
-"""Intervals that are kept: 15 minutes."""
+"""Number of intervals kept: 15 minutes."""
 EVENTS: Final = 100
-"""Events that are kept for each model."""
+"""Number of events kept for each model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalPoint:
-    """A model's figures between two snapshots; times are those of the monotonic clock."""
+    """A model's figures between two snapshots; times are on the monotonic clock."""
 
     start_s: float
     end_s: float
@@ -48,21 +48,21 @@ class IntervalPoint:
     samples_per_s: float
     """Accepted samples."""
     failed_per_s: float
-    """Samples without an answer, those that were not accepted included."""
+    """Samples without an answer, including those that were not accepted."""
     latency_p50_s: float | None
     """Median time from submission to response; ``None`` if no request was answered."""
     latency_p99_s: float | None
     answers: Mapping[str, int]
-    """Answered samples by place; places without any are left out."""
+    """Number of answered samples by place; places without answers are left out."""
     disagreement: float | None
-    """Share of answers unlike the unmodified model's, as measured at the interval's end."""
+    """Measured share of answers that differ from the unmodified model's, at the interval's end."""
     upper_bound: float | None
-    """Upper confidence bound on it; ``None`` before there is one."""
+    """Upper confidence bound on the disagreement; ``None`` before there is one."""
     constraint: float | None
-    """Share that is allowed; ``None`` where nothing is observed."""
+    """Largest allowed share; ``None`` where nothing is observed."""
 
     def share(self, place: str) -> float | None:
-        """Return the share of answers that came from a place; ``None`` if there were none."""
+        """Return the share of answers from a place; ``None`` if there were no answers."""
         total = sum(self.answers.values())
         return self.answers.get(place, 0) / total if total else None
 
@@ -78,10 +78,10 @@ class RefusedPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEvent:
-    """A change of a model that was noticed between two snapshots."""
+    """A change of a model between two snapshots."""
 
     time_s: float
-    """Of the snapshot that showed it, by the monotonic clock."""
+    """Time of the snapshot that showed the change, on the monotonic clock."""
     change: ModelChange
 
 
@@ -90,16 +90,16 @@ class ModelHistory:
 
     def __init__(self, statistics: ModelStatistics, *, ready: bool, now_s: float) -> None:
         self.points: deque[IntervalPoint] = deque(maxlen=POINTS)
-        """Oldest first."""
+        """Points, oldest first."""
         self.events: deque[ModelEvent] = deque(maxlen=EVENTS)
-        """Oldest first."""
+        """Events, oldest first."""
         self._statistics = statistics
         self._totals = totals_of(statistics)
         self._ready = ready
         self._taken_s = now_s
 
     def record(self, statistics: ModelStatistics, *, ready: bool, now_s: float) -> None:
-        """Add the interval since the last snapshot, and what changed in it."""
+        """Add the interval since the last snapshot, and its changes."""
         totals = totals_of(statistics)
         before = self._totals
         if was_loaded_again(self._statistics, statistics):
@@ -115,7 +115,7 @@ class ModelHistory:
         self._ready, self._taken_s = ready, now_s
 
     def places(self) -> list[str]:
-        """Return the places that answers of the kept intervals came from, in depth order."""
+        """Return the places that gave answers in the kept intervals, in depth order."""
         known = [stage.label for stage in self._totals.stages]
         answered = dict.fromkeys(place for point in self.points for place in point.answers)
         gone = [place for place in answered if place not in known]
@@ -123,15 +123,15 @@ class ModelHistory:
 
 
 class History:
-    """The history of all models of a server; to be used on one thread."""
+    """The history of all models of a server; used on one thread."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelHistory] = {}
-        """By name; models that are served now."""
+        """Histories of the models that are served now, by name."""
         self.refused: deque[RefusedPoint] = deque(maxlen=POINTS)
-        """Oldest first."""
+        """Points of refused requests, oldest first."""
         self.taken_s = 0.0
-        """When the latest snapshot was taken, by the monotonic clock."""
+        """Time of the latest snapshot on the monotonic clock."""
         self._unix_offset_s = 0.0
         self._refused: int | None = None
 
@@ -144,9 +144,9 @@ class History:
         now_s: float,
         unix_s: float,
     ) -> None:
-        """Take note of a snapshot; ``refused`` counts requests since the server started.
+        """Record a snapshot; ``refused`` is the number of requests refused since the start.
 
-        ``now_s`` is the time by the monotonic clock, ``unix_s`` the same instant by the other one.
+        ``now_s`` is the time on the monotonic clock, ``unix_s`` the same instant in Unix seconds.
         """
         for name in self.models.keys() - statistics.keys():
             del self.models[name]
@@ -162,11 +162,11 @@ class History:
         self._refused, self.taken_s, self._unix_offset_s = refused, now_s, unix_s - now_s
 
     def unix_s(self, time_s: float) -> float:
-        """Return a time of the monotonic clock in Unix seconds, to the millisecond."""
+        """Return a time of the monotonic clock as Unix seconds, to the millisecond."""
         return round(time_s + self._unix_offset_s, 3)
 
     def to_json(self) -> dict[str, Any]:
-        """Return points and events with times in Unix seconds, as ``/history.json`` has them."""
+        """Return points and events for ``/history.json``, with times in Unix seconds."""
         return {
             "unix_s": self.unix_s(self.taken_s),
             "interval_s": INTERVAL_S,
@@ -191,16 +191,16 @@ class History:
 
 
 class HistoryRecorder:
-    """Records the history of an engine every 5 s, as long as a web application runs."""
+    """Records the history of an engine every 5 s while a web application runs."""
 
     def __init__(self, engine: ServedEngine, refused: Mapping[tuple[str, str], int]) -> None:
-        """``refused`` counts requests by status code and reason, and is read at each snapshot."""
+        """``refused`` counts requests by status code and reason; it is read at each snapshot."""
         self.history: Final = History()
         self._engine = engine
         self._refused = refused
 
     async def recorded(self, _application: web.Application) -> AsyncIterator[None]:
-        """Record from the application's start to its end; for its ``cleanup_ctx``."""
+        """Record while the application runs; for its ``cleanup_ctx``."""
         recording = asyncio.create_task(self._record_on(), name="history")
         yield
         recording.cancel()
@@ -223,13 +223,13 @@ class HistoryRecorder:
                 self.record()
                 await asyncio.sleep(INTERVAL_S)
         except Exception:
-            logger.exception("the history of the status page ends here")
+            logger.exception("the history of the status page stops after an error")
 
 
 def _point(
     before: CountersSnapshot, now: CountersSnapshot, *, start_s: float, end_s: float
 ) -> IntervalPoint:
-    """Compute a point from the differences of counters."""
+    """Compute a point from the differences between counters."""
     took_s = end_s - start_s
     latency = _difference(before.latency_s, now.latency_s)
     answered = {stage.label: stage.answered for stage in before.stages}
@@ -263,10 +263,10 @@ def _with_control(point: IntervalPoint, statistics: ModelStatistics) -> Interval
 
 
 def _grown(before: int, now: int) -> int:
-    """Return the growth of a counter; 0 where it fell.
+    """Return the growth of a counter; 0 if it fell.
 
-    It falls where a model was loaded again and replaced in the same interval, which looks like a
-    replacement alone.
+    It falls if a model was loaded again and replaced within one interval, which is reported as a
+    replacement only.
     """
     return max(0, now - before)
 
@@ -277,7 +277,7 @@ def _difference(before: Histogram, now: Histogram) -> Histogram:
 
 
 def _without_counts(like: CountersSnapshot) -> CountersSnapshot:
-    """Return the counters as they are when a model has just been loaded."""
+    """Return the counters of a model that has just been loaded."""
     latency = replace(like.latency_s, counts=(0,) * len(like.latency_s.counts), total=0.0)
     return replace(like, stages=(), requests=0, samples=0, failed={}, latency_s=latency)
 

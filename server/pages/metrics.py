@@ -1,7 +1,7 @@
-"""The engine's statistics in Prometheus' terms; counts go on when a model is replaced.
+"""The engine's statistics as Prometheus metrics; counts continue when a model is replaced.
 
-Names follow its conventions: base units in the name (seconds, ratio), ``_total`` on what only
-grows. Labels are the served model's name, and the place that an answer came from as plans name it
+Names follow Prometheus's conventions: base units in the name (seconds, ratio), and ``_total`` for
+counters. Labels are the served model's name, and the place of an answer as named in plans
 (``exit 3``, ``final``).
 """
 
@@ -40,13 +40,13 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class EngineCollector(Collector):
-    """The metrics of an engine, read from one snapshot per scrape; it counts nothing itself."""
+    """Collector that reads an engine's metrics from one snapshot per scrape; it has no counters."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """All families, each with every model."""
+        """Yield all metric families, each with every model."""
         statistics = self._engine.statistics()
         models = list(statistics.items())
         totals = [(name, totals_of(model)) for name, model in models]
@@ -69,7 +69,7 @@ class EngineCollector(Collector):
         variants = [((name, v.name), v) for name, model in totals for v in model.variants]
         if variants:
             yield from families(CounterMetricFamily, _VARIANTS, variants, ("model", "variant"))
-        # without an exit in use there is nothing to promise
+        # a promise needs an exit in use
         promises = [
             (model.name, model.policy.promise)
             for model in self._engine.models()
@@ -87,13 +87,13 @@ class EngineCollector(Collector):
 
 
 class RefusalCollector(Collector):
-    """The requests that were refused or failed, by status code and reason."""
+    """Collector of refused or failed requests, by status code and reason."""
 
     def __init__(self, refused: Mapping[tuple[str, str], int]) -> None:
         self._refused = refused
 
     def collect(self) -> Iterator[Metric]:
-        """The one family; each pair from 0 on, or the first event would go unseen by rate()."""
+        """Yield one family with all pairs, starting at 0 so that rate() sees the first event."""
         family = CounterMetricFamily(
             "offramp_refused_requests",
             "Requests that were refused or failed, by gRPC status code and reason.",
@@ -107,7 +107,7 @@ class RefusalCollector(Collector):
 def render_metrics(
     engine: ServedEngine, refused: Mapping[tuple[str, str], int] = MappingProxyType({})
 ) -> bytes:
-    """The page at ``/metrics``, in the text format that every Prometheus reads.
+    """Return the page at ``/metrics`` in the Prometheus text format.
 
     ``refused`` counts requests by status code and reason.
     """
@@ -119,22 +119,22 @@ def render_metrics(
 
 
 Readings: TypeAlias = Mapping[str, tuple[str, str]]
-"""Metrics by name: their documentation, and the attribute that they are read from."""
+"""Metrics by name: documentation, and the attribute with the value."""
 
 _COUNTERS: Final[Readings] = {
     "offramp_requests": ("Requests accepted.", "requests"),
     "offramp_samples": ("Samples accepted.", "samples"),
-    "offramp_retried": ("Samples of failed batches that were tried again.", "retried"),
+    "offramp_retried": ("Samples of failed batches that were retried.", "retried"),
     "offramp_resumed": (
-        "Samples of batches that went on with their stage elsewhere, as their worker was lost.",
+        "Samples of batches that resumed their stage on another worker after theirs was lost.",
         "resumed",
     ),
     "offramp_unseen_length_samples": (
-        "Samples of a length that the calibration data never had.",
+        "Samples of a length that the calibration data did not contain.",
         "unseen_lengths",
     ),
     "offramp_padded_samples": ("Samples that were padded to share a batch.", "padded"),
-    "offramp_padded_positions": ("Positions that were added to them.", "padded_positions"),
+    "offramp_padded_positions": ("Positions added by padding.", "padded_positions"),
 }
 _VARIANTS: Final[Readings] = {
     "offramp_variant_answered_samples": (
@@ -142,33 +142,33 @@ _VARIANTS: Final[Readings] = {
         "answered",
     ),
     "offramp_variant_forced_samples": (
-        "Samples that a variant answered and no certificate covers.",
+        "Samples that a variant answered without a certificate.",
         "forced",
     ),
     "offramp_variant_audited_samples": (
-        "Samples that a variant answered, and the full model for comparison.",
+        "Samples that both a variant and, for comparison, the full model answered.",
         "audited",
     ),
     "offramp_variant_disagreed_samples": (
-        "Samples that a variant answered unlike the full model, of those compared.",
+        "Compared samples on which variant and full model disagreed.",
         "disagreed",
     ),
 }
 _SAMPLES: Final[Readings] = {
-    "offramp_queued_samples": ("Samples waiting now.", "queued"),
+    "offramp_queued_samples": ("Samples in the queue.", "queued"),
     "offramp_in_flight_samples": (
-        "Samples accepted that neither wait for stage 0 nor have left.",
+        "Samples past the queue that have no answer yet.",
         "in_flight",
     ),
 }
 _GAUGES: Final[Readings] = {
     "offramp_model_version": ("Version of the model, 1 until it is replaced.", "version"),
-    "offramp_policy_version": ("Version of the exit policy in force.", "policy_version"),
+    "offramp_policy_version": ("Version of the active exit policy.", "policy_version"),
     "offramp_uptime_seconds": ("Time since the model was loaded.", "uptime_s"),
 }
 _PROMISE: Final[Readings] = {
     "offramp_promise_max_disagreement_ratio": (
-        "Largest disagreement with the unmodified model that was certified.",
+        "Certified largest disagreement with the unmodified model.",
         "max_disagreement",
     ),
     "offramp_promise_confidence_ratio": (
@@ -176,60 +176,63 @@ _PROMISE: Final[Readings] = {
         "confidence_level",
     ),
     "offramp_promise_certify_samples": (
-        "Samples that the certificate rests on.",
+        "Samples that the certificate was computed from.",
         "certify_samples",
     ),
     "offramp_promise_certify_errors": (
-        "Those of them answered unlike the unmodified model.",
+        "Certification samples on which exits disagreed with the unmodified model.",
         "certify_errors",
     ),
 }
 _CONTROL_GAUGES: Final[Readings] = {
     "offramp_disagreement_constraint_ratio": (
-        "Largest tolerated share of answers unlike the unmodified model's.",
+        "Largest tolerated share of answers that differ from the unmodified model's.",
         "max_disagreement",
     ),
     "offramp_disagreement_estimate_ratio": (
-        "That share under the policy in force, estimated without bias; absent after few samples.",
+        "Unbiased estimate of the disagreement; absent while there are few samples.",
         "disagreement",
     ),
     "offramp_disagreement_upper_bound_ratio": (
-        "That share is not above it, with the confidence of the model's control; 1 at first.",
+        "Upper confidence bound on the disagreement; 1 at first.",
         "disagreement_upper_bound",
     ),
     "offramp_disagreement_confidence_ratio": (
-        "Confidence of upper bound and certificate.",
+        "Confidence level of the upper bound and the certificate.",
         "confidence_level",
     ),
     "offramp_audit_probability_ratio": (
-        "Probability that a sample answered early runs on to be compared.",
+        "Probability that a sample answered early is audited: runs on to be compared.",
         "audit_probability",
     ),
 }
 _CONTROL_COUNTERS: Final[Readings] = {
-    "offramp_observed": ("Samples that control has seen.", "observed"),
-    "offramp_audited": ("Samples answered early that ran on to be compared.", "audited"),
-    "offramp_disagreed": ("Those of them answered unlike the unmodified model.", "disagreed"),
-    "offramp_drift_alarms": ("Alarms that the data are no longer what they were.", "alarms"),
-    "offramp_tunings": ("Threshold tunings finished.", "tunings"),
+    "offramp_observed": ("Samples that the controller has observed.", "observed"),
+    "offramp_audited": ("Audited samples: answered early, then run on to be compared.", "audited"),
+    "offramp_disagreed": (
+        "Audited samples on which the exit disagreed with the unmodified model.",
+        "disagreed",
+    ),
+    "offramp_drift_alarms": ("Drift alarms of the controller.", "alarms"),
+    "offramp_tunings": ("Completed threshold tunings.", "tunings"),
     "offramp_exit_adjustments": ("Changes of the set of exits in use.", "adjustments"),
 }
 _AUDITING: Final[Readings] = {
-    "offramp_auditing_samples": ("Samples that have their answer and run on.", "auditing")
+    "offramp_auditing_samples": ("Answered samples that still run on.", "auditing")
 }
 _LOST: Final[Readings] = {
     "offramp_lost_feedback": (
-        "Samples that ran on, and whose final answer was lost to control.",
+        "Audited samples whose final answer was lost.",
         "lost_feedback",
     ),
     "offramp_out_of_range_samples": (
-        "Samples that the whole model answered, as their inputs are unlike those of calibration.",
+        "Samples with inputs outside the calibration range, answered by the whole model.",
         "out_of_range",
     ),
-    "offramp_discounted_samples": ("Samples that are no evidence: copies.", "discounted"),
+    "offramp_discounted_samples": ("Copies of samples, excluded from the evidence.", "discounted"),
 }
 _HISTOGRAMS: Final[Readings] = {
-    "offramp_queue_duration_seconds": ("Time until first dispatch, per request part.", "queue_s"),
+    "offramp_queue_duration_seconds": ("Time to first dispatch, per request part.", "queue_s"),
     "offramp_request_duration_seconds": (
         "Time from submission to the response, per request.",
         "latency_s",
@@ -238,13 +241,13 @@ _HISTOGRAMS: Final[Readings] = {
 _STAGE_COUNTERS: Final[Readings] = {
     "offramp_answers": ("Samples answered, by the exit that answered.", "answered"),
     "offramp_forced": (
-        "Samples that had to leave at the exit, below its threshold, to be in time.",
+        "Samples that were forced out at the exit, below its threshold, to be in time.",
         "forced",
     ),
 }
 _STAGE_GAUGES: Final[Readings] = {
     "offramp_exit_threshold_ratio": (
-        "Least confidence to leave with; 2 where nothing leaves.",
+        "Lowest confidence that leaves at the exit; 2 if nothing leaves there.",
         "threshold",
     )
 }
@@ -260,17 +263,17 @@ _STAGE_METRICS: Final = (
 
 
 _LEARNING_GAUGES: Final[Readings] = {
-    "offramp_learning_recorded_samples": ("Inputs that are recorded now.", "recorded"),
-    "offramp_learning_wanted_samples": ("Inputs that exits are compiled from.", "wanted"),
+    "offramp_learning_recorded_samples": ("Inputs on disk.", "recorded"),
+    "offramp_learning_wanted_samples": ("Inputs needed to compile exits.", "wanted"),
     "offramp_learning_recording_bytes": ("Bytes of the recorded inputs.", "size_bytes"),
-    "offramp_learning_failures": ("Compilations that failed in a row.", "failures"),
+    "offramp_learning_failures": ("Consecutive failed compilations.", "failures"),
 }
 _LEARNING_COUNTERS: Final[Readings] = {
     "offramp_learning_dropped": (
-        "Inputs that were drawn and not recorded, as the disk was too slow or full.",
+        "Inputs that were drawn but not recorded, because the disk was too slow or full.",
         "dropped",
     ),
-    "offramp_learning_attempts": ("Compilations that were begun.", "attempts"),
+    "offramp_learning_attempts": ("Compilations started.", "attempts"),
 }
 
 
@@ -280,7 +283,7 @@ def families(
     known: Iterable[tuple[str | tuple[str, ...], Any]],
     labels: tuple[str, ...] = ("model",),
 ) -> Iterator[Metric]:
-    """One family a reading, with the value of each model or stage; ``None`` is left out."""
+    """Yield one family per reading, with each model's or stage's value; ``None`` is left out."""
     for name, (documentation, attribute) in readings.items():
         family = kind(name, documentation, labels=labels)
         for key, facts in known:
@@ -311,13 +314,13 @@ def _failures(totals: Iterable[tuple[str, CountersSnapshot]]) -> Metric:
         "offramp_failures", "Samples without an answer, by cause.", labels=["model", "cause"]
     )
     for name, total in totals:
-        for cause in FAILURE_CAUSES:  # from 0 on, or the first event would go unseen by rate()
+        for cause in FAILURE_CAUSES:  # from 0 on, so that rate() sees the first event
             family.add_metric([name, cause], total.failed.get(cause, 0))
     return family
 
 
 def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
-    """The device's metrics, which each model tells: without a label, for sums to be right."""
+    """Yield the device's metrics, which all models share: no label, so that sums are right."""
     shared = next(iter(models), None)
     if shared is None:
         return
@@ -326,29 +329,29 @@ def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
     )
     yield GaugeMetricFamily(
         "offramp_streams_in_service",
-        "Those of the streams that can run something now.",
+        "Streams that can run batches.",
         value=shared.streams_in_service,
     )
     yield CounterMetricFamily(
         "offramp_stream_restarts",
-        "Times that a stream was started anew after failures.",
+        "Restarts of streams after failures.",
         value=shared.restarts,
     )
     if shared.workers:
         yield GaugeMetricFamily(
             "offramp_workers",
-            "Worker processes that are there to run stages.",
+            "Worker processes that can run stages.",
             value=shared.workers_in_service,
         )
         yield CounterMetricFamily(
             "offramp_worker_restarts",
-            "Worker processes that were started in place of one that was lost.",
+            "Worker processes started to replace lost ones.",
             value=shared.worker_restarts,
         )
     if shared.parallel_below is not None:
         yield GaugeMetricFamily(
             "offramp_parallel_below",
-            "Samples that each running batch must have fewer of for another one to start.",
+            "A batch may start only while each running batch has fewer samples than this.",
             value=shared.parallel_below,
         )
 
@@ -356,7 +359,7 @@ def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
 def _evidence(known: Iterable[tuple[str, Any]]) -> Metric:
     family = GaugeMetricFamily(
         "offramp_evidence",
-        "1 for what stands behind the exits in use: certified while serving, calibrated before, "
+        "1 for the evidence for the exits in use: certified while serving, calibrated before, "
         "cautious (no exit answers), suspicious (more disagrees than the constraint allows), or "
         "none; 0 for the others.",
         labels=["model", "evidence"],
@@ -370,7 +373,7 @@ def _evidence(known: Iterable[tuple[str, Any]]) -> Metric:
 def _phases(known: Iterable[tuple[str, LearningStatus]]) -> Metric:
     family = GaugeMetricFamily(
         "offramp_learning_phase",
-        "1 for the phase that learning is in, 0 for the others.",
+        "1 for the present phase of learning, 0 for the others.",
         labels=["model", "phase"],
     )
     for name, status in known:

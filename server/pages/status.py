@@ -1,4 +1,4 @@
-"""The status page: what a person wants to know of every served model, in words."""
+"""The status page: the state of every served model, in words."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from offramp.server.pages.history import History, IntervalPoint, ModelHistory
 def render_status(
     engine: ServedEngine, history: History | None = None, *, refresh_s: int | None = None
 ) -> str:
-    """The page at ``/`` as HTML; browsers load it again every ``refresh_s`` seconds, or not."""
+    """Return the page at ``/`` as HTML; browsers reload it every ``refresh_s`` seconds, if set."""
     statistics = engine.statistics()
     history = history or History()
     models = [
@@ -42,7 +42,7 @@ def render_status(
 
 
 def read_refresh(text: str) -> int | None:
-    """Return the seconds of ``/?refresh=SECONDS``, 1 to 3600; ``None`` for anything else."""
+    """Return the seconds of ``/?refresh=SECONDS``, 1 to 3600; ``None`` for any other text."""
     seconds = int(text) if text.isascii() and text.isdecimal() and len(text) <= 4 else 0
     return seconds if 1 <= seconds <= 3600 else None
 
@@ -50,11 +50,11 @@ def read_refresh(text: str) -> int | None:
 def view_model(
     model: ModelInfo, statistics: ModelStatistics, *, ready: bool, history: History | None = None
 ) -> dict[str, Any]:
-    """Put one model into the words and figures of the page, by the names that its template has.
+    """Return one model's words and figures for the page, by the names in its template.
 
-    ``model`` and ``statistics`` are shown as they are. ``counts`` are of the version that is served
-    now. ``failures`` are samples that had to leave, those without an answer (all of them, then by
-    cause), and what was tried again. ``tiles``, ``charts`` and ``events`` are those of the history.
+    ``model`` and ``statistics`` are passed on. ``counts`` are those of the version served now.
+    ``failures`` are forced samples, samples without an answer (in total, then by cause), and
+    retries. ``tiles``, ``charts`` and ``events`` come from the history.
     """
     task = None if model.answer is None else model.answer.task
     return {
@@ -67,7 +67,7 @@ def view_model(
         "variants": _view_variants(statistics),
         "learning": view_learning(statistics.learning),
         "extensions": [
-            Markup(section)  # noqa: S704 - made by a template of ours
+            Markup(section)  # noqa: S704 - rendered by our own template
             for extension in extensions_for("server")
             for section in extension.sections(statistics)
         ],
@@ -101,7 +101,7 @@ def view_model(
 
 
 def _view_history(name: str, statistics: ModelStatistics, history: History) -> dict[str, Any]:
-    """Put the last minutes into charts, the latest interval into tiles, and list the events."""
+    """Return charts of the last minutes, tiles of the latest interval, and the events."""
     kept = history.models.get(name) or ModelHistory(statistics, ready=True, now_s=history.taken_s)
     return {
         "tiles": _tiles(kept.points[-1], statistics) if kept.points else (),
@@ -118,7 +118,7 @@ def _view_history(name: str, statistics: ModelStatistics, history: History) -> d
 
 
 def _tiles(point: IntervalPoint, statistics: ModelStatistics) -> tuple[Figure, ...]:
-    """Figures of the latest interval, and what waits now."""
+    """Return figures of the latest interval."""
     p50, p99 = (
         "–" if seconds is None else f"{seconds * 1000:.2f} ms"
         for seconds in (point.latency_p50_s, point.latency_p99_s)
@@ -139,7 +139,7 @@ def _tiles(point: IntervalPoint, statistics: ModelStatistics) -> tuple[Figure, .
 
 
 def _lengths(statistics: ModelStatistics) -> Iterable[tuple[str, int]]:
-    """Count by lengths what there was of it: most models take one length."""
+    """Return counts by length that are not 0; most models take one length."""
     counts = {
         "padded to share a batch": statistics.padded,
         "of lengths unseen in calibration": statistics.unseen_lengths,
@@ -148,7 +148,7 @@ def _lengths(statistics: ModelStatistics) -> Iterable[tuple[str, int]]:
 
 
 def describe_duration(seconds: float) -> str:
-    """``42 s``, ``3 min 5 s``, ``2 h 10 min``, ``4 d 1 h``."""
+    """Return a duration such as ``42 s``, ``3 min 5 s`` or ``4 d 1 h``."""
     units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
     rest, parts = int(seconds), []
     for unit, size in units:
@@ -159,7 +159,7 @@ def describe_duration(seconds: float) -> str:
 
 
 def _view_exits(statistics: ModelStatistics) -> list[dict[str, Any]]:
-    """Rows of the table of exits; ``share`` is of all answers, 0 to 1."""
+    """Return the rows of the table of exits; ``share`` is a share of all answers, 0 to 1."""
     answered = max(statistics.answered, 1)
     return [
         {
@@ -172,7 +172,7 @@ def _view_exits(statistics: ModelStatistics) -> list[dict[str, Any]]:
 
 
 def _view_variants(statistics: ModelStatistics) -> list[dict[str, Any]]:
-    """Rows of the table of variants; how often each agreed at calibration, and while serving."""
+    """Return the rows of the table of variants, with agreement at calibration and in service."""
     return [
         {
             "share": variant.answered / max(statistics.answered, 1),
@@ -206,7 +206,7 @@ def _describe_streams(statistics: ModelStatistics) -> str:
 
 
 def _describe_cause(cause: str) -> str:
-    return {"hopeless": "given up early", "expired": "too late"}.get(cause, cause.replace("_", " "))
+    return {"hopeless": "dropped early", "expired": "too late"}.get(cause, cause.replace("_", " "))
 
 
 def _forced(statistics: ModelStatistics) -> int:
@@ -223,7 +223,7 @@ def _worst_class(model: ModelInfo) -> str | None:
         return None
     return (
         f"By class of the model, class {worst.number} loses most: {percent(worst.share)} of its "
-        f"{worst.samples:,} samples of the calibration data are answered otherwise"
+        f"{worst.samples:,} samples of the calibration data are answered differently"
     )
 
 
@@ -231,14 +231,14 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
     if statistics.streams_in_service < statistics.streams:
         yield (
             f"Streams out of service: {statistics.streams - statistics.streams_in_service} of "
-            f"{statistics.streams}. They failed, and are tried again; the log has the reasons."
+            f"{statistics.streams}. They failed and are being restarted; the log has the reasons."
         )
     if forced := _forced(statistics):
         yield (
             f"Exits are being forced: {forced:,} answers ({_forced_share(statistics)}) came from "
             "an exit that was not sure enough, because the scheduling policy "
-            f"({statistics.scheduling}) had them leave there. The promise does not hold for "
-            "these; --forbid-forced-exits rules them out."
+            f"({statistics.scheduling}) forced them to leave there. The promise does not hold for "
+            "these answers; --forbid-forced-exits prevents them."
         )
     promise = model.policy.promise
     if promise is not None and promise.max_class_disagreement is None and statistics.mode != "off":
@@ -250,11 +250,11 @@ def _warnings(model: ModelInfo, statistics: ModelStatistics) -> Iterator[str]:
     if statistics.mode == "off" and not model.notes:
         yield "Exits are switched off (--mode off): every answer is the unmodified model's."
     elif statistics.mode == "off" or statistics.control is not None:
-        return  # the view of agreement says what there is to say
+        return  # the section on agreement covers this
     elif not exits_in_use(statistics):
         yield (
             "No exit is active: every answer is the unmodified model's, and no time is saved. "
-            "The compiler found no thresholds that save time within the agreement asked for; "
+            "The compiler found no thresholds that save time within the requested agreement; "
             "its report.html in the bundle has the reasons."
         )
     elif model.policy.promise is None and model.promise is None:
@@ -271,7 +271,7 @@ def _template() -> Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A value and what it is of."""
+    """A value with its label."""
 
     value: str
     label: str
@@ -280,22 +280,22 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreementView:
-    """A controller's findings in words."""
+    """A controller's findings as text and figures."""
 
     heading: str
-    """Two or three words: how far to rely on the statement."""
+    """Strength of the evidence, in two or three words."""
     statement: str
-    """What holds of the answers; sentences."""
+    """Statement about the answers; sentences."""
     alarming: bool
-    """Whether nothing stands behind the exits in use, or audits speak against them, or the data
+    """True if no evidence supports the exits in use, audits contradict them, or the data
     drifted."""
     state: str
-    """What the controller is at; in a few words."""
+    """State of the controller, in a few words."""
     figures: tuple[Figure, ...]
 
 
 def view_agreement(statistics: ModelStatistics, promise: Promise | None) -> AgreementView | None:
-    """Put what is observed of a model into words; ``None`` where nothing is."""
+    """Return a model's observed agreement as text; ``None`` if nothing is observed."""
     control = statistics.control
     if control is None:
         return None
@@ -317,17 +317,17 @@ def view_agreement(statistics: ModelStatistics, promise: Promise | None) -> Agre
 
 
 def exits_in_use(statistics: ModelStatistics) -> bool:
-    """Whether any exit answers; those in shadow mode, or retired, do not."""
+    """Return whether any exit answers; exits in shadow mode and retired ones do not."""
     return any(stage.threshold < NEVER for stage in statistics.stages[:-1])
 
 
 def percent(share: float) -> str:
-    """``0.83 %``."""
+    """Return a percentage such as ``0.83 %``."""
     return f"{share * 100:.3g} %"
 
 
 def describe_promise(promise: Promise) -> str:
-    """The certificate in one sentence, without its full stop."""
+    """Return the certificate as one sentence, without the full stop."""
     of_classes = promise.max_class_disagreement
     each = f", ≤ {of_classes * 100:g} % within each class of enough samples," if of_classes else ""
     return (
@@ -355,13 +355,13 @@ def _statement(control: ControlStatus, promise: Promise | None) -> str:
             return f"{words}; not yet confirmed by what is served. {_seen(control)}"
         case Evidence.CONSERVATIVE:
             return (
-                "every answer is given by the whole model, until there is evidence for more "
+                "the whole model answers every sample until there is evidence for exits "
                 f"(constraint: disagreement ≤ {constraint} {sure}). {_seen(control)}"
             )
         case Evidence.SUSPICIOUS:
             return (
                 f"more audited answers disagreed than the constraint of {constraint} allows, too "
-                f"few for an alarm so far; nothing is promised until that is settled. "
+                f"few for an alarm so far; nothing is promised until this is resolved. "
                 f"{_seen(control)}"
             )
         case Evidence.NONE:
@@ -404,19 +404,19 @@ def _figures(statistics: ModelStatistics, control: ControlStatus) -> tuple[Figur
 
 
 def view_learning(status: LearningStatus | None) -> dict[str, Any] | None:
-    """Put the state of learning into words and figures; ``None`` where nothing is learned.
+    """Return the state of learning as text and figures; ``None`` if the model does not learn.
 
-    It is alarming where an attempt failed, or learning stopped.
+    It is alarming if an attempt failed or learning stopped.
     """
     if status is None:
         return None
     counts = (
         ("recorded inputs", status.recorded, False),
         ("wanted", status.wanted, False),
-        ("drawn and not recorded", status.dropped, True),
-        ("drawn, and recorded already", status.copies, False),
+        ("drawn, but not recorded", status.dropped, True),
+        ("drawn, but recorded already", status.copies, False),
         ("answered with NaN or infinity, left out", status.unanswered, False),
-        ("compilations begun", status.attempts, False),
+        ("compilations started", status.attempts, False),
         ("failed in a row", status.failures, True),
     )
     return {

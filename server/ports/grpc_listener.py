@@ -1,4 +1,4 @@
-"""The gRPC port: its connections, and whatever methods it is given."""
+"""The gRPC port and its connections; the methods come from outside."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from offramp.server.requests.reception import Reception
 from offramp.server.security.tls import ServerTls
 
 QUIET_S: Final = 1.0
-"""Without a request for so long, clients that were sent away have no more to say."""
+"""Seconds without a request after which clients that were sent away count as finished."""
 
 _PAUSE_S: Final = 0.05
-"""Between two looks for connections that are to be sent away."""
+"""Seconds between two searches for connections to send away."""
 
 _LOOK_S: Final = 1.0
-"""Between two looks for connections whose clients do not read."""
+"""Seconds between two searches for connections whose clients do not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerOptions:
-    """How the gRPC port treats its connections."""
+    """Limits and settings of the gRPC port's connections."""
 
     max_message_bytes: int
-    """The largest message that is received."""
+    """Largest message that is accepted."""
     max_connections: int = MAX_CONNECTIONS
-    """At once; further ones are closed as soon as they come."""
+    """Most open connections; further ones are closed immediately."""
     keepalive: KeepaliveOptions = field(default_factory=KeepaliveOptions)
-    """Pings."""
+    """Settings of HTTP/2 pings."""
     shared_port: bool = False
-    """Whether other processes listen on the port as well, and each gets some connections."""
+    """True if other processes listen on the port as well, and share the connections."""
 
 
 class GrpcListener:
@@ -84,12 +84,12 @@ class GrpcListener:
         return port
 
     async def send_away(self, limit_s: float) -> None:
-        """Have all clients open their calls elsewhere, and answer those that come all the same.
+        """Ask all clients to open their calls elsewhere; calls that still arrive are answered.
 
-        With TLS they are not told: no frame can be put between gRPC's, which alone encrypts.
+        With TLS, clients are not notified: only gRPC encrypts, so no frame can be added to its own.
 
-        Until no connection is left, or no request has come for a while: streams that idle end with
-        their connection. At most for ``limit_s``.
+        Return when no connection is left or no request has come for :data:`QUIET_S`, after at most
+        ``limit_s``. Idle streams end with their connection.
         """
         assert self._port is not None, "start() comes first"
         refuse_connections(self._port)
@@ -106,7 +106,7 @@ class GrpcListener:
             now_s = time.monotonic()
 
     async def _close_offenders(self, port: int) -> None:
-        """Close connections that reset too many calls, or do not read their answers."""
+        """Close connections that reset too many calls or do not read their answers."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
@@ -117,9 +117,9 @@ class GrpcListener:
                     self._reception.log_closed(peer, reason)
 
     async def stop(self, grace_s: float) -> None:
-        """End all connections, after at most ``grace_s`` for the last answers to be written.
+        """Close all connections, after at most ``grace_s`` for the last answers to be written.
 
-        Calls of whatever state then end with UNAVAILABLE, as the connection is lost to them.
+        All open calls then end with UNAVAILABLE, because they lose their connection.
         """
         if self._closing is not None:
             self._closing.cancel()
@@ -133,19 +133,19 @@ class GrpcListener:
 
 
 MAX_CALLS: Final = 1024
-"""Of a connection at once; gRPC's clients keep further ones waiting at their side."""
+"""Most open calls of a connection; gRPC's clients hold further calls back."""
 
 _CONNECTION_OPTIONS: Final = (
     ("grpc.max_concurrent_streams", MAX_CALLS),
-    # It would also refuse calls (REFUSED_STREAM) of clients that keep to the limit, as calls that
-    # have just ended still count there.
+    # Disabled, because it would also refuse calls (REFUSED_STREAM) of clients within the limit: it
+    # still counts calls that have just ended.
     ("grpc.http.overload_protection", 0),
-    # A call that has waited for so many seconds until Python takes it is dropped: a flood of calls
-    # that are reset at once is over as much sooner. gRPC's own default is 30 s.
+    # Seconds that a call may wait for Python before it is dropped, so that a flood of calls that
+    # are reset immediately ends sooner. gRPC's default is 30 s.
     ("grpc.server_max_unrequested_time_in_server", 5),
-    # From accepting a connection to its first SETTINGS; gRPC's own default is 120 s.
+    # From accepting a connection to its first SETTINGS; gRPC's default is 120 s.
     ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
-    # Without a call; clients connect again with their next one, and hardly notice.
+    # Without a call; clients reconnect at their next call, with hardly any delay.
     ("grpc.max_connection_idle_ms", 60_000),
 )
 
@@ -171,9 +171,9 @@ def _server_options(options: ListenerOptions) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # No algorithm but "identity": gRPC decompresses a message before it compares its size.
+        # Only "identity": gRPC decompresses a message before it checks the size.
         ("grpc.compression_enabled_algorithms_bitset", 1),
-        # By default gRPC lets a second server share the port, and splits the calls between the two.
+        # By default gRPC lets a second server share the port, and splits the calls between both.
         ("grpc.so_reuseport", int(options.shared_port)),
         ("grpc.max_allowed_incoming_connections", options.max_connections),
         *_CONNECTION_OPTIONS,

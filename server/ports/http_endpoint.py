@@ -32,10 +32,10 @@ SECURITY_HEADERS: Final[Mapping[str, str]] = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
     "X-Content-Type-Options": "nosniff",
 }
-"""On every response; the page needs nothing but its own style sheet."""
+"""Headers of every response; the page only needs its own style sheet."""
 
 _LAST_PAGES_S: Final = 0.5
-"""For readers to take in their pages when the server leaves; aiohttp waits for it up to twice."""
+"""Seconds to send the last pages when the server stops; aiohttp may wait for twice as long."""
 
 
 class HttpEndpoint:
@@ -60,7 +60,7 @@ class HttpEndpoint:
             shutdown_timeout=_LAST_PAGES_S,
             handler_cancellation=True,  # a client that hangs up withdraws its request
         )
-        self._backlog = max_connections  # accepted together, before those that give room are closed
+        self._backlog = max_connections  # accepted together, before idle ones are closed
         self._connections = HttpConnections(
             self._running_server,
             most=max_connections,
@@ -71,7 +71,7 @@ class HttpEndpoint:
         self._listeners: list[asyncio.Server] = []
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, or raise StartError; gives the port, which the system chooses for port 0."""
+        """Listen, or raise StartError; return the port, which the system chooses for port 0."""
         sockets = bind(host, port, option="--http-port")
         await self._runner.setup()
         loop = asyncio.get_running_loop()
@@ -91,7 +91,7 @@ class HttpEndpoint:
             listener.close()
         left = self._connections.transports()
         await self._runner.cleanup()
-        for each in left:  # closed, it would still wait for its peer to read
+        for each in left:  # close() would wait for the peer to read
             each.abort()
 
     def _running_server(self) -> web.Server:
@@ -103,7 +103,7 @@ _Responder: TypeAlias = Callable[[web.Request], web.Response]
 
 
 def make_application(services: ProtocolServices, max_message_bytes: int) -> web.Application:
-    """Return the pages, and the protocol over HTTP."""
+    """Return an application with the pages and the protocol over HTTP."""
     engine, reception = services.engine, services.reception
     application = web.Application(middlewares=[token_check(reception), _one_a_turn()])
     recorder = HistoryRecorder(engine, reception.refused)
@@ -125,10 +125,10 @@ def make_application(services: ProtocolServices, max_message_bytes: int) -> web.
 
 
 def _one_a_turn() -> Middleware:
-    """A middleware by which the event loop does whatever else it has to do between two pages.
+    """Return a middleware that lets other work of the event loop run between two pages.
 
-    Many connections may ask at once, and each for many pages without waiting for them. Those that
-    wait are served in the order in which they came, so that a probe gets through.
+    Many connections may send requests together, and each may send many without waiting. Requests
+    are served in order of arrival, so that a health probe is not starved.
     """
     turn = asyncio.Lock()
 
@@ -136,7 +136,7 @@ def _one_a_turn() -> Middleware:
     async def wait_and_handle(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path.startswith("/v2/"):  # requests for inference wait for nobody
+        if request.path.startswith("/v2/"):  # inference does not wait for pages
             return await handler(request)
         async with turn:
             await asyncio.sleep(0)

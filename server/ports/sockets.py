@@ -1,6 +1,6 @@
-"""The sockets of both ports: addresses, limits of connections, and connections that are closed.
+"""Sockets of both ports: addresses, limits of connections, and closing of connections.
 
-gRPC gives no access to its sockets. They are found among the file descriptors of the process.
+gRPC does not expose its sockets, so they are found among the process's file descriptors.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from offramp.server.arguments.options import WILDCARDS
 from offramp.server.common.errors import StartError
 
 _ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""Errors of an address that is not one of this machine."""
+"""Errors for an address that this machine does not have."""
 
 
 def join_address(host: str, port: int) -> str:
-    """Return for instance ``127.0.0.1:8001`` or ``[::1]:8001``."""
+    """Return an address such as ``127.0.0.1:8001`` or ``[::1]:8001``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def bind(host: str, port: int, *, option: str, shared: bool = False) -> tuple[socket.socket, ...]:
-    """Return TCP sockets that are bound to all addresses of a host, at one port.
+    """Return TCP sockets bound to all addresses of a host, at one port.
 
-    A name may have addresses that are not this machine's, such as ``::1`` where IPv6 is switched
-    off: they are left out if there is another.
+    A name may have addresses that this machine does not have, such as ``::1`` without IPv6. They
+    are skipped if another address works.
 
-    ``0.0.0.0`` and ``::`` both mean every interface, by IPv4 and, where there is IPv6, by that as
-    well: gRPC takes them so. Port 0 is any free one. ``option`` is the command line's option of the
-    port, for the message of the StartError. Other sockets may share a ``shared`` port.
+    ``0.0.0.0`` and ``::`` both mean every interface, by IPv4 and, if available, IPv6, as in gRPC.
+    Port 0 chooses any free port. ``option`` is the port's command line option, for the message of
+    the StartError. Other sockets may share a ``shared`` port.
     """
     try:
         return _bind(host, port, shared=shared)
@@ -52,10 +52,10 @@ def bind(host: str, port: int, *, option: str, shared: bool = False) -> tuple[so
 
 
 def check_free(host: str, port: int, *, option: str) -> None:
-    """Raise StartError if a port cannot be listened on, before models are loaded for nothing.
+    """Raise StartError if a port is not available, before models are loaded in vain.
 
-    gRPC reports a taken port in lines of its own on stderr, and without the reason in the
-    exception.
+    gRPC would report a used port in its own lines on stderr, and the exception would not have the
+    reason.
     """
     for bound in bind(host, port, option=option):
         bound.close()
@@ -112,7 +112,7 @@ def _reason(error: OSError, host: str, port: int, option: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return (
             f"port {port} is in use on {host}; stop the process that listens there, "
-            f"or choose another port with {option} (0 takes any free one)"
+            f"or choose another port with {option} (0 chooses any free port)"
         )
     if error.errno == errno.EACCES:
         return f"no permission to listen on {where}; choose a port from 1024 on with {option}"
@@ -125,25 +125,25 @@ def _reason(error: OSError, host: str, port: int, option: str) -> str:
 
 
 DESCRIPTORS: Final = Path("/dev/fd")
-"""A folder with an entry for each open file descriptor of the process."""
+"""Folder with one entry for each open file descriptor of the process."""
 
 _PASSES: Final = 100
 _SO_ATTACH_FILTER: Final = 26
 
 _GOAWAY: Final = struct.pack(">HBBBIII", 0, 8, 7, 0, 0, 2**31 - 1, 0)
-"""HTTP/2's frame of that name, without an error, for streams that are opened after it is read
-(RFC 9113, 6.8). Calls that were under way are answered."""
+"""HTTP/2's GOAWAY frame without an error, for streams opened after it is read (RFC 9113, 6.8).
+Calls in progress are answered."""
 
 _GREETED_BYTES: Final = 9
-"""Of gRPC's first frame, SETTINGS; a peer that has acknowledged so many bytes gets it whole."""
+"""Size of gRPC's first frame, SETTINGS; a peer that acknowledged this many bytes has it."""
 
 _TCP_INFO_BYTES: Final = 128
 _BYTES_ACKED: Final = 120
-"""Offset in ``struct tcp_info`` of Linux."""
+"""Offset in Linux's ``struct tcp_info``."""
 
 
 def refuse_connections(port: int) -> None:
-    """Let no more connections come to a port of this process."""
+    """Accept no more connections on a port of this process."""
     for one in _sockets(port):
         if not _connected(one):
             _refuse(one)
@@ -151,18 +151,18 @@ def refuse_connections(port: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OpenConnections:
-    """The peers of a port's connections."""
+    """Peers of a port's connections."""
 
     peers: frozenset[tuple[str, int]]
     greeted: frozenset[tuple[str, int]]
-    """Those that have received the first frame of gRPC's, which has to come before any other."""
+    """Peers that have received gRPC's first frame, which must precede any other frame."""
 
 
 def open_connections(port: int) -> OpenConnections:
     """Return the connections of a port of this process."""
     peers, greeted = set(), set()
     for one in _sockets(port):
-        with suppress(OSError):  # the peer has left, or it is the listening one
+        with suppress(OSError):  # the peer has left, or it is the listening socket
             peer = _peer_of(one)
             peers.add(peer)
             if _greeted(one):
@@ -171,11 +171,11 @@ def open_connections(port: int) -> OpenConnections:
 
 
 def send_away(port: int, peers: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Tell peers of a port to open no more calls on their connections; return those that took it.
+    """Ask peers of a port to open no more calls on their connections; return the notified peers.
 
-    gRPC itself can do that only while it stops, and from then on it cancels each call that it has
-    not handed over yet, with a status that clients do not retry. To be called while gRPC writes
-    nothing to these peers, so that the frame comes between two of its own, and once for each.
+    gRPC itself can only do so while it stops, and then cancels each call that it has not yet passed
+    to Python, with a status that clients do not retry. Call this while gRPC writes nothing to these
+    peers, so that the frame is placed between gRPC's frames, and once per peer.
     """
     told = set()
     for one in _sockets(port):
@@ -187,25 +187,25 @@ def send_away(port: int, peers: Collection[tuple[str, int]]) -> set[tuple[str, i
 
 
 def close_connections(port: int, peers: Collection[tuple[str, int]]) -> None:
-    """Close connections of a port of this process by their peers."""
+    """Close a port's connections to the given peers."""
     for one in _sockets(port):
-        with suppress(OSError):  # the peer was faster, or it is the listening one
+        with suppress(OSError):  # the peer has left, or it is the listening socket
             if _peer_of(one) in peers:
                 one.shutdown(socket.SHUT_RDWR)
 
 
 def hang_up(port: int) -> None:
-    """End all connections of a port of this process, and let none come; the kernel tells the peers.
+    """Close all connections of a port of this process, and accept no more; peers see the close.
 
-    gRPC answers CANCELLED to calls that come while its server stops: clients do not retry that,
-    and it says that they hung up themselves. A connection that ends is UNAVAILABLE to all its
-    calls. So there must be no connection left when the server is stopped.
+    gRPC answers CANCELLED to calls that arrive while its server stops. Clients do not retry that
+    status, because it means that they cancelled themselves. A closed connection is UNAVAILABLE to
+    all its calls. So no connection may be left when the server is stopped.
     """
     refuse_connections(port)
-    for _ in range(_PASSES):  # those that were accepted in the meantime come up in the next
+    for _ in range(_PASSES):  # the next pass finds connections accepted during this one
         connected = 0
         for one in filter(_connected, _sockets(port)):
-            with suppress(OSError):  # the peer was faster
+            with suppress(OSError):  # the peer has left
                 one.shutdown(socket.SHUT_RDWR)
                 connected += 1
         if not connected:
@@ -213,9 +213,9 @@ def hang_up(port: int) -> None:
 
 
 def _refuse(listener: socket.socket) -> None:
-    """Let no more connections come, by a packet filter (man 7 socket) that drops everything.
+    """Stop accepting connections, by a packet filter (man 7 socket) that drops everything.
 
-    Shutting the listener down would do as well, but for an error that gRPC prints.
+    A shutdown of the listener would also work, but makes gRPC print an error.
     """
     drop = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # BPF_RET: 0 bytes
     program = struct.pack("HP", 1, ctypes.addressof(drop))
@@ -227,11 +227,11 @@ def _refuse(listener: socket.socket) -> None:
 
 
 def _sockets(port: int) -> Iterator[socket.socket]:
-    """Yield the TCP sockets of this process at a port, each a duplicate to be used at once."""
+    """Yield duplicates of this process's TCP sockets at a port, each open until the next."""
     for entry in tuple(DESCRIPTORS.iterdir()):
         try:
             duplicate = os.dup(int(entry.name))
-        except OSError:  # closed in the meantime
+        except OSError:  # closed since
             continue
         try:
             one = socket.socket(fileno=duplicate)
@@ -244,7 +244,7 @@ def _sockets(port: int) -> Iterator[socket.socket]:
 
 
 def _port(one: socket.socket) -> int | None:
-    """Return the local port; ``None`` where the peer has just reset it, as macOS reports."""
+    """Return the local port; ``None`` if the peer has just reset the connection (macOS)."""
     with suppress(OSError):
         return int(one.getsockname()[1])
     return None
@@ -255,7 +255,7 @@ def _connected(one: socket.socket) -> bool:
 
 
 def _greeted(one: socket.socket) -> bool:
-    """Return whether the peer has received the first frame of gRPC's."""
+    """Return whether the peer has received gRPC's first frame."""
     if not hasattr(socket, "TCP_INFO"):
         return False
     info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -270,9 +270,9 @@ def _peer_of(one: socket.socket) -> tuple[str, int]:
 
 
 def addresses_of(peers: Iterable[str]) -> set[tuple[str, int]]:
-    """Return hosts and ports of peers as gRPC names them, such as ``ipv6:%5B::1%5D:5000``.
+    """Return hosts and ports of peers in gRPC's notation, such as ``ipv6:%5B::1%5D:5000``.
 
-    Those that it gives no name (``""``) are left out.
+    Peers without a name (``""``) are left out.
     """
     found = set()
     for peer in peers:
@@ -285,41 +285,41 @@ def addresses_of(peers: Iterable[str]) -> set[tuple[str, int]]:
 logger = logging.getLogger(__name__)
 
 SPARE_DESCRIPTORS: Final = 32
-"""Kept free for files, pipes and threads that come and go, and connections about to be refused."""
+"""Descriptors kept free for files, pipes, threads, and connections about to be refused."""
 
 LEAST_CONNECTIONS: Final = 16
-"""A server that may have fewer of a kind is not started."""
+"""Fewest connections of each kind with which a server starts."""
 
 MAX_HTTP_CONNECTIONS: Final = 256
-"""Connections of HTTP at once; one more takes the place of the one that idles longest."""
+"""Most open HTTP connections; a further one replaces the one that is idle longest."""
 
 HTTP_IDLE_S: Final = 20.0
-"""Time without a request after which an HTTP connection is closed."""
+"""Seconds without a request after which an HTTP connection is closed."""
 
 
 HANDSHAKE_S: Final = 5.0
-"""Time after which a connection whose TLS handshake has not ended is closed, on either port."""
+"""Seconds after which a connection with an unfinished TLS handshake is closed, on either port."""
 
 _LOOK_S: Final = 1.0
-"""Between two looks for idle connections."""
+"""Seconds between two searches for idle connections."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """The most connections that each port has open at once."""
+    """Most open connections of each port."""
 
     grpc: int
     http: int
 
 
 def fit_limits(wanted: int) -> ConnectionLimits:
-    """Limits for ``wanted`` gRPC connections that the file descriptors of the process suffice for.
+    """Return limits, up to ``wanted`` gRPC connections, for which file descriptors suffice.
 
-    The soft limit of descriptors is raised as far as the hard one allows. To be called when
-    everything else is open. Raises StartError if hardly a connection is left.
+    The soft limit of descriptors is raised up to the hard limit. Call this when everything else is
+    open. Raise StartError if too few connections are left.
     """
     in_use = len(list(DESCRIPTORS.iterdir())) + SPARE_DESCRIPTORS
-    needed = in_use + 2 * MAX_HTTP_CONNECTIONS + wanted  # as many again may wait for room
+    needed = in_use + 2 * MAX_HTTP_CONNECTIONS + wanted  # as many again may wait to be accepted
     allowed = raise_descriptors(needed)
     if allowed >= needed:
         return ConnectionLimits(grpc=wanted, http=MAX_HTTP_CONNECTIONS)
@@ -327,7 +327,7 @@ def fit_limits(wanted: int) -> ConnectionLimits:
     if left < 3 * LEAST_CONNECTIONS:
         raise StartError(
             f"the limit of open files is {allowed}, which leaves {max(left, 0)} for connections, "
-            f"and {3 * LEAST_CONNECTIONS} are the least; raise it: ulimit -n {needed}"
+            f"and at least {3 * LEAST_CONNECTIONS} are needed; raise it: ulimit -n {needed}"
         )
     http = min(MAX_HTTP_CONNECTIONS, max(LEAST_CONNECTIONS, left // 8))
     grpc = min(wanted, left - 2 * http)
@@ -340,38 +340,39 @@ def fit_limits(wanted: int) -> ConnectionLimits:
 
 
 def raise_descriptors(needed: int) -> int:
-    """Raise the soft limit of file descriptors towards ``needed``; return what it is then."""
+    """Raise the soft limit of file descriptors towards ``needed``; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft >= needed or soft == resource.RLIM_INFINITY:
         return max(soft, needed)
     goal = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    with suppress(OSError, ValueError):  # some systems have lower bounds of their own
+    with suppress(OSError, ValueError):  # some systems have lower bounds
         resource.setrlimit(resource.RLIMIT_NOFILE, (goal, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class HttpConnections:
-    """Keeps the connections of an aiohttp server few, and closes those that idle.
+    """Limits the connections of an aiohttp server, and closes idle ones.
 
-    aiohttp itself waits for the first request of a connection, and for the rest of a request's
-    head, without limit. To be used on the event loop's thread.
+    aiohttp itself waits without limit for the first request of a connection, and for the rest of a
+    request's head. Used on the event loop's thread.
     """
 
     def __init__(
         self, server: Callable[[], web.Server], *, most: int, handshake_s: float = 0.0
     ) -> None:
-        """``handshake_s`` is how long TLS may take before a connection counts as connected."""
+        """``handshake_s`` is the time that TLS may take before a connection counts as connected."""
         self._server = server
         self._most = most
         self._connecting_s = handshake_s + _LOOK_S
         self._used_s: dict[web.RequestHandler, float] = {}
-        """When the last request of each ended, or when it was accepted; in that order. Infinity
-        while a request is being answered."""
+        """Time at which each connection's last request ended, or it was accepted, in that order;
+        infinity while a request is being answered."""
 
     def accept(self) -> web.RequestHandler:
         """Return the protocol of a new connection.
 
-        Where there is no room, the idlest one is closed, or the new one if all are in use.
+        At the limit, the connection that is idle longest is closed, or the new one if all are in
+        use.
         """
         loop = asyncio.get_running_loop()
         new = self._server()()
@@ -393,7 +394,7 @@ class HttpConnections:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """A middleware by which connections with requests count as used."""
+        """Middleware that marks connections with requests as used."""
         one, loop = request.protocol, asyncio.get_running_loop()
         if one in self._used_s:
             self._used_s[one] = math.inf
@@ -404,7 +405,7 @@ class HttpConnections:
                 self._used_s[one] = loop.time()
 
     async def close_idle(self) -> None:
-        """Close what idles for too long, as long as nobody cancels this."""
+        """Close connections that are idle for too long, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self._forget_closed()
@@ -414,11 +415,11 @@ class HttpConnections:
                     _abort(one)
 
     def transports(self) -> list[asyncio.Transport]:
-        """Those of all connections that are open."""
+        """Return the transports of all open connections."""
         return [one.transport for one in self._used_s if one.transport is not None]
 
     def _forget_closed(self) -> None:
-        """What was accepted only now is not connected yet either."""
+        """Forget closed connections; a recently accepted one may not be connected yet."""
         recent_s = asyncio.get_running_loop().time() - self._connecting_s
         self._used_s = {
             one: used_s
@@ -428,7 +429,7 @@ class HttpConnections:
 
 
 def _abort(one: web.RequestHandler) -> None:
-    """Close a connection now: to close it only would wait for its peer to read what is written."""
+    """Close a connection immediately: a normal close would wait for its peer to read."""
     transport = one.transport  # force_close() forgets it
     one.force_close()
     if transport is not None:

@@ -1,1 +1,1 @@
-"""The models that a server has: found in a folder or named, loaded, replaced and unloaded."""
+"""The models of a server: found in a folder or named, loaded, replaced and unloaded."""

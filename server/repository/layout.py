@@ -1,11 +1,11 @@
-"""The layout of a model repository on disk, as Triton's: a folder a model, an entry a version.
+"""Layout of a model repository on disk, as in Triton: one folder a model, one entry a version.
 
 ::
 
-    DIR/resnet/1.ee               bundle that eecompile wrote
+    DIR/resnet/1.ee               bundle written by eecompile
     DIR/resnet/2.onnx             ONNX file, served as it is
-    DIR/bert/1/model.onnx         the same, where Triton has it
-    DIR/bert/1/model.ee
+    DIR/bert/1/model.onnx         ONNX file in Triton's place
+    DIR/bert/1/model.ee           bundle in Triton's place
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MANIFEST: Final = "manifest.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStamp:
-    """What tells whether a file is still the one that was loaded."""
+    """Identity of a file's content; a different stamp means that the file has changed."""
 
     modified_ns: int
     size_bytes: int
@@ -43,8 +43,8 @@ class FileStamp:
 def find_models(folder: Path) -> dict[str, dict[str, Path]]:
     """Return the paths of all versions in a repository, by model and version.
 
-    What is no model is left out: files beside the folders of models, names that start with a dot,
-    and versions that are no number.
+    Entries that are not models are ignored: files next to the model folders, names that start with
+    a dot, and versions that are not numbers.
     """
     models = {}
     for entry in sorted(folder.iterdir()):
@@ -56,7 +56,7 @@ def find_models(folder: Path) -> dict[str, dict[str, Path]]:
 def find_versions(folder: Path) -> dict[str, Path]:
     """Return the paths of a model's versions, the newest first; empty if there is no such folder.
 
-    Versions are numbers from 1 on, and 3 is newer than 2.
+    Versions are numbers from 1 on; a higher number is newer.
     """
     if not folder.is_dir():
         return {}

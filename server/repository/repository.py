@@ -1,8 +1,8 @@
 """The model repository: loads, replaces and unloads models while the server answers requests.
 
-A model is loaded while its former version serves; once it is ready, it takes the new requests, and
-the former one answers those that it has. Where loading fails, the former one serves on, and the
-index has the reason (as Triton's ``RepositoryIndex``).
+The old version serves while the new one is loaded; the ready new version takes the new requests,
+and the old one answers those that it has. If loading fails, the old version continues to serve, and
+the index shows the reason (as Triton's ``RepositoryIndex``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelState(StrEnum):
-    """The states of a version in the index; Triton's words."""
+    """States of a version in the index, with Triton's names."""
 
     READY = "READY"
     LOADING = "LOADING"
@@ -39,18 +39,18 @@ class ModelState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexEntry:
-    """A version of a model as the index lists it."""
+    """A version of a model in the index."""
 
     name: str
     version: str
     state: ModelState
     reason: str = ""
-    """Why it is not ready, or why its newest file is not served."""
+    """Reason why the version is not ready, or why its newest file is not served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
-    """The file that a served version was loaded from."""
+    """File and options that a served version was loaded with."""
 
     path: Path
     stamp: FileStamp | None
@@ -60,8 +60,8 @@ class _Loaded:
 class ModelRepository:
     """The models of a server; used on the event loop's thread.
 
-    ``named`` are models that are served already, by their paths; ``options`` are those of each
-    model, and of ``""`` for all others.
+    ``named`` are paths of models that are served already, by name. ``options`` are by model; the
+    options of ``""`` apply to all others.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class ModelRepository:
         self._changing: dict[tuple[str, str], ModelState] = {}
         self._reasons: dict[tuple[str, str], str] = {}
         self._turns: dict[str, asyncio.Lock] = {}
-        """By model: one change at a time."""
+        """One lock per model, so that a model has one change at a time."""
         self._polling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load what is to be served at the start, and begin to poll.
+        """Load the models of the start, and begin to poll.
 
         Raises:
-            ModelLoadError: A model of ``--load-model`` cannot be loaded. Others are left out, and
-                the log and the index have the reason.
+            ModelLoadError: A model of ``--load-model`` cannot be loaded. Other failing models are
+                skipped; the log and the index show the reason.
             StartError: The repository cannot be read.
         """
         settings = self._settings
@@ -115,14 +115,14 @@ class ModelRepository:
             self._polling = asyncio.create_task(self._poll(), name="repository")
 
     async def stop(self) -> None:
-        """Poll no more."""
+        """Stop polling."""
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.wait((self._polling,))
             self._polling = None
 
     async def index(self, *, ready: bool = False) -> Sequence[IndexEntry]:
-        """List all versions of all models that are served, or that the repository has."""
+        """Return all versions that are served, or that the repository has."""
         known = await asyncio.to_thread(self._found)
         known |= {(served.name, served.version) for served in self.catalog}
         known |= self._changing.keys() | self._reasons.keys()
@@ -130,32 +130,32 @@ class ModelRepository:
         return [entry for entry in entries if not ready or entry.state is ModelState.READY]
 
     async def load(self, name: str, override: ModelOptions | None = None) -> None:
-        """Load a model, or load it again if its files or its options have changed.
+        """Load a model, or reload it if its files or options have changed.
 
         Raises:
-            ModelControlError: Clients may not load models here.
-            ModelLoadError: There is no such model, or it cannot be loaded.
+            ModelControlError: This server does not let clients load models.
+            ModelLoadError: The model does not exist or cannot be loaded.
         """
         self._check_control("loaded")
         await self._load(name, override)
 
     async def unload(self, name: str) -> None:
-        """Serve a model no more; requests that came before are answered.
+        """Stop serving a model; earlier requests are answered.
 
         Raises:
-            ModelControlError: Clients may not unload models here.
-            ModelNotServedError: No such model is served.
+            ModelControlError: This server does not let clients unload models.
+            ModelNotServedError: The model is not served.
         """
         self._check_control("unloaded")
         async with self._turn(name):
-            self.catalog.find(name)  # raises why it is not served
+            self.catalog.find(name)  # raises ModelNotServedError
             await self._unload(name, "unloaded")
 
     async def change(self, named: Mapping[str, Path], options: Mapping[str, ModelOptions]) -> None:
-        """Serve other named models, by other options: what a configuration file says now.
+        """Apply a changed configuration file: other named models, or other options.
 
-        Models that are gone are unloaded, those that changed are loaded again; where that fails,
-        the log has the reason, and what was served before is served on.
+        Models that are gone are unloaded, changed ones are reloaded. If a load fails, the log shows
+        the reason, and the old version continues to serve.
         """
         gone = self._named.keys() - named.keys()
         self._named, self._options = dict(named), {"": ModelOptions(), **options}
@@ -166,7 +166,7 @@ class ModelRepository:
                 await self._try_load(name)
 
     def options_of(self, name: str) -> ModelOptions:
-        """Return the options that a model is loaded with, unless others are given."""
+        """Return the options that a model is loaded with unless a load overrides them."""
         return self._options.get(name, self._options[""])
 
     def _check_control(self, done: str) -> None:
@@ -197,7 +197,7 @@ class ModelRepository:
     async def _refresh(
         self, name: str, version: str, path: Path, override: ModelOptions | None
     ) -> None:
-        """Load a version unless it is served as it is."""
+        """Load a version unless it is already served from this file with these options."""
         options = override or self.options_of(name)
         stamp = await asyncio.to_thread(FileStamp.of, path)
         now = _Loaded(path=path, stamp=stamp, options=options)
@@ -220,7 +220,7 @@ class ModelRepository:
         self._loaded[key] = now
 
     async def _forget(self, name: str, reason: str) -> None:
-        """Unload a model that is to be served no more, if it was ever loaded."""
+        """Unload a model that is no longer wanted, if it is loaded."""
         async with self._turn(name):
             if name in self.catalog.names():
                 await self._unload(name, reason)
@@ -231,7 +231,7 @@ class ModelRepository:
         await self._drop(served, reason)
 
     async def _drop(self, versions: Iterable[ServedName], reason: str = "") -> None:
-        """Have the engine unload versions that the catalog does not have any more."""
+        """Unload versions in the engine that the catalog no longer lists."""
         for served in versions:
             key = (served.name, served.version)
             self._changing[key] = ModelState.UNLOADING
@@ -252,7 +252,7 @@ class ModelRepository:
                 logger.warning("the model repository cannot be read: %s", error)
 
     async def _follow_folder(self) -> None:
-        """Load what is new or changed in the folder, and unload what is gone."""
+        """Load new and changed models of the folder, and unload those that are gone."""
         there = set(await asyncio.to_thread(self._names_in_folder))
         for name in set(self.catalog.names()) - there - self._named.keys():
             await self._forget(name, "removed from the repository")
@@ -296,7 +296,7 @@ class ModelRepository:
         return [ServedName(name, v, self._engine_name(name, v)) for v in versions]
 
     def _engine_name(self, name: str, version: str) -> str:
-        """Return the name in the engine: a version's own, but for models that are named."""
+        """Return the engine's name of a version; named models keep their name."""
         return name if name in self._named else f"{name}:{version}"
 
     def _entry(self, name: str, version: str) -> IndexEntry:

@@ -1,1 +1,1 @@
-"""Requests: their admission, their bytes as calls of the engine, and results as responses."""
+"""Requests: their admission, and their conversion to engine calls and back to responses."""

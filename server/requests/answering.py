@@ -1,4 +1,4 @@
-"""The way from one inference request to its answer, however it arrived."""
+"""The steps from an inference request to its answer, for gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from offramp.server.requests.shared_memory import shared_bytes
 
 
 class RequestAnswering:
-    """Answers requests for inference whose message was received."""
+    """Answers inference requests whose message has been received."""
 
     def __init__(
         self,
@@ -40,18 +40,18 @@ class RequestAnswering:
         time_remaining_s: float | None,
         trace_parent: str | None = None,
     ) -> ModelInferResponse:
-        """Decode the tensors, ask the engine, and return the response.
+        """Decode the tensors, run the request in the engine, and return the response.
 
-        ``trace_parent`` is the caller's context, as W3C has it. Cancelling withdraws the request.
+        ``trace_parent`` is the caller's W3C trace context. Cancelling withdraws the request.
 
         Raises:
-            EngineError: There is no answer.
+            EngineError: The request has no answer.
         """
         request = message.head
         reading = self.read(
             visit, message, time_remaining_s=time_remaining_s, trace_parent=trace_parent
         )
-        del message  # lest its bytes stay while the engine works
+        del message  # so that its bytes are freed while the engine works
         served, call = await reading
         result = await self.infer(visit, served, call)
         return write_response(request, result, call, served.version)
@@ -64,7 +64,7 @@ class RequestAnswering:
         time_remaining_s: float | None,
         trace_parent: str | None,
     ) -> tuple[ServedName, InferCall]:
-        """Return the version that answers, and what to call the engine with; EngineError."""
+        """Return the version that answers, and the arguments of the engine call; EngineError."""
         request = message.head
         visit.model = request.model_name
         visit.trace = self._reception.traces.begin(trace_parent, visit.began_s)
@@ -73,10 +73,10 @@ class RequestAnswering:
         model = self._engine.model(find().engine_name)
         self._reception.hold_more(visit, shared_bytes(request))
         call = await self._decoder.call(message, model, time_remaining_s=time_remaining_s)
-        return find(), call  # another version may have come in the meantime
+        return find(), call  # the served version may have changed
 
     async def infer(self, visit: Visit, served: ServedName, call: InferCall) -> EngineResult:
-        """Ask the engine for the one answer; EngineError."""
+        """Return the engine's only answer; EngineError."""
         result = await self._engine.infer(
             served.engine_name,
             call.inputs,
@@ -91,7 +91,7 @@ class RequestAnswering:
     async def infer_stream(
         self, visit: Visit, served: ServedName, call: InferCall
     ) -> AsyncGenerator[StreamResult, None]:
-        """Yield all answers that the engine has; closing the iterator withdraws the request."""
+        """Yield all answers of the engine; closing the iterator withdraws the request."""
         results = self._engine.infer_stream(
             served.engine_name,
             call.inputs,

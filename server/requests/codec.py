@@ -1,17 +1,17 @@
 """Conversion of the protocol's requests to engine calls, and of results to responses.
 
-A request on ``ModelStreamInfer`` is answered as Triton answers those to models that are not
-decoupled: by exactly one response, in the order of requests. With the bool parameter
-``offramp_decoupled`` it is answered as by a decoupled model: as soon as its answers are there,
-whatever other requests wait for, and, where samples that exits answered run on to the model's end,
-twice: early, and with what the end says. Models may be decoupled, too: all requests to them on a
-stream are answered so, in any number of parts. The last response to a request has the parameter
-``triton_final_response`` set.
+A request on ``ModelStreamInfer`` is answered as Triton answers requests to models that are not
+decoupled: with exactly one response, in the order of requests. The bool parameter
+``offramp_decoupled`` requests the behaviour of a decoupled model: each answer is sent as soon as it
+exists, regardless of other requests. If samples that exits answered run on to the model's end,
+there are two answers: an early one and the final one. A model may be decoupled as well; all its
+requests on a stream are then answered in this way, with any number of parts. The last response to a
+request has the parameter ``triton_final_response`` set.
 
-``triton_enable_empty_final_response`` means what it does in Triton (``stream_infer_handler.cc``):
-a response without outputs, for the end of a request whose last response did not say that it was
-the last. Triton sends one for decoupled models alone, we for decoupled requests alone, and there
-only if the final answer was lost: all other last responses say that they are.
+``triton_enable_empty_final_response`` has the meaning of Triton (``stream_infer_handler.cc``): a
+response without outputs ends a request whose last response was not marked as the last. Triton sends
+one for decoupled models only. We send one for decoupled requests only, and only if the final answer
+was lost, because all other last responses are marked.
 """
 
 from __future__ import annotations
@@ -51,52 +51,52 @@ from offramp.proto.tensors import (
 from offramp.server.requests.shared_memory import RegionPart, SharedRegions
 
 DEFAULT_PRIORITY_LEVEL: Final = 5
-"""Triton's level that a request without one has: 1 to 4 are served before it, 6 and on after it.
+"""Triton's level of a request that sets none: levels 1 to 4 are served earlier, 6 and up later.
 
 Triton leaves the default level to each model's configuration.
 """
 
 DECOUPLED: Final = "offramp_decoupled"
-"""Parameter of a request on a stream that wants all its answers, and wants them at once."""
+"""Parameter of a request on a stream that wants each of its answers immediately."""
 CLASSIFICATION: Final = "classification"
-"""Parameter of an output: how many of the largest values to answer with."""
+"""Parameter of an output: number of largest values to return."""
 EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
-"""Parameter of a request that wants to be told if no more answers come; see above."""
+"""Parameter of a request that wants a marked end even if no more answers come; see above."""
 
 _TYPES: Final = {"BYTES": "TYPE_STRING"}
-"""Types of the model configuration that are not called like their datatype."""
+"""Types of the model configuration whose name differs from the datatype's."""
 
 _LOWEST_PRIORITY_LEVEL: Final = 2**31
-"""Levels beyond it count as it: the parameter is uint64, the engine sorts machine integers."""
+"""Higher levels are reduced to this one: the parameter is uint64, the engine uses int64."""
 
 
 class WantedOutput(NamedTuple):
-    """An output to answer with."""
+    """A requested output."""
 
     name: str
     classes: int = 0
-    """Answer with so many of the largest values and their indices; 0 is all of the tensor."""
+    """Number of largest values to return with their indices; 0 returns the whole tensor."""
     part: RegionPart | None = None
-    """Where to write it; ``None`` is in the response."""
+    """Shared memory to write the output to; ``None`` puts it into the response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferCall:
-    """The arguments of an engine call and the outputs to answer with, read from a request."""
+    """Arguments of an engine call, and the requested outputs, read from a request."""
 
     inputs: Mapping[str, NDArray[Any]]
     outputs: tuple[WantedOutput, ...]
-    """The outputs to answer with, in this order."""
+    """The requested outputs, in this order."""
     deadline_s: float | None
-    """Absolute, on the clock of ``now_s``."""
+    """Absolute deadline on the clock of ``now_s``."""
     priority: int
-    """The engine's: higher is served first, 0 is the default."""
+    """The engine's priority: higher is served first, 0 is the default."""
     empty_final_response: bool
-    """Whether to say by an empty response that no more answers come, if nothing else has."""
+    """If true, an empty response ends the request if no answer did."""
 
 
 def is_decoupled(request: ModelInferRequest) -> bool:
-    """Whether a request on a stream says so; what says it wrongly is refused when it is read."""
+    """Return whether a request asks to be decoupled; invalid parameters are refused later."""
     return DECOUPLED in request.parameters and request.parameters[DECOUPLED].bool_param
 
 
@@ -136,9 +136,9 @@ def _inputs(message: InferMessage, regions: SharedRegions) -> dict[str, NDArray[
 def _raw_contents(
     message: InferMessage, regions: SharedRegions
 ) -> Sequence[bytes | memoryview | None]:
-    """Return the elements of all inputs, those in shared memory where they are in the order.
+    """Return the elements of all inputs in order, read from shared memory where they are there.
 
-    Clients send raw contents of the other inputs alone.
+    Clients only send raw contents of the other inputs.
     """
     parts = [regions.part(t.parameters, f"input {t.name!r}") for t in message.head.inputs]
     if not any(parts):
@@ -189,7 +189,7 @@ def _priority(parameters: Mapping[str, InferParameter]) -> int:
 
 
 def _integer(parameters: Mapping[str, InferParameter], name: str, meaning: str) -> int:
-    """Read a parameter ≥ 0 that clients send as int64 or uint64; 0 where it is absent."""
+    """Return a parameter ≥ 0 that clients send as int64 or uint64; 0 if it is absent."""
     if name not in parameters:
         return 0
     kind = parameters[name].WhichOneof("parameter_choice") or "empty"
@@ -203,7 +203,7 @@ def _integer(parameters: Mapping[str, InferParameter], name: str, meaning: str) 
 
 
 def _flag(parameters: Mapping[str, InferParameter], name: str) -> bool:
-    """Read a parameter that is true or false; false where it is absent."""
+    """Return a bool parameter; false if it is absent."""
     if name not in parameters:
         return False
     kind = parameters[name].WhichOneof("parameter_choice") or "empty"
@@ -216,9 +216,9 @@ def _flag(parameters: Mapping[str, InferParameter], name: str) -> bool:
 def write_response(
     request: ModelInferRequest, result: EngineResult, call: InferCall, version: str
 ) -> ModelInferResponse:
-    """Return the response: the outputs wanted, raw, and where each sample's answer came from.
+    """Return the response: requested outputs as raw contents, and the exit of each sample.
 
-    BadInputError if the model that answered does not have all of the outputs.
+    Raise BadInputError if the model that answered lacks one of the outputs.
     """
     response = _response_to(request, version)
     if gone := [each.name for each in call.outputs if each.name not in result.outputs]:
@@ -233,7 +233,7 @@ def write_response(
 
 
 def _write_output(response: ModelInferResponse, wanted: WantedOutput, array: NDArray[Any]) -> None:
-    """Write an output into the response, or into shared memory; its raw contents are empty then."""
+    """Write an output to the response or, with empty raw contents, to shared memory."""
     tensor = response.outputs.add()
     if wanted.classes:
         raw = encode_strings(tensor, wanted.name, largest(array, wanted.classes))
@@ -249,10 +249,10 @@ def _write_output(response: ModelInferResponse, wanted: WantedOutput, array: NDA
 
 
 def largest(array: NDArray[Any], count: int) -> NDArray[np.object_]:
-    """Return the largest values of each sample as Triton's ``class_count`` has them.
+    """Return the largest values of each sample in the form of Triton's ``class_count``.
 
-    [n, k] of ``value:index``, the largest first, k being ``count`` or, if that is fewer, the
-    elements of a sample [n, …].
+    The array is [n, k] strings ``value:index``, largest first; k is ``count`` or, if smaller, the
+    number of elements of one sample in ``array`` [n, …].
     """
     rows = array.reshape(len(array), math.prod(array.shape[1:]))
     order = np.argsort(-rows.astype(np.float64), axis=1, kind="stable")[:, :count]
@@ -268,7 +268,7 @@ def largest(array: NDArray[Any], count: int) -> NDArray[np.object_]:
 def write_only(
     request: ModelInferRequest, result: EngineResult, call: InferCall, version: str
 ) -> ModelStreamInferResponse:
-    """The one response to a request on a stream that is not decoupled."""
+    """Return the only response to a request on a stream that is not decoupled."""
     response = write_response(request, result, call, version)
     response.parameters["offramp_answer"].string_param = ResultKind.ANSWER.value
     _end(response, final=True)
@@ -278,10 +278,10 @@ def write_only(
 def write_streamed(
     request: ModelInferRequest, result: StreamResult, call: InferCall, version: str
 ) -> ModelStreamInferResponse:
-    """Return the response that carries one of the results of a decoupled request.
+    """Return the response with one of the results of a decoupled request.
 
-    ``offramp_corrected``, 0 or 1 a sample, is there only where something was corrected. Whose
-    answer is the unmodified model's is told by ``offramp_exits``.
+    ``offramp_corrected``, 0 or 1 a sample, is present only if a sample was corrected.
+    ``offramp_exits`` shows which answers are the unmodified model's.
     """
     response = write_response(request, result, call, version)
     response.parameters["offramp_answer"].string_param = result.kind.value
@@ -292,7 +292,7 @@ def write_streamed(
 
 
 def write_end(request: ModelInferRequest, version: str) -> ModelStreamInferResponse:
-    """The empty last response to a decoupled request, where no answer follows after all."""
+    """Return the empty last response to a decoupled request whose final answer was lost."""
     response = _response_to(request, version)
     _end(response, final=True)
     return ModelStreamInferResponse(infer_response=response)
@@ -301,7 +301,7 @@ def write_end(request: ModelInferRequest, version: str) -> ModelStreamInferRespo
 def write_failure(
     request: ModelInferRequest, code: grpc.StatusCode, message: str
 ) -> ModelStreamInferResponse:
-    """The error that a request on a stream has instead of an answer."""
+    """Return the error response to a request on a stream."""
     response = _response_to(request, request.model_version)
     _end(response, final=True)
     response.parameters["offramp_status"].string_param = code.name
@@ -320,7 +320,7 @@ def write_metadata(name: str, versions: Sequence[str], model: ModelInfo) -> Mode
 
 
 def write_config(name: str, model: ModelInfo) -> ModelConfig:
-    """Return the fields of Triton's model configuration that mean something here."""
+    """Return the fields of Triton's model configuration that apply here."""
     configured = partial(_configured, batched=model.max_batch_size > 0)
     return ModelConfig(
         name=name,
@@ -338,7 +338,7 @@ def write_config(name: str, model: ModelInfo) -> ModelConfig:
 
 
 def _configured(tensor: TensorSpec, *, batched: bool) -> dict[str, Any]:
-    """Return the fields that describe an input or output; a batch is left out of its sizes."""
+    """Return the fields of an input or output; with ``batched``, without the batch dimension."""
     metadata = _tensor_metadata(tensor)
     return {
         "name": metadata.name,
@@ -352,15 +352,15 @@ def _response_to(request: ModelInferRequest, version: str) -> ModelInferResponse
 
 
 def _end(response: ModelInferResponse, *, final: bool) -> None:
-    """Say whether this is the last response to its request, as Triton's clients look for it."""
+    """Mark whether this is the last response to its request, as Triton's clients expect."""
     response.parameters["triton_final_response"].bool_param = final
 
 
 def _write_parameters(response: ModelInferResponse, result: EngineResult) -> None:
-    """Parameters hold scalars and strings only: what is per sample is joined by commas.
+    """Write the result's parameters; values per sample are joined by commas.
 
-    ``offramp_forced``, 0 or 1 a sample, is there only where the promise does not hold for one;
-    ``offramp_variants``, a number a sample, only where another variant than the full one answered.
+    ``offramp_forced``, 0 or 1 a sample, is present only if the promise does not hold for a sample;
+    ``offramp_variants``, a number a sample, only if a variant other than the full one answered.
     """
     parameters = response.parameters
     parameters["offramp_policy_version"].int64_param = result.policy_version
@@ -377,7 +377,7 @@ def _write_parameters(response: ModelInferResponse, result: EngineResult) -> Non
 
 
 def _flags(values: NDArray[np.bool_]) -> str:
-    """``0,1,0``."""
+    """Return flags as text such as ``0,1,0``."""
     return ",".join(map(str, values.astype(int).tolist()))
 
 

@@ -1,4 +1,4 @@
-"""The decoding of messages without holding up the event loop."""
+"""Decoding of messages without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from offramp.server.requests.shared_memory import SharedRegions, shared_bytes
 
 _SMALL_MESSAGE_BYTES: Final = 4096
 _MANY_FIELDS: Final = 64
-"""More than these in a request take longer to find than a turn of the event loop should."""
+"""Number of fields in a request above which decoding yields to the event loop."""
 
 
 _T = TypeVar("_T")
 
 
 class RequestDecoder:
-    """Decodes requests on the event loop, but large ones on a thread, one after another.
+    """Decodes requests on the event loop, and large ones on a thread, one at a time.
 
-    A large one takes tens of milliseconds, and many may come at once. One of many fields takes a
-    millisecond: between two of those whatever else the loop has to do gets its turn.
+    A large request takes tens of milliseconds, and many may arrive together. One with many fields
+    takes a millisecond, so other work of the event loop runs between two of these.
     """
 
     def __init__(self, regions: SharedRegions | None = None) -> None:
-        """``regions`` are shared memory that requests may have tensors in."""
+        """``regions`` are shared memory regions that may hold requests' tensors."""
         self._regions = regions or SharedRegions()
         self._turn = asyncio.Lock()
         self._turn_on_loop = asyncio.Lock()
@@ -51,8 +51,8 @@ class RequestDecoder:
         """Decode the bytes of a request.
 
         Raises:
-            UndecodableError: They are not a ``ModelInferRequest``.
-            RequestLimitError: They are beyond the limits of :mod:`offramp.proto.request_bytes`.
+            UndecodableError: The bytes are not a ``ModelInferRequest``.
+            RequestLimitError: A limit of :mod:`offramp.proto.request_bytes` is exceeded.
         """
         try:
             parts = await self._parts(data)
@@ -95,7 +95,7 @@ class RequestDecoder:
         return await self.run(read, slow=slow)
 
     async def run(self, work: Callable[[], _T], *, slow: bool) -> _T:
-        """Do what decodes or encodes, on a thread if it is slow: one such at a time."""
+        """Run a decoding or encoding function; slow ones run on a thread, one at a time."""
         return await self._run(work) if slow else work()
 
     async def _run(self, work: Callable[[], _T]) -> _T:
@@ -103,23 +103,23 @@ class RequestDecoder:
             working = asyncio.create_task(asyncio.to_thread(work))
             try:
                 return await asyncio.shield(working)
-            finally:  # a thread cannot be stopped: cancelled or not, the turn is over when it ends
+            finally:  # a thread cannot be stopped: hold the lock until it ends, even if cancelled
                 while not working.done():
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait((working,))
 
 
 def decode_small(data: bytes, decode: Callable[[bytes], _T]) -> _T:
-    """Decode a message that holds names alone.
+    """Decode a message that only holds names.
 
     Raises:
-        UndecodableError: It is not one that ``decode`` takes.
-        RequestLimitError: It is larger than such a message can be.
+        UndecodableError: ``decode`` refuses the message.
+        RequestLimitError: The message is larger than this kind of message can be.
     """
     if len(data) > _SMALL_MESSAGE_BYTES:
         raise RequestLimitError(
             f"the message has {len(data)} bytes, expected at most {_SMALL_MESSAGE_BYTES}: "
-            "those of this method hold names alone"
+            "messages of this method only hold names"
         )
     try:
         return decode(data)

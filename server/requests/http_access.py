@@ -1,4 +1,4 @@
-"""Tokens of requests over HTTP, whatever their route."""
+"""Token checks of HTTP requests, for all routes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OPEN_PATHS: Final = frozenset(
 """Routes that need no token."""
 
 PRINCIPAL: Final = web.RequestKey("principal", Principal)
-"""Whose token came with a request."""
+"""Principal of the token that came with a request."""
 
 
 def token_check(reception: Reception) -> Middleware:
-    """Return a middleware that refuses requests without a valid token, but for open routes.
+    """Return a middleware that refuses requests without a valid token, except for open routes.
 
-    Which methods and models a token is for is checked by the routes of the protocol (``/v2``); all
-    other routes are about all models.
+    The routes of the protocol (``/v2``) check whether the token covers their method and model. All
+    other routes concern all models.
     """
 
     @web.middleware
@@ -52,7 +52,7 @@ def token_check(reception: Reception) -> Middleware:
 
 
 def http_peer(request: web.Request) -> str:
-    """Return the client's address as gRPC names it."""
+    """Return the client's address in gRPC's notation."""
     name = request.transport.get_extra_info("peername") if request.transport else None
     if not name:
         return ""

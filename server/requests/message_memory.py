@@ -1,10 +1,10 @@
-"""What becomes of the memory of large messages, where the allocator is glibc's.
+"""Memory of large messages, and its return to the system, with the glibc allocator.
 
-By itself, glibc maps a large block anew each time and unmaps it after: most of the time that it
-takes to receive a message of 57 MiB goes into page faults (110 of 125 ms of processor time where we
-measured), on the event loop. And blocks of middle size, which gRPC receives a message in, it keeps
-for good below others that are in use. So large blocks are kept as well, and all that is free is
-given back some time after a peak.
+By default glibc maps and unmaps a large block each time. When a message of 57 MiB is received, page
+faults then take most of the time (110 of 125 ms of processor time in our measurement), on the event
+loop. Blocks of medium size, in which gRPC receives a message, stay in the heap under other blocks
+in use. So we make glibc keep large blocks as well, and return all free memory some time after a
+peak.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Final
 from offramp.server.arguments.options import MIB
 
 PEAK_BYTES: Final = 64 * MIB
-"""Messages of less than this leave little behind: at once, or large ones one after the other."""
+"""Messages below this size in total leave little free memory; no return is needed."""
 
 LARGE_BYTES: Final = MIB
-"""From this on a message leaves something behind even if it is alone: gRPC's own copy, which is
-made before we know of it, and several of which may be there while we know of one."""
+"""Size from which even a single message leaves free memory: gRPC's own copy, made before we know of
+the message. Several such copies may exist while we know of one message."""
 
 DELAY_S: Final = 5.0
-"""From the last large message until memory is given back: the next may follow at once."""
+"""Seconds from the last large message to the return of memory; the next may follow soon."""
 
 _MAX_DELAYS: Final = 6
-"""After so many, memory is given back although large messages keep coming."""
+"""Number of delays after which memory is returned even if large messages keep coming."""
 
 _KEPT_BYTES: Final = 256 * MIB
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""As in glibc's malloc.h."""
+"""Constants of glibc's malloc.h."""
 
 
 def keep_large_blocks(size_bytes: int) -> bool:
-    """Have the process keep freed blocks up to this size, and 256 MiB; whether it can."""
+    """Make the process keep freed blocks up to this size, 256 MiB in total; return success."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(
         mallopt(_MMAP_THRESHOLD, size_bytes) and mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
@@ -43,26 +43,26 @@ def keep_large_blocks(size_bytes: int) -> bool:
 
 
 class MemoryReturn:
-    """Gives free memory back after peaks; used on the event loop's thread."""
+    """Returns free memory to the system after peaks; used on the event loop's thread."""
 
     def __init__(
         self, trim: Callable[[], object] | None = None, delay_s: float | None = None
     ) -> None:
-        """``trim`` takes the place of the allocator's own."""
+        """``trim`` replaces the allocator's function."""
         self._trim = trim or _malloc_trim
         self._delay_s = DELAY_S if delay_s is None else delay_s
         self._peak_bytes = 0
         self._large_bytes = 0
-        """Of large messages since memory was given back."""
+        """Bytes of large messages since memory was last returned."""
         self._another_came = False
-        """A large message, since the delay began."""
+        """True if a large message arrived since the delay began."""
         self._waiting = False
         self._running: asyncio.Future[object] | None = None
 
     def grew(self, size_bytes: int, held_bytes: int, *, left_bytes: int = 0) -> None:
-        """A message came; with it, messages take so much now.
+        """Record a new message of ``size_bytes``; ``held_bytes`` includes it.
 
-        ``left_bytes`` are left behind however small the message is.
+        ``left_bytes`` stay behind in gRPC regardless of the message's size.
         """
         self._peak_bytes = max(self._peak_bytes, held_bytes)
         self._large_bytes += left_bytes
@@ -71,7 +71,7 @@ class MemoryReturn:
             self._another_came = True
 
     def shrank(self, held_bytes: int) -> None:
-        """Messages take less now; once it is half of a peak, that is over."""
+        """Record a smaller ``held_bytes``; a peak is over once it has fallen by half."""
         peak_over = self._peak_bytes >= PEAK_BYTES and held_bytes <= self._peak_bytes // 2
         if peak_over:
             self._peak_bytes = held_bytes
@@ -89,7 +89,8 @@ class MemoryReturn:
             return
         self._waiting = False
         self._large_bytes = 0
-        # Kept, as the loop itself keeps none; another thread, as it takes a while.
+        # The future is kept because the loop keeps no reference; a thread, because trimming takes
+        # long.
         self._running = asyncio.get_running_loop().run_in_executor(None, self._trim)
 
 

@@ -1,4 +1,4 @@
-"""The receiving of messages from gRPC without holding up the event loop."""
+"""Receiving of gRPC messages without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 ARRIVAL_S: Final = 60.0
-"""How long a call's message may take to arrive, once the call is here."""
+"""Longest time, in seconds, from the start of a call to the arrival of its message."""
 
 LONG_S: Final = 0.002
-"""A step that takes longer is followed by a pause as long as itself."""
+"""Seconds; a longer step is followed by a pause of the step's length."""
 
 _CANCELLATION_S: Final = 0.05
-"""By then a call that has ended without a message is cancelled, if it is to be."""
+"""Seconds in which gRPC cancels a call that ended without a message, if it does."""
 
 
 class MessageReceiver:
-    """Receives the messages of calls that have large ones."""
+    """Receives the messages of methods with large messages."""
 
     def __init__(self) -> None:
         self._turns = Turns()
         self._late_at_s: dict[asyncio.Task[Any], float] = {}
-        """When the message of each waiting call is late, the first that is late first."""
+        """Deadline of the message of each waiting call, earliest first."""
         self._looking: asyncio.TimerHandle | None = None
 
     async def only(self, context: _Context) -> bytes:
-        """Return the message of a call that has one.
+        """Return the only message of a call.
 
         Raises:
-            DeadlineExceededError: It does not arrive.
-            UndecodableError: There is none.
+            DeadlineExceededError: The message does not arrive in time.
+            UndecodableError: The call has no message.
         """
         task = asyncio.current_task()
         assert task is not None, "gRPC's methods run in tasks"
@@ -58,15 +58,15 @@ class MessageReceiver:
         finally:
             self._late_at_s.pop(task, None)
         if data is grpc.aio.EOF:
-            # So ends a call as well whose client has left, or whose message gRPC has refused as too
-            # large: it is cancelled a moment later.
+            # A call also ends like this if its client left, or if gRPC refused its message as too
+            # large: gRPC then cancels it a moment later.
             await asyncio.sleep(_CANCELLATION_S)
             raise UndecodableError("the call has no message; send one ModelInferRequest")
         message: bytes = data
         return message
 
     def _expect(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task once its message is late: one timer for all takes less time than each's."""
+        """Cancel a task once its message is late; one timer serves all tasks, which is cheaper."""
         loop = asyncio.get_running_loop()
         self._late_at_s[task] = loop.time() + ARRIVAL_S
         if self._looking is None:
@@ -82,21 +82,21 @@ class MessageReceiver:
             task.cancel()
 
     async def all(self, context: _Context) -> AsyncIterator[bytes]:
-        """Yield the messages of a stream, until its client has no more."""
+        """Yield the messages of a stream until the client ends it."""
         while (data := await self._turns.take(context.read())) is not grpc.aio.EOF:
             held = [data]
             del data
-            yield held.pop()  # what a generator holds stays until the next one is here
+            yield held.pop()  # a generator's locals would live until the next message
 
 
 class Turns:
-    """Runs coroutines that receive messages so that long steps of theirs never follow each other.
+    """Runs coroutines that receive messages so that two long steps never follow each other.
 
-    gRPC copies a message for Python in the very step in which a coroutine goes on that waited for
-    it: some 15 ms of a turn of the loop for 57 MiB, and ten times that where memory is new. Many
-    that arrive together would be copied within one turn, before anything else is seen to.
+    gRPC copies a message for Python in the step in which the waiting coroutine resumes: about 15 ms
+    of the event loop for 57 MiB, and ten times that with newly mapped memory. Many messages that
+    arrive together would all be copied before the loop does anything else.
 
-    Only steps that something was waited for count: what has waited then waits for its turn as well.
+    Only steps that resume after a wait count; such a step then waits for this lock as well.
     """
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Turns:
 
     @coroutine
     def take(self, work: Coroutine[Any, Any, _T]) -> Generator[Any, Any, _T]:
-        """Give what ``work`` gives; cancelled, it is cancelled as well."""
+        """Return the result of ``work``; cancelling this cancels ``work``."""
         try:
             awaited = work.send(None)
             while True:

@@ -1,8 +1,8 @@
-"""What surrounds every request: whether it may come in, and the account of what became of it.
+"""Admission, accounting and logging of every request.
 
-gRPC keeps an answer, and some 20 KiB for its call, until flow control lets it be written: a client
-that answers pings and reads nothing keeps both for ever. Neither a call nor a single answer can be
-given up from here, so the connection of such a client is closed.
+gRPC keeps an answer, and some 20 KiB for its call, until flow control lets it write the answer. A
+client that answers pings but reads nothing would hold both forever. We cannot drop one call or
+answer, so we close the connection of such a client.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ access_logger = logging.getLogger("offramp.access")
 _PEER_CHARS, _MODEL_CHARS = 64, 128
 
 _OURS: Final = {grpc.StatusCode.INTERNAL}
-"""Codes that are no fault of a client's: logged as errors."""
+"""Codes that are not the client's fault; logged as errors."""
 
 
 MAX_WATCHES: Final = 1024
-"""Open streams of health and reflection, which therefore leave those of inference their room."""
+"""Most open streams of health and reflection; a separate limit from inference streams."""
 
 MAX_WATCHES_OF_A_PEER: Final = 16
-"""Of one connection; a client needs one for each service or model that it watches."""
+"""Most such streams of one connection; a client needs one for each service or model to watch."""
 
 _CALL_BYTES: Final = 20 * 1024
-"""Roughly what gRPC takes for a call, and leaves behind if many come at once."""
+"""Rough size of gRPC's memory for a call, part of which stays when many calls come together."""
 
 
 UNREAD_S: Final = 60.0
-"""How long a client may take to read an answer; and longer for large ones:"""
+"""Seconds that a client may take to read an answer; large answers get additional time:"""
 
 SLOWEST_BYTES_PER_S: Final = 128 * 1024
 
 CROWDED_S: Final = 2.0
-"""How long it may take where requests and answers fill half of the room that there is."""
+"""The same limit while requests and answers use at least half of the admission limit."""
 
 MAX_RESETS: Final = 500
-"""Calls of a connection that may be cancelled before their message is taken, within a window.
+"""Calls of a connection that may be cancelled before their message is taken, within one window.
 Envoy's number (``premature_reset_total_stream_count``)."""
 
 RESET_WINDOW_S: Final = 10.0
@@ -85,14 +85,14 @@ class PendingAnswer:
     peer: str
     size_bytes: int
     since_s: float
-    """Monotonic."""
+    """Start on the monotonic clock."""
     streamed: bool
-    """Whether it is one of a stream, which its client may read as slowly as it likes."""
+    """True for a message of a stream, which its client may read at any speed."""
 
     def overdue(self, now_s: float, *, crowded: bool) -> bool:
-        """Return whether its client has had more than enough time to read it.
+        """Return whether the client exceeded its time to read the answer.
 
-        A message of a stream never is: it takes no other request's room.
+        A message of a stream is never overdue, since it uses no capacity of other requests.
         """
         allowed_s = CROWDED_S if crowded else UNREAD_S
         allowed_s += self.size_bytes / SLOWEST_BYTES_PER_S
@@ -104,29 +104,29 @@ class PendingAnswers:
 
     def __init__(self) -> None:
         self._pending: dict[PendingAnswer, None] = {}
-        """In the order in which they came."""
+        """Answers in order of arrival."""
         self._released: asyncio.Event | None = None
         """Set once answers may go to gRPC again; ``None`` while they may."""
 
     async def turn(self) -> None:
-        """Wait until an answer may go to gRPC."""
+        """Wait until an answer may be passed to gRPC."""
         if self._released is not None:
             await self._released.wait()
 
     def add(
         self, peer: str, size_bytes: int, now_s: float, *, streamed: bool = False
     ) -> PendingAnswer:
-        """Note an answer that goes to gRPC now."""
+        """Record an answer that is passed to gRPC now."""
         answer = PendingAnswer(peer, size_bytes, now_s, streamed)
         self._pending[answer] = None
         return answer
 
     def remove(self, answer: PendingAnswer) -> None:
-        """Note that an answer is written, or that its call has ended otherwise."""
+        """Record that an answer is written, or that its call ended in another way."""
         del self._pending[answer]
 
     def unread(self, now_s: float, *, crowded: bool) -> dict[str, str]:
-        """Return the connections whose clients do not read, by peer, with the reason to close."""
+        """Return the peers whose clients do not read, with the reason to close their connection."""
         found: dict[str, str] = {}
         for answer in self._pending:
             age_s = now_s - answer.since_s
@@ -139,7 +139,7 @@ class PendingAnswers:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[frozenset[str]]:
-        """Hold answers back, and yield the peers for which some are being written all the same."""
+        """Hold answers back; yield the peers for which gRPC is still writing some."""
         self._released = asyncio.Event()
         try:
             for _ in range(round(_LONGEST_HOLD_S / _LOOK_S)):
@@ -153,27 +153,27 @@ class PendingAnswers:
 
 
 class ResetCounts:
-    """Calls that were cancelled before their message was taken, by connection (CVE-2023-44487)."""
+    """Calls cancelled before their message was taken, by connection (CVE-2023-44487)."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._until_s = 0.0
 
     def add(self, peer: str, now_s: float) -> None:
-        """Note a call that was cancelled."""
+        """Count a cancelled call."""
         if now_s >= self._until_s:
             self._counts.clear()
             self._until_s = now_s + RESET_WINDOW_S
         self._counts[peer] += 1
 
     def excessive(self, peer: str) -> bool:
-        """Return whether a connection has just had one too many."""
+        """Return whether a connection has just reached the limit."""
         return self._counts[peer] == MAX_RESETS
 
     def take_beyond(self) -> Mapping[str, str]:
-        """Return the connections that reset too much, by peer, with the reason to close them.
+        """Return the peers that reset too many calls, with the reason to close their connection.
 
-        Each is returned once: the next connection of a peer is another one.
+        Each is returned once, because the peer's next connection is a new one.
         """
         reason = f"{MAX_RESETS} calls were cancelled as soon as they were opened"
         found = {peer: reason for peer, count in self._counts.items() if count >= MAX_RESETS}
@@ -183,51 +183,51 @@ class ResetCounts:
 
 
 class CallKind(Enum):
-    """Kinds of calls, by the limit that they count for."""
+    """Kinds of calls, each with its own limit."""
 
     REQUEST = "request"
     STREAM = "stream"
-    """Of inference requests."""
+    """A stream of inference requests."""
     WATCH = "watch"
     """A stream of health or reflection."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Visit:
-    """A request while it is here."""
+    """A call from its arrival to its end."""
 
     method: str
     peer: str
-    """As gRPC named it when the call came: of one that is past its deadline it names none."""
+    """Client address in gRPC's notation, taken at arrival: gRPC reports none after the deadline."""
     began_s: float
-    """Monotonic."""
+    """Arrival on the monotonic clock."""
     kind: CallKind = CallKind.REQUEST
     admitted: bool = False
-    """Whether it counts as one of those that may be here at once."""
+    """True if it counts toward the limit of its kind."""
     principal: Principal | None = None
-    """Whose token came with it."""
+    """Principal of the call's token."""
     size_bytes: int = 0
-    """Held for it."""
+    """Bytes held for it."""
     answer: PendingAnswer | None = None
-    """Its answer, until gRPC has written it: for so long the request counts as being here."""
+    """The answer until gRPC has written it; until then the request counts as in progress."""
     model: str = ""
     rows: int = 0
     code: grpc.StatusCode = grpc.StatusCode.OK
     trace: RequestTrace | None = None
-    """``None`` for most: see :mod:`.tracing`."""
+    """Trace, ``None`` for most calls: see :mod:`.tracing`."""
 
     @property
     def source(self) -> str:
-        """The client's host: of gRPC's ``ipv4:10.0.0.7:51234`` all but the port."""
+        """The client's host: gRPC's ``ipv4:10.0.0.7:51234`` without the port."""
         return self.peer.rpartition(":")[0]
 
 
 class Reception:
     """Admits requests within the limits, counts refusals, and writes the access log.
 
-    Used on the event loop's thread. The bytes of a message are held from its arrival until it is
-    answered, as the arrays of the request are views of them; then those of its answer, until gRPC
-    has written them.
+    Used on the event loop's thread. The bytes of a message are held from arrival to answer, because
+    the request's arrays are views of them; the bytes of the answer are held until gRPC has written
+    it.
     """
 
     def __init__(
@@ -237,63 +237,63 @@ class Reception:
         access: AccessRules | None = None,
         traces: RequestTraces | None = None,
     ) -> None:
-        """``access`` is that of the options' files if it is not passed; StartError."""
+        """Without ``access``, read the token files that the options name; StartError."""
         self.traces: Final = traces or RequestTraces()
         self._memory = memory or MemoryReturn()
         options = options or ServerOptions()
         self.access: Final = access or AccessRules(options.security)
-        """Knows the tokens."""
+        """Rules of access, with the tokens."""
         self._max_requests = options.max_concurrent_requests
         self._max_bytes = options.max_queue_mib * MIB
         self._access_log = options.access_log
         if options.access_log:
-            access_logger.setLevel(logging.INFO)  # whatever --log-level says of the others
+            access_logger.setLevel(logging.INFO)  # independent of --log-level
         self._lines = LineLimit()
         self.requests = 0
-        """Being answered now."""
+        """Inference requests in progress."""
         self.admitted = 0
-        """Requests that were admitted so far."""
+        """Inference requests admitted since the start."""
         self.streams = 0
-        """Open now."""
+        """Open inference streams."""
         self.last_answers: dict[str, float] = {}
-        """By model, the time of its last answer: seconds since the epoch."""
+        """Time of each model's last answer, in seconds since the epoch."""
         self._watches: Counter[str] = Counter()
-        """Open now, by peer."""
+        """Open watches by peer."""
         self.held_bytes = 0
         self.answers = PendingAnswers()
         self._resets = ResetCounts()
         self.offended = asyncio.Event()
-        """Set when there is a connection to close at once."""
+        """Set when there is a connection to close immediately."""
         self._refused = {(r.code.name, r.reason): 0 for r in REFUSALS.values()}
 
     @property
     def refused(self) -> Mapping[tuple[str, str], int]:
-        """Refusals so far, by the names of the status code and of the reason."""
+        """Number of refusals by names of status code and reason."""
         return MappingProxyType(self._refused)
 
     def enter(self, method: str, peer: str, *, kind: CallKind = CallKind.REQUEST) -> Visit:
-        """Note a call that came; :meth:`leave` must follow."""
+        """Record a new call; :meth:`leave` must follow."""
         return Visit(method=method, peer=peer, began_s=time.monotonic(), kind=kind)
 
     def check_room(self) -> None:
-        """Refuse a request for inference before its message is received, if there is no room.
+        """Refuse an inference request before its message is received, if a limit is reached.
 
-        It takes none yet: a call whose message never comes keeps nobody out.
+        This reserves nothing, so that a call without a message blocks no other.
 
         Raises:
-            RequestCountError: There are as many as may be.
-            HeldBytesError: Messages that are here fill all the room there is.
+            RequestCountError: The limit of requests is reached.
+            HeldBytesError: Held messages fill the memory limit.
         """
         self._check_count(self.requests, "requests are being answered")
         if self.held_bytes >= self._max_bytes:
             raise self._full(0)
 
     def hold(self, visit: Visit, size_bytes: int) -> None:
-        """Take a request for inference, whose message is here.
+        """Admit an inference request whose message has arrived.
 
         Raises:
-            RequestCountError: There are as many as may be.
-            HeldBytesError: There is no room for the message.
+            RequestCountError: The limit of requests is reached.
+            HeldBytesError: The message exceeds the memory left.
         """
         self._memory.grew(size_bytes, self.held_bytes + size_bytes)
         self._check_count(self.requests, "requests are being answered")
@@ -306,14 +306,14 @@ class Reception:
         visit.size_bytes += size_bytes
 
     def hold_more(self, visit: Visit, size_bytes: int) -> None:
-        """Hold what a request has beside its message, in shared memory; HeldBytesError."""
+        """Hold further bytes of a request, such as its shared memory; HeldBytesError."""
         if self.held_bytes + size_bytes > self._max_bytes:
             raise self._full(size_bytes)
         self.held_bytes += size_bytes
         visit.size_bytes += size_bytes
 
     def open_stream(self, visit: Visit) -> None:
-        """Take a stream; RequestCountError if as many of its kind are open as may be."""
+        """Admit a stream; RequestCountError if the limit of its kind is reached."""
         if visit.kind is CallKind.WATCH:
             peer = visit.peer
             self._check_watches(self._watches[peer], MAX_WATCHES_OF_A_PEER, "this connection has")
@@ -339,13 +339,13 @@ class Reception:
             )
 
     def passed(self, size_bytes: int) -> None:
-        """Note a message that is not held: of a method that takes names alone."""
+        """Record a message that is not held, of a method whose messages only have names."""
         self._memory.grew(size_bytes, self.held_bytes + size_bytes)
 
     async def answer(self, visit: Visit, size_bytes: int, when_done: Callable[[Any], None]) -> None:
-        """Note that gRPC gets the answer of a request, once it may.
+        """Record that gRPC gets the answer of a request, once it may.
 
-        ``when_done`` takes a callback for the end of the call.
+        ``when_done`` registers a callback for the end of the call.
         """
         await self.answers.turn()
         answer = self.answers.add(visit.peer, size_bytes, time.monotonic())
@@ -363,7 +363,7 @@ class Reception:
 
     @asynccontextmanager
     async def streaming(self, peer: str, size_bytes: int) -> AsyncIterator[None]:
-        """Wait until a message of a stream may go to gRPC, and note it while it is written."""
+        """Wait until a message of a stream may be passed to gRPC, and record it until written."""
         await self.answers.turn()
         answer = self.answers.add(peer, size_bytes, time.monotonic(), streamed=True)
         try:
@@ -372,7 +372,7 @@ class Reception:
             self.answers.remove(answer)
 
     def leave(self, visit: Visit) -> None:
-        """The call is answered, refused, or its caller has left."""
+        """Record the end of a call: answered, refused, or left by its client."""
         if visit.answer is None:
             self._release(visit)
         if visit.trace is not None:
@@ -387,18 +387,18 @@ class Reception:
             self._log_access(visit)
 
     def _release(self, visit: Visit) -> None:
-        """Forget a call that gRPC has done with."""
+        """Release the capacity of a call that gRPC is done with."""
         if visit.kind is CallKind.REQUEST:
             self.requests -= visit.admitted
         elif visit.kind is CallKind.STREAM:
             self.streams -= visit.admitted
         elif visit.admitted:
-            self._watches -= Counter((visit.peer,))  # forgets peers without any
+            self._watches -= Counter((visit.peer,))  # drops peers without watches
         self.held_bytes -= visit.size_bytes
         self._memory.shrank(self.held_bytes)
 
     def reset(self, visit: Visit) -> None:
-        """Note a call that was cancelled before its message was taken."""
+        """Record a call that was cancelled before its message was taken."""
         self._memory.grew(0, self.held_bytes, left_bytes=_CALL_BYTES)
         if visit.peer:
             self._resets.add(visit.peer, time.monotonic())
@@ -406,19 +406,19 @@ class Reception:
                 self.offended.set()
 
     def offenders(self) -> Mapping[str, str]:
-        """Return the connections to close now, by peer, with the reason."""
+        """Return the peers whose connections to close now, with the reason."""
         self.offended.clear()
         crowded = 2 * self.requests > self._max_requests or 2 * self.held_bytes > self._max_bytes
         unread = self.answers.unread(time.monotonic(), crowded=crowded)
         return {**unread, **self._resets.take_beyond()}
 
     def log_closed(self, peer: str, reason: str) -> None:
-        """Log that a connection was closed, a few lines a second at most."""
+        """Log a closed connection, at most a few lines a second."""
         if (suffix := self._lines.admit("closed")) is not None:
             logger.info("closed the connection of %s: %s%s", peer, reason, suffix)
 
     def refuse(self, visit: Visit, error: Exception) -> tuple[grpc.StatusCode, str]:
-        """Count and log a refusal or failure; gives what to tell the client."""
+        """Count and log a refusal or failure; return the code and message for the client."""
         if isinstance(error, EngineError):
             (code, reason), message = refusal_of(error), str(error)
         else:
@@ -430,7 +430,7 @@ class Reception:
         return code, message
 
     def count_refused(self, code: str, reason: str) -> None:
-        """Count a refusal, by the names of the status code and of the reason."""
+        """Count a refusal by names of status code and reason."""
         self._refused[code, reason] += 1
 
     def _full(self, size_bytes: int) -> HeldBytesError:
@@ -459,7 +459,7 @@ class Reception:
             "code": visit.code.name,
             "ms": round((time.monotonic() - visit.began_s) * 1e3, 1),
             "rows": visit.rows,
-            "model": one_line(visit.model, _MODEL_CHARS),  # last: it may hold anything else
+            "model": one_line(visit.model, _MODEL_CHARS),  # last, because it may contain spaces
         }
         line = " ".join(f"{name}={fact}" for name, fact in facts.items())
         access_logger.info("%s", line, extra={"facts": facts})
@@ -468,7 +468,7 @@ class Reception:
 _T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Method: TypeAlias = Callable[[Visit, Any, _Context], Awaitable[_T]]
-"""A service method that raises EngineError, with its visit."""
+"""A service method that takes a visit and may raise EngineError."""
 
 
 def answering_errors(
@@ -479,9 +479,9 @@ def answering_errors(
     serialize: Callable[[_T], bytes] | None = None,
     kind: CallKind = CallKind.REQUEST,
 ) -> Callable[[Any, _Context], Awaitable[bytes | None]]:
-    """A method as grpc takes it: what it raises becomes the status of its call.
+    """Return a method in gRPC's form, in which an exception becomes the call's status.
 
-    ``serialize`` makes the bytes of what a request is answered with.
+    ``serialize`` encodes the answer to a request.
     """
 
     @wraps(method)
@@ -516,8 +516,8 @@ def answering_errors(
             return answer
         finally:
             reception.leave(visit)
-        # Not where the error is being handled: the call keeps the exception that this raises, and
-        # would keep by it the error, its traceback, and all that the method held.
+        # Outside the except block: the call keeps the exception that abort raises, which would
+        # otherwise refer to the error, its traceback, and all objects that the method held.
         await reception.answers.turn()
         return await context.abort(code, shortened(message), metadata)
 
@@ -525,20 +525,20 @@ def answering_errors(
 
 
 def _authorization(context: _Context) -> list[str]:
-    """Return the headers of a call that may have a token."""
+    """Return the authorization headers of a call."""
     metadata = context.invocation_metadata() or ()
     return [str(value) for key, value in metadata if key == "authorization"]
 
 
 def _expired(context: _Context) -> bool:
-    """Whether a call was cancelled because its deadline had passed."""
+    """Return whether a call was cancelled because its deadline had passed."""
     left_s = context.time_remaining()
     return left_s is not None and left_s <= 0
 
 
 def _lost(error: Exception) -> bool:
-    """Whether gRPC itself has given up a call: the server is stopped, or the connection gone.
+    """Return whether gRPC itself gave up a call: the server stops, or the connection is lost.
 
-    No answer and no status reaches the client then.
+    The client gets neither answer nor status then.
     """
     return isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError)

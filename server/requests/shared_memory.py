@@ -1,9 +1,9 @@
-"""Regions of POSIX shared memory that clients of this machine have their tensors in.
+"""POSIX shared memory regions, in which clients on this machine place tensors.
 
-A client registers a region by name, and its requests name parts of it in the place of tensors
-(Triton's extension "system shared memory"). Regions are read and written by file descriptor, never
-mapped: a client that shortens its region gets an error, where a mapping would end the server. What
-is read is copied, so a client that changes it in the meantime harms nobody.
+A client registers a region by name, and its requests refer to parts of it instead of carrying
+tensors (Triton's extension "system shared memory"). Regions are read and written through a file
+descriptor, never mapped: if a client shortens its region it gets an error, whereas a mapping would
+crash the server. Data are copied when read, so later changes by a client affect no one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from offramp.engine.common.errors import BadInputError
 from offramp.proto.messages import InferParameter, ModelInferRequest
 from offramp.server.common.errors import UnsupportedError
 
-FOLDER: Final = Path("/dev/shm")  # noqa: S108 - where Linux has POSIX shared memory
+FOLDER: Final = Path("/dev/shm")  # noqa: S108 - location of POSIX shared memory on Linux
 MAX_REGIONS: Final = 1024
-"""Regions that may be registered at once; each takes a file descriptor."""
+"""Most regions registered together; each takes a file descriptor."""
 
 REGION: Final = "shared_memory_region"
-"""Parameter of a tensor: name of the region that it is in."""
+"""Tensor parameter with the name of its region."""
 _OFFSET, _SIZE = "shared_memory_offset", "shared_memory_byte_size"
 
 
@@ -34,16 +34,16 @@ class SharedRegion:
 
     name: str
     key: str
-    """Of ``shm_open``, for instance ``/input``."""
+    """Key of ``shm_open``, for instance ``/input``."""
     offset: int
-    """Bytes before the region."""
+    """Bytes of the shared memory before the region."""
     size_bytes: int
     descriptor: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPart:
-    """The part of a region that a tensor is in."""
+    """The part of a region that holds a tensor."""
 
     region: SharedRegion
     offset: int
@@ -51,7 +51,7 @@ class RegionPart:
     size_bytes: int
 
     def read(self) -> bytes:
-        """Return a copy of the part; BadInputError if the region has become shorter."""
+        """Return a copy of the part; BadInputError if the region was shortened."""
         data = os.pread(self.region.descriptor, self.size_bytes, self.region.offset + self.offset)
         if len(data) != self.size_bytes:
             raise BadInputError(
@@ -65,8 +65,8 @@ class RegionPart:
         """Write a tensor; BadInputError if it is larger than the part."""
         if len(data) > self.size_bytes:
             raise BadInputError(
-                f"output {tensor!r} has {len(data)} bytes, and {self.size_bytes} are given in "
-                f"shared memory region {self.region.name!r}; give as many as the output has"
+                f"output {tensor!r} has {len(data)} bytes, and {self.size_bytes} are reserved in "
+                f"shared memory region {self.region.name!r}; reserve as many as the output has"
             )
         os.pwrite(self.region.descriptor, data, self.region.offset + self.offset)
 
@@ -81,8 +81,8 @@ class SharedRegions:
         """Open a region.
 
         Raises:
-            BadInputError: The name is taken, there is no such region, or it is shorter.
-            UnsupportedError: The system has no POSIX shared memory in files.
+            BadInputError: The name is used already, the region does not exist, or it is too short.
+            UnsupportedError: The system has no file-based POSIX shared memory.
         """
         if not FOLDER.is_dir():
             raise UnsupportedError(
@@ -113,7 +113,7 @@ class SharedRegions:
         )
 
     def unregister(self, name: str) -> None:
-        """Forget a region, or all if ``name`` is empty; harmless if there is none of the name."""
+        """Close a region, or all if ``name`` is empty; an unknown name is ignored."""
         for each in [name] if name else [*self._regions]:
             if (region := self._regions.pop(each, None)) is not None:
                 os.close(region.descriptor)
@@ -123,10 +123,10 @@ class SharedRegions:
         return [self._region(name)] if name else [*self._regions.values()]
 
     def part(self, parameters: Mapping[str, InferParameter], what: str) -> RegionPart | None:
-        """Return where a tensor is by its parameters; ``None`` if it is in the message.
+        """Return a tensor's part of a region; ``None`` if the tensor is in the message.
 
         Raises:
-            BadInputError: There is no such region, or the part is not within it.
+            BadInputError: The region does not exist, or the part exceeds it.
         """
         if REGION not in parameters:
             return None
@@ -135,13 +135,13 @@ class SharedRegions:
         if not size or offset + size > region.size_bytes:
             raise BadInputError(
                 f"{what} is at {offset} to {offset + size} of shared memory region "
-                f"{region.name!r}, which has {region.size_bytes} bytes; give {_OFFSET} and {_SIZE} "
+                f"{region.name!r}, which has {region.size_bytes} bytes; set {_OFFSET} and {_SIZE} "
                 "within it"
             )
         return RegionPart(region=region, offset=offset, size_bytes=size)
 
     def close(self) -> None:
-        """Forget all regions."""
+        """Close all regions."""
         self.unregister("")
 
     def _region(self, name: str) -> SharedRegion:
@@ -152,7 +152,7 @@ class SharedRegions:
 
 
 def shared_bytes(request: ModelInferRequest) -> int:
-    """Return how many bytes of its inputs a request has in shared memory, by what it says."""
+    """Return the bytes of a request's inputs in shared memory, according to its parameters."""
     return sum(
         tensor.parameters[_SIZE].int64_param
         for tensor in request.inputs
@@ -168,7 +168,7 @@ def _count(parameters: Mapping[str, InferParameter], name: str, what: str) -> in
 
 
 def _opened(key: str) -> int:
-    """Return a descriptor of a region, which is a file without a folder in its name."""
+    """Return a descriptor of a region, which is a file directly in :data:`FOLDER`."""
     name = key.removeprefix("/")
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise BadInputError(f"shared memory key {key!r:.80} is not /NAME, as of shm_open")

@@ -31,22 +31,22 @@ from offramp.server.security.tokens import Principal
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT: Final = 256
-"""Requests of one stream that are being answered, or whose response waits for its turn. The next is
-read once all responses to one of them are on their way: a client that does not read its answers
-cannot pile them up here."""
+"""Requests of one stream that are in progress or whose response waits for earlier ones. The next
+one is read once all responses to one of them are sent, so that a client that does not read its
+answers cannot accumulate them here."""
 
 _Send: TypeAlias = Callable[[ModelStreamInferResponse], None]
-"""Sends a response without waiting, after those before it."""
+"""Sends a response after earlier ones, without waiting."""
 
 
 class RequestStream:
-    """One stream; a request that fails is answered with its error, and the stream goes on.
+    """One stream of requests; a failed request gets an error response, and the stream continues.
 
-    Requests are computed beside each other. Each has one response, and these are written in the
-    order of requests; but those that are decoupled (:mod:`.codec`), or for a model that is, have no
-    part in that order, and all their answers are written as soon as they are there.
+    Requests run concurrently. Each has one response, in the order of requests. Decoupled requests
+    (:mod:`.codec`), and all requests to decoupled models, are excluded from that order: their
+    answers are written as soon as they exist.
 
-    ``write`` sends a response, and waits until the connection has taken it.
+    ``write`` sends a response and waits until the connection has taken it.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class RequestStream:
         self._writing = asyncio.Lock()
         self._room = asyncio.Semaphore(max_in_flight)
         self._written = asyncio.Event()
-        """Set once the latest of the requests that keep the order is answered."""
+        """Set once the latest ordered request is answered."""
         self._written.set()
 
     async def serve(self, requests: AsyncIterator[bytes]) -> None:
-        """Answer until the client has no more requests; cancelling withdraws all of them.
+        """Answer requests until the client sends no more; cancelling withdraws all of them.
 
         Raises:
-            UndecodableError: A message is no request.
-            RequestLimitError: A message is beyond the limits.
+            UndecodableError: A message is not a request.
+            RequestLimitError: A message exceeds a limit.
 
-        All that are in flight are withdrawn then, and no response is being written any more.
+        On an error, all requests in flight are withdrawn, and no response is being written.
         """
         try:
             async with asyncio.TaskGroup() as answering:
@@ -99,16 +99,17 @@ class RequestStream:
             async for raw in requests:
                 message = await self._decoder.message(raw)
                 answering.create_task(self._answer(message, len(raw)))
-                del raw, message  # lest the last one stays while the next is waited for
+                del raw, message  # so that they are freed while the next message is awaited
                 await self._room.acquire()
         except Exception:
-            # gRPC goes on with a write whose task is cancelled, and cannot end the call beside it:
-            # the client would wait for its deadline. The write has to end, and no other may begin.
+            # gRPC continues a write whose task is cancelled, and cannot end the call during a
+            # write: the client would wait for its deadline. So the write must end, and no other may
+            # begin.
             await self._writing.acquire()
             raise
 
     def _answer(self, message: InferMessage, size_bytes: int) -> Coroutine[Any, Any, None]:
-        """What answers a request, to be called in the order of requests."""
+        """Return the coroutine that answers a request; call it in the order of requests."""
         if self._is_decoupled(message.head):
             return self._answer_at_once(message, size_bytes)
         before, self._written = self._written, asyncio.Event()
@@ -131,7 +132,7 @@ class RequestStream:
         written: asyncio.Event,
     ) -> None:
         answering = self._only_response(message, size_bytes)
-        del message  # lest its tensors stay while the response waits for its turn
+        del message  # so that its tensors are freed while the response waits for earlier ones
         response = await answering
         await before.wait()
         await self._send(response)
@@ -158,7 +159,7 @@ class RequestStream:
                 sending.create_task(self._send(response))
 
             answering = self._all_responses(message, size_bytes, send)
-            del message  # lest its tensors stay while responses wait for the client to read
+            del message  # so that its tensors are freed while responses wait for the client to read
             await answering
         self._room.release()
 
@@ -182,7 +183,7 @@ class RequestStream:
     ) -> None:
         results = self._answering.infer_stream(visit, served, call)
         more = False
-        async with aclosing(results):  # withdraws the request, should the client leave
+        async with aclosing(results):  # withdraws the request, if the client leaves
             async for result in results:
                 more = result.kind.more
                 send(write_streamed(request, result, call, served.version))
@@ -204,9 +205,9 @@ class RequestStream:
     async def _read_call(
         self, visit: Visit, message: InferMessage, size_bytes: int
     ) -> tuple[ServedName, InferCall]:
-        """Return the version that answers, and what to call the engine with."""
+        """Return the version that answers, and the arguments of the engine call."""
         self._reception.hold(visit, size_bytes)
-        # gRPC's deadline is the whole stream's, and says nothing about one request of it.
+        # gRPC's deadline applies to the whole stream, not to one request.
         return await self._answering.read(
             visit, message, time_remaining_s=None, trace_parent=self._trace_parent
         )
@@ -214,16 +215,16 @@ class RequestStream:
     def _failure(
         self, visit: Visit, request: ModelInferRequest, error: Exception
     ) -> ModelStreamInferResponse:
-        """The response to a request that failed."""
+        """Return the response to a failed request."""
         return write_failure(request, *self._reception.refuse(visit, error))
 
     async def _send(self, response: ModelStreamInferResponse) -> None:
         async with self._writing:  # gRPC takes one message of a call at a time
             try:
                 await self._write(response)
-            except Exception as error:  # of no one class, and always the connection's end
+            except Exception as error:  # of various classes; always a lost connection
                 raise _StreamLostError from error
 
 
 class _StreamLostError(Exception):
-    """The client is gone."""
+    """The client has closed the connection."""

@@ -1,8 +1,8 @@
-"""Traces of requests: which are traced, and what is known of each when it ends.
+"""Traces of requests: which requests are traced, and what a trace records.
 
-The context of a caller's trace comes as W3C's ``traceparent``, in gRPC's metadata or HTTP's
-headers. A request whose caller traces it is traced; of others every n-th. An exporter takes the
-traces that have ended.
+A caller's trace context arrives as W3C's ``traceparent``, in gRPC metadata or HTTP headers. A
+request is traced if its caller traces it; of the other requests, every n-th is. An exporter takes
+finished traces.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offramp.engine.common.errors import BadInputError
 from offramp.engine.requests.timeline import RequestTimeline
 
 TRACE_PARENT: Final = "traceparent"
-"""Header, or key of metadata, with the caller's context."""
+"""HTTP header or metadata key of the caller's context."""
 
 _FORM: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 """Version, trace, span, flags (W3C Trace Context, 3.2)."""
@@ -25,7 +25,7 @@ _SAMPLED: Final = 0x01
 
 
 class TraceParent(NamedTuple):
-    """The span of a caller."""
+    """The span of a request's caller."""
 
     trace_id: int
     span_id: int
@@ -33,7 +33,7 @@ class TraceParent(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> TraceParent | None:
-        """Read a ``traceparent``; ``None`` if it is none, as the standard asks."""
+        """Parse a ``traceparent``; return ``None`` if it is invalid, as the standard requires."""
         found = _FORM.fullmatch(text.strip())
         if found is None or text.startswith("ff"):
             return None
@@ -45,35 +45,35 @@ class TraceParent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RequestTrace:
-    """A request that is traced."""
+    """Record of a traced request."""
 
     parent: TraceParent | None
     began_s: float
-    """Monotonic, as all times here."""
+    """Start on the monotonic clock, as all times here."""
     timeline: RequestTimeline = field(default_factory=RequestTimeline)
     ended_s: float = 0.0
     method: str = ""
     model: str = ""
     rows: int = 0
     code: str = ""
-    """Name of gRPC's status code."""
+    """Name of the gRPC status code."""
 
     @property
     def queued_s(self) -> float:
-        """When its first batch began; when it ended, if it was in none."""
+        """Start of the first batch; if the request was in none, its end."""
         stages = self.timeline.stages
         return stages[0].began_s if stages else self.ended_s
 
 
 Exporter = Callable[[RequestTrace], None]
-"""Takes a trace that has ended; must return at once."""
+"""Takes a finished trace; must return immediately."""
 
 
 class RequestTraces:
     """Decides which requests are traced; used on the event loop's thread."""
 
     def __init__(self, export: Exporter | None = None, *, rate: int = 1000) -> None:
-        """Trace one request of ``rate``; none where nothing is exported."""
+        """Trace one request in ``rate``; none if there is no exporter."""
         self._export = export
         self._rate = self._first_rate = rate
         self._on = export is not None
@@ -81,11 +81,11 @@ class RequestTraces:
 
     @property
     def active(self) -> bool:
-        """Whether any request is traced."""
+        """True if any requests are traced."""
         return self._on
 
     def begin(self, parent: str | None, began_s: float) -> RequestTrace | None:
-        """Return the trace of a request that came; ``None`` if it is not traced."""
+        """Return the trace of a new request; ``None`` if it is not traced."""
         if not self._on:
             return None
         caller = None if parent is None else TraceParent.parse(parent)
@@ -98,14 +98,14 @@ class RequestTraces:
         return RequestTrace(parent=caller, began_s=began_s)
 
     def end(self, trace: RequestTrace, *, method: str, model: str, rows: int, code: str) -> None:
-        """Export the trace of a request that has ended."""
+        """Export the trace of a finished request."""
         trace.ended_s = time.monotonic()
         trace.method, trace.model, trace.rows, trace.code = method, model, rows, code
         if self._export is not None:
             self._export(trace)
 
     def settings(self) -> dict[str, list[str]]:
-        """Return the settings in Triton's terms, by name."""
+        """Return the settings by Triton's names."""
         return {
             "trace_level": ["TIMESTAMPS" if self._on else "OFF"],
             "trace_rate": [str(self._rate)],
@@ -116,7 +116,7 @@ class RequestTraces:
         }
 
     def change(self, wanted: dict[str, list[str]]) -> None:
-        """Change the settings that are given; BadInputError, and none is changed.
+        """Change settings; if one is invalid, raise BadInputError and change none.
 
         A setting without a value is set to its default, as in Triton.
         """

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol over HTTP, by the same code that answers it over gRPC."""
+"""The Open Inference Protocol over HTTP, implemented by the same code as over gRPC."""

@@ -1,7 +1,7 @@
-"""Triton's generate extension: JSON with a field an input, answered with a field an output.
+"""Triton's generate extension: JSON with one field per input, answered with one per output.
 
-``generate`` has the whole answer, ``generate_stream`` an event (server-sent events) a response.
-Fields that are no inputs are parameters of the request; those of responses are parameters, too.
+``generate`` returns the whole answer, ``generate_stream`` one event (server-sent events) per
+response. Fields that are not inputs are parameters of the request; responses have parameters, too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from offramp.server.rest.json_responses import write_inference
 def read_generate(
     body: Mapping[str, Any], model: ModelInfo, name: str, version: str
 ) -> InferMessage:
-    """Return the message that a body stands for; raises as :class:`.JsonRequest`.
+    """Return the message of a JSON body; raise the errors of :class:`.JsonRequest`.
 
-    A value of an input is an element, or a list of elements in its last dimension; the others
-    have size 1.
+    The value of an input is one element, or a list of elements along its last dimension; all other
+    dimensions have size 1.
     """
     given = dict(body)
     inputs = []
@@ -44,7 +44,7 @@ def read_generate(
 
 
 def write_generate(response: ModelInferResponse) -> dict[str, Any]:
-    """Return the fields of a response: parameters, and outputs, a list if not of one element."""
+    """Return a response's fields: parameters and outputs (a list unless it has one element)."""
     document = json.loads(write_inference(response, lambda _: False).data)
     outputs = {each["name"]: each["data"] for each in document.pop("outputs")}
     return {
@@ -55,5 +55,5 @@ def write_generate(response: ModelInferResponse) -> dict[str, Any]:
 
 
 def write_event(document: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event."""
+    """Return a document as a server-sent event."""
     return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"

@@ -1,7 +1,7 @@
-"""Requests in JSON, with tensors in it or in bytes behind it, as the messages that gRPC has.
+"""JSON requests, with tensors in the JSON or in bytes after it, as the messages that gRPC uses.
 
-A body is a JSON object (KServe's v2 protocol). With the header ``Inference-Header-Content-Length``
-it is an object of so many bytes and, behind it, the elements of the inputs with the parameter
+A body is a JSON object (KServe's v2 protocol). With the header ``Inference-Header-Content-Length``,
+the object has that many bytes. It is followed by the elements of the inputs with the parameter
 ``binary_data_size``, in their order (Triton's extension "binary tensor data").
 """
 
@@ -28,7 +28,7 @@ from offramp.server.common.errors import RequestLimitError, UndecodableError
 from offramp.server.requests.shared_memory import REGION
 
 MAX_JSON_BYTES: Final = 32 * 1024 * 1024
-"""Bytes of JSON in a request: decoded, they may take twenty times as much memory."""
+"""Most bytes of JSON in a request; the decoded objects may take twenty times as much memory."""
 
 _BINARY_SIZE, _BINARY, _BINARY_OUTPUTS = "binary_data_size", "binary_data", "binary_data_output"
 
@@ -36,15 +36,15 @@ _MOST_INT64: Final = 2**63 - 1
 
 
 class JsonRequest:
-    """A request for inference, decoded from JSON."""
+    """An inference request decoded from JSON."""
 
     def __init__(self, body: memoryview, header_bytes: int, model: str, version: str) -> None:
-        """Decode a body whose first ``header_bytes`` are JSON.
+        """Decode a body that begins with ``header_bytes`` of JSON.
 
         Raises:
-            UndecodableError: It is not JSON of the right form.
+            UndecodableError: The body is not JSON of the right form.
             BadInputError: A tensor or a parameter is wrong.
-            RequestLimitError: It has more JSON or more tensors than is read.
+            RequestLimitError: The body exceeds the limit of JSON bytes or of tensors.
         """
         if header_bytes > MAX_JSON_BYTES:
             raise RequestLimitError(
@@ -54,10 +54,10 @@ class JsonRequest:
             )
         document = decode_object(bytes(body[:header_bytes]))
         self.binary_outputs: dict[str, bool] = {}
-        """By output, whether its elements are wanted as binary data."""
+        """Whether an output's elements are requested as binary data, by output."""
         parameters = dict(_object(document, "parameters"))
         self.binary_default = bool(parameters.pop(_BINARY_OUTPUTS, False))
-        """The same for outputs that are not named."""
+        """The same for outputs that the request does not name."""
         head = ModelInferRequest(
             model_name=model, model_version=version, id=str(document.get("id", ""))
         )
@@ -82,13 +82,13 @@ class JsonRequest:
         self.message: Final = InferMessage(head=head, raw_contents=raw, slow=slow)
 
     def wants_binary(self, output: str) -> bool:
-        """Return whether an output's elements are wanted as binary data."""
+        """Return whether an output's elements are requested as binary data."""
         return self.binary_outputs.get(output, self.binary_default)
 
     def _add_input(
         self, head: ModelInferRequest, spec: Mapping[str, Any]
     ) -> bytes | memoryview | None:
-        """Add an input, and return its elements; ``None`` if they are in shared memory."""
+        """Add an input and return its elements; ``None`` if they are in shared memory."""
         name = _text(spec, "name", "an input")
         what = f"input {name!r}"
         shape = spec.get("shape")
@@ -110,7 +110,7 @@ class JsonRequest:
         if not _is_size(size) or size > len(self._rest):  # type: ignore[operator]
             raise BadInputError(
                 f"{what} has {_BINARY_SIZE} {size!r:.80}, and {len(self._rest)} bytes are left of "
-                "the body behind its JSON"
+                "the body after its JSON"
             )
         assert isinstance(size, int)
         found, self._rest = self._rest[:size], self._rest[size:]
@@ -127,10 +127,10 @@ class JsonRequest:
 
 
 def decode_object(text: bytes) -> dict[str, Any]:
-    """Decode a JSON object; an empty text is an empty one.
+    """Decode a JSON object; an empty text is an empty object.
 
     Raises:
-        UndecodableError: It is no such object.
+        UndecodableError: The text is not a JSON object.
     """
     try:
         document = json.loads(text) if text.strip() else {}
@@ -142,7 +142,7 @@ def decode_object(text: bytes) -> dict[str, Any]:
 
 
 def _elements(what: str, datatype: str, shape: Sequence[int], data: object) -> bytes:
-    """Return the elements of a list, nested or flat, as the message has them."""
+    """Return the elements of a nested or flat list in the message's encoding."""
     try:
         dtype = dtype_of(datatype, what)
     except TensorError as error:
@@ -160,7 +160,7 @@ def _elements(what: str, datatype: str, shape: Sequence[int], data: object) -> b
 
 
 def _strings(what: str, shape: Sequence[int], data: list[Any]) -> bytes:
-    """Return strings, which are not nested, as the message has them."""
+    """Return strings from a flat list in the message's encoding."""
     if not all(isinstance(value, str) for value in data):
         raise BadInputError(f"{what} is BYTES, expected a flat list of strings")
     if len(data) != math.prod(shape):
@@ -174,7 +174,7 @@ def _strings(what: str, shape: Sequence[int], data: list[Any]) -> bytes:
 def _array(what: str, data: list[Any]) -> NDArray[Any]:
     try:
         array = np.asarray(data)
-        if array.dtype.kind in "fO":  # may be integers that no int64 holds
+        if array.dtype.kind in "fO":  # may be integers beyond int64
             exact: NDArray[Any] = np.asarray(data, dtype=np.object_)
             array = exact if all(type(value) is int for value in exact.flat) else array
     except (ValueError, OverflowError):
@@ -185,7 +185,7 @@ def _array(what: str, data: list[Any]) -> NDArray[Any]:
 
 
 def _converted(what: str, datatype: str, dtype: np.dtype[Any], array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array in a dtype, of which no element may change but by rounding."""
+    """Convert an array to a dtype; refuse any change of an element other than rounding."""
     allowed = {"b": "b", "i": "iuO", "u": "iuO", "f": "iufO"}[dtype.kind]
     wrong = array.dtype.kind == "O" and not all(type(value) is int for value in array.flat)
     if array.size and (wrong or array.dtype.kind not in allowed):
@@ -197,7 +197,7 @@ def _converted(what: str, datatype: str, dtype: np.dtype[Any], array: NDArray[An
             if dtype.kind == "f":
                 changed = np.isinf(converted) & np.isfinite(array.astype(np.float64))
     except (OverflowError, TypeError, ValueError):
-        raise BadInputError(f"{what} has an element that is no {datatype}") from None
+        raise BadInputError(f"{what} has an element that is not a valid {datatype}") from None
     found = np.flatnonzero(changed)
     if found.size:
         raise BadInputError(f"{what} has the element {array.flat[found[0]]}, beyond {datatype}")
@@ -233,7 +233,7 @@ def _object(document: Mapping[str, Any], key: str, what: str = "the body") -> Ma
 def _list(document: Mapping[str, Any], key: str) -> Sequence[Mapping[str, Any]]:
     value = document.get(key, [])
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-        raise UndecodableError(f"the body has {key} that are no list of objects")
+        raise UndecodableError(f"the body has {key} that are not a list of objects")
     return value
 
 

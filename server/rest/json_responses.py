@@ -1,7 +1,7 @@
-"""Responses of the protocol in JSON, with tensors in it or in bytes behind it.
+"""JSON responses of the protocol, with tensors in the JSON or in bytes after it.
 
-Numbers that are not finite are written as ``NaN``, ``Infinity`` and ``-Infinity``, as Python's and
-Triton's JSON have them.
+Values that are not finite are written as ``NaN``, ``Infinity`` and ``-Infinity``, as in Python's
+and Triton's JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offramp.proto.messages import InferParameter, ModelInferResponse
 from offramp.proto.tensors import dtype_of
 
 HEADER_LENGTH: Final = "Inference-Header-Content-Length"
-"""HTTP header: bytes of JSON in a body that has binary data behind it."""
+"""HTTP header with the bytes of JSON in a body that binary data follow."""
 
 _LENGTH_BYTES: Final = 4
 
@@ -27,11 +27,11 @@ class JsonBody(NamedTuple):
 
     data: bytes
     header_bytes: int | None
-    """Bytes of JSON, where binary data follow them."""
+    """Bytes of JSON; ``None`` if no binary data follow."""
 
 
 def write_inference(response: ModelInferResponse, wants_binary: Callable[[str], bool]) -> JsonBody:
-    """Return the body of a response to a request for inference."""
+    """Return the body of a response to an inference request."""
     document: dict[str, Any] = {
         "model_name": response.model_name,
         "model_version": response.model_version,
@@ -48,7 +48,7 @@ def write_inference(response: ModelInferResponse, wants_binary: Callable[[str], 
             "shape": list(tensor.shape),
         }
         if "shared_memory_region" in tensor.parameters:
-            pass  # as Triton has it: its C++ client takes parameters for those of binary data
+            pass  # as in Triton, whose C++ client reads parameters as those of binary data
         elif wants_binary(tensor.name):
             output["parameters"] = {"binary_data_size": len(raw)}
             binary.append(raw)
@@ -63,7 +63,7 @@ def write_inference(response: ModelInferResponse, wants_binary: Callable[[str], 
 
 
 def _elements(datatype: str, name: str, raw: bytes) -> list[Any]:
-    """Return the elements of a tensor, in one flat list."""
+    """Return the elements of a tensor as one flat list."""
     if datatype != "BYTES":
         elements: list[Any] = np.frombuffer(raw, dtype_of(datatype, name)).tolist()
         return elements
@@ -85,9 +85,9 @@ def _value(parameter: InferParameter) -> Any:
 
 
 def to_document(message: Message) -> dict[str, Any]:
-    """Return a message as JSON has it: all fields by their names, with numbers as numbers.
+    """Return a message as a JSON object: all fields by name, numbers as numbers.
 
-    Messages that are not set, and fields of a choice that was not taken, are left out.
+    Unset messages, and fields of a oneof that are not chosen, are left out.
     """
     return {
         field.name: _plain(getattr(message, field.name), field.enum_type)

@@ -1,8 +1,8 @@
-"""The routes of the protocol over HTTP (KServe's v2 protocol with Triton's extensions).
+"""Routes of the protocol over HTTP (KServe's v2 protocol with Triton's extensions).
 
-Every route calls the method that gRPC calls, so that both give the same answers. Statuses follow
-from gRPC's codes as in Triton's ``http_server.cc``; RESOURCE_EXHAUSTED, which Triton does not have,
-is 429, and health that fails is 400.
+Every route calls the method that gRPC calls, so that both return the same answers. HTTP statuses
+follow from gRPC codes as in Triton's ``http_server.cc``; RESOURCE_EXHAUSTED, which Triton does not
+use, is 429, and a failed health check is 400.
 """
 
 from __future__ import annotations
@@ -58,35 +58,35 @@ STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-"""HTTP statuses by gRPC's codes; 500 for all others."""
+"""HTTP statuses by gRPC code; all other codes are 500."""
 
 _NOT_HEALTHY: Final = 400
 _MAX_SMALL_BYTES: Final = 64 * 1024
-"""Bytes of a body that has names and settings alone."""
+"""Most bytes of a body that only has names and settings."""
 _MAX_GENERATE_BYTES: Final = 1024 * 1024
-"""Bytes of a body of the generate extension."""
+"""Most bytes of a body of the generate extension."""
 _QUICK_JSON_BYTES: Final = 64 * 1024
-"""Bodies up to this size are decoded within a few milliseconds."""
+"""Size up to which a body is decoded within a few milliseconds."""
 _COMPRESSED_FROM_BYTES: Final = 1024
-"""Bodies from this size on are compressed, for clients that take it."""
+"""Size from which bodies are compressed, for clients that accept it."""
 
 Answer = Callable[[Any], Any]
-"""From the response of a method to what is written as JSON."""
+"""Converts a method's response to the JSON document of the answer."""
 RequestFields = Callable[[Mapping[str, str], dict[str, Any]], Mapping[str, Any]]
-"""From the names in the path, and the body, to the fields of a method's request."""
+"""Converts names in the path, and the body, to the fields of a method's request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A route that is answered by a method of the protocol with small messages."""
+    """A route that is answered by a protocol method with small messages."""
 
     verb: str
     path: str
     method: str
-    """Name of the method."""
+    """Name of the protocol method."""
     answer: Answer = to_document
     request: RequestFields = lambda _path, _body: {}
-    """From the names in the path, and the body, to the fields of the method's request."""
+    """Converts names in the path, and the body, to the fields of the method's request."""
 
 
 def _model(path: Mapping[str, str], _body: dict[str, Any]) -> Mapping[str, Any]:
@@ -101,7 +101,7 @@ def _region(path: Mapping[str, str], body: dict[str, Any]) -> Mapping[str, Any]:
 def _load(path: Mapping[str, str], body: dict[str, Any]) -> Mapping[str, Any]:
     parameters = body.get("parameters", {})
     if not isinstance(parameters, dict):
-        raise BadInputError("the body has parameters that are no object")
+        raise BadInputError("the body has parameters that are not an object")
     return {
         "model_name": path["model"],
         "parameters": {
@@ -160,7 +160,7 @@ _VERSION: Final = f"{_MODEL}/versions/{{version}}"
 
 
 def _of_models(verb: str, rest: str, method: str, answer: Answer = to_document) -> list[Route]:
-    """Return the routes of a method that is asked about a model, or a version of it."""
+    """Return the routes of a method whose request names a model, or a version of it."""
     return [
         Route(verb=verb, path=f"{path}{rest}", method=method, answer=answer, request=_model)
         for path in (_MODEL, _VERSION)
@@ -168,7 +168,7 @@ def _of_models(verb: str, rest: str, method: str, answer: Answer = to_document) 
 
 
 def _of_memory(kind: str, method: str) -> list[Route]:
-    """Return the routes of shared memory of a kind."""
+    """Return the routes of one kind of shared memory."""
     one, all_of_them = f"/v2/{kind}/region/{{region}}", f"/v2/{kind}"
     return [
         *(
@@ -214,16 +214,16 @@ ROUTES: Final = (
         for verb in ("GET", "POST")
     ),
 )  # fmt: skip
-"""All routes but that of inference."""
+"""All routes except inference."""
 
 INFER_PATHS: Final = (f"{_MODEL}/infer", f"{_VERSION}/infer")
-"""POST: inference."""
+"""Paths of inference (POST)."""
 GENERATE_PATHS: Final = (f"{_MODEL}/generate", f"{_VERSION}/generate")
-"""POST: inference as :mod:`.generate` has it; with ``_stream`` behind it, an event a response."""
+"""Paths of :mod:`.generate` (POST); the same with ``_stream`` return one event per response."""
 
 
 class RestApi:
-    """Adds the routes to an application; used on the event loop's thread."""
+    """Adds the routes to an aiohttp application; used on the event loop's thread."""
 
     def __init__(
         self,
@@ -276,7 +276,7 @@ class RestApi:
         return handle
 
     def _refused(self, visit: Visit, error: Exception) -> web.Response:
-        if isinstance(error, web.HTTPException):  # aiohttp's own, of a body that it cannot read
+        if isinstance(error, web.HTTPException):  # raised by aiohttp if it cannot read a body
             error = BadInputError(f"the body cannot be read: {error.reason}")
         code, message = self._reception.refuse(visit, error)
         response = _json({"error": message}, status=STATUSES.get(code, 500))
@@ -344,7 +344,7 @@ class RestApi:
             }
         )
         results = answering.infer_stream(visit, served, call)
-        async with aclosing(results):  # withdraws the request, should the client leave
+        async with aclosing(results):  # withdraws the request, if the client leaves
             try:
                 async for result in results:
                     if not events.prepared:
@@ -360,7 +360,7 @@ class RestApi:
         return events
 
     async def _read_generate(self, visit: Visit, request: web.Request) -> InferMessage:
-        """Receive a request of the generate extension."""
+        """Receive a request of the generate extension as a message."""
         self._reception.check_room()
         path, version = request.match_info, request.match_info.get("version", "")
         body = decode_object(await self._body(visit, request, _MAX_GENERATE_BYTES))
@@ -370,7 +370,7 @@ class RestApi:
         return read_generate(body, model, path["model"], version)
 
     async def _body(self, visit: Visit, request: web.Request, most: int) -> bytes:
-        """Receive a body, decompressed; what is here is held from then on."""
+        """Receive and decompress a body; its bytes count as held from then on."""
         if (request.content_length or 0) > most:
             raise _too_large(request.content_length or 0, most)
         parts, size = [], 0
@@ -397,7 +397,7 @@ def _too_large(size: int, most: int) -> RequestLimitError:
 
 
 def _header_bytes(request: web.Request, size: int) -> int:
-    """Return how many bytes of a body are JSON."""
+    """Return the number of JSON bytes in a body."""
     text = request.headers.get(HEADER_LENGTH)
     if text is None:
         return size
@@ -410,7 +410,7 @@ def _header_bytes(request: web.Request, size: int) -> int:
 
 
 def _check_origin(request: web.Request) -> None:
-    """Refuse what a web page of another site sends by its reader's browser."""
+    """Refuse requests that a browser sends for a web page of another site."""
     origin = request.headers.get("Origin")
     if origin is not None and urlsplit(origin).netloc != request.host:
         raise ForbiddenOriginError(
@@ -420,15 +420,15 @@ def _check_origin(request: web.Request) -> None:
 
 
 def _check_host(request: web.Request) -> None:
-    """Refuse what may come through this machine for another: its own processes use an address.
+    """Refuse requests that may come from elsewhere through this machine: local ones use an address.
 
-    A proxy passes on the name that its clients ask for; so does a browser whose page has a name
-    that its maker has changed to mean this machine (DNS rebinding).
+    A proxy forwards the host name that its clients use. So does a browser that runs another site's
+    page whose host name was changed to resolve to this machine (DNS rebinding).
     """
     name = urlsplit(f"//{request.host}").hostname or ""
     if not is_loopback(name):
         raise ForbiddenError(
-            f"what changes the server is taken from its own machine alone, which asks 127.0.0.1 or "
+            f"calls that change the server are accepted from its own machine only, at 127.0.0.1 or "
             f"localhost, not {name!r:.80}; for others, start it with --admin-token-file"
         )
 
@@ -460,7 +460,7 @@ def _body_of(written: JsonBody) -> web.Response:
 
 
 async def _written(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-    """Write a response; the connection of a client that does not read it is closed."""
+    """Write a response; close the connection of a client that does not read it."""
     if not isinstance(response, web.Response):
         return response  # events, which were written as they came
     body = response.body
@@ -481,7 +481,7 @@ async def _written(request: web.Request, response: web.StreamResponse) -> web.St
 async def _write_event(
     request: web.Request, events: web.StreamResponse, document: Mapping[str, Any]
 ) -> None:
-    """Write an event; a client that does not read it has its connection closed."""
+    """Write an event; close the connection of a client that does not read it."""
     try:
         async with asyncio.timeout(UNREAD_S):
             await events.write(write_event(document))

@@ -1,1 +1,1 @@
-"""Certificates and tokens: who may connect, and who may call what."""
+"""Certificates and tokens: who may connect, and which calls a client may make."""

@@ -1,4 +1,4 @@
-"""Decides who may call what: one place for gRPC, the protocol over HTTP, and the pages."""
+"""Decides which calls a client may make: one place for gRPC, HTTP and the pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offramp.server.common.errors import ForbiddenError, UnauthenticatedError
 from offramp.server.security.tokens import Principal, TokenFile
 
 OPEN_METHODS: Final = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
-"""Methods that need no token: probes, those of gRPC's health service among them."""
+"""Methods that need no token: health probes, including gRPC's health service."""
 
 ADMIN_METHODS: Final = frozenset(
     {
@@ -29,7 +29,7 @@ ADMIN_METHODS: Final = frozenset(
 """Methods that change the server."""
 
 _PUBLIC: Final = frozenset({"ServerMetadata", "ServerReflectionInfo"})
-"""Methods that say nothing of models."""
+"""Methods that reveal nothing about models."""
 
 _MODEL_FIELDS: Final = {
     "ModelReady": "name",
@@ -40,14 +40,14 @@ _MODEL_FIELDS: Final = {
     "RepositoryModelUnload": "model_name",
     "TraceSetting": "model_name",
 }
-"""Fields that name a request's model, of methods that are about one."""
+"""Field with the model's name, for methods that concern one model."""
 
 _SCHEME: Final = "bearer"
 _HOW: Final = "send the header 'authorization: Bearer TOKEN'"
 
 
 class AccessRules:
-    """Compares tokens with the files of tokens, and what is asked for with what each is for."""
+    """Checks tokens against the token files, and calls against the rights of each token."""
 
     def __init__(self, options: SecurityOptions | None = None) -> None:
         """Read the files, or raise StartError."""
@@ -58,20 +58,20 @@ class AccessRules:
 
     @property
     def uses_tokens(self) -> bool:
-        """Whether there is any file of tokens."""
+        """True if there is a token file."""
         return self._users is not None or self._admins is not None
 
     def admit(self, method: str, peer: str, authorization: Sequence[str]) -> Principal | None:
-        """Return whose token comes with a call, ``None`` where it needs none.
+        """Return the principal of a call's token; ``None`` if the call needs none.
 
         Args:
             method: Name of the method.
-            peer: The caller's address, as gRPC names it.
-            authorization: The call's headers of that name.
+            peer: Caller's address in gRPC's notation.
+            authorization: Values of the call's authorization headers.
 
         Raises:
             UnauthenticatedError: There is no valid token.
-            ForbiddenError: It is not for this method.
+            ForbiddenError: The token does not allow this method.
         """
         if method in OPEN_METHODS:
             return None
@@ -80,7 +80,7 @@ class AccessRules:
         return principal
 
     def identify(self, authorization: Sequence[str]) -> Principal | None:
-        """Return whose token it is, ``None`` where none is needed; UnauthenticatedError."""
+        """Return the token's principal, ``None`` if none is needed; UnauthenticatedError."""
         if not self.uses_tokens:
             return None
         if not authorization:
@@ -96,7 +96,7 @@ class AccessRules:
         return found[-1]
 
     def check_method(self, principal: Principal | None, method: str, peer: str) -> None:
-        """Refuse a method; UnauthenticatedError, ForbiddenError."""
+        """Check the right to a method; UnauthenticatedError, ForbiddenError."""
         if method in OPEN_METHODS:
             return
         if method in ADMIN_METHODS:
@@ -105,9 +105,9 @@ class AccessRules:
             raise UnauthenticatedError(f"{method} needs a token; {_HOW}")
 
     def check_message(self, principal: Principal | None, method: str, message: Any) -> None:
-        """Refuse a request about a model that the token is not for, or about all; ForbiddenError.
+        """Refuse a request about a model (or all models) that the token excludes; ForbiddenError.
 
-        Requests for inference are the affair of :meth:`check_model`.
+        Inference requests are checked by :meth:`check_model`.
         """
         if principal is None or principal.models is None or method in _PUBLIC | OPEN_METHODS:
             return
@@ -119,10 +119,10 @@ class AccessRules:
             self.check_all_models(principal, method)
 
     def check_model(self, principal: Principal | None, model: str) -> None:
-        """Refuse a request for inference.
+        """Refuse an inference request without the right to its model.
 
         Raises:
-            UnauthenticatedError: The token was revoked, since a stream was opened with it.
+            UnauthenticatedError: The token was revoked after its stream was opened.
             ForbiddenError: The token is for other models.
         """
         if principal is None:
@@ -132,10 +132,10 @@ class AccessRules:
         _check_name(principal, model)
 
     def check_all_models(self, principal: Principal | None, what: str) -> None:
-        """Refuse what is about all models to a token that is for some; ForbiddenError."""
+        """Refuse access to all models to a token for some models; ForbiddenError."""
         if principal is not None and principal.models is not None:
             raise ForbiddenError(
-                f"{what} is about more than one model, and {_described(principal)}; use a token "
+                f"{what} concerns more than one model, and {_described(principal)}; use a token "
                 "without models"
             )
 
@@ -143,7 +143,7 @@ class AccessRules:
         if not self.uses_tokens:
             if not is_local(peer):
                 raise ForbiddenError(
-                    f"{method} changes the server, which takes it from its own machine alone; for "
+                    f"{method} changes the server, which is allowed from its own machine only; for "
                     "others, start it with --admin-token-file"
                 )
         elif principal is None:
@@ -159,7 +159,7 @@ class AccessRules:
 
 
 def is_local(peer: str) -> bool:
-    """Return whether a caller, as gRPC names it, is on this machine."""
+    """Return whether a caller's address, in gRPC's notation, is on this machine."""
     kind, _, address = unquote(peer).partition(":")
     return kind == "unix" or is_loopback(address.rpartition(":")[0].strip("[]"))
 
@@ -170,4 +170,4 @@ def _check_name(principal: Principal, model: str) -> None:
 
 
 def _described(principal: Principal) -> str:
-    return f"token {principal.name!r} is for {', '.join(sorted(principal.models or ()))} alone"
+    return f"token {principal.name!r} is for {', '.join(sorted(principal.models or ()))} only"

@@ -1,4 +1,4 @@
-"""TLS of both ports, with certificates that are exchanged while the server runs."""
+"""TLS of both ports, with certificates that can be replaced while the server runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from offramp.server.security.watched_files import WatchedFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Certificates:
-    """Certificate, key and authorities, as the two ports take them."""
+    """Certificate, key and authorities in the forms that the two ports need."""
 
     http: ssl.SSLContext
     grpc: grpc.ServerCertificateConfiguration
 
 
 class ServerTls:
-    """The certificates of a server; new connections get what the files hold then."""
+    """The certificates of a server; new connections use the present content of the files."""
 
     def __init__(self, identity: TlsIdentity) -> None:
         """Read the files, or raise StartError."""
@@ -31,10 +31,10 @@ class ServerTls:
         self._files = WatchedFiles("TLS certificates", paths, lambda: _read(identity))
         self._asks_clients: Final = identity.ca is not None
         self._in_grpc = self._files.current()
-        """What gRPC was handed last."""
+        """Certificates that gRPC received last."""
 
     def context(self) -> ssl.SSLContext:
-        """Return what asyncio encrypts connections with."""
+        """Return asyncio's context for encryption."""
         first = self._files.current().http
 
         def choose(connection: ssl.SSLObject, _name: str | None, _first: ssl.SSLContext) -> None:
@@ -44,15 +44,15 @@ class ServerTls:
         return first
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Return what gRPC encrypts connections with; to be called once."""
+        """Return gRPC's credentials for encryption; call once."""
         return grpc.dynamic_ssl_server_credentials(
             self._in_grpc.grpc,
-            self._changed,  # type: ignore[arg-type] # None is not among the types of its answer
+            self._changed,  # type: ignore[arg-type] # its stub does not allow None
             require_client_authentication=self._asks_clients,
         )
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return new certificates; gRPC calls it in every handshake, on a thread of its own."""
+        """Return new certificates; gRPC calls this in every handshake, on its own thread."""
         current = self._files.current()
         if current is self._in_grpc:
             return None
@@ -61,7 +61,7 @@ class ServerTls:
 
 
 def open_tls(options: SecurityOptions) -> ServerTls | None:
-    """Return the certificates that the options name, ``None`` without any; StartError."""
+    """Return the certificates that the options name; ``None`` if they name none; StartError."""
     if options.tls_certificate is None or options.tls_key is None:
         return None
     return ServerTls(
@@ -75,7 +75,7 @@ def _read(identity: TlsIdentity) -> Certificates:
     certificate, key = _bytes_of(identity.certificate), _bytes_of(identity.key)
     authorities = None if identity.ca is None else _bytes_of(identity.ca)
     return Certificates(
-        http=identity.context(),  # first: its errors name what is wrong
+        http=identity.context(),  # first, because its errors name the cause
         grpc=grpc.ssl_server_certificate_configuration([(key, certificate)], authorities),
     )
 

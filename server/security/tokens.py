@@ -1,6 +1,6 @@
-"""Files of tokens: one a line, as ``NAME:TOKEN`` or ``NAME:TOKEN:MODEL,MODEL``.
+"""Token files: one token a line, as ``NAME:TOKEN`` or ``NAME:TOKEN:MODEL,MODEL``.
 
-Only digests of tokens are kept. No message has a token, or a part of a line that may be one.
+Only digests are kept. No message contains a token, or a part of a line that may be one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 from offramp.server.security.watched_files import WatchedFiles
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
-"""The characters that a bearer token has (RFC 6750, 2.1), enough of them not to be guessed."""
+"""Characters of a bearer token (RFC 6750, 2.1), long enough not to be guessed."""
 _MOST_BYTES: Final = 1024 * 1024
 _OTHERS: Final = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 _LINE: Final = "expected NAME:TOKEN or NAME:TOKEN:MODEL,MODEL"
@@ -27,15 +27,15 @@ _MAKE_ONE: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """A token that is valid, by its name."""
+    """A valid token, identified by its name."""
 
     name: str
     digest: bytes = field(repr=False)
     """SHA-256 of the token."""
     models: frozenset[str] | None = None
-    """Models that it is for; ``None`` is all."""
+    """Models that it may use; ``None`` means all."""
     admin: bool = False
-    """Whether it may change the server."""
+    """True if it may change the server."""
 
 
 class TokenFile:
@@ -46,21 +46,21 @@ class TokenFile:
         self._files = WatchedFiles("tokens", [path], lambda: _read(path, admin=admin))
 
     def find(self, token: str) -> Principal | None:
-        """Return whose token it is; the time taken depends on no token."""
+        """Return a token's principal; the time taken is independent of all tokens."""
         digest = digest_of(token)
         found = None
-        for each in self._files.current():  # all of them, also after the right one
+        for each in self._files.current():  # no early exit, for constant time
             if hmac.compare_digest(each.digest, digest):
                 found = each
         return found
 
     def has(self, principal: Principal) -> bool:
-        """Return whether a token that was valid still is."""
+        """Return whether a principal's token is still valid."""
         return principal in self._files.current()
 
 
 def digest_of(token: str) -> bytes:
-    """Return what a token is compared by."""
+    """Return the digest by which tokens are compared."""
     return hashlib.sha256(token.encode()).digest()
 
 
@@ -69,7 +69,7 @@ def _read(path: Path, *, admin: bool) -> tuple[Principal, ...]:
     for number, line in _lines(path):
         principal = _parse(line, f"{path}, line {number}", admin=admin)
         if principal.digest in found:
-            raise ValueError(f"{path}, line {number}: the token is there twice; make another one")
+            raise ValueError(f"{path}, line {number}: the token appears twice; make another one")
         found[principal.digest] = principal
     if not found:
         raise ValueError(f"{path} has no token; {_LINE} in a line")
@@ -77,7 +77,7 @@ def _read(path: Path, *, admin: bool) -> tuple[Principal, ...]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are no comments, with their numbers."""
+    """Yield lines that are not comments, with their numbers."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -89,7 +89,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         ) from error
     if _open_to_others(status):
         raise ValueError(
-            f"token file {path} may be read or written by others than its owner (mode "
+            f"token file {path} may be read or written by users other than its owner (mode "
             f"{stat.S_IMODE(status.st_mode):04o}); run: chmod 600 {path}"
         )
     if len(content) > _MOST_BYTES:
@@ -103,7 +103,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 def _open_to_others(status: os.stat_result) -> bool:
     """Return whether others may read or write a file.
 
-    The server may be one of the group that reads another's file, as Kubernetes mounts secrets.
+    The group may read another user's file, as Kubernetes mounts secrets.
     """
     own = status.st_uid == os.geteuid()
     return bool(status.st_mode & _OTHERS or (own and status.st_mode & stat.S_IRGRP))
@@ -115,7 +115,7 @@ def _parse(line: str, where: str, *, admin: bool) -> Principal:
         raise ValueError(f"{where}: {_LINE}")
     if not _TOKEN.fullmatch(token):
         raise ValueError(
-            f"{where}: the token is none, expected 16 to 512 letters, digits and ._~+/=-; make "
+            f"{where}: the token is invalid, expected 16 to 512 letters, digits and ._~+/=-; make "
             f"one: {_MAKE_ONE}"
         )
     named = frozenset(model.strip() for model in models.split(",") if model.strip())

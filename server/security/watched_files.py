@@ -18,16 +18,16 @@ _Stamp: TypeAlias = tuple[tuple[int, ...] | None, ...]
 
 
 class WatchedFiles(Generic[_T]):
-    """What was read from some files; may be used from any thread.
+    """The value read from some files; may be used from any thread.
 
-    Files that cannot be read any more are logged once, and what was read before stays.
+    If files cannot be read any more, this is logged once, and the old value stays.
     """
 
     def __init__(self, what: str, paths: Sequence[Path], read: Callable[[], _T]) -> None:
-        """Read the files; ``read`` raises OSError, ValueError or EngineError if they are wrong.
+        """Read the files; ``read`` raises OSError, ValueError or EngineError if they are invalid.
 
         Raises:
-            StartError: They are wrong.
+            StartError: The files are invalid.
         """
         self._what: Final = what
         self._paths: Final = tuple(paths)
@@ -40,7 +40,7 @@ class WatchedFiles(Generic[_T]):
             raise StartError(str(error)) from error
 
     def current(self) -> _T:
-        """Return what the files hold now."""
+        """Return the present content, read again if the files have changed."""
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp:

@@ -1,1 +1,1 @@
-"""The methods of the protocol, as gRPC calls them."""
+"""The methods of the protocol."""

@@ -21,7 +21,7 @@ from offramp.server.services.service import GuardedMethods, inference_methods
 logger = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5
-"""Between two looks at the engine; it tells nobody when its readiness changes."""
+"""Seconds between two readiness checks; the engine does not report changes."""
 
 _STATUS: Final = {
     True: health_pb2.HealthCheckResponse.SERVING,
@@ -30,31 +30,31 @@ _STATUS: Final = {
 
 
 class HealthReporter:
-    """Reports each model as the engine says, and server and service as ready with all models.
+    """Reports each model's readiness; server and service are ready if all models are.
 
-    Watchers are told of changes. To be used on the event loop's thread.
+    Watchers are notified of changes. Used on the event loop's thread.
     """
 
     def __init__(self, engine: ServedEngine, catalog: Catalog) -> None:
         self.servicer: Final = health.aio.HealthServicer()
-        """To be added to the server."""
+        """The health servicer, to be added to the server."""
         self._engine = engine
         self._catalog = catalog
         self._reported: dict[str, bool] = {}
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Report now, and follow the engine from here on."""
+        """Report readiness now, and follow the engine from now on."""
         await self._report()
         self._following = asyncio.create_task(self._follow(), name="health")
 
     async def leave(self) -> None:
-        """Report everything as not serving, for good."""
+        """Report everything as not serving, permanently."""
         await self.stop()
         await self.servicer.enter_graceful_shutdown()
 
     async def stop(self) -> None:
-        """Follow the engine no more; harmless if it was never followed."""
+        """Stop following the engine; harmless if it was never followed."""
         following, self._following = self._following, None
         if following is not None:
             following.cancel()
@@ -86,14 +86,14 @@ class HealthReporter:
 
 
 REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
-"""The service without its preview version, whose messages are the same."""
+"""Name of the service without its preview version; the messages are the same."""
 
 SERVICES: Final = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1)
-"""Names of services that reflection lists."""
+"""Names of the services that reflection lists."""
 
 
 class GrpcMethods:
-    """The methods over an engine; used on the event loop's thread."""
+    """The gRPC methods of an engine; used on the event loop's thread."""
 
     def __init__(self, services: ProtocolServices) -> None:
         self.health: Final = HealthReporter(services.engine, services.repository.catalog)
@@ -112,11 +112,11 @@ class GrpcMethods:
                 if name.startswith(preview)
             },
         }
-        """By full name."""
+        """Handlers by full method name."""
 
 
 def _reflection_pool() -> DescriptorPool:
-    """Our messages and those of gRPC's own services; their home is the process-wide pool."""
+    """Return a pool with our messages and those of gRPC's own services."""
     pool = DescriptorPool()
     for file in (FILE, health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
         pool.AddSerializedFile(file.serialized_pb)

@@ -1,4 +1,4 @@
-"""The methods of the protocol beside inference: statistics, repository, shared memory, settings."""
+"""Protocol methods other than inference: statistics, repository, shared memory, settings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from offramp.server.services.runtime_settings import LogLevels
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 OptionsReader: TypeAlias = Callable[[str, dict[str, Any], ModelOptions], ModelOptions]
-"""Reads settings of a model, for instance of a configuration file, on top of other options; takes
-where they are from, for messages."""
+"""Applies settings of a model, for instance from a configuration file, to other options; the first
+argument is the source of the settings, for messages."""
 
 _NO_CUDA: Final = (
     "CUDA shared memory is not supported: an engine's inputs come from the host's memory; "
@@ -43,7 +43,7 @@ class ManagementService:
         regions: SharedRegions,
         read_options: OptionsReader | None = None,
     ) -> None:
-        """``read_options`` reads the options that clients send with a load; without, none may."""
+        """``read_options`` parses options that clients send with a load; ``None`` refuses them."""
         self._engine = engine
         self._repository = repository
         self._reception = reception
@@ -54,7 +54,7 @@ class ManagementService:
     async def ModelStatistics(  # noqa: N802 - the protocol's name
         self, request: messages.ModelStatisticsRequest, _context: _Context
     ) -> messages.ModelStatisticsResponse:
-        """Counts and times since the model was loaded, of one model or of all."""
+        """Return counts and times since the load, of one model or of all models."""
         catalog = self._repository.catalog
         if request.name:
             catalog.find(request.name, request.version)
@@ -74,7 +74,7 @@ class ManagementService:
     async def RepositoryIndex(  # noqa: N802
         self, request: messages.RepositoryIndexRequest, _context: _Context
     ) -> messages.RepositoryIndexResponse:
-        """Every version of every model, with its state."""
+        """Return every version of every model, with its state."""
         index = await self._repository.index(ready=request.ready)
         response = messages.RepositoryIndexResponse()
         for entry in index:
@@ -86,7 +86,7 @@ class ManagementService:
     async def RepositoryModelLoad(  # noqa: N802
         self, request: messages.RepositoryModelLoadRequest, _context: _Context
     ) -> messages.RepositoryModelLoadResponse:
-        """Load a model, or load it again where its files or options have changed."""
+        """Load a model, or reload it if its files or options have changed."""
         override = self._override(request)
         await self._repository.load(request.model_name, override)
         return messages.RepositoryModelLoadResponse()
@@ -94,14 +94,14 @@ class ManagementService:
     async def RepositoryModelUnload(  # noqa: N802
         self, request: messages.RepositoryModelUnloadRequest, _context: _Context
     ) -> messages.RepositoryModelUnloadResponse:
-        """Take no more requests for a model; those that came before are answered."""
+        """Accept no more requests for a model; earlier requests are answered."""
         await self._repository.unload(request.model_name)
         return messages.RepositoryModelUnloadResponse()
 
     async def SystemSharedMemoryStatus(  # noqa: N802
         self, request: messages.SystemSharedMemoryStatusRequest, _context: _Context
     ) -> messages.SystemSharedMemoryStatusResponse:
-        """The registered regions."""
+        """Return the registered regions."""
         response = messages.SystemSharedMemoryStatusResponse()
         for region in self._regions.status(request.name):
             status = response.regions[region.name]
@@ -121,14 +121,14 @@ class ManagementService:
     async def SystemSharedMemoryUnregister(  # noqa: N802
         self, request: messages.SystemSharedMemoryUnregisterRequest, _context: _Context
     ) -> messages.SystemSharedMemoryUnregisterResponse:
-        """Forget one region, or all."""
+        """Close one region, or all regions."""
         self._regions.unregister(request.name)
         return messages.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(  # noqa: N802
         self, request: messages.CudaSharedMemoryStatusRequest, _context: _Context
     ) -> messages.CudaSharedMemoryStatusResponse:
-        """No region is ever registered."""
+        """Return no regions, since none can be registered."""
         if request.name:
             raise BadInputError(f"there is no CUDA shared memory region {request.name!r}")
         return messages.CudaSharedMemoryStatusResponse()
@@ -136,25 +136,25 @@ class ManagementService:
     async def CudaSharedMemoryRegister(  # noqa: N802
         self, _request: messages.CudaSharedMemoryRegisterRequest, _context: _Context
     ) -> messages.CudaSharedMemoryRegisterResponse:
-        """Refuse."""
+        """Raise UnsupportedError."""
         raise UnsupportedError(_NO_CUDA)
 
     async def CudaSharedMemoryUnregister(  # noqa: N802
         self, _request: messages.CudaSharedMemoryUnregisterRequest, _context: _Context
     ) -> messages.CudaSharedMemoryUnregisterResponse:
-        """Do nothing, as Triton does where no region has the name."""
+        """Do nothing, as Triton does if no region has the name."""
         return messages.CudaSharedMemoryUnregisterResponse()
 
     async def TraceSetting(  # noqa: N802
         self, request: messages.TraceSettingRequest, _context: _Context
     ) -> messages.TraceSettingResponse:
-        """The settings of traces, which are one for all models."""
+        """Change and return the trace settings, which apply to all models."""
         if request.model_name:
             self._repository.catalog.find(request.model_name)
         if request.settings and request.model_name:
             raise BadInputError(
                 f"trace settings of model {request.model_name!r} cannot be changed alone: they "
-                "hold for all models; leave model_name empty"
+                "apply to all models; leave model_name empty"
             )
         traces = self._reception.traces
         traces.change({key: list(value.value) for key, value in request.settings.items()})
@@ -166,7 +166,7 @@ class ManagementService:
     async def LogSettings(  # noqa: N802
         self, request: messages.LogSettingsRequest, _context: _Context
     ) -> messages.LogSettingsResponse:
-        """The settings of the log."""
+        """Change and return the settings of the log."""
         wanted = {}
         for key, given in request.settings.items():
             kind = given.WhichOneof("parameter_choice")
@@ -184,7 +184,7 @@ class ManagementService:
         return response
 
     def _override(self, request: messages.RepositoryModelLoadRequest) -> ModelOptions | None:
-        """Read the settings that come with a load; BadInputError."""
+        """Return the options sent with a load, or ``None``; BadInputError."""
         if others := [name for name in request.parameters if name != "config"]:
             raise BadInputError(
                 f"load parameter {others[0]!r:.80} is not supported; files of models are read from "

@@ -1,16 +1,16 @@
 """The statistics of a model in the fields of the protocol (Triton's statistics extension).
 
 =========================  =======================================================================
-field                      what it has
+field                      content
 =========================  =======================================================================
 ``inference_count``        samples that were answered
 ``execution_count``        runs of stages
-``inference_stats``        of requests: ``success`` from arrival to answer, ``queue`` until the
+``inference_stats``        times of requests: ``success`` from arrival to answer, ``queue`` to the
                            first batch, ``compute_infer`` from there to the answer; ``fail`` counts
                            samples, without a time
-``response_stats``         by exit: ``success`` counts the samples that it answered,
+``response_stats``         by exit: ``success`` counts the samples answered there,
                            ``compute_infer`` the runs of its stage, with their time
-``batch_stats``            empty: batches shrink from stage to stage, and have no one size
+``batch_stats``            empty: batches shrink from stage to stage, and have no single size
 =========================  =======================================================================
 """
 
@@ -26,8 +26,7 @@ def write_statistics(
 ) -> messages.ModelStatistics:
     """Return a version's statistics since it was loaded.
 
-    ``last_answer_s`` is the time of the last answer in seconds since the epoch, 0 if there was
-    none.
+    ``last_answer_s`` is the time of the last answer in seconds since the epoch, 0 if there is none.
     """
     latency, queue = statistics.latency_s, statistics.queue_s
     computing_s = max(latency.total - queue.total, 0.0)

@@ -1,4 +1,4 @@
-"""The methods of the protocol, one set for gRPC and HTTP together."""
+"""The methods of the protocol, shared by gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offramp.server.services.service import InferenceService
 
 
 class ProtocolServices:
-    """The services over an engine, and what they share; used on the event loop's thread."""
+    """The services of an engine and their shared state; used on the event loop's thread."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class ProtocolServices:
         repository: ModelRepository | None = None,
         read_options: OptionsReader | None = None,
     ) -> None:
-        """Without a ``repository``, the models of the engine are served as they are."""
+        """Without a ``repository``, the engine's models are served as they are."""
         self.engine: Final = engine
         self.reception: Final = reception or Reception()
         self.repository: Final = repository or ModelRepository(engine)
@@ -43,11 +43,11 @@ class ProtocolServices:
         )
 
     def method(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """Return a method of the protocol."""
+        """Return a method of the protocol by name."""
         owner = self.inference if hasattr(self.inference, name) else self.management
         method: Callable[..., Awaitable[Any]] = getattr(owner, name)
         return method
 
     def close(self) -> None:
-        """Forget the regions of shared memory."""
+        """Close the regions of shared memory."""
         self.regions.close()

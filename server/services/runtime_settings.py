@@ -1,4 +1,4 @@
-"""The settings of the log that clients may change while the server runs, as Triton names them."""
+"""Log settings that clients may change while the server runs, with Triton's names."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class LogLevels:
         }
 
     def change(self, wanted: Mapping[str, bool | int | str | None]) -> None:
-        """Change the settings that are given; BadInputError, and none is changed."""
+        """Change settings; if one is invalid, raise BadInputError and change none."""
         now = dict(self.settings())
         for name, value in wanted.items():
-            if value is None:  # so clients ask for a setting
+            if value is None:  # clients send no value to read a setting
                 continue
             if name not in now:
                 raise BadInputError(
@@ -54,7 +54,7 @@ _FIXED: Final = frozenset({"log_file", "log_format"})
 
 
 def _level(settings: Mapping[str, object]) -> int:
-    """Return the level of :mod:`logging` for settings, the most verbose that is asked for."""
+    """Return the most verbose :mod:`logging` level that the settings enable."""
     levels = {
         "log_verbose_level": logging.DEBUG,
         "log_info": logging.INFO,

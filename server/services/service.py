@@ -1,7 +1,7 @@
-"""The gRPC services: ``inference.GRPCInferenceService`` over an engine, health and reflection.
+"""The inference service of the gRPC port, and the handlers of its methods.
 
-All messages are decoded here. gRPC would decode whatever comes, however large, and what it cannot
-decode it answers with UNKNOWN, and with a traceback in the log.
+All messages are decoded here. gRPC would decode messages of any size, and would answer invalid ones
+with UNKNOWN and a traceback in the log.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ EXTENSIONS: Final = (
     "system_shared_memory",
     "trace",
 )
-"""Extensions of the protocol that are implemented, by Triton's names."""
+"""Implemented extensions of the protocol, by Triton's names."""
 
 SLO_METADATA: Final = ("offramp-deadline", "slo")
-"""Of a call that leaves its deadline to the model's SLO, whatever gRPC's is."""
+"""Metadata of a call whose deadline is the model's SLO, regardless of gRPC's deadline."""
 
 
 class InferenceService:
     """One method per call of the protocol, named as in ``inference.proto``.
 
-    When a client hangs up, grpc.aio cancels its method and thereby ``engine.infer``, which
-    withdraws that request alone.
+    If a client closes its connection, grpc.aio cancels the method and thereby ``engine.infer``,
+    which withdraws only that request.
     """
 
     def __init__(
@@ -73,26 +73,26 @@ class InferenceService:
     async def ServerLive(  # noqa: N802 - the protocol's name
         self, _request: messages.ServerLiveRequest, _context: _Context
     ) -> messages.ServerLiveResponse:
-        """Live as long as it answers, and some model is served or may be again."""
+        """Return live while the server answers and some model is served, or can be again."""
         return messages.ServerLiveResponse(live=self._engine.live())
 
     async def ServerReady(  # noqa: N802
         self, _request: messages.ServerReadyRequest, _context: _Context
     ) -> messages.ServerReadyResponse:
-        """Ready once every model takes requests."""
+        """Return ready while every model takes requests."""
         return messages.ServerReadyResponse(ready=self._engine.ready())
 
     async def ModelReady(  # noqa: N802
         self, request: messages.ModelReadyRequest, _context: _Context
     ) -> messages.ModelReadyResponse:
-        """Not ready, rather than an error, for a model that is not there, as in Triton."""
+        """Return a model's readiness; an unknown model is not ready, as in Triton, not an error."""
         ready = self._catalog.ready(request.name, request.version)
         return messages.ModelReadyResponse(ready=ready)
 
     async def ServerMetadata(  # noqa: N802
         self, _request: messages.ServerMetadataRequest, _context: _Context
     ) -> messages.ServerMetadataResponse:
-        """Name the extensions of the protocol that are implemented."""
+        """Return the server's name, version and implemented extensions."""
         return messages.ServerMetadataResponse(
             name=SERVER_NAME, version=__version__, extensions=EXTENSIONS
         )
@@ -100,7 +100,7 @@ class InferenceService:
     async def ModelMetadata(  # noqa: N802
         self, request: messages.ModelMetadataRequest, _context: _Context
     ) -> messages.ModelMetadataResponse:
-        """Inputs and outputs of a model."""
+        """Return the inputs and outputs of a model."""
         model = self._catalog.model(request.name, request.version)
         versions = [served.version for served in self._catalog.served(request.name)]
         return write_metadata(request.name, versions, model)
@@ -108,19 +108,19 @@ class InferenceService:
     async def ModelConfig(  # noqa: N802
         self, request: messages.ModelConfigRequest, _context: _Context
     ) -> messages.ModelConfigResponse:
-        """The configuration that perf_analyzer reads: batch size, and one answer a request."""
+        """Return the configuration that perf_analyzer reads, such as the batch size."""
         model = self._catalog.model(request.name, request.version)
         return messages.ModelConfigResponse(config=write_config(request.name, model))
 
     async def ModelInfer(  # noqa: N802
         self, visit: Visit, _requests: AsyncIterator[bytes], context: _Context
     ) -> messages.ModelInferResponse:
-        """Receive, decode, ask the engine, encode."""
+        """Receive and decode a request, run it in the engine, and encode the answer."""
         self._reception.check_room()
         data = await self._receiver.only(context)
         self._reception.hold(visit, len(data))
         message = await self._decoder.message(data)
-        del data  # the arrays refer to it, for as long as they live
+        del data  # the arrays keep it alive as long as needed
         answering = self._answering.answer(
             visit,
             message,
@@ -133,7 +133,7 @@ class InferenceService:
     async def ModelStreamInfer(  # noqa: N802
         self, visit: Visit, _requests: AsyncIterator[bytes], context: _Context
     ) -> None:
-        """Answer the requests of a stream; a message that is none ends it with its status."""
+        """Answer the requests of a stream; an invalid message ends the stream with its status."""
 
         async def write(response: messages.ModelStreamInferResponse) -> None:
             data = response.SerializeToString()
@@ -154,7 +154,7 @@ class InferenceService:
         await stream.serve(self._receiver.all(context))
 
     def _trace_parent(self, context: _Context) -> str | None:
-        """Return the caller's context of traces; not looked for where nothing is traced."""
+        """Return the caller's trace context; ``None`` if nothing is traced."""
         if not self._reception.traces.active:
             return None
         metadata = dict(context.invocation_metadata() or ())
@@ -163,9 +163,9 @@ class InferenceService:
 
 
 def _time_remaining_s(context: _Context) -> float | None:
-    """The time until gRPC's deadline; ``None`` without one, or if the client only limits its wait.
+    """Return the time until gRPC's deadline; ``None`` without one or if the model's SLO applies.
 
-    Our clients always set one, lest they wait for ever, and say which of the two it is.
+    Our clients always set one, so that no call waits forever, and mark those that use the SLO.
     """
     if SLO_METADATA in (context.invocation_metadata() or ()):
         return None
@@ -206,7 +206,7 @@ def _decoding(
     call: Callable[..., Awaitable[_T]],
     decode: Callable[[bytes], Any],
 ) -> Method[_T]:
-    """Return a method that takes bytes, of one that takes a message its caller may send."""
+    """Return a method that takes bytes, from one that takes a message; checks access to it."""
 
     @wraps(call)
     async def decoded(visit: Visit, data: bytes, context: _Context) -> _T:
@@ -218,15 +218,15 @@ def _decoding(
 
 
 class GuardedMethods:
-    """Stands in for a server where generated code adds a service to it; keeps the handlers."""
+    """Stand-in for a server to which generated code adds a service; collects the handlers."""
 
     def __init__(self, reception: Reception) -> None:
         self.methods: Final[dict[str, Handler]] = {}
-        """By full name."""
+        """Handlers by full method name."""
         self._reception = reception
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
-        """Do nothing: the same handlers come once more, by name."""
+        """Do nothing: the same handlers are also added by name."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
         """Add the methods of a service."""

@@ -1,1 +1,1 @@
-"""The export of traces; only this package knows OpenTelemetry (extra ``otel``)."""
+"""Export of traces; only this package uses OpenTelemetry (extra ``otel``)."""

@@ -1,7 +1,7 @@
-"""Traces as OpenTelemetry's spans, sent to a collector by OTLP over gRPC.
+"""Traces as OpenTelemetry spans, sent to a collector by OTLP over gRPC.
 
-A request is a span of kind server; below it are ``queue``, from its arrival to its first batch,
-and a span for each run of a stage that had samples of it. What a stage's exit decided is on that
+A request is a span of kind server. Its children are ``queue``, from arrival to the first batch, and
+one span for each stage run with samples of the request. The decision of a stage's exit is on that
 stage's span: ``offramp.answered`` of ``offramp.samples`` samples left there.
 """
 
@@ -25,7 +25,7 @@ _NS: Final = 1_000_000_000
 
 
 class OtlpTraces:
-    """Sends traces to a collector, from a thread of OpenTelemetry's."""
+    """Sends traces to a collector, on OpenTelemetry's thread."""
 
     def __init__(self, endpoint: str) -> None:
         """``endpoint`` is for instance ``http://localhost:4317``; ``https`` encrypts.
@@ -48,7 +48,7 @@ class OtlpTraces:
         self._to_epoch_s = time.time() - time.monotonic()
 
     def __call__(self, trace: RequestTrace) -> None:
-        """Export a trace that has ended; it is sent later."""
+        """Queue a finished trace for export."""
         from opentelemetry.trace import (  # noqa: PLC0415
             SpanKind,
             Status,
@@ -83,7 +83,7 @@ class OtlpTraces:
         root.end(self._ns(trace.ended_s))
 
     def close(self) -> None:
-        """Send what is left, for some seconds at most."""
+        """Send the remaining traces, for at most a few seconds."""
         self._provider.shutdown()
 
     def _child(
@@ -111,7 +111,7 @@ def _exporter(endpoint: str) -> SpanExporter:
 
 
 def _context_of(parent: TraceParent | None) -> Context:
-    """Return the context that a span of the caller's trace is made in."""
+    """Return the parent context of a span, which belongs to the caller's trace if there is one."""
     from opentelemetry.context import Context  # noqa: PLC0415
     from opentelemetry.trace import (  # noqa: PLC0415
         NonRecordingSpan,
