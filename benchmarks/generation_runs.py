@@ -117,11 +117,6 @@ class TextSystem:
     policy: StepPolicy = field(default_factory=RefillPolicy)
 
     @property
-    def ends(self) -> NDArray[np.int64]:
-        """Layers up to the end of each stage, int64[stages]."""
-        return np.array([stage.end for stage in self.backend.model.stages])
-
-    @property
     def has_exits(self) -> bool:
         """True if tokens may leave early."""
         return self.backend.stages > 1
@@ -249,11 +244,10 @@ class _ClosedLoop:
         self._texts: list[list[int]] = [[] for _ in prompts]
         self._last_s = [0.0] * len(prompts)
         self._between_s: list[float] = []
-        self._depths = np.zeros(system.backend.stages, np.int64)
         self._following = self._open = 0
 
     def run(self) -> LoopRun:
-        begun_s = time.perf_counter()
+        begun_s, before = time.perf_counter(), _layer_tokens(self._system)
         self._submit()
         while self._loop.turn():
             self._submit()
@@ -263,7 +257,7 @@ class _ClosedLoop:
             texts=self._texts,
             seconds=seconds,
             token_ms=1e3 * float(np.mean(self._between_s)),
-            layers_run=float(self._depths @ self._system.ends / self._depths.sum()),
+            layers_run=(_layer_tokens(self._system) - before) / sum(map(len, self._texts)),
             steps=sum(counts.steps),
             rows_of_a_step=sum(counts.rows) / sum(counts.steps),
         )
@@ -288,10 +282,13 @@ class _ClosedLoop:
         now_s = time.perf_counter()
         for given in outcome.given:
             self._texts[given.sequence].append(given.token)
-            self._depths[given.stage] += 1
             self._between_s.append(now_s - self._last_s[given.sequence])
             self._last_s[given.sequence] = now_s
         self._open -= len(outcome.ended)
+
+
+def _layer_tokens(system: TextSystem) -> int:
+    return int(system.backend.statistics()["layer_tokens"])
 
 
 @dataclass(slots=True)

@@ -43,31 +43,33 @@ def choose_exits(
     *,
     differing: bool,
     fills: bool,
-) -> ChosenExits | None:
-    """Choose the exits that save most at the bound; ``None`` if none save anything.
+) -> tuple[ChosenExits, ...]:
+    """Choose the exits that save most at the bound, and the best single exit; none if none save.
 
-    ``layers`` are the numbers of layers before each exit of the records. ``differing`` is true if
-    whole answers have to be equal; otherwise the risk is the share of wrong tokens.
+    The last level of a path has all tokens leave at the first exit, so that a decoder which is cut
+    off behind it is among the choices. ``layers`` are the numbers of layers before each exit of the
+    records. ``differing`` is true if whole answers have to be equal; otherwise the risk is the
+    share of wrong tokens.
     """
-    best: tuple[float, tuple[int, ...], FloatArray] | None = None
+    found: list[tuple[float, tuple[int, ...], FloatArray]] = []
     for chosen in _sets(records.exits):
         own = records.of_exits(chosen)
-        path = tuning_path(own.confidences, own.agrees)
+        path = np.vstack([tuning_path(own.confidences, own.agrees), np.zeros(len(chosen))])
         level = _last_level(own, path, promise, promise.bound, differing=differing)
         at = own.answered_at(path[level])
         ends = [layers[exit_] for exit_ in chosen]
         share = costs.of_tokens(ends, at, fills=fills) / costs.whole + _PRICE * len(chosen)
-        if best is None or share < best[0]:
-            best = share, chosen, path
-    assert best is not None, "there is an exit"
-    share, chosen, path = best
-    if share >= 1:
-        return None
-    own = records.of_exits(chosen)
-    return ChosenExits(
-        exits=chosen,
-        path=_spread(own, path, promise, differing=differing),
-        expected=share - _PRICE * len(chosen),
+        if share < 1:
+            found.append((share, chosen, path))
+    found.sort(key=lambda choice: choice[0])
+    single = [choice for choice in found if len(choice[1]) == 1]
+    return tuple(
+        ChosenExits(
+            exits=chosen,
+            path=_spread(records.of_exits(chosen), path, promise, differing=differing),
+            expected=share - _PRICE * len(chosen),
+        )
+        for share, chosen, path in (found[:1] + [one for one in single[:1] if one is not found[0]])
     )
 
 

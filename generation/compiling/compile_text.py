@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final
 
 from offramp.bundle import NEVER
@@ -170,10 +171,10 @@ class _Compiling:
             fills=self._options.skipped != "catch-up",
         )
         full = self._decode("Answer in full, timed", plain, parts.tune)
-        if chosen is None:
+        if not chosen:
             reason = "no exit brings more than it costs, within the bound"
             return self._written(self._cut(()), costs, full, None, reason=reason)
-        graphs, path, first = self._settle_skipped(chosen, trained)
+        graphs, path, first = self._settle(chosen, trained)
         found = self._certify(graphs, path[first:])
         if found is None:
             reason = (
@@ -191,7 +192,7 @@ class _Compiling:
             confidence_level=self._promise.confidence_level,
             observed=found.risk,
             prompts=found.prompts,
-            layers_run=early.layers_run([stage.end for stage in graphs.model.stages]),
+            layers_run=early.layers_run(len(graphs.model.layers)),
         )
         if early.tokens_per_s <= _LEAST_GAIN * full.tokens_per_s:
             reason = (
@@ -210,21 +211,24 @@ class _Compiling:
         )
         return self._written(TextGraphs(model=model, graphs=graphs.graphs), costs, full, early)
 
-    def _settle_skipped(
-        self, chosen: ChosenExits, trained: TrainedExits
+    def _settle(
+        self, choices: Sequence[ChosenExits], trained: TrainedExits
     ) -> tuple[TextGraphs, FloatArray, int]:
-        """Choose how skipped layers get their keys and values, and the first level to certify."""
+        """Choose exits, and how skipped layers get their keys and values, by measured speed.
+
+        Returns the graphs, their path, and its first level to certify.
+        """
         asked = self._options.skipped
         ways: Sequence[SkippedLayers] = ("propagation", "catch-up") if asked == "auto" else (asked,)
-        best: tuple[float, TextGraphs, int] | None = None
-        for way in ways:
+        best: tuple[float, TextGraphs, FloatArray, int] | None = None
+        for chosen, way in product(choices, ways):
             exits = [trained.exit(number, self._layers[number]) for number in chosen.exits]
             graphs = self._cut(exits, skipped=way)
             level, speed = self._tuned(graphs, chosen.path)
             if best is None or speed > best[0]:
-                best = speed, graphs, level
-        assert best is not None, "there is a way"
-        return best[1], chosen.path, max(best[2] - _BEFORE, 0)
+                best = speed, graphs, chosen.path, max(level - _BEFORE, 0)
+        assert best is not None, "there is a choice and a way"
+        return best[1:]
 
     def _tuned(self, graphs: TextGraphs, path: FloatArray) -> tuple[int, float]:
         """Return the last level within the bound on tuning prompts, and its tokens per second."""

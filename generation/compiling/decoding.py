@@ -46,16 +46,17 @@ class Decoded:
     texts: list[DecodedText]
     seconds: float
     """Decoding time in seconds."""
+    layer_tokens: int
+    """Layers that ran, each counted once for each token that it ran for."""
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens of all answers per second."""
         return sum(len(text.tokens) for text in self.texts) / self.seconds
 
-    def layers_run(self, ends: Sequence[int]) -> float:
-        """Return the mean share of layers that a token ran; ``ends`` are the stages' ends."""
-        depths = np.concatenate([text.depths for text in self.texts])
-        return float(np.asarray(ends)[depths.astype(np.int64)].mean() / ends[-1])
+    def layers_run(self, layers: int) -> float:
+        """Return the mean share of ``layers`` that ran for a token, catching up included."""
+        return self.layer_tokens / (layers * sum(len(text.tokens) for text in self.texts))
 
 
 def decode(
@@ -89,10 +90,15 @@ def decode(
             number=number, prompt_tokens=len(prompt), most_tokens=most_tokens, stop=ends
         )
         loop.submit(new, prompt)
-    begun = time.perf_counter()
+    begun, before = time.perf_counter(), _layer_tokens(backend)
     while loop.turn():
         pass
-    return Decoded(texts=texts, seconds=time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
+    return Decoded(texts=texts, seconds=seconds, layer_tokens=_layer_tokens(backend) - before)
+
+
+def _layer_tokens(backend: TextBackend) -> int:
+    return int(backend.statistics()["layer_tokens"])
 
 
 def losses_of(

@@ -140,7 +140,7 @@ class OnnxTextBackend:
         self._next = np.zeros(slots, np.int64)
         self._prompts: dict[int, IntArray] = {}
         self._counts = dict.fromkeys(
-            ("prefilled", "propagated", "caught_up", "padding", "headed"), 0
+            ("prefilled", "propagated", "caught_up", "padding", "headed", "layer_tokens"), 0
         )
         self._run_rows = [0] * self.stages
 
@@ -210,8 +210,9 @@ class OnnxTextBackend:
             span = Span(rows, starts, self._place[rows] + 1 - starts)
             parts = [(part, self._advance(stage, alike)) for part, alike in self._alike(span)]
             self._run_rows[stage] += len(rows)
-            if self._catches_up:
-                self._counts["caught_up"] += int(span.counts.sum()) - len(rows)
+            ran = int(span.counts.sum()) if self._catches_up else len(rows)
+            self._counts["caught_up"] += ran - len(rows)
+            self._counts["layer_tokens"] += ran * len(self.model.layers_of(stage))
             return self._answer(stage, _joined(parts, len(rows)), limits)
 
     def states_behind(self, stage: int, slots: Sequence[int]) -> NDArray[np.float32]:

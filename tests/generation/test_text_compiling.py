@@ -339,13 +339,24 @@ def test_exits_are_chosen_by_what_they_net() -> None:
     seen = records([low, high, high], [[False] * 400, [True] * 400, [True] * 400])
     costs = TextCosts(layers=np.ones(8), check=0.1, leaving=np.full(8, 0.5))
     promise = TextPromise(risk=TextRisk.TEXTS, bound=0.01)
-    chosen = choose_exits(seen, (1, 2, 4), costs, promise, differing=True, fills=True)
-    assert chosen is not None
-    assert chosen.exits == (1,)
-    assert chosen.expected == pytest.approx((2 + 0.1 + 0.5) / 8.1)
-    assert (np.diff(chosen.path[:, 0]) < 0).all(), "from conservative to aggressive"
+    best, *others = choose_exits(seen, (1, 2, 4), costs, promise, differing=True, fills=True)
+    assert (best.exits, others) == ((1,), []), "it is the best single exit as well"
+    assert best.expected == pytest.approx((2 + 0.1 + 0.5) / 8.1)
+    assert (np.diff(best.path[:, 0]) < 0).all(), "from conservative to aggressive"
+    assert best.path[-1, 0] == 0, "all tokens leave at last"
     dear = replace(costs, leaving=np.full(8, 7.0))
-    assert choose_exits(seen, (1, 2, 4), dear, promise, differing=True, fills=True) is None
+    assert choose_exits(seen, (1, 2, 4), dear, promise, differing=True, fills=True) == ()
+
+
+def test_the_best_single_exit_is_a_choice_beside_several() -> None:
+    """Exit 0 is sure of half of the tokens, exit 1 of all; both are right where they are sure."""
+    half = ([0.99, 0.2] * 200, [True, False] * 200)
+    seen = records([half[0], [0.99] * 400], [half[1], [True] * 400])
+    costs = TextCosts(layers=np.ones(8), check=0.1, leaving=np.zeros(8))
+    promise = TextPromise(risk=TextRisk.TEXTS, bound=0.01)
+    several, single = choose_exits(seen, (1, 4), costs, promise, differing=True, fills=True)
+    assert (several.exits, single.exits) == ((0, 1), (1,))
+    assert several.expected < single.expected == pytest.approx(4.1 / 8.1)
 
 
 def test_risks_follow_from_records() -> None:
