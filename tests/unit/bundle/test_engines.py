@@ -500,7 +500,7 @@ def test_where_files_cannot_be_locked_a_build_goes_on_with_a_warning(
     assert store.read_timing_cache() == b"more timings"
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    tells(record.message, "cannot be locked", "No locks available", "no second")
+    tells(record.message, "cannot be locked", "No locks available", "a second")
 
 
 def test_the_lock_is_no_way_to_a_file_of_the_user(store: EngineStore, tmp_path: Path) -> None:

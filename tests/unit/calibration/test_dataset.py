@@ -112,7 +112,7 @@ ANSWERS = {
     ("kind", "labels", "told"),
     [
         ("classification", [[0], [1], [2], [0]], ("[4, 1]", "expected classes", "omit them")),
-        ("multi-label", [[0, 1, 2]] * 4, ("0 to 2", "0 or 1 each", "leave")),
+        ("multi-label", [[0, 1, 2]] * 4, ("0 to 2", "0 or 1 each", "omit")),
         ("segmentation", [[[0, 1]]] * 3, ("length", "'label': 3")),
         ("segmentation", 1, ("one number", "each sample")),
     ],

@@ -114,7 +114,7 @@ def test_training_that_leaves_finite_numbers_ends_with_what_was_there(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     found = trained(dataclasses.replace(OPTIONS, learning_rate=1e38))
-    tells(caplog.text, "finite", "learning rate of 1e+38")
+    tells(caplog.text, "diverged", "learning rate of 1e+38")
     assert found.training.kept == 0
     assert found.proto == trained(dataclasses.replace(OPTIONS, learning_rate=0.0)).proto
 
@@ -163,7 +163,7 @@ def test_what_is_of_another_training_or_broken_is_not_read(
     whole = trained(state=state)
     other = dataclasses.replace(state, digest="other")
     assert other.read() is None
-    tells(caplog.text, "another training", "anew")
+    tells(caplog.text, "another training", "from the beginning")
     state.path.write_bytes(state.path.read_bytes()[:1000])
     assert trained(state=state).proto == whole.proto
     assert "cannot be read" in caplog.text

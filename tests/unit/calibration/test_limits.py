@@ -121,7 +121,7 @@ def test_an_overhead_that_was_not_allowed() -> None:
     limit = limit_of_choice(records([0.3, 0.8]), {8: COST}, replace(TERMS, max_overhead=0.01))
     assert limit.startswith("--max-overhead 0.01: exits 0, 1 would save ")
     assert "add 6.0% (certainly 6.0%) at batch 8" in limit
-    assert "cheapest exit alone surely adds 3.0%" in limit
+    assert "cheapest exit alone certainly adds 3.0%" in limit
     assert "with --max-overhead 0.06," in limit
 
 
