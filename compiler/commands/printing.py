@@ -386,7 +386,7 @@ def print_check(check: BundleCheck, path: Path, console: Console) -> None:
 
 def _lost_by_class(check: BundleCheck) -> Iterator[str]:
     """Yield lines on the classes and labels that lose most, and warnings of harm."""
-    for losses, whose in ((check.by_class, "that the model answers with class"),
+    for losses, whose in ((check.by_class, "that the model gives class"),
                           (check.by_label, "with label")):  # fmt: skip
         shown = [loss for loss in losses if loss.lost][:_MOST_CLASSES]
         for loss in shown:

@@ -498,7 +498,7 @@ class _Followed:
         leads = f", and {user.label} depends on it" if user is not None else ""
         return ModelError(
             f"{op.label} chooses for a whole batch by the data of its samples, at "
-            f"{tensor!r}{entered}{leads}: a sample's answer might depend on other samples;  "
+            f"{tensor!r}{entered}{leads}: a sample's answer might depend on other samples; "
             f"{_REMEDY}"
         )
 

@@ -257,7 +257,7 @@ def test_without_a_gpu_a_dry_run_lists_all_the_same(run: Shell, no_gpu: None, ml
     assert said.err == [f"{MISSING}; listing what is known without it"]
     assert len(rows(said)) == 7
     assert said.out[-1] == (
-        "7 of 7 engines would be built for a GPU that is not known, fp32; nothing was written"
+        "7 of 7 engines would be built for an unknown GPU, fp32; nothing was written"
     )
 
 
@@ -425,7 +425,7 @@ def test_a_name_of_an_engine_is_missing(run: Shell, fake: FakeBuilder, mlp: Bund
     refused = run("build", "mlp.ee", "--units", ",")
     assert refused.status == 1
     (line,) = refused.err
-    told = "--units ',': a name is missing; give for instance 00-01-exit1,02-03"
+    told = "--units ',': a name is missing; for instance 00-01-exit1,02-03"
     assert line.startswith(f"eecompile: {told}")
 
 
@@ -438,7 +438,7 @@ def fresh(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-HINT = "GPU:    eecompile build model.ee builds TensorRT engines, where the GPU is"
+HINT = "GPU:    eecompile build model.ee builds TensorRT engines on the machine with the GPU"
 HERE = "TensorRT is here: engines for cuda:0 are built too (--backend onnxruntime leaves them out)"
 
 
@@ -489,6 +489,6 @@ def test_what_fails_by_default_leaves_a_whole_bundle(
     monkeypatch.setattr(build, "make_builder", broken)
     said = run(*COMPILE)
     assert said.status == 0
-    tells(said.err[-1], "No engines", "tensorrt", "whole without")
+    tells(said.err[-1], "No engines", "tensorrt", "complete without")
     assert Bundle.open("model.ee").policy.active
     assert run(*BRIEFLY, "--overwrite", "--backend", "tensorrt").status == 1

@@ -74,9 +74,7 @@ def test_an_exported_file_that_is_served_says_what_is_lost(bundle: Bundle) -> No
     assert run("two.ee", "--data", "data.npz", "--output", "fast.onnx") == 0
     notes = list[str]()
     wrap_model(WrapOptions(model=Path("fast.onnx"), output=Path("fast.ee")), note=notes.append)
-    assert notes[0].startswith(
-        "the file was exported from a bundle, with its exits inside: nothing"
-    )
+    assert notes[0].startswith("the file was exported from a bundle, with its exits inside: their")
 
 
 def test_a_compiled_bundle_becomes_one_file(

@@ -252,8 +252,8 @@ def tree() -> dict[str, bytes | None]:
     ("arguments", "message"),
     [
         ((), ("--output FILE.onnx", "--triton DIR")),
-        (("--kserve", "m", "--triton", "m"), ("--kserve 'm'", "expected where")),
-        (("--kserve", 's3://"', "--triton", "m"), ("no URI", "expected where")),
+        (("--kserve", "m", "--triton", "m"), ("--kserve 'm'", "expected that at which")),
+        (("--kserve", 's3://"', "--triton", "m"), ("no URI", "expected that at which")),
         (("--triton", "m", "--name", "a/b"), ("'a/b'", "servers take letters")),
         (("--triton", "m", "--name", ".."), ("'..'",)),
         (("--triton", "m", "--name", ""), ("''",)),
@@ -316,7 +316,7 @@ def test_an_export_replaces_an_export(folder: Folder, capsys: pytest.CaptureFixt
     assert folder.export("--triton", "m", "--with-exits", "--output", "one.onnx") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("2 exits") == 2
-    assert "For Triton. What they lack, of what eeserve does: audits, the drift alarm" in said
+    assert "For Triton. Features of eeserve that they lack: audits, the drift alarm" in said
     assert Path("one.onnx").read_bytes() == Path("m/small/1/model.onnx").read_bytes()
     assert folder.export("--triton", "m", "--overwrite") == 0
     outputs = ort.InferenceSession("m/small/1/model.onnx").get_outputs()

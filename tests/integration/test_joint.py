@@ -269,7 +269,7 @@ def test_a_folder_of_another_run_or_a_broken_one_is_replaced(
     folder.mkdir()
     (folder / "exits.json").write_text('{"digest": "another", "built": [], "best": []}')
     assert small(tmp_path, overwrite=True).manifest.is_cascade
-    assert "is of another compilation: it is replaced" in caplog.text
+    assert "belongs to another compilation: it is replaced" in caplog.text
 
 
 def test_labels_may_teach(tmp_path: Path, always_joint: None) -> None:
@@ -334,7 +334,7 @@ def test_a_folder_that_is_none_of_ours_is_left_alone(tmp_path: Path, always_join
     folder = tmp_path / "tiny.ee.training"
     folder.mkdir()
     (folder / "thesis.txt").write_text("years of work")
-    with pytest.raises(CompileError, match=facts("no folder", "interrupted")):
+    with pytest.raises(CompileError, match=facts("not the folder", "interrupted")):
         small(tmp_path)
     assert (folder / "thesis.txt").read_text() == "years of work"
 

@@ -278,7 +278,7 @@ def test_what_can_be_wrong(bundle: Bundle, capfd: pytest.CaptureFixture[str]) ->
     line = fails(capfd, "tiny.ee", "--data", "few.npz")
     # 59 without an error are needed for 5 % at 95 %, and 24 others to rehearse
     tells(line, "80 samples", "59")
-    assert "give at least 83" in line
+    assert "use at least 83" in line
     taken = ("tiny.ee", "--data", "same.npz", "--output")
     tells(fails(capfd, *taken, "folder.ee"), "folder.ee", "not a bundle")
     assert "tiny.ee exists; choose another --output" in fails(capfd, *taken, "tiny.ee")

@@ -234,7 +234,7 @@ def test_exits_of_answers_with_places_are_certified_and_answer(tmp_path: Path, n
     assert ("A few answers to look at" in page) == (name == "segmentation")
     written = io.StringIO()
     print_bundle(bundle, Console(file=written, width=400))
-    told = f"Task: {name} (--task says another); an answer agrees if "
+    told = f"Task: {name} (--task names another); an answer agrees if "
     assert told + bundle.manifest.answer.task.describe() in written.getvalue()
 
     async def go() -> Any:

@@ -203,7 +203,7 @@ def test_of_several_outputs_one_that_may_be_the_answer_is_suggested(read):
     b.node("Unsqueeze", logits, b.constant([2], np.int64), out="maps")
     b.output("chances", ["batch", 4])
     b.output("maps", ["batch", 4, 1])
-    told = r"2 outputs \(chances, maps\); say which one is the answer, .* answer='chances'"
+    told = r"2 outputs \(chances, maps\); name the answer, .* answer='chances'"
     with pytest.raises(ModelError, match=told):
         read(b.build())
 
@@ -234,7 +234,7 @@ def test_trees_have_nothing_to_cut(read):
     with pytest.raises(ModelError) as caught:
         read(trees(), answer="chances")
 
-    assert "'chances' is what 'forest' (TreeEnsembleClassifier) gives" in str(caught.value)
+    assert "'chances' comes from 'forest' (TreeEnsembleClassifier)" in str(caught.value)
     tells(str(caught.value), "one operator", "cut")
 
 

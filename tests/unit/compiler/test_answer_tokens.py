@@ -163,7 +163,7 @@ def test_the_output_may_be_named(read: Read) -> None:
     ("tokens", "message"),
     [
         ((3,), ("--answer-tokens 3", "1 token", "two or more")),
-        ((3, 7, 3), ("--answer-tokens", "3 is there twice", "an answer of its own")),
+        ((3, 7, 3), ("--answer-tokens", "3 is named twice", "a separate answer")),
         ((3, 40), ("--answer-tokens", "40", "0 to 39")),
         ((-1, 3), ("--answer-tokens", "-1")),
     ],

@@ -262,9 +262,9 @@ def own_rows(batch: int) -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("proto", "node", "reason"),
     [
-        (first_row(1), "Gather, which gives 'row'", ("rows 0",)),
-        (without_batch(1), "Squeeze, which gives 'squeezed'", ("removes", "batch")),
-        (own_rows(2), "Concat, which gives 'joined'", ("'w0'", "other values", "row")),
+        (first_row(1), "Gather, which computes 'row'", ("rows 0",)),
+        (without_batch(1), "Squeeze, which computes 'squeezed'", ("removes", "batch")),
+        (own_rows(2), "Concat, which computes 'joined'", ("'w0'", "different values", "row")),
     ],
 )
 def test_what_cannot_be_freed_is_named(proto, node, reason):

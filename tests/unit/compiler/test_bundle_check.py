@@ -193,7 +193,7 @@ def test_it_is_printed_in_words(bundle: Bundle) -> None:
     out = io.StringIO()
     print_check(check, Path("a[b].ee"), Console(file=out, width=300))
     lines = out.getvalue().splitlines()
-    assert lines[0] == "a[b].ee: 2,000 samples that it was made of, which prove little"
+    assert lines[0] == "a[b].ee: 2,000 samples that it was made with, which prove little"
     assert lines[1:3] == ["  the model's end answered 25.0%", "  exit 0 answered 75.0%"]
     assert lines[4].startswith("41 answers (2.05%) do not agree with the unmodified")
     assert lines[4].endswith("on data like these at most 2.64%.")

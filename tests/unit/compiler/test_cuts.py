@@ -251,7 +251,7 @@ def test_a_batch_that_is_one_with_another_dimension_cannot_be_turned(read):
 
     wanted = (
         "its shape is [4*batch, 8], and the first dimension has to be the batch; let the "
-        "model keep it a dimension of its own there"
+        "model keep it as a separate dimension there"
     )
     assert wanted in [place.reason for place in analysis.rejected]
 
@@ -279,7 +279,7 @@ def test_a_place_is_rejected_for_what_its_last_tensor_lacks(read):
     reasons = [(place.operator, place.places, place.reason) for place in analysis.rejected]
     wanted = (
         "its shape is [8*batch, 4], and the first dimension has to be the batch; let the "
-        "model keep it a dimension of its own there"
+        "model keep it as a separate dimension there"
     )
     assert ("Gemm", 3, wanted) in reasons
 

@@ -47,7 +47,7 @@ def test_what_was_written_is_told(tmp_path: Path) -> None:
     target = Target(path)
     assert target.describe(KeyboardInterrupt()) == "interrupted; nothing was written"
     write(tmp_path)
-    whole = f"{path} is written and whole"
+    whole = f"{path} is written completely"
     assert target.describe(KeyboardInterrupt()) == f"interrupted; {whole}"
     again = Target(path)
     assert again.describe(SignalledError(15)) == "stopped by SIGTERM; nothing was written"

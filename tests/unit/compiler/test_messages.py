@@ -158,10 +158,11 @@ def test_an_input_that_is_read_again_with_work(capfd) -> None:
     told = compiling(capfd, reading_again(), "--max-cut-tensors", "1", x=samples(16))
     tells(told, "eecompile: model.onnx", "no cut point")
     assert re.search(
-        r"inside a block: `\w+`, computed of the input `x`, also carries data past this place", told
+        r"inside a block: `\w+`, computed from the input `x`, also carries data past this place",
+        told,
     )
     tells(told, "Concat, then Split", "cut point")
-    assert re.search(r"eecompile inspect lists why of all \d+ places$", told)
+    assert re.search(r"eecompile inspect lists the reasons for all \d+ places$", told)
 
 
 def test_the_remedy_of_joining_gives_a_cut_point(capfd) -> None:
@@ -180,7 +181,7 @@ def test_a_side_input_with_more_work_than_may_be_done_again(capfd) -> None:
     b.linear(x, 16, 4, out="logits")
     b.output("logits", ["batch", 4])
     told = inspecting(capfd, b.build(), "--max-cut-tensors", "1")
-    assert re.search(r"\d\d% of the work would have to be done again after it, from `y`, at", told)
+    assert re.search(r"\d\d% of the work would have to be repeated after it, from `y`; at", told)
     tells(told, "at most 2%", "let the model")
 
 
@@ -203,7 +204,7 @@ def test_a_batch_that_is_folded_into_another_dimension(capfd) -> None:
     b.node("Softmax", apart, out="y", axis=1)
     b.output("y", ["batch", 16])
     told = compiling(capfd, b.build(), x=samples(32))
-    tells(told, "[4*batch, 8]", "first dimension", "let the model", "keep", "dimension of its own")
+    tells(told, "[4*batch, 8]", "first dimension", "let the model", "keep", "separate dimension")
 
 
 def test_a_disk_with_too_little_space_for_features(capfd, monkeypatch) -> None:
@@ -351,7 +352,7 @@ def test_trees_are_one_operator(capfd, zipmap: bool, arguments: tuple[str, ...])
     output = "chances" if arguments else "label"
     tells(told, "model.onnx", f"'{output}'", "'forest' (TreeEnsembleClassifier)")
     tells(told, "one operator", "cut")
-    assert "serve the model as it is" in told
+    assert "serve the model unchanged" in told
 
 
 def test_which_of_several_outputs_answers(capfd) -> None:
@@ -361,7 +362,7 @@ def test_which_of_several_outputs_answers(capfd) -> None:
     b.output("features", ["batch", 16])
     b.output("scores", ["batch", 4])
     told = compiling(capfd, b.build())
-    tells(told, "model.onnx: 2 outputs (features, scores)", "which one")
+    tells(told, "model.onnx: 2 outputs (features, scores)", "name the answer")
     assert "for instance --answer features" in told
 
 

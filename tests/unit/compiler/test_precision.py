@@ -137,7 +137,7 @@ def test_the_fastest_kind_is_the_copy(
     assert asked["least_agreement"] == LEAST_AGREEMENT
     assert asked["threads"] == 2
     assert caplog.messages == [
-        "The CPU that int8 is made on: x86_64 with AVX512_VNNI, AMX_INT8, AVX512_BF16.",
+        "The int8 copy is made on this CPU: x86_64 with AVX512_VNNI, AMX_INT8, AVX512_BF16.",
         "The machine was disturbed while kinds of int8 were timed: noise.",
         (
             "Precision int8: why; "

@@ -116,7 +116,7 @@ SMALLER_BATCHES = "samples that go on do so in smaller batches, which take longe
         (
             UNSURE,
             "10.0 points less",
-            "so short a run is sure to ±6.0 points only; batch 4 was not profiled, batch 8 stands",
+            "so short a run is accurate to ±6.0 points only; batch 4 was not profiled, batch 8 was",
         ),
     ],
 )

@@ -102,7 +102,7 @@ def test_too_many_late_batches_are_said_loudly() -> None:
 def test_a_policy_that_was_adapted_was_not_searched() -> None:
     page = page_of(replace(REHEARSED, rehearsal=replace(FOUND, ended="kept")))
     assert "E0 kept (average latency 13.8 ms" in page.text
-    assert "No search: the exits in use before were looked at" in page.text
+    assert "No search: the exits that were in use were checked" in page.text
 
 
 def test_no_exit_was_left_to_look_at() -> None:

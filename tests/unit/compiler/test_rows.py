@@ -128,7 +128,7 @@ def test_answers_to_the_same_rows_are_compared_across_batch_sizes():
     compare_batches(centred(1), {"x": x}, {1: few, 7: many})
     compare_batches(quantised(), {"x": x}, {1: few + 1, 7: many})
 
-    told = r"1 samples are answered otherwise in a batch of 7 .* allowed are 1e-04 \(single"
+    told = r"1 samples in a batch of 7 have other answers .* allowed are 1e-04 \(single"
     with pytest.raises(ModelError, match=told):
         compare_batches(centred(1), {"x": x}, {1: few + 0.01, 7: many})
     with pytest.raises(ModelError, match=r"enters at 'mean' \(ReduceMean\)"):

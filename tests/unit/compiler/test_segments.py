@@ -204,8 +204,8 @@ def test_cuts_behind_which_samples_need_the_others_are_refused(read, monkeypatch
     with pytest.raises(ModelError) as caught:
         verify(model, segments, {"ids": ids})
     said = str(caught.value)
-    assert "behind the cut `layer0` samples 0" in said
-    assert ("cannot go on" if short == 2 else "are answered otherwise") in said
+    assert "after the cut `layer0` samples 0" in said
+    assert ("cannot go on" if short == 2 else "have other answers") in said
     assert "--exits" in said
     # nobody needs the others where all are as long
     assert verify(model, segments, {"ids": np.full((7, 12), 5)}) <= TOLERANCE

@@ -29,7 +29,7 @@ def warned(
 
 def test_one_class_throughout_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     text = warned(caplog, [1] * 50, [0, 1] * 25)
-    assert "all 50 samples the same answer (1)" in text
+    assert "all 50 samples alike (1)" in text
     assert "preprocessing" in text
 
 

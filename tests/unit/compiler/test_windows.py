@@ -113,7 +113,7 @@ def test_a_fixed_batch_that_cannot_be_tried_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "sound.onnx"
     path.write_bytes(of_sound(WIDER_THAN_ALL_TRIED, batch=1))
     message = (
-        r"fails on random inputs \(audio \[1, 16\]\), which tell whether its batch of 1 can be "
+        r"fails on random inputs \(audio \[1, 16\]\), which test whether its batch of 1 can be "
         r"made dynamic; export it with a dynamic first dimension, or with all other sizes fixed"
     )
     with pytest.raises(ModelError, match=message):

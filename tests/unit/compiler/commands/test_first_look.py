@@ -44,8 +44,8 @@ answer  logits: 3 classes, logits
 exits   3 places; tried: 3, after 31, 63, 94 % of the work
 
 A promise that at most 1 % of its answers change, with 95 % confidence, takes
-703 samples at least; 10,000 serve well. Labels are not needed.
-They should be like those that will be served.
+703 samples at least; 10,000 are better. Labels are not needed.
+They should be like the samples that will be served.
 
 Three ways on:
   eecompile model.onnx --data DATA
@@ -53,10 +53,10 @@ Three ways on:
       npz or folder of npy · folder of images · CSV or JSONL of texts
       parquet · Hugging Face data set · module:function
   eeserve model.onnx --learn
-      you have none: serve the model as it is, record what it
-      is asked, compile in the background, and switch over
+      you have none: serve the unmodified model, record its
+      inputs, compile in the background, and switch over
   eecompile model.onnx --data random
-      a dry run on made inputs, to see exits and times;
+      a dry run on random inputs, to see exits and times;
       it certifies nothing
 
 eecompile --help shows the options.""".splitlines()
@@ -67,7 +67,7 @@ def test_it_counts_for_the_promise_that_is_asked_for(capfd) -> None:
     screen = " ".join(look(capfd, "--max-disagreement", "0.001", "--confidence", "0.99"))
     least = least_to_split(samples_needed(0.001, 0.99))
     assert f"at most 0.1 % of its answers change, with 99 % confidence, takes {least:,}" in screen
-    assert f"{2 * least:,} serve well" in screen
+    assert f"{2 * least:,} are better" in screen
 
 
 def test_the_least_number_of_samples_is_that_of_the_split() -> None:

@@ -373,7 +373,7 @@ def test_damaged_parquet_is_named(tmp_path: Path, content: bytes) -> None:
 def test_damaged_and_split_data_sets_are_named(tmp_path: Path) -> None:
     made = datasets.Dataset.from_dict({"age": [1, 2]})
     datasets.DatasetDict({"train": made, "test": made}).save_to_disk(str(tmp_path / "both"))
-    with pytest.raises(DataError, match=facts("train, test", "give one")):
+    with pytest.raises(DataError, match=facts("train, test", "use one")):
         load(tmp_path / "both", AGE)
     assert load(tmp_path / "both" / "test", AGE)["age"].tolist() == [1, 2]
     (tmp_path / "both" / "test" / "state.json").write_text(json.dumps({}))

@@ -205,7 +205,7 @@ def test_another_device_or_version_gets_a_folder_of_its_own(
     path = bench.bundle.path
     line = (
         f"{path}/engines has engines for Fake GPU with TensorRT 10.16.0.72, fp32; this is {said}: "
-        "building anew"
+        "building all engines"
     )
     assert bench.build() == (ALL_BUILT, [line])
     assert len(list_targets(path)) == 2
@@ -651,7 +651,7 @@ def test_parts_from_the_command_line(text: str, parts: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["", "exits", "stages,stage"])
 def test_unknown_parts(text: str) -> None:
-    with pytest.raises(EngineOptionsError, match="choose of source, stages, segments"):
+    with pytest.raises(EngineOptionsError, match="choose from source, stages, segments"):
         parse_parts(text)
 
 

@@ -125,7 +125,7 @@ def test_so_does_one_of_which_too_little_is_known(
 ) -> None:
     bundle, parts = compiled
     few: Dataset = parts.judged.subset(np.arange(8))
-    with pytest.raises(VerificationError, match=r"of 8 samples .* give more --data"):
+    with pytest.raises(VerificationError, match=r"of 8 samples .* add more --data"):
         certify_anew(bundle, "fp16", None, parts._replace(judged=few))
 
 
@@ -136,6 +136,6 @@ def test_what_is_said_names_what_is_spent_and_left(
     spent = found.evidence.spent(0.95)
     said = found.describe()
     assert f"at most {spent:.2%} of all, which is taken from the promise (20.00% at 95%)" in said
-    assert f"For exits {0.2 - spent:.2%} are left; certified anew" in said
+    assert f"For exits {0.2 - spent:.2%} are left; certified again" in said
     silent = replace(found.evidence, policy=replace(found.evidence.policy, promise=None))
     assert "NONE CAN BE CERTIFIED" in replace(found, evidence=silent).describe()
