@@ -330,7 +330,7 @@ def give_memory(context: trt.IExecutionContext, address: int, size_bytes: int) -
 
 
 def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
-    """Return the dtype of arrays with a tensor's bytes (bfloat16: uint16); FP8, INT4 … have none."""
+    """Return the dtype of arrays with a tensor's bytes (bfloat16: uint16); not for FP8, INT4."""
     found = _NUMPY.get(dtype.name)
     if found is None:
         raise BackendError(
