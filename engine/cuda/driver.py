@@ -97,7 +97,7 @@ class Pinned(Protocol):
 
     @property
     def array(self) -> NDArray[np.uint8]:
-        """Its content, [size_bytes]; views of it may be copied, too. Invalid after it is freed."""
+        """Content, [size_bytes]; views of it may be copied, too. Invalid after it is freed."""
 
     @property
     def address(self) -> int:

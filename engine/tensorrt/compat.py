@@ -128,7 +128,7 @@ def allow_precision(config: trt.IBuilderConfig, precision: str) -> None:
 def keep_float32(
     config: trt.IBuilderConfig, network: trt.INetworkDefinition, precision: str, half_suffix: str
 ) -> None:
-    """Restrict 8.6 to float32 wherever an fp16 graph has it: in exits, sums and powers.
+    """Restrict 8.6 to float32 at all places where an fp16 graph has it: in exits, sums and powers.
 
     10 and later take all types from the graph. 8.6 may compute any layer in float16 if the flag
     FP16 is set. Its network reports float32 as the type of a layer's computation, and of a cast's
