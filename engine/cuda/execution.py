@@ -135,5 +135,5 @@ class StageRun:
 
     @property
     def facts(self) -> StageFacts:
-        """The stage's."""
+        """Facts of the stage."""
         return self.execution.stage.facts
