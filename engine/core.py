@@ -1,4 +1,4 @@
-"""The asyncio face of the engine: opens models, checks and answers requests, drains and closes."""
+"""The asyncio interface of the engine: opens models, answers requests, drains and closes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Engine:
         wrapped: WrappedFiles | None = None,
         learning: Learning | None = None,
     ) -> None:
-        """Use :meth:`open`; ``owned`` if the backend is to be closed with the engine.
+        """Use :meth:`open`; with ``owned`` the backend is closed with the engine.
 
         ``load`` loads models that replace others.
         """
@@ -71,7 +71,7 @@ class Engine:
         self._parallel = parallel
         self._observers = InputObservers()
         self._described: dict[str, tuple[tuple[str, int], ModelInfo]] = {}
-        """By model: its description, and the version and deployment that it is of."""
+        """Descriptions by model, each with its version and deployment number."""
         self._numbers = itertools.count()
         self._leaving = self._draining = False
         scheduler = DeviceScheduler(
@@ -84,7 +84,7 @@ class Engine:
             scheduler,
             streams=streams,
             slots=slots,
-            # A stream keeps to its device, also when it is started again.
+            # A stream stays on its device, also after a restart.
             open_slot=backend.open_slot_of if isinstance(backend, SlotsByStream) else None,
         )
         upgrades = EngineUpgrades(options.build_budget)
@@ -108,15 +108,15 @@ class Engine:
         *,
         backend: Backend | None = None,
     ) -> Engine:
-        """Load, check and warm up models, by the name to serve; takes seconds, in threads.
+        """Load, check and warm up models, by served name; takes seconds, in threads.
 
-        A model is a bundle, or an ONNX file, which is served as it is in mode off; for that a
-        process reads it with the packages of the extra ``onnx``.
-        ``backend`` takes the place of the one named in ``options``; the caller closes it.
+        A model is a bundle, or an ONNX file, which is served unchanged in mode off; a process reads
+        it with the packages of the extra ``onnx``. ``backend`` replaces the one named in
+        ``options``; the caller closes it.
 
         Raises:
             BundleError: A bundle is absent, damaged or of another version.
-            OnnxFileError: An ONNX file cannot be served as it is.
+            OnnxFileError: An ONNX file cannot be served unchanged.
             BackendError: The backend cannot run here, or cannot load a stage.
             OptionsError: A scheduling policy does not fit its model.
         """
@@ -171,19 +171,19 @@ class Engine:
     ) -> EngineResult:
         """Answer a request of n samples (first dimension of every input, n ≥ 1).
 
-        Each sample exits on its own; the result is complete. Cancelling the awaiting task withdraws
-        the request; its batch mates go on. The arrays, one an input of exact dtype, must not change
-        meanwhile. The deadline is absolute on ``time.monotonic()``; ``None`` is the model's SLO. A
-        higher priority is served first. ``source`` names the sender: of the evidence that control
-        learns from, one has at most the share that the options say. ``timeline`` takes the times of
-        the request, until it is answered.
+        Each sample exits separately; the result is complete. Cancelling the awaiting task withdraws
+        the request; the rest of its batch continues. The arrays, one an input with the exact dtype,
+        must not change before the result. The deadline is absolute on ``time.monotonic()``;
+        ``None`` is the model's SLO. A higher priority is served first. ``source`` names the sender,
+        whose share of the control loop's evidence is limited by the options. ``timeline`` records
+        the times of the request, until it is answered.
 
         Raises:
             ModelNotServedError: No such model.
-            BadInputError: A tensor is not what the model takes.
-            QueueFullError: No room in the queue, or overloaded.
-            DeadlineExceededError: The deadline passed before all samples were computed. Answers
-                that are there are returned, though they may be late.
+            BadInputError: A tensor does not fit the model.
+            QueueFullError: The queue is full, or the server is overloaded.
+            DeadlineExceededError: The deadline passed before all samples were computed. A request
+                whose samples are all computed is answered, even if late.
             DrainingError: The engine is shutting down.
             BackendError: The batch's execution failed.
         """
@@ -209,11 +209,11 @@ class Engine:
         source: str = "",
         timeline: RequestTimeline | None = None,
     ) -> AsyncGenerator[StreamResult, None]:
-        """Answer a request early, and once more when its samples have run to the end.
+        """Answer a request early, and again when its samples have run to the end.
 
         In release mode a second result follows if an exit answered any of the samples; in audit
-        mode, if any of those was drawn for an audit; otherwise there is one. The second gives the
-        unmodified model's answers for the samples in ``final``, and is left out should they be
+        mode, if any of those was drawn for an audit; otherwise there is one result. The second has
+        the unmodified model's answers for the samples in ``final``, and is omitted if they are
         lost. Closing the iterator withdraws the request. Arguments and errors are those of
         :meth:`infer`; the deadline is the first result's.
         """
@@ -291,7 +291,7 @@ class Engine:
         return request
 
     async def _finished(self, version: ModelVersion, request: Request) -> None:
-        """Wait for a request's first answer; raises its error."""
+        """Wait for a request's first answer; raise its error."""
         try:
             await request.future
         except asyncio.CancelledError:
@@ -303,13 +303,13 @@ class Engine:
         self._observers.show(version.name, request.inputs, request.first.values)
 
     def observe_inputs(self, name: str, observer: InputObserver | None) -> None:
-        """Show the inputs of all requests to a model that are answered from now on.
+        """Call an observer with the inputs of a model's requests that are answered from now on.
 
-        Requests that fail are not shown, so that nobody can have an observer look at inputs which
-        the model cannot answer.
+        Requests that fail are not observed, so that a client cannot make an observer process inputs
+        that the model cannot answer.
 
-        ``observer`` is called on the event loop, and must return quickly; one that raises is called
-        no more, and the log says so. It stays when the model is replaced. ``None`` ends it.
+        ``observer`` is called on the event loop, and must return quickly; if it raises, that is
+        logged and it is not called again. It stays when the model is replaced. ``None`` removes it.
 
         Raises:
             ModelNotServedError: No such model.
@@ -319,11 +319,12 @@ class Engine:
     async def replace(self, name: str, path: Path, *, mode: Mode | None = None) -> None:
         """Serve another bundle under a name, without losing a request.
 
-        It is loaded beside serving, with the options of the name, in another ``mode`` if one is
-        given; then it answers all new requests. Those submitted before, and their audits, end with
-        the version that took them, which is removed after that. If anything fails, the old version
-        serves on. Inputs and outputs may differ from those before, as when Triton reloads a model.
-        ``path`` may be the same, with another bundle there. Models are replaced one at a time.
+        It is loaded during serving, with the options of the name, and with another ``mode`` if one
+        is passed; then it answers all new requests. Requests submitted before, and their audits,
+        are finished by the old version, which is removed after that. If anything fails, the old
+        version continues to serve. Inputs and outputs may differ from the old ones, as when Triton
+        reloads a model. ``path`` may be the same, with another bundle there. Models are replaced
+        one at a time.
 
         Raises:
             ModelNotServedError: No such model.
@@ -335,23 +336,23 @@ class Engine:
         await self._versions.replace(name, path, mode)
 
     async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
-        """Serve a bundle or an ONNX file under a name, new or in the place of what it has.
+        """Serve a bundle or an ONNX file under a new name, or replace a served model.
 
-        As :meth:`replace`, but for a name that may be new, and with other ``options`` than the name
-        has if any are given. Where the engine learns, exits are learned for an ONNX file.
+        Like :meth:`replace`, but also for a new name, and with other ``options`` than before if
+        passed. If the engine learns, exits are learned for an ONNX file.
 
         Raises:
             DrainingError: The engine is shutting down.
             OptionsError: The model is split among workers, or the new one does not fit its options.
             BundleError: The bundle is absent, damaged or of another version.
-            OnnxFileError: The ONNX file cannot be served as it is.
+            OnnxFileError: The ONNX file cannot be served unchanged.
             BackendError: The backend cannot load a stage of it.
         """
         async with self._learning.changed(self, name, path, options) as served:
             await self._versions.load(name, served, options)
 
     async def unload(self, name: str) -> None:
-        """Take no more requests under a name; those submitted before are answered.
+        """Refuse new requests under a name; those submitted before are answered.
 
         Raises:
             ModelNotServedError: No such model.
@@ -372,7 +373,7 @@ class Engine:
         deployment = self._executor.deployment(version.key)
         of = (version.key, deployment.number)
         known = self._described.get(name)
-        if known is not None and known[0] == of:  # asked for with every request
+        if known is not None and known[0] == of:  # called for every request
             return known[1]
         info = self._describe(version, deployment)
         self._described[name] = of, info
@@ -396,9 +397,9 @@ class Engine:
         )
 
     def ready(self, model: str | None = None) -> bool:
-        """Whether the model (or every model) is loaded and takes requests.
+        """Return whether the model (or every model) is loaded and takes requests.
 
-        Not once it leaves, and not while no stream of the device can run it.
+        ``False`` after :meth:`leave`, and while no stream of the device can run it.
         """
         current = self._versions.current
         if self._leaving or self._draining or (model is not None and model not in current):
@@ -407,7 +408,7 @@ class Engine:
         return all(self._executor.serves(version.key) for version in versions)
 
     def live(self) -> bool:
-        """Whether it serves some model, or may do so again: if not, start the process again."""
+        """Return whether it serves a model, or may do so again; if not, restart the process."""
         return self._executor.live
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
@@ -415,18 +416,18 @@ class Engine:
         return {name: self._statistics(v) for name, v in self._versions.current.items()}
 
     def leave(self) -> None:
-        """Be not ready from now on, but answer requests all the same, until :meth:`drain`.
+        """Report not ready from now on, but answer requests until :meth:`drain`.
 
-        Whoever asks for readiness before sending requests needs time to notice.
+        Load balancers that check readiness need time to notice.
         """
         self._leaving = True
 
     def flush(self) -> None:
-        """From now on run requests at once, without waiting for others to share a batch with."""
+        """Run requests immediately from now on, without waiting to fill batches."""
         self._executor.flush()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, finish those in flight; ``False`` if some did not in time."""
+        """Refuse new requests, finish those in flight; return ``False`` if some did not in time."""
         self._draining = True
         self._versions.end()
         deadline_s = time.monotonic() + timeout_s

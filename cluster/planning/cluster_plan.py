@@ -20,7 +20,7 @@ class PlanError(ValueError):
 
 
 class InfeasiblePlanError(PlanError):
-    """No plan meets all constraints; ``binds`` names the first that none meets."""
+    """The constraints cannot all be met; ``binds`` names the first that no plan meets."""
 
     def __init__(self, binds: Constraint, message: str) -> None:
         super().__init__(message)

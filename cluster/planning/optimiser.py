@@ -121,7 +121,7 @@ class _Optimiser:
         self._searches = [SplitSearch(model, cluster, times, self._arrival_rps) for times in every]
 
     def result(self) -> PlanningResult:
-        """Search, and choose among the plans that are about as good as the best."""
+        """Search, and choose among the plans that are nearly optimal."""
         if self._goal.rate_rps is None:
             period_s, most = self._least_period(self._most) * (1 + NEAR), self._most
         else:

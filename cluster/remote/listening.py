@@ -1,9 +1,9 @@
 """A worker that listens: serves the first router with the token, until that one is gone.
 
 Every connection begins with TLS, if configured, and the handshake; its first message states whether
-it is for a router's orders or for one of its slots. Another router is told that this one is served.
-Other clients are refused with a log line within :data:`ADMIT_LIMIT_S`. The number of connections
-before that point is limited: the oldest is closed.
+it is for a router's orders or for one of its slots. A second router is refused, with the name of
+the served one. Other clients are refused with a log line within :data:`ADMIT_LIMIT_S`. The number
+of connections before that point is limited: the oldest is closed.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def cut(connected: socket.socket) -> None:
 
 
 def take_leave(connected: socket.socket) -> None:
-    """Let the other end read the last message before the connection closes.
+    """Allow the other end to read the last message before the connection closes.
 
     If received data were unread at the close, the system would discard that message.
     """

@@ -44,8 +44,8 @@ class PlanStatus:
     latency_s: float
     """Worst latency; like the rate PREDICTED without queues under the last forecast."""
     shares: tuple[tuple[int, float, float | None], ...]
-    """By exit: share of the rows that continue after it, as forecast and as observed in the current
-    window; ``None`` if nothing was decided there."""
+    """Exits, each with the share of rows that continue after it, as forecast and as observed in the
+    current window; ``None`` if nothing was decided there."""
     changes: int
     """Number of completed changes of plans."""
     given_up: int

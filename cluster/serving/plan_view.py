@@ -30,8 +30,8 @@ class PlanView:
     splits: tuple[SplitView, ...]
     predicted: str
     exits: tuple[tuple[str, float | None, float], ...]
-    """By exit: the share of rows that continue in the current window, 0 to 1, and the forecast used
-    for the plan."""
+    """Exits, each with the share of rows that continue in the current window, 0 to 1, and the
+    forecast used for the plan."""
     state: str
     """Current and last change of plans, with the reasons."""
 
@@ -81,7 +81,7 @@ class ProfileView:
     windows: str
     """Number of kept windows, and the method of the forecast."""
     exits: tuple[tuple[str, float, float | None], ...]
-    """By exit: the share of rows that continued, 0 to 1, and the forecast share."""
+    """Exits, each with the share of rows that continued, 0 to 1, and the forecast share."""
 
 
 def view_profile(profile: ProfileStatus | None) -> ProfileView | None:

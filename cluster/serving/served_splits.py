@@ -31,7 +31,7 @@ class ServedSplits:
     kept: bool = False
     """``True`` if the plan was configured, and must not change."""
     steals: bool = True
-    """``True`` if devices hold further segments besides their split, as far as memory allows."""
+    """``True`` if devices hold segments in addition to their split, as far as memory allows."""
     held: tuple[frozenset[int], ...] = ()
     """[workers] segments whose weights each has; if empty, computed from the other fields."""
 

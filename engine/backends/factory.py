@@ -373,13 +373,13 @@ class _Entry(NamedTuple):
     """Factory that imports what the backend needs; a :class:`BackendError` states what is
     missing."""
     needs_gpu: bool = False
-    """Whether ``auto`` skips it on machines without an NVIDIA GPU."""
+    """``True`` if ``auto`` skips it on machines without an NVIDIA GPU."""
     is_candidate: Callable[[_Options], bool] = lambda _: True
-    """Whether ``auto`` considers it; if not, it is skipped without a message."""
+    """Returns whether ``auto`` considers it; if not, it is skipped without a message."""
     require: Callable[[_Options], None] = lambda _: None
     """Additional check of ``auto``: raises a :class:`BackendError` if another backend is better."""
     custom_ops: bool = False
-    """Whether it takes libraries of custom operators."""
+    """``True`` if it takes libraries of custom operators."""
 
 
 _ENTRIES: Final[Mapping[str, _Entry]] = {

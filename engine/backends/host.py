@@ -65,7 +65,7 @@ class HostStage:
     spec: StageSpec
     execute: Execute
     added: bool
-    """Whether the graph outputs a confidence that was added when the stage was prepared."""
+    """``True`` if the graph outputs a confidence that was added when the stage was prepared."""
     inputs: tuple[str, ...]
     fetched: tuple[str, ...]
     """Outputs of the graph: answer and confidence first, if they exist, then ``computed``."""
@@ -132,7 +132,7 @@ class HostBackend:
     runtime_name: ClassVar[str]
     """Name for messages."""
     maps_weights: ClassVar[bool] = False
-    """Whether :meth:`load` takes graphs that name their weights in a file."""
+    """``True`` if :meth:`load` takes graphs that name their weights in a file."""
 
     def __init__(self, *, version: str, threads: int) -> None:
         """Keep the runtime's version, and the number of threads of each stage."""

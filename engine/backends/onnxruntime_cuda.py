@@ -150,7 +150,7 @@ class OnnxRuntimeCudaStage:
     scratch_bytes: ClassVar = 0
     """Sessions allocate their own memory."""
     missing: ClassVar = None
-    """Nothing has to be built."""
+    """``None``: no engine has to be built."""
 
     spec: StageSpec
     model: bytes
@@ -163,8 +163,7 @@ class OnnxRuntimeCudaStage:
     max_rows: int
     device: int
     pads: bool
-    """Whether it has convolutions; ONNX Runtime plans these again whenever the batch size
-    changes."""
+    """``True`` with convolutions: ONNX Runtime plans these again when the batch size changes."""
     _lock: Lock = field(default_factory=Lock)
 
     def room(self, rows: int) -> int:  # noqa: ARG002 - it takes any size

@@ -47,7 +47,7 @@ class _Device:
     backend: Backend
     open_slots: int = 0
     failed: bool = False
-    """Whether the last stage or start there failed; work for any device then goes to others."""
+    """``True`` if the last stage or start there failed; other devices are then preferred."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

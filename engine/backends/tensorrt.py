@@ -124,9 +124,9 @@ class TensorRTStage:
         self.missing = missing
         """The single engine that would replace the chain, if it is not built."""
         self.capturable = capturable
-        """Whether capture is possible; it may still fail at the first attempt."""
+        """``True`` if capture is possible; it may still fail at the first attempt."""
         self.pads = capturable
-        """Whether batches are padded: every size takes a graph, and slow new contexts of all
+        """``True`` if batches are padded: every size takes a graph, and slow new contexts of all
         engines."""
         self.remedy = remedy
         self._taken = taken

@@ -1,6 +1,6 @@
 """Errors of the engine, grouped by the party at fault.
 
-The caller is at fault (:class:`InvalidRequestError`), nobody (:class:`CapacityError`), the server
+The caller is at fault (:class:`InvalidRequestError`), no party (:class:`CapacityError`), the server
 or the model (:class:`BackendError`), or the person who started the engine (:class:`OptionsError`).
 A controller's job without a result is a ``JobError`` of :mod:`.job_runner`.
 """
@@ -21,7 +21,7 @@ class InvalidRequestError(EngineError):
 
 
 class ModelNotServedError(InvalidRequestError):
-    """No model of that name is served."""
+    """The requested model is not served."""
 
     @classmethod
     def of(cls, name: str, served: Iterable[str]) -> Self:
@@ -82,7 +82,7 @@ class TensorsLostError(BackendError):
 
 
 class OutOfServiceError(BackendError):
-    """No stream of the device can run anything now; streams are tried again. Try another server."""
+    """All streams of the device are out of service; they are retried. Try another server."""
 
 
 class OptionsError(EngineError, ValueError):

@@ -90,7 +90,7 @@ class JobRunner:
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="jobs", daemon=True)
         self._alone = False
-        """Whether the last child could not be started; used by the thread only."""
+        """``True`` if the last child could not be started; used by the thread only."""
 
     def start(self) -> Future[Any]:
         """Start the child now, so that the first job does not wait; done when it takes jobs."""
@@ -247,7 +247,7 @@ class _Child:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be sent messages, as far as is known."""
+        """``True`` if it can receive messages, as far as is known."""
         return not self._broken and self._process.poll() is None
 
     def greet(self) -> None:

@@ -7,9 +7,9 @@ its input ends. A message is its length (8 bytes, little-endian) and a pickle:
 * answer: ``(True, result, "")`` or ``(False, "ValueError: what", traceback)``;
 * before all answers, :data:`READY`.
 
-Pickles are safe here: both ends are the same program of the same user, nobody else can open the
-unnamed pipes, and no data from the network is unpickled. Whoever could write into these pipes could
-also write into the memory of either process. Pickles are never files.
+Pickles are safe here: both ends are the same program of the same user, no one else can open the
+unnamed pipes, and no data from the network is unpickled. A process that could write into these
+pipes could also write into the memory of either process. Pickles are never files.
 
 The module itself imports only the standard library: a job's modules are imported when its function
 is unpickled, after the process has lowered its priority.

@@ -117,7 +117,7 @@ class QueuedHandler(logging.Handler):
         """Queue a record as a line, or count it as dropped; called with the handler's lock held."""
         line = f"{self.format(record)}\n"
         if self._dropped:
-            line = f"({self._dropped} lines of the log were dropped: nobody read it)\n{line}"
+            line = f"({self._dropped} lines of the log were dropped: it was not read)\n{line}"
         try:
             self._lines.put_nowait(line)
         except queue.Full:

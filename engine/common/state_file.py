@@ -46,9 +46,9 @@ class OwnedFile:
             path.with_name(path.name.removesuffix(self.suffix) + self.lock_suffix)
         )
         self._waits = False
-        """Whether the log has reported that another server owns the file."""
+        """``True`` if the log has reported that another server owns the file."""
         self._told = False
-        """Whether the log has reported that there is no lock."""
+        """``True`` if the log has reported that there is no lock."""
 
     def __str__(self) -> str:
         return self.path.name

@@ -1,11 +1,10 @@
-"""Batch sizes that stages are run at: few, since on a GPU every new size costs.
+"""Batch sizes that stages are run at: few, because on a GPU every new size has a cost.
 
-A size that comes up for the first time takes a CUDA graph with execution contexts of its own
-(TensorRT), or has all convolutions planned anew (ONNX Runtime, whenever the size is another than
-before: on an H100 a ResNet-101 takes 180 ms for that, and 12 ms for the batch). So batches are
-filled up to the next of 1, 2, 4, 8, 12, 16, 24, 32, 48, … rows. What they are filled with are
-their own first rows, which every stage takes, and whose results nobody reads. A stage takes less
-than twice as many rows as a batch has.
+A new size needs a CUDA graph with its own execution contexts (TensorRT), or a new plan of all
+convolutions (ONNX Runtime, whenever the size changes: on an H100 this takes 180 ms for a
+ResNet-101, and the batch 12 ms). So batches are padded to the next of 1, 2, 4, 8, 12, 16, 24, 32,
+48, … rows. The padding is a copy of their first rows, which are valid inputs of every stage, and
+whose results are not read. A stage runs less than twice the rows of a batch.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 _DOUBLED_TO = 8
-"""From there on there is a size between each and its double."""
+"""Above this size there is another size between each size and its double."""
 
 
 def padded(rows: int, most: int) -> int:
-    """Tell how many rows a batch is run as: ``most`` at most, which it does not exceed."""
+    """Return the number of rows that a batch is run as; ``rows`` is at most ``most``."""
     return min(next(size for size in _sizes() if size >= rows), most)
 
 

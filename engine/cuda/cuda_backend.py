@@ -1,4 +1,4 @@
-"""The backend of a GPU: prepared stages, slots, and what they share."""
+"""The backend of a GPU: prepared stages, slots, and the objects that they share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from offramp.engine.stages.precision import require_plain
 class CudaBackend:
     """Runs stages on a driver: a :class:`offramp.engine.stages.backend_protocol.Backend`.
 
-    Takes over a factory and a driver, to be closed with it. ``kernels`` is the machine code of
+    It owns and closes factory and driver. ``kernels`` is the machine code of
     :func:`offramp.engine.kernels.kernel_compilation.load_kernels`. BackendError if it cannot be
-    loaded: factory and driver stay the caller's. ``graphs``: whether to capture stages into CUDA
-    graphs.
+    loaded: then the caller still owns factory and driver. ``graphs``: whether to capture stages
+    into CUDA graphs.
     """
 
     on_cpu = False
@@ -50,37 +50,37 @@ class CudaBackend:
 
     @property
     def name(self) -> str:
-        """The factory's, for instance ``tensorrt``."""
+        """Name of the factory, for instance ``tensorrt``."""
         return self._shared.factory.name
 
     @property
     def driver(self) -> Driver:
-        """The driver, which is closed with the backend; for checks beside the slots."""
+        """The driver, which is closed with the backend; for checks outside of slots."""
         return self._driver
 
     @property
     def kernels(self) -> DeviceKernels:
-        """Our kernels, as all slots launch them."""
+        """Our kernels, which all slots launch."""
         return self._shared.kernels
 
     @property
     def graphs(self) -> bool:
-        """Whether stages are captured into CUDA graphs, where they can be."""
+        """``True`` if stages are captured into CUDA graphs, where possible."""
         return self._shared.graphs
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give a bundle with policy and records of what the factory computes."""
+        """Return a bundle with the policy and records of the factory's arithmetic."""
         return self._shared.factory.as_computed(bundle)
 
     def sizes(self, most: int) -> Sequence[int]:
-        """List the sizes that batches are filled up to, if all stages do that; else all."""
+        """Return the sizes that batches are padded to, if all stages pad; else all sizes."""
         return self._shared.stages.sizes(most)
 
     def prepare(self, spec: StageSpec) -> CudaStage:
-        """Load a stage, which lasts as long as the result is referred to.
+        """Load a stage, which exists as long as the result is referenced.
 
         BackendError if it cannot be loaded, its bundle is a cascade, whose int8 is for CPUs, or its
-        criterion is one that the host computes.
+        criterion is computed on the host.
         """
         if spec.bundle is not None:
             require_plain(spec.bundle.manifest, spec.bundle.path)
@@ -104,13 +104,13 @@ class CudaBackend:
                 raise
 
     def missing(self, stage: CudaStage) -> MissingEngine | None:
-        """Name the engine that would run a stage faster, were it built."""
+        """Return the engine that would run a stage faster, if it is not built."""
         return stage.facts.prepared.missing
 
     def open_slot(self) -> CudaSlot:
         """Open a slot with buffers for all prepared stages.
 
-        BackendError if memory is short; the message says what is needed, and what was free.
+        BackendError if memory is short; the message has the needed and the free memory.
         """
         with self._driver.current():
             try:
@@ -122,9 +122,9 @@ class CudaBackend:
         return slot
 
     def close(self) -> None:
-        """Release everything, stages that are still referred to as well.
+        """Release everything, including stages that are still referenced.
 
-        BackendError if slots are still open; nothing was released.
+        BackendError if slots are still open; nothing is released then.
         """
         with self._lock:
             if self._slots:

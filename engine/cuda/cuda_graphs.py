@@ -1,6 +1,6 @@
-"""CUDA graphs through ``cuda.bindings``: PyCUDA has none.
+"""CUDA graphs through ``cuda.bindings``, because PyCUDA has none.
 
-A launch of a graph costs the host a few microseconds, however many kernels are in it.
+A launch of a graph takes the host a few microseconds, for any number of kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class CudaGraphs:
-    """Captures and launches graphs; without ``cuda.bindings`` it gives none."""
+    """Captures and launches graphs; without ``cuda.bindings`` it returns none."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -32,7 +32,7 @@ class CudaGraphs:
             self._say(str(error))
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> CudaGraph | None:
-        """Make a graph; see :meth:`offramp.engine.cuda.driver.Driver.capture`."""
+        """Capture a graph; see :meth:`offramp.engine.cuda.driver.Driver.capture`."""
         if self._driver is None:
             return None
         try:
@@ -45,16 +45,16 @@ class CudaGraphs:
         return None
 
     def _record(self, stream: Stream, enqueue: Callable[[], None]) -> Any:
-        """Capture what is enqueued as a ``CUgraph``; the stream is as before in any case."""
+        """Capture the enqueued work as a ``CUgraph``; the stream's capture always ends."""
         driver = self._driver
         handle = driver.CUstream(stream.handle)
-        # Thread local: other slots' threads may allocate meanwhile, this one may not.
+        # Thread-local mode: other slots' threads may allocate during a capture, this one may not.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         checked(driver, "begin a capture", driver.cuStreamBeginCapture(handle, mode))
         try:
             enqueue()
         except BaseException:
-            # What it could not enqueue is the error, not that the capture is spoilt by it.
+            # The cause is the failed enqueue, not the invalid capture that follows from it.
             status, graph = driver.cuStreamEndCapture(handle)
             if status == driver.CUresult.CUDA_SUCCESS and int(graph):
                 driver.cuGraphDestroy(graph)
@@ -84,7 +84,7 @@ class CudaGraph:
         self._executable: Any = made[0]
 
     def launch(self, stream: Stream) -> None:
-        """Enqueue all of it; BackendError if it is closed, or CUDA cannot."""
+        """Enqueue the whole graph; BackendError if it is closed, or CUDA cannot."""
         driver = self._driver
         if self._executable is None:
             raise BackendError("a CUDA graph was launched after it was closed")
@@ -99,7 +99,7 @@ class CudaGraph:
 
 
 def checked(driver: Any, what: str, returned: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Get what a call of ``cuda.bindings.driver`` gives behind its status, if that is no error."""
+    """Return the results of a ``cuda.bindings.driver`` call; BackendError for an error."""
     status, *results = returned
     if status != driver.CUresult.CUDA_SUCCESS:
         found, text = driver.cuGetErrorString(status)

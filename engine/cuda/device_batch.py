@@ -1,8 +1,8 @@
-"""Batches of tensors in device memory: where their tensors lie, and for how long.
+"""Batches of tensors in device memory: places and lifetimes of their tensors.
 
-Offsets depend on what a row is and on the rows that there is room for, never on the rows that
-there are: so a stage finds its inputs at the same addresses however many rows survived the stage
-before it, and a CUDA graph that was captured once holds.
+Offsets depend on the row and the capacity, never on the actual number of rows: so a stage finds its
+inputs at the same addresses for any number of survivors of the stage before it, and a captured CUDA
+graph stays valid.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ RowPart: TypeAlias = tuple[str, np.dtype[Any], tuple[int, ...]]
 """A tensor's name, type on the device and shape of one row."""
 
 Row: TypeAlias = tuple[RowPart, ...]
-"""Of every tensor of a batch."""
+"""Row parts of every tensor of a batch."""
 
 
 def row_bytes(dtype: np.dtype[Any], sample_shape: tuple[int, ...]) -> int:
-    """Bytes of a row."""
+    """Return the bytes of a row."""
     return math.prod(sample_shape) * dtype.itemsize
 
 
 def size_of(rows_bytes: Iterable[int], capacity: int) -> int:
-    """Bytes of a layout of tensors whose rows have so many bytes."""
+    """Return the bytes of a layout of tensors, given the bytes of their rows."""
     return sum(aligned(capacity * row_bytes) for row_bytes in rows_bytes)
 
 
@@ -45,10 +45,10 @@ class Placed:
     sample_shape: tuple[int, ...]
     row_bytes: int
     offset: int
-    """Bytes from the beginning of the memory."""
+    """Offset in bytes from the start of the memory."""
 
     def fill(self, memory: NDArray[np.uint8], array: NDArray[Any]) -> None:
-        """Put an array into an upload, in the device's type; BackendError if it cannot hold it."""
+        """Write an array to an upload, in the device's type; BackendError if values do not fit."""
         target = memory[self.offset : self.offset + len(array) * self.row_bytes]
         if self.dtype != array.dtype and self.dtype.kind in "iu" and array.size:
             limits = np.iinfo(self.dtype)
@@ -57,13 +57,13 @@ class Placed:
                     f"{self.name}: values {array.min()} to {array.max()} do not fit {self.dtype}, "
                     f"which the engine takes for {array.dtype}"
                 )
-        with np.errstate(over="ignore"):  # float64 beyond float32 is infinite there
+        with np.errstate(over="ignore"):  # float64 values beyond float32 become infinite
             np.copyto(target.view(self.dtype).reshape(array.shape), array, casting="same_kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """Tensors one behind the other; compared by identity, since it is looked up every stage."""
+    """Consecutive tensors; compared by identity, because it is looked up every stage."""
 
     row: Row
     capacity: int
@@ -71,12 +71,12 @@ class Layout:
     size_bytes: int
 
     def addresses(self, base: int) -> tuple[int, ...]:
-        """Addresses of all tensors, if the memory begins at ``base``."""
+        """Return the addresses of all tensors, in memory that begins at ``base``."""
         return tuple(base + tensor.offset for tensor in self.tensors)
 
 
 class Layouts:
-    """Makes every layout once, so that the same is the same object."""
+    """Makes every layout once, so that equal layouts are the same object."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Row, int], Layout] = {}
@@ -85,14 +85,14 @@ class Layouts:
         return len(self._made)
 
     def of(self, row: Row, capacity: int) -> Layout:
-        """Lay out tensors with room for ``capacity`` rows."""
+        """Return the layout of tensors for ``capacity`` rows."""
         layout = self._made.get((row, capacity))
         if layout is None:
             layout = self._made[row, capacity] = _lay_out(row, capacity)
         return layout
 
     def clear(self) -> None:
-        """Forget them; those in use stay what they are, and are never met again."""
+        """Forget the layouts; those in use stay valid, but are not found again."""
         self._made.clear()
 
 
@@ -110,39 +110,39 @@ def _lay_out(row: Row, capacity: int) -> Layout:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CudaBatch:
-    """Rows in the buffers of a slot; not frozen, since one is made every stage."""
+    """Rows in the buffers of a slot; not frozen, because one is made every stage."""
 
     owner: object
     rows: int
     layout: Layout
-    """Of the input area where it lies, or would be brought to."""
+    """Layout of the input area where the batch is, or would be copied to."""
     area: int
-    """Which of the two input areas."""
+    """Index of the input area, 0 or 1."""
     addresses: tuple[int, ...]
-    """Of ``layout.tensors``, where they lie now."""
+    """Current addresses of ``layout.tensors``."""
     home: tuple[int, ...]
-    """The same, where they lie in the input area or would be brought to."""
+    """Addresses of these tensors in the input area."""
     stamps: tuple[tuple[Region, int], ...]
-    """Buffers that it lies in, and their versions when it was written."""
+    """Buffers that contain it, with their versions when it was written."""
     placed: bool = True
-    """Whether it lies in the input area; otherwise it still lies where its stage gave it."""
+    """``True`` if it is in the input area; otherwise it is still in its stage's outputs."""
     survivors: NDArray[np.int32] | None = None
-    """Rows that the stage's end has already brought to the input area, rising."""
+    """Rows that the stage's end has already copied to the input area, ascending."""
     brought: tuple[Region, int] | None = None
-    """The input area, and its version then."""
+    """The input area, and its version at that time."""
 
     def __len__(self) -> int:
         return self.rows
 
     @property
     def valid(self) -> bool:
-        """Whether it was not overwritten."""
+        """``True`` if it was not overwritten."""
         return all(region.version == version for region, version in self.stamps)
 
     def was_brought(self, rows: NDArray[np.intp] | None) -> bool:
-        """Whether the stage end brought just these rows (``None``: all) to the input area.
+        """Return whether exactly these rows (``None``: all) were copied to the input area.
 
-        They must still be there.
+        They must not have been overwritten.
         """
         survivors, count = self.survivors, self.rows if rows is None else len(rows)
         if survivors is None or self.brought is None or len(survivors) != count:
@@ -153,17 +153,17 @@ class CudaBatch:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BufferedRows:
-    """A batch in memory of its own, that waits at a split; written for good."""
+    """A batch in its own memory, which waits at a split; never changed."""
 
     pool: MemoryPool
-    """Of the device that has them."""
+    """Pool of the device with the memory."""
     rows: int
     layout: Layout
     memory: PooledMemory
     area: int
-    """The input area where it would have gone on, so that a graph captured there fits it."""
+    """Input area that it would have continued in, so that a graph captured there fits it."""
     capacity: int
-    """Of the layout that it had there."""
+    """Capacity of the layout in that area."""
 
     def __len__(self) -> int:
         return self.rows

@@ -1,18 +1,18 @@
-"""The driver protocol: everything that Offramp asks of CUDA, in some fifteen methods.
+"""The driver protocol: all of CUDA that Offramp uses, in about fifteen methods.
 
-Work is *enqueued* on a stream and runs later, in the order of that stream. Streams know nothing of
-each other: order between two of them, and between a stream and the host, comes of events only.
-Addresses are plain integers and fixed from allocation to release.
+Work is *enqueued* on a stream and runs later, in the order of that stream. Streams are independent:
+only events order work between two of them, and between a stream and the host. Addresses are plain
+integers, fixed from allocation to release.
 
-A CUDA context is current per thread. So every method but :meth:`Driver.current` and
-:meth:`Driver.close`, and every method of what a driver gives out, is called within
-``with driver.current():`` on the calling thread.
+A CUDA context is current per thread. So every method except :meth:`Driver.current` and
+:meth:`Driver.close`, and every method of a driver's objects, is called within ``with
+driver.current():`` on the calling thread.
 
 Errors::
 
-    BackendError              what was asked failed; its batch only
-    ├── DeviceMemoryError     there is not so much memory; nothing was allocated
-    └── DeviceLostError       the device's context is lost: the process has to start anew
+    BackendError              the operation failed; only its batch is affected
+    ├── DeviceMemoryError     memory is short; nothing was allocated
+    └── DeviceLostError       the device's context is lost: the process must restart
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALIGNMENT = 256
 
 
 def aligned(size_bytes: int) -> int:
-    """Round a size up, so that what comes behind is aligned as an allocation is."""
+    """Round a size up, so that the next item is aligned like an allocation."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -40,13 +40,13 @@ Kernel: TypeAlias = Any
 """A kernel that a driver loaded; opaque."""
 
 Kernels: TypeAlias = Mapping[str, Kernel]
-"""By entry point: all of :data:`offramp.engine.kernels.kernel_arguments.ENTRY_POINTS`."""
+"""Kernels by entry point: all of :data:`offramp.engine.kernels.kernel_arguments.ENTRY_POINTS`."""
 
 
 class DeviceMemoryError(BackendError):
-    """Memory was short; what was asked for and what was free are in it and in its message.
+    """Memory was short; attributes and message have the requested and the free bytes.
 
-    What was free may lie in pieces. ``what`` says whose memory.
+    The free memory may be fragmented. ``what`` names the memory.
     """
 
     def __init__(self, size_bytes: int, free_bytes: int, what: str = "the GPU") -> None:
@@ -57,10 +57,10 @@ class DeviceMemoryError(BackendError):
 
 
 class DeviceLostError(BackendError):
-    """A kernel or copy went wrong on the device; its context can do nothing more.
+    """A kernel or copy failed on the device; its context is unusable.
 
     CUDA calls such errors sticky: an illegal address, a hardware fault. Every later call in the
-    process fails too, so starting a slot anew does not help.
+    process fails, too, so a new slot does not help.
     """
 
 
@@ -69,14 +69,14 @@ class Stream(Protocol):
 
     @property
     def handle(self) -> int:
-        """CUDA's ``CUstream``, for libraries that enqueue work themselves."""
+        """The stream's ``CUstream``, for libraries that enqueue work themselves."""
 
     def close(self) -> None:
-        """Release it. The host must have waited for what was enqueued; may be called again."""
+        """Release it. The host must have waited for its work; may be called again."""
 
 
 class StreamEvent(Protocol):
-    """A point in a stream of work, once it is recorded: a CUDA event."""
+    """A point in a stream of work, after it is recorded: a CUDA event."""
 
     def close(self) -> None:
         """Release it; may be called again."""
@@ -86,25 +86,25 @@ class Graph(Protocol):
     """Work that was captured once, with all addresses and arguments, to be launched often."""
 
     def launch(self, stream: Stream) -> None:
-        """Enqueue all of it."""
+        """Enqueue the whole graph."""
 
     def close(self) -> None:
         """Release it. The host must have waited for its launches; may be called again."""
 
 
 class Pinned(Protocol):
-    """Host memory that the device can reach: the only kind that is copied asynchronously."""
+    """Host memory that the device can access: the only kind that is copied asynchronously."""
 
     @property
     def array(self) -> NDArray[np.uint8]:
-        """[size_bytes]: its content; views of it may be copied too. Dead once it is freed."""
+        """Content, [size_bytes]; views of it may be copied, too. Invalid after it is freed."""
 
     @property
     def address(self) -> int:
-        """Where kernels see it. They may write it: a few words at a time, over the bus."""
+        """Address for kernels, which may write a few words at a time, over the bus."""
 
     def free(self) -> None:
-        """Release it. The host must have waited for what uses it; may be called again."""
+        """Release it. The host must have waited for its users; may be called again."""
 
 
 class Driver(Protocol):
@@ -112,81 +112,81 @@ class Driver(Protocol):
 
     @property
     def device(self) -> str:
-        """Its name, for instance ``NVIDIA H200``."""
+        """Name of the device, for instance ``NVIDIA H200``."""
 
     @property
     def multiprocessors(self) -> int:
-        """How many multiprocessors it has."""
+        """Number of multiprocessors."""
 
     @property
     def compute_capability(self) -> tuple[int, int]:
-        """Its compute capability, such as (9, 0)."""
+        """Compute capability, such as (9, 0)."""
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the device's context the calling thread's, until the end of the block; nests."""
+        """Make the device's context current on this thread, until the end of the block; nests."""
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device."""
+        """Return free and total bytes of the device."""
 
     def allocate(self, size_bytes: int) -> int:
-        """Take device memory of undefined content; DeviceMemoryError if it is short.
+        """Allocate device memory with undefined content; DeviceMemoryError if it is short.
 
         Its address is a multiple of :data:`ALIGNMENT`.
         """
 
     def free(self, address: int) -> None:
-        """Give back what :meth:`allocate` gave; the host must have waited for what uses it."""
+        """Free memory of :meth:`allocate`; the host must have waited for its users."""
 
     def allocate_pinned(self, size_bytes: int) -> Pinned:
-        """Take host memory for copies, of undefined content; DeviceMemoryError if it is short."""
+        """Allocate host memory for copies, with undefined content; DeviceMemoryError if short."""
 
     def stream(self) -> Stream:
-        """Make a stream; it never waits for the default stream."""
+        """Return a new stream; it never waits for the default stream."""
 
     def event(self) -> StreamEvent:
-        """Make an event; it takes no times."""
+        """Return a new event, without timing."""
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
-        """Enqueue a copy from pinned memory, which must not change until it is done."""
+        """Enqueue a copy from pinned memory, which must not change until the copy is done."""
 
     def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
         """Enqueue a copy to pinned memory; read it after :meth:`synchronize`."""
 
     def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
-        """Enqueue a copy from device memory to device memory; the two do not overlap."""
+        """Enqueue a copy from device memory to device memory, without overlap."""
 
     def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
         """Enqueue zeros."""
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Let the event stand for all that is enqueued so far; forgets what it stood for."""
+        """Record all work enqueued so far in the event, replacing its former content."""
 
     def wait_on(self, stream: Stream, event: StreamEvent) -> None:
-        """Let what is enqueued on the stream from now on wait for what the event stands for now."""
+        """Make later work on the stream wait for the event's current content."""
 
     def synchronize(self, event: StreamEvent) -> None:
-        """Wait, with the GIL released, for what the event stands for.
+        """Wait, with the GIL released, for the event's content.
 
-        DeviceLostError if something that was enqueued went wrong on the device.
+        DeviceLostError if enqueued work failed on the device.
         """
 
     def load(self, cubin: bytes) -> Kernels:
-        """Load our kernels' machine code; they last until the driver is closed."""
+        """Load our kernels' machine code; the kernels exist until the driver is closed."""
 
     def launch(self, kernel: Kernel, launch: Launch, stream: Stream) -> None:
-        """Enqueue a kernel with its grid, its block and ``launch.arguments``, taken by value."""
+        """Enqueue a kernel with its grid, its block and ``launch.arguments``, passed by value."""
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph | None:
-        """Make a graph of all that ``enqueue`` enqueues on the stream; none of it runs.
+        """Make a graph of the work that ``enqueue`` enqueues on the stream; none of it runs.
 
         Within ``enqueue`` this thread must not allocate, free, load, record, wait or synchronise,
-        nor use another stream. Enqueue the same work once before without capture: libraries
-        allocate and load at the first run. Other threads are not concerned.
+        nor use another stream. Enqueue the same work once before without capture, because libraries
+        allocate and load at the first run. Other threads are not affected.
 
-        ``None`` where there are no graphs, or ``enqueue`` raised a :class:`BackendError`, as
-        TensorRT does for engines that cannot be captured; a line in the log says why, once a
-        reason. Any other exception is raised.
+        ``None`` if there are no graphs, or ``enqueue`` raised a :class:`BackendError`, as TensorRT
+        does for engines that cannot be captured; a log line has the reason, once for each reason.
+        Any other exception is raised.
         """
 
     def close(self) -> None:
-        """Forget the kernels. All else must have been released before."""
+        """Forget the kernels. All other resources must be released before."""

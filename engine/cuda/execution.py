@@ -1,4 +1,4 @@
-"""How a stage runs in a slot: what has its shapes and its CUDA graph, and what a batch adds."""
+"""Execution of a stage in a slot: its shapes and CUDA graph, and the parts of each batch."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ _TIMES_UNTIL_CAPTURE = 2
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenStage:
-    """A stage with what runs it in one slot."""
+    """A stage with its executable in one slot."""
 
     facts: StageFacts
     executable: Executable
     graphs: bool
-    """Whether to capture it; not any more once that failed."""
+    """``True`` if it should be captured; ``False`` after a failed capture."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Execution:
-    """A stage's executable on so many rows of a shape at certain addresses.
+    """A stage's executable with fixed rows, shapes and addresses.
 
-    All batches that are padded to as many rows share it, with its CUDA graph.
+    All batches that are padded to this number of rows share it, with its CUDA graph.
     """
 
     stage: OpenStage
     number: int
-    """Of the graph, for what it is captured from; never used twice in a slot."""
+    """Number of the graph, for the executable; never used twice in a slot."""
     rows: int
-    """With those that the batch is filled up with."""
+    """Number of rows, including padding."""
     shapes: dict[str, Shape]
     addresses: dict[str, int]
-    """Of the batch's tensors, and of what the stage gives."""
+    """Addresses of the batch's tensors, and of the stage's outputs."""
     given: dict[str, RowPart]
-    """What a row of each output is."""
+    """Row part of each output."""
     carried: Layout | None
-    """Of what goes on, in the next input area; ``None`` after the last stage."""
+    """Layout of the carried tensors, in the next input area; ``None`` after the last stage."""
     targets: dict[str, int]
-    """Addresses of what goes on there, by name."""
+    """Addresses of the carried tensors there, by name."""
     runs: dict[int, StageRun] = field(default_factory=dict)
-    """By the rows of the batch."""
+    """Runs by the rows of the batch."""
     times: int = 0
-    """How often it was run without a graph."""
+    """Number of runs without a graph."""
     graph: Graph | None = None
 
     def enqueue(self, stream: Stream) -> None:
@@ -64,9 +64,9 @@ class Execution:
         self._enqueue(stream, self.number if prepares else None)
 
     def was_run(self, driver: Driver, stream: Stream) -> bool:
-        """Note that it was, and that the host has waited; after the second time it is captured.
+        """Count a run after the host has waited; after the second run, capture it.
 
-        False if it could not be: then the stage does without graphs.
+        Returns ``False`` if it could not be captured: then the stage does not use graphs.
         """
         if self.graph is not None:
             return True
@@ -78,10 +78,10 @@ class Execution:
         )
 
     def release(self) -> None:
-        """Close the graph, and let go of what it was captured from; the host has waited."""
+        """Close the graph, and release its preparation; the host has waited."""
         graph, self.graph = self.graph, None
         with ExitStack() as releases:  # last in, first out
-            if self.times:  # before, it was not prepared for a graph
+            if self.times:  # otherwise it was not prepared for a graph
                 releases.callback(self.stage.executable.forget, self.number)
             if graph is not None:
                 releases.callback(graph.close)
@@ -90,7 +90,7 @@ class Execution:
         self.stage.executable.enqueue(self.shapes, self.addresses, stream, graph=graph)
 
     def _capture(self, driver: Driver, stream: Stream) -> bool:
-        """To be called right after it ran with these very shapes, as TensorRT asks."""
+        """Capture right after a run with the same shapes, as TensorRT requires."""
         self.graph = driver.capture(stream, lambda: self._enqueue(stream, self.number))
         if self.graph is None:
             self.stage.graphs = False
@@ -100,40 +100,40 @@ class Execution:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StageRun:
-    """A stage's run on a batch of so many rows, worked out once."""
+    """A stage's run on a batch of a number of rows, prepared once."""
 
     execution: Execution
     rows: int
-    """Of the batch."""
+    """Rows of the batch."""
     target: int
-    """The area to which goes what goes on."""
+    """Area of the carried tensors."""
     targets: tuple[int, ...]
-    """Addresses of what goes on there."""
+    """Addresses of the carried tensors there."""
     sources: tuple[int, ...]
-    """Addresses of what goes on, before rows are taken out."""
+    """Addresses of the carried tensors before rows leave."""
     passes: bool
-    """Whether some of it are inputs that pass through."""
+    """``True`` if some of them are inputs that pass through."""
     fills: tuple[tuple[int, int, int], ...]
-    """(target, source, bytes) of the rows that the batch is filled up with."""
+    """(target, source, bytes) of the padding rows."""
     copies: tuple[tuple[int, int, int], ...]
-    """The same of inputs that pass through, where nobody can exit."""
+    """(target, source, bytes) of inputs that pass through, for stages without an exit."""
     compacts: bool
-    """Whether the stage end brings what goes on to the next input area."""
+    """``True`` if the stage end copies the carried tensors to the next input area."""
     answer: NDArray[Any] | None
-    """[rows, classes], in pinned memory."""
+    """Answers in pinned memory, [rows, classes]."""
     answer_bytes: NDArray[np.uint8]
     answer_address: int
     confidence: NDArray[np.float32]
-    """[rows], in pinned memory, as the next two."""
+    """Confidences in pinned memory, [rows]; the next two are pinned, too."""
     survivors: NDArray[np.int32]
-    """[rows], of which as many are valid as there are."""
+    """Numbers of the surviving rows, [rows], of which the first ``survivor_count`` are valid."""
     survivor_count: NDArray[np.int32]
-    """[1]."""
+    """Number of survivors, [1]."""
     threshold: float = -1.0
     end: Launch | None = None
-    """The launch after the stage."""
+    """Launch of the kernel after the stage."""
 
     @property
     def facts(self) -> StageFacts:
-        """The stage's."""
+        """Facts of the stage."""
         return self.execution.stage.facts

@@ -2,14 +2,14 @@
 
 The arena of a slot has, on the device::
 
-    inputs 0, 1   what a stage reads; the stage after it reads from the other one
-    outputs       what a stage gives before rows that exit are taken out
+    inputs 0, 1   inputs of a stage; the next stage reads from the other one
+    outputs       outputs of a stage before leaving rows are removed
     scratch       memory of the executables, between the beginning and the end of a stage
     by_row        counters of the stage end, row numbers
 
-and, pinned on the host: uploads, answers, row numbers, and what the stage end writes. All sizes are
-known when a slot opens, and from then on addresses are fixed. Only a stage that is prepared after
-the slot was opened, or a sample larger than was foreseen, can make a buffer grow.
+and, pinned on the host: uploads, answers, row numbers, and the results of the stage end. All sizes
+are known when a slot opens, and from then on addresses are fixed. A buffer grows only for a stage
+that is prepared after the slot was opened, or for a sample larger than expected.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from offramp.engine.cuda.driver import DeviceMemoryError, Driver, Pinned, aligne
 from offramp.engine.kernels.kernel_arguments import Results, Scratch
 
 _LEAST_BYTES = 1 << 16
-"""The smallest allocation of the pool."""
+"""Bytes of the smallest allocation of the pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The memory that stages need of a slot; all 0 for none."""
+    """The memory that stages need of a slot, in bytes; all 0 for none."""
 
     input_bytes: int = 0
-    """Of a batch before or after a stage."""
+    """Largest size of a batch before or after a stage."""
     output_bytes: int = 0
     scratch_bytes: int = 0
     upload_bytes: int = 0
@@ -43,7 +43,7 @@ class Needs:
     rows: int = 0
 
     def most(self, other: Needs) -> Needs:
-        """Combine with other needs: what does for both, one after the other."""
+        """Return the needs that satisfy both, one after the other."""
         names = (each.name for each in fields(self))
         return Needs(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
@@ -62,37 +62,40 @@ class Needs:
 
 
 def mib(size_bytes: int) -> str:
-    """Write a size as ``1.5 MiB``."""
+    """Format a size as ``1.5 MiB``."""
     return f"{size_bytes / 2**20:,.1f} MiB"
 
 
 class Region:
-    """A piece of device memory that can grow; what it held is lost then."""
+    """A piece of device memory that can grow, which discards its content."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self.address = 0
-        """Where kernels see it; 0 while nothing is allocated."""
+        """Address for kernels; 0 while nothing is allocated."""
         self.size_bytes = 0
         self.version = 0
-        """Counts how often its content was replaced: what was read from it before is void."""
+        """Number of replacements of its content, which invalidate earlier reads."""
 
     def reserve(self, size_bytes: int) -> bool:
-        """Have room; says whether the address changed. The host must have waited for its use."""
+        """Ensure a size; return whether the address changed.
+
+        The host must have waited for its use.
+        """
         if size_bytes <= self.size_bytes:
             return False
-        self.free()  # first: both may not fit
+        self.free()  # free first: both may not fit
         self.address = self._take(size_bytes)
         self.size_bytes = size_bytes
         return True
 
     def replace(self) -> int:
-        """Void what it holds; gives its new version."""
+        """Invalidate its content; return its new version."""
         self.version += 1
         return self.version
 
     def free(self) -> None:
-        """Give it back; may be called again."""
+        """Free it; may be called again."""
         address, size_bytes = self.address, self.size_bytes
         self.address = self.size_bytes = 0
         self.version += 1
@@ -107,7 +110,7 @@ class Region:
 
 
 class HostRegion(Region):
-    """A piece of pinned host memory that can grow; what it held is lost then."""
+    """A piece of pinned host memory that can grow, which discards its content."""
 
     array: NDArray[np.uint8] = np.empty(0, np.uint8)
     _pinned: Pinned
@@ -123,31 +126,31 @@ class HostRegion(Region):
 
 
 class RowBuffers:
-    """Buffers that depend on nothing but the rows of a batch: the kernels' own, and their results.
+    """Buffers that depend only on the rows of a batch: the kernels' scratch, and their results.
 
-    The stage end writes its results to pinned memory, so that no copy is needed to read them.
+    The stage end writes its results to pinned memory, so that they are read without a copy.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._device = Region(driver)
         self._results = HostRegion(driver)
         self.sent_numbers = HostRegion(driver)
-        """Row numbers on their way to the device, int32 [rows]."""
+        """Row numbers to be copied to the device, int32 [rows]."""
         self.rows = 0
-        """The largest batch that there is room for."""
+        """Largest batch that the buffers hold."""
         self.scratch_is_clear = False
-        """Whether the kernels' scratch is as they take it."""
+        """``True`` if the kernels' scratch has the state that they require."""
 
     @staticmethod
     def device_bytes(rows: int) -> int:
-        """Device memory for batches of ``rows``."""
+        """Return the device memory for batches of ``rows``."""
         return aligned(Scratch.bytes_for(rows)) + aligned(4 * rows) if rows else 0
 
     def reserve(self, rows: int) -> bool:
-        """Have room for batches of ``rows``; says whether addresses changed."""
+        """Ensure buffers for batches of ``rows``; return whether addresses changed."""
         if rows <= self.rows:
             return False
-        self.rows = 0  # until there is memory for all: what failed is tried again
+        self.rows = 0  # until all is allocated: a failure is tried again
         self.scratch_is_clear = False
         self._device.reserve(self.device_bytes(rows))
         self.sent_numbers.reserve(4 * rows)
@@ -167,14 +170,14 @@ class RowBuffers:
 
     @property
     def results(self) -> Results:
-        """Addresses where the stage end shall write."""
+        """Addresses for the results of the stage end."""
         base, step = self._results.address, aligned(4 * self.rows)
         return Results(confidence=base, survivors=base + step, survivor_count=base + 2 * step)
 
     def views(self, rows: int) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:
-        """View the stage end's results: confidence [rows], survivors [rows], their number [1].
+        """Return views of the results: confidence [rows], survivors [rows], their number [1].
 
-        Only the first survivors are valid, as many as their number says.
+        Only the first survivors are valid, as many as their number.
         """
         step = aligned(4 * self.rows)
         words = self._results.array[: 3 * step].view(np.float32).reshape(3, -1)
@@ -182,7 +185,7 @@ class RowBuffers:
         return confidence[:rows], survivors[:rows].view(np.int32), count[:1].view(np.int32)
 
     def free(self) -> None:
-        """Give everything back, whatever goes wrong on the way; may be called again."""
+        """Free everything, even if an error occurs; may be called again."""
         self.rows = 0
         with ExitStack() as releases:
             for region in (self._device, self.sent_numbers, self._results):
@@ -192,7 +195,7 @@ class RowBuffers:
 class Arena:
     """All buffers of a slot; nothing is allocated before :meth:`open`. The driver is current.
 
-    ``moving`` is called before a buffer moves: must wait for what uses it, and forget addresses.
+    ``moving`` is called before a buffer moves: it must wait for its users, and forget addresses.
     """
 
     def __init__(self, driver: Driver, moving: Callable[[], None]) -> None:
@@ -204,12 +207,12 @@ class Arena:
         self.answers = HostRegion(driver)
         self.by_row = RowBuffers(driver)
         self.growths = 0
-        """How often a buffer was allocated anew after :meth:`open`."""
+        """Number of reallocations of buffers after :meth:`open`."""
 
     def open(self, needs: Needs) -> None:
         """Allocate everything that stages need.
 
-        DeviceMemoryError if there is not so much. What was allocated stays until :meth:`free`.
+        DeviceMemoryError if memory is short. Allocated buffers stay until :meth:`free`.
         """
         for region in self.inputs:
             region.reserve(needs.input_bytes)
@@ -220,14 +223,14 @@ class Arena:
         self.by_row.reserve(needs.rows)
 
     def grow(self, region: Region, size_bytes: int) -> None:
-        """Have room in a region whose content is not needed any more."""
+        """Ensure the size of a region whose content is not needed any more."""
         if size_bytes > region.size_bytes:
             self.settle()
             region.reserve(size_bytes)
             self.growths += 1
 
     def grow_rows(self, rows: int) -> None:
-        """Have room for batches of ``rows`` in all that is by row."""
+        """Ensure buffers for batches of ``rows`` in all that depends on rows."""
         if rows > self.by_row.rows:
             self.settle()
             self.by_row.reserve(rows)
@@ -235,7 +238,7 @@ class Arena:
 
     @property
     def sizes(self) -> Needs:
-        """Sizes that there is room for now."""
+        """Current sizes of the buffers."""
         return Needs(
             input_bytes=max(region.size_bytes for region in self.inputs),
             output_bytes=self.outputs.size_bytes,
@@ -246,7 +249,7 @@ class Arena:
         )
 
     def free(self) -> None:
-        """Give everything back, whatever goes wrong on the way; may be called again."""
+        """Free everything, even if an error occurs; may be called again."""
         regions = (*self.inputs, self.outputs, self.scratch, self.uploads, self.answers)
         with ExitStack() as releases:
             for each in (*regions, self.by_row):
@@ -254,7 +257,7 @@ class Arena:
 
 
 class PooledMemory:
-    """A piece of the memory pool; goes back to it with the last reference."""
+    """A piece of the memory pool; returns to it with the last reference."""
 
     __slots__ = ("_returned", "address", "size_bytes")
 
@@ -264,14 +267,14 @@ class PooledMemory:
         self._returned = returned
 
     def __del__(self) -> None:
-        """May run on any thread and amid anything, so it takes no lock and calls no CUDA."""
+        """Return it to the pool: on any thread at any point, so without a lock or CUDA call."""
         self._returned.append((self.size_bytes, self.address))
 
 
 class MemoryPool:
     """Device memory of buffered batches, in sizes that are powers of two; thread-safe.
 
-    Any slot takes memory. Whoever lets go of it last has waited for the work that uses it.
+    Any slot takes memory. The owner of the last reference has waited for the work that uses it.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -284,7 +287,7 @@ class MemoryPool:
         self._returned: deque[tuple[int, int]] = deque()
 
     def take(self, size_bytes: int) -> PooledMemory:
-        """Take memory; the driver must be current. DeviceMemoryError if none lies idle either."""
+        """Allocate memory; the driver must be current. DeviceMemoryError if none is idle either."""
         size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
         with self._lock:
             while self._returned:
@@ -295,9 +298,9 @@ class MemoryPool:
         return PooledMemory(address, size_bytes, self._returned)
 
     def read(self, memory: PooledMemory, size_bytes: int) -> NDArray[np.uint8]:
-        """Copy the beginning of memory that was taken to the host, and wait; on any thread.
+        """Copy the beginning of allocated memory to the host, and wait; on any thread.
 
-        What wrote it is done. BackendError if it cannot be read, DeviceLostError.
+        The work that wrote it is done. BackendError if it cannot be read, DeviceLostError.
         """
         driver = self._driver
         with self._reading, driver.current(), ExitStack() as releases:
@@ -312,7 +315,7 @@ class MemoryPool:
             return content.copy()
 
     def close(self) -> None:
-        """Free everything, buffered batches that are still referred to as well."""
+        """Free everything, including buffered batches that are still referenced."""
         with self._lock:
             for address in self._all:
                 self._driver.free(address)
@@ -331,7 +334,7 @@ class MemoryPool:
         return address
 
     def _free_idle(self) -> bool:
-        """Give back what nobody uses; says whether there was any."""
+        """Free unused memory; return whether there was any."""
         addresses = [address for idle in self._idle.values() for address in idle]
         self._idle.clear()
         for address in addresses:

@@ -1,8 +1,8 @@
-"""The prepared stages of a backend, and who still needs them.
+"""The prepared stages of a backend, and their users.
 
-What the backend gives out is a handle. When its last reference is gone, on whichever thread, the
-stage is only marked: its executables are closed by the slots that own them, on their own threads,
-and the stage itself after the last of them.
+The backend returns handles. When the last reference to a handle is gone, on any thread, the stage
+is only marked: the slots that own its executables close them, on their own threads, and the stage
+itself is closed after the last of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SCORE_TYPES: dict[np.dtype[Any], ScoreType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCheck:
-    """The kernel's check of who exits after a stage."""
+    """The kernel's exit check after a stage."""
 
     scores: str
     """Name of the output that it reads."""
@@ -45,11 +45,11 @@ class StageCheck:
 
 
 def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck | None:
-    """Tell how to check who exits after a stage, by the type of its confidence or else answer.
+    """Return the exit check after a stage, by the type of its confidence or else answer.
 
     A confidence that the graph computes is the largest of one probability: thresholds were tuned on
-    these very numbers, so they are what is compared. ``None`` where the stage has no answer, or one
-    of a type or task that the kernels do not read.
+    these numbers, so they are compared unchanged. ``None`` if the stage has no answer, or one of a
+    type or task that the kernels do not support.
     """
     score_type = _SCORE_TYPES.get(dtype)
     if spec.answer is None or score_type is None:
@@ -69,21 +69,21 @@ class StageFacts:
     """Facts of a prepared stage that slots need."""
 
     number: int
-    """Never used twice in a backend."""
+    """Number of the stage, never used twice in a backend."""
     prepared: PreparedStage
     check: StageCheck | None
-    """How the kernel checks who exits; ``None``: it does not."""
+    """The kernel's exit check; ``None`` if it has none."""
     given: frozenset[str]
-    """Carried tensors that the stage gives; the others pass through."""
+    """Carried tensors that are outputs of the stage; the others pass through."""
 
     @property
     def spec(self) -> StageSpec:
-        """What was prepared."""
+        """Spec of the prepared stage."""
         return self.prepared.spec
 
 
 class CudaStage:
-    """A prepared stage, as the backend gives it out; lasts as long as somebody refers to it."""
+    """Handle of a prepared stage, which exists as long as it is referenced."""
 
     __slots__ = ("__weakref__", "facts")
 
@@ -96,7 +96,7 @@ class _Record:
     facts: StageFacts
     executables: int = 0
     dropped: bool = False
-    """Nobody refers to its handle any more."""
+    """``True`` if its handle is not referenced any more."""
 
 
 @dataclass(slots=True)
@@ -104,17 +104,17 @@ class StageRegistry:
     """All stages of a backend that are not closed; thread-safe."""
 
     drops: int = 0
-    """Handles that are gone, so far; slots compare it to know when to look."""
+    """Number of lost handles so far; slots compare it to detect new ones."""
     _records: dict[int, _Record] = field(default_factory=dict)
     _dropped: deque[int] = field(default_factory=deque)
-    """Written by finalisers, which may run on any thread, and amid anything: takes no lock."""
+    """Written by finalisers, which may run on any thread at any point: without a lock."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _drops: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _used: Needs = field(default_factory=Needs)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, prepared: PreparedStage) -> CudaStage:
-        """Take a stage over; BackendError if it does not give what its spec says."""
+        """Register a stage; BackendError if its outputs do not fit its spec."""
         facts = facts_of(prepared, next(self._numbers))
         with self._lock:
             self._records[facts.number] = _Record(facts=facts)
@@ -123,7 +123,7 @@ class StageRegistry:
         return stage
 
     def needs(self) -> Needs:
-        """Tell what memory does for all stages that are in use."""
+        """Return the memory that suffices for all stages in use."""
         with self._lock:
             self._note_dropped()
             live = [record.facts for record in self._records.values() if not record.dropped]
@@ -135,7 +135,7 @@ class StageRegistry:
         return reduce(Needs.most, (needs_of(facts.prepared, row_bytes) for facts in live), used)
 
     def sizes(self, most: int) -> Sequence[int]:
-        """List the sizes that batches of up to ``most`` rows are run as, rising."""
+        """Return the sizes that batches of up to ``most`` rows are run as, ascending."""
         with self._lock:
             self._note_dropped()
             live = [record.facts for record in self._records.values() if not record.dropped]
@@ -146,12 +146,12 @@ class StageRegistry:
         return sorted({padded(n, min(stage.room(n), most)) for stage in stages for n in rows})
 
     def remember(self, used: Needs) -> None:
-        """Note what a slot had to grow to, so that the next ones have it from the beginning."""
+        """Record the sizes that a slot had to grow to, for the initial sizes of later slots."""
         with self._lock:
             self._used = self._used.most(used)
 
     def open(self, facts: StageFacts, resources: SlotResources) -> Executable:
-        """Make what runs a stage in a slot, if it can be made; :meth:`close` must follow."""
+        """Make a stage's executable in a slot; :meth:`close` must follow."""
         with self._lock:
             self._records[facts.number].executables += 1
         try:
@@ -161,20 +161,20 @@ class StageRegistry:
             raise
 
     def close(self, facts: StageFacts, executable: Executable) -> None:
-        """Close what :meth:`open` gave."""
+        """Close an executable of :meth:`open`."""
         try:
             executable.close()
         finally:
             self._count_down(facts)
 
     def is_dropped(self, facts: StageFacts) -> bool:
-        """Whether nobody can run a stage any more."""
+        """Return whether a stage cannot be run any more."""
         with self._lock:
             self._note_dropped()
             return self._records[facts.number].dropped
 
     def sweep(self) -> None:
-        """Close stages that nobody can run and that have no executables; a context is current."""
+        """Close stages without handles and executables; a context is current."""
         with self._lock:
             self._note_dropped()
             over = [r for r in self._records.values() if r.dropped and not r.executables]
@@ -183,9 +183,9 @@ class StageRegistry:
         _close(over)
 
     def close_all(self) -> None:
-        """Close every stage, whoever still refers to it.
+        """Close every stage, even if it is still referenced.
 
-        BackendError if some have executables still; the others are closed.
+        BackendError if some still have executables; the others are closed.
         """
         with self._lock:
             records, self._records = list(self._records.values()), {}
@@ -218,18 +218,18 @@ def _close(records: Sequence[_Record]) -> None:
 
 
 def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
-    """Derive the facts that slots need; BackendError if an output is missing or unreadable."""
+    """Return the facts that slots need; BackendError if an output is missing or unreadable."""
     spec = prepared.spec
     outputs = {tensor.name: tensor for tensor in prepared.outputs}
     lacking = [name for name in (spec.answer, spec.confidence) if name and name not in outputs]
     if lacking:
         raise BackendError(
-            f"stage {spec.index} does not give {', '.join(lacking)}; it gives {sorted(outputs)}"
+            f"stage {spec.index} lacks outputs {', '.join(lacking)}; it has {sorted(outputs)}"
         )
     check = None
     if spec.answer is not None:
         answer = outputs[spec.answer]
-        if answer.dtype == np.uint16:  # bits: read as numbers they would make a wrong answer
+        if answer.dtype == np.uint16:  # bits: as numbers they would be a wrong answer
             raise BackendError(
                 f"stage {spec.index} gives its answer {answer.name} as bfloat16 or uint16, which "
                 f"cannot be read: float32 or float16, for instance by a Cast before the output"
@@ -249,10 +249,10 @@ def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
 
 
 def needs_of(prepared: PreparedStage, row_bytes: Mapping[str, int]) -> Needs:
-    """Tell what a stage needs of a slot, with the largest batch.
+    """Return a stage's needs of a slot, with the largest batch.
 
-    ``row_bytes`` are of inputs that pass through it, which it may not know itself; those that are
-    not there count as nothing, and make a slot grow when they come.
+    ``row_bytes`` are those of inputs that pass through it, which the stage may not know; missing
+    ones count as 0, and make a slot grow when they occur.
     """
     spec, rows = prepared.spec, prepared.max_rows
     read = {tensor.name: tensor.row_bytes for tensor in prepared.inputs}

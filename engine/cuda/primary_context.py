@@ -1,8 +1,8 @@
 """A GPU's primary context, through PyCUDA, made current around work on it.
 
 The primary context is the one that TensorRT's own CUDA runtime, torch and CuPy use, so memory and
-streams can be handed over. A context is current per thread: every thread that works on the GPU
-enters :meth:`PrimaryContext.current` itself.
+streams can be shared. A context is current per thread: every thread that works on the GPU enters
+:meth:`PrimaryContext.current` itself.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class PrimaryContext:
-    """Retains a GPU's primary context; get it from :func:`primary_context`.
+    """Retains a GPU's primary context; use :func:`primary_context`.
 
-    BackendError if CUDA gives none, for instance for want of memory.
+    BackendError if CUDA has none, for instance if memory is short.
     """
 
     def __init__(self, index: int) -> None:
@@ -34,7 +34,7 @@ class PrimaryContext:
             self._context: cuda.Context = device.retain_primary_context()
         except cuda.Error as error:
             raise BackendError(
-                f"CUDA cannot be used on cuda:{index}: {error}; look at nvidia-smi"
+                f"CUDA cannot be used on cuda:{index}: {error}; check nvidia-smi"
             ) from error
 
     @contextmanager
@@ -51,12 +51,12 @@ class PrimaryContext:
 
 @cache
 def primary_context(index: int) -> PrimaryContext:
-    """The primary context of GPU ``index``, retained until the process ends.
+    """Return the primary context of GPU ``index``, retained until the process ends.
 
-    It is not released before: TensorRT's CUDA runtime holds it until then too, and PyCUDA 2026.1
-    would leave a released context current on the thread that released it. Ask
-    :func:`offramp.engine.tensorrt.probe.require` and
-    :func:`offramp.engine.tensorrt.compat.load` first.
+    It is not released earlier: TensorRT's CUDA runtime holds it until then, too, and PyCUDA 2026.1
+    would leave a released context current on the thread that released it. Call
+    :func:`offramp.engine.tensorrt.probe.require` and :func:`offramp.engine.tensorrt.compat.load`
+    first.
     """
     atexit.register(primary_context.cache_clear)
     return PrimaryContext(index)

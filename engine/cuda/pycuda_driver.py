@@ -1,13 +1,13 @@
 """The driver of a GPU, through PyCUDA; its graphs are made through ``cuda.bindings``.
 
-The device's primary context is used, never one of PyCUDA's own, so that TensorRT and ONNX Runtime
-share memory and streams with us. Nothing is left to the garbage collector: PyCUDA releases things
-only on a thread on which their context is current, and warns and leaks anywhere else.
+It uses the device's primary context, never one of PyCUDA's own, so that memory and streams are
+shared with TensorRT and ONNX Runtime. All resources are released explicitly: PyCUDA releases them
+only on a thread on which their context is current, and otherwise warns and leaks.
 
-Errors on the device (an illegal address, a hardware fault) are found by whoever waits next, and
-they are sticky: the context is lost, every later call in the process fails. A slot that is started
-anew will then fail again, and all of them are soon out of service
-(``engine/serving/stream_health.py``); only a new process helps.
+Errors on the device (an illegal address, a hardware fault) are raised at the next wait, and they
+are sticky: the context is lost, and every later call in the process fails. A restarted slot then
+fails again, and all slots are soon out of service (``engine/serving/stream_health.py``); only a new
+process helps.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _INSTALL = (
     "pip install --force-reinstall --no-cache-dir pycuda (it must fit the driver's CUDA version)"
 )
 _NON_BLOCKING = 1
-"""CU_STREAM_NON_BLOCKING, which PyCUDA has no name for: the stream and the default stream, that
-some library may use, do not wait for each other."""
+"""CU_STREAM_NON_BLOCKING, for which PyCUDA has no name: the stream and the default stream, which a
+library may use, do not wait for each other."""
 
 
 def require_pycuda() -> None:
-    """Import PyCUDA, without which no driver can be made; BackendError says what is wrong."""
+    """Import PyCUDA, which the driver needs; BackendError with the reason if that fails."""
     with optional_import("pycuda", install=_INSTALL, raises=BackendError):
         import pycuda.driver  # noqa: F401, PLC0415
 
@@ -54,8 +54,8 @@ def require_pycuda() -> None:
 class PyCudaDriver:
     """One GPU through its primary context: a :class:`offramp.engine.cuda.driver.Driver`.
 
-    Ask :func:`offramp.engine.tensorrt.probe.require` first. BackendError if CUDA
-    does not give the context.
+    Call :func:`offramp.engine.tensorrt.probe.require` first. BackendError if CUDA does not provide
+    the context.
     """
 
     def __init__(self, index: int = 0) -> None:
@@ -77,17 +77,17 @@ class PyCudaDriver:
         self._graphs = CudaGraphs()
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the primary context the calling thread's; nested, it costs next to nothing."""
+        """Make the primary context current on this thread; nested, it costs almost nothing."""
         return self._context
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
+        """Return free and total bytes."""
         with self._errors:
             free_bytes, total_bytes = self._cuda.mem_get_info()
         return int(free_bytes), int(total_bytes)
 
     def allocate(self, size_bytes: int) -> int:
-        """Take device memory; PyCUDA collects garbage and tries again before it gives up."""
+        """Allocate device memory; PyCUDA collects garbage and tries again before it fails."""
         with self._errors:
             try:
                 memory: cuda.DeviceAllocation = self._cuda.mem_alloc(max(size_bytes, 1))
@@ -99,7 +99,7 @@ class PyCudaDriver:
         return address
 
     def free(self, address: int) -> None:
-        """Give device memory back."""
+        """Free device memory."""
         memory = self._memory.pop(address, None)
         if memory is None:
             raise BackendError(f"no device memory at {address:#x} to free")
@@ -107,7 +107,7 @@ class PyCudaDriver:
             memory.free()
 
     def allocate_pinned(self, size_bytes: int) -> PyCudaPinned:
-        """Take pinned memory, which any thread may use and kernels can address."""
+        """Allocate pinned memory, which any thread may use and kernels can address."""
         flags = self._cuda.host_alloc_flags
         with self._errors:
             try:
@@ -115,17 +115,17 @@ class PyCudaDriver:
                     max(size_bytes, 1), np.uint8, mem_flags=flags.PORTABLE | flags.DEVICEMAP
                 )
             except self._cuda.MemoryError as error:
-                # How much can be pinned, nobody tells: it is the host's memory that was short.
+                # The free pinned memory is unknown: the host's memory was short.
                 raise DeviceMemoryError(size_bytes, 0, "the host's pinned memory") from error
             return PyCudaPinned(array, size_bytes, self._errors)
 
     def stream(self) -> PyCudaStream:
-        """Make a stream."""
+        """Return a new stream."""
         with self._errors:
             return PyCudaStream(self._cuda.Stream(_NON_BLOCKING))
 
     def event(self) -> PyCudaEvent:
-        """Make an event."""
+        """Return a new event."""
         with self._errors:
             return PyCudaEvent(self._cuda.Event(self._event_flags))
 
@@ -150,17 +150,17 @@ class PyCudaDriver:
             self._cuda.memset_d8_async(address, 0, size_bytes, _own(stream))
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Let the event stand for what is enqueued so far."""
+        """Record the work enqueued so far in the event."""
         with self._errors:
             _own_event(event).record(_own(stream))
 
     def wait_on(self, stream: Stream, event: StreamEvent) -> None:
-        """Let the stream wait for the event."""
+        """Make the stream wait for the event."""
         with self._errors:
             _own(stream).wait_for_event(_own_event(event))
 
     def synchronize(self, event: StreamEvent) -> None:
-        """Wait for the event with the GIL released; whatever fails here failed on the device."""
+        """Wait for the event with the GIL released; any error here happened on the device."""
         waited_for = _own_event(event)
         try:
             waited_for.synchronize()
@@ -185,7 +185,7 @@ class PyCudaDriver:
             )
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> CudaGraph | None:
-        """Make a graph, if ``cuda.bindings`` is installed."""
+        """Capture a graph, if ``cuda.bindings`` is installed."""
         return self._graphs.capture(stream, enqueue)
 
     def close(self) -> None:
@@ -196,13 +196,13 @@ class PyCudaDriver:
                 memory.free()
             self._memory.clear()
             for kernels in self._kernels:
-                kernels.clear()  # while the context is current: the last of them unloads a module
+                kernels.clear()  # while the context is current: the last one unloads a module
         if left:
             raise BackendError(f"{left} pieces of device memory were not freed")
 
 
 class _PyCudaHandle:
-    """A stream or an event of PyCUDA, which releases it with its last reference: ours."""
+    """A stream or an event of PyCUDA, which is released with this last reference."""
 
     what: ClassVar[str]
 
@@ -211,7 +211,7 @@ class _PyCudaHandle:
 
     @property
     def owned(self) -> Any:
-        """PyCUDA's own; BackendError if it was closed before."""
+        """PyCUDA's object; BackendError if it was closed before."""
         if self._owned is None:
             raise BackendError(f"a CUDA {self.what} was used after it was closed")
         return self._owned
@@ -246,10 +246,10 @@ class PyCudaPinned:
         self._allocation: cuda.PagelockedHostAllocation | None = allocation
         self.address = int(allocation.get_device_pointer())
         self.array = array[:size_bytes]
-        """[size_bytes]; empty once it is freed."""
+        """Content, [size_bytes]; empty after it is freed."""
 
     def free(self) -> None:
-        """Release it; views that somebody else kept of it are dangling."""
+        """Release it; remaining views of it are dangling."""
         allocation, self._allocation = self._allocation, None
         self.array = np.empty(0, np.uint8)
         if allocation is not None:
@@ -258,13 +258,13 @@ class PyCudaPinned:
 
 
 class _Current(threading.local):
-    """Makes the context current on a thread by the outermost of nested blocks.
+    """Makes the context current on a thread in the outermost of nested blocks.
 
-    PyCUDA takes some ten microseconds to push and pop one, a fair part of a stage's Python time:
-    who runs many stages in a row on a thread may hold a block open around them.
+    PyCUDA takes about 10 µs to push and pop one, a large part of a stage's Python time: code that
+    runs many stages in a row on a thread may keep a block open around them.
     """
 
-    def __init__(self, context: PrimaryContext) -> None:  # by every thread that uses it
+    def __init__(self, context: PrimaryContext) -> None:  # called by every thread that uses it
         self._context = context
         self._depth = 0
         self._pushed = ExitStack()
@@ -281,7 +281,7 @@ class _Current(threading.local):
 
 
 class _Errors:
-    """Turns PyCUDA's errors into ours; one for all calls, since it is entered on the hot path."""
+    """Converts PyCUDA's errors to ours; one object for all calls, because it is on the hot path."""
 
     def __init__(self, of_cuda: type[Exception]) -> None:
         self._of_cuda = of_cuda
@@ -300,13 +300,13 @@ class _Errors:
         raise BackendError(f"CUDA failed: {error}") from error
 
     def lost(self, error: Exception) -> DeviceLostError:
-        """Remember that the context can do nothing more; gives what to raise."""
-        self._lost = self._lost or f"the GPU failed ({error}); the process has to start anew"
+        """Record that the context is unusable; return the error to raise."""
+        self._lost = self._lost or f"the GPU failed ({error}); the process must be restarted"
         return DeviceLostError(self._lost)
 
 
 def _prepared(module: cuda.Module, entry_point: str) -> cuda.Function:
-    """A kernel whose only parameter is a struct by value, as bytes."""
+    """Return a kernel whose only parameter is a struct by value, as bytes."""
     struct = GATHER_ROWS_ARGUMENTS if entry_point == GATHER_ROWS else STAGE_END_ARGUMENTS
     function: cuda.Function = module.get_function(entry_point)
     function.prepare([f"{struct.itemsize}s"])

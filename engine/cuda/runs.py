@@ -1,7 +1,7 @@
-"""The open stages of a slot, and all that can be known before a stage runs on so many rows.
+"""The open stages of a slot, and all facts known before a stage runs on a number of rows.
 
-Between two stages the host only looks a :class:`.execution.StageRun` up; addresses, the arguments
-of the stage end and all that is copied are in it.
+Between two stages the host only looks up a :class:`.execution.StageRun`, which has the addresses,
+the arguments of the stage end and all copies.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from offramp.engine.cuda.stream import DeviceKernels, row_copies
 from offramp.engine.kernels.kernel_arguments import MOST_TENSORS, ExitCheck, Launch, stage_end
 
 MOST_EXECUTIONS = 1024
-"""Of a slot; with inputs of many lengths there is no end of them, and a graph takes memory.
-The one that was not used for longest gives way to a new one."""
+"""Largest number of executions of a slot: inputs of variable length have unlimited shapes, and a
+graph takes memory. The least recently used one is replaced."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,13 +39,13 @@ class StageRuns:
     layouts: Layouts
     kernels: DeviceKernels
     _made: OrderedDict[tuple[int, Layout, int, int], Execution] = field(default_factory=OrderedDict)
-    """By stage, layout, padded rows and area; what was used last comes last."""
+    """Executions by stage, layout, padded rows and area, in order of last use."""
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def of(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
-        """Tell how to run a stage on a batch in an input area; BackendError if it does not take it.
+        """Return the run of a stage on a batch in an input area; BackendError if it does not fit.
 
-        The host has waited for all that was run before.
+        The host has waited for all earlier work.
         """
         rows = _rows_of(stage.facts.prepared, batch)
         key = (stage.facts.number, batch.layout, rows, batch.area)
@@ -65,21 +65,21 @@ class StageRuns:
 
     @property
     def graphs(self) -> int:
-        """How many CUDA graphs there are."""
+        """Number of CUDA graphs."""
         return sum(execution.graph is not None for execution in self._made.values())
 
     def clear(self) -> None:
-        """Forget all, with their graphs; the host has waited for them."""
+        """Release all runs, with their graphs; the host has waited for them."""
         made, self._made = self._made, OrderedDict()
         _release(list(made.values()))
 
     def forget(self, stage: OpenStage) -> None:
-        """Forget those of a stage; the host has waited for them."""
+        """Release the runs of a stage; the host has waited for them."""
         gone = [key for key, execution in self._made.items() if execution.stage is stage]
         _release([self._made.pop(key) for key in gone])
 
     def end_of(self, run: StageRun, threshold: float) -> Launch:
-        """Make the launch after a stage; its threshold may change from batch to batch."""
+        """Return the launch after a stage; its threshold may change from batch to batch."""
         if run.end is None or run.threshold != threshold:
             run.end, run.threshold = self._end(run, threshold), threshold
         return run.end
@@ -91,7 +91,7 @@ class StageRuns:
         inputs = dict(zip(shapes, batch.addresses, strict=True))
         given = _given_rows(stage, shapes)
         carried = self._carried(facts, batch, given)
-        # Where nobody can exit, what goes on is written to where it goes.
+        # Without an exit, carried tensors are written directly to their target.
         direct = spec.answer is None
         beside = {n: row for n, row in given.items() if not (direct and n in facts.given)}
         outputs = self.layouts.of(tuple(beside.values()), prepared.max_rows)
@@ -158,14 +158,14 @@ class StageRuns:
         there = {part[0]: part for part in batch.layout.row} | given
         lacking = [name for name in facts.spec.carried if name not in there]
         if lacking:
-            raise BackendError(f"{', '.join(lacking)} shall go on, but it is not there")
+            raise BackendError(f"{', '.join(lacking)} must be carried, but is missing")
         row: Row = tuple(there[name] for name in facts.spec.carried)
         return self.layouts.of(row, facts.prepared.max_rows)
 
     def _reserve(
         self, rows: int, target: int, carried: Layout | None, outputs: Layout, answer_bytes: int
     ) -> None:
-        """Have room, also for larger samples than were foreseen."""
+        """Ensure buffers, also for samples larger than expected."""
         self.arena.grow_rows(rows)
         self.arena.grow(self.arena.outputs, outputs.size_bytes)
         self.arena.grow(self.arena.answers, answer_bytes)
@@ -198,10 +198,10 @@ class OpenStages:
     resources: Callable[[], SlotResources]
     _open: dict[int, OpenStage] = field(default_factory=dict)
     _drops: int = 0
-    """Handles that were gone when this slot looked last."""
+    """Number of lost handles at this slot's last check."""
 
     def of(self, facts: StageFacts) -> OpenStage:
-        """Give what runs a stage here; the first time it is made, if it can be."""
+        """Return a stage's executable here, made at the first call."""
         stage = self._open.get(facts.number)
         if stage is None:
             self._reserve_scratch(facts)
@@ -212,11 +212,11 @@ class OpenStages:
         return stage
 
     def has_dropped(self) -> bool:
-        """Whether stages are gone since :meth:`close_dropped` was called last."""
+        """Return whether stages were dropped since the last :meth:`close_dropped`."""
         return self.registry.drops != self._drops
 
     def close_dropped(self) -> None:
-        """Let go of what nobody can run any more; the host has waited for all work."""
+        """Close stages that cannot be run any more; the host has waited for all work."""
         self._drops = self.registry.drops
         for stage in [s for s in self._open.values() if self.registry.is_dropped(s.facts)]:
             self.runs.forget(stage)
@@ -225,7 +225,7 @@ class OpenStages:
         self.registry.sweep()
 
     def close(self) -> None:
-        """Close all, whatever goes wrong on the way; the host has waited for all work."""
+        """Close all, even if an error occurs; the host has waited for all work."""
         stages, self._open = list(self._open.values()), {}
         with ExitStack() as releases:
             for stage in stages:
@@ -233,7 +233,7 @@ class OpenStages:
             releases.callback(self.runs.clear)
 
     def _reserve_scratch(self, facts: StageFacts) -> None:
-        """Executables keep its address for life: if it moves, all of them go, and come back."""
+        """Ensure scratch; as executables keep its address, all are reopened if it moves."""
         scratch = self.runs.arena.scratch
         if facts.prepared.scratch_bytes > scratch.size_bytes:
             self.runs.arena.settle()
@@ -242,13 +242,13 @@ class OpenStages:
 
 
 def _release(executions: list[Execution]) -> None:
-    with ExitStack() as releases:  # whatever goes wrong on the way
+    with ExitStack() as releases:  # even if an error occurs
         for execution in executions:
             releases.callback(execution.release)
 
 
 def _rows_of(prepared: PreparedStage, batch: CudaBatch) -> int:
-    """Tell how many rows a batch is run as; no more than there is room for."""
+    """Return the number of rows that a batch is run as, limited by the buffers."""
     if not prepared.pads:
         return batch.rows
     room = min(prepared.room(batch.rows), batch.layout.capacity)
@@ -256,12 +256,12 @@ def _rows_of(prepared: PreparedStage, batch: CudaBatch) -> int:
 
 
 def _fill(address: int, row_bytes: int, rows: int, padded_rows: int) -> tuple[int, int, int]:
-    """Copy of the first rows behind the last one; fewer than there are, so nothing overlaps."""
+    """Return the copy of the first rows after the last one; it never overlaps."""
     return address + rows * row_bytes, address, (padded_rows - rows) * row_bytes
 
 
 def _check(facts: StageFacts, batch: CudaBatch) -> None:
-    """Check that a stage takes a batch; BackendError if it does not."""
+    """Raise BackendError if a stage does not take a batch."""
     prepared, there = facts.prepared, {name: dtype for name, dtype, _ in batch.layout.row}
     if batch.rows > prepared.max_rows:
         raise BackendError(
@@ -278,12 +278,12 @@ def _check(facts: StageFacts, batch: CudaBatch) -> None:
 
 
 def _given_rows(stage: OpenStage, shapes: dict[str, Shape]) -> dict[str, RowPart]:
-    """Tell what a row of each output is; the stage has to take such inputs."""
+    """Return the row part of each output; BackendError if the stage does not take the inputs."""
     rows = next(iter(shapes.values()))[0]
     given = stage.executable.output_shapes(shapes)
     for name, shape in given.items():
         if shape[0] != rows:
-            raise BackendError(f"it gives {name} {list(shape)} for {rows} rows")
+            raise BackendError(f"it returns {name} {list(shape)} for {rows} rows")
     return {
         tensor.name: (tensor.name, tensor.dtype, tuple(given[tensor.name][1:]))
         for tensor in stage.facts.prepared.outputs

@@ -1,17 +1,17 @@
-"""The slot of a GPU: one stream, its buffers and what runs the stages (PAME 4.2).
+"""The slot of a GPU: one stream, its buffers and the executables of stages (PAME 4.2).
 
 ::
 
     upload   pinned memory → input area 0
     run      the stage (a CUDA graph from the third time on), its end and the copy of its answer
-             are enqueued; then the host waits, with the GIL released, for all of it
-    select   nothing, where the stage end found the same survivors: it has brought them to the
-             other input area already; else a gather
-    buffer   to memory of its own, and waits, so that any slot may merge it at once
-    merge    into an input area; rows of another device come through the host
+             are enqueued; then the host waits, with the GIL released, for all of them
+    select   no work if the stage end found the same survivors: it has already copied them to the
+             other input area; else a gather
+    buffer   copies rows to their own memory, and waits, so that any slot may merge them
+    merge    copies rows into an input area; rows of another device pass through the host
 
-The stage end (``engine/kernels/stage_end.cu``) writes confidences, survivors and their number
-to pinned memory; but for these and the answer nothing comes to the host.
+The stage end (``engine/kernels/stage_end.cu``) writes confidences, survivors and their number to
+pinned memory; only these and the answer are copied to the host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatc
 
 REMEDY = "lower --streams or --max-batch-size"
 _MOST_LAYOUTS = 4096
-"""With inputs of many lengths there is no end of them."""
+"""Largest number of layouts; inputs of variable length have unlimited shapes."""
 _EMPTY = np.empty(0, np.float32)
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBySlots:
-    """Parts that all slots of a backend share."""
+    """Objects that all slots of a backend share."""
 
     driver: Driver
     factory: ExecutableFactory
@@ -58,16 +58,16 @@ class SharedBySlots:
     pool: MemoryPool
     graphs: bool
     uncaptured: set[int] = field(default_factory=set)
-    """Numbers of the stages of which it was said that they run without."""
+    """Numbers of the stages for which a missing graph has been logged."""
 
 
 class CudaSlot:
-    """Runs stages on a stream of its own: a :class:`offramp.engine.stages.backend_protocol.Slot`.
+    """Runs stages on its own stream: a :class:`offramp.engine.stages.backend_protocol.Slot`.
 
-    A batch is void once its buffer is written again: by the next ``upload`` or ``merge``, or two
-    stages later. It raises then. All memory that the prepared stages need is allocated at once,
-    while the driver is current; nothing is kept if it is short (DeviceMemoryError). ``closed`` is
-    called when the slot is closed.
+    A batch is invalid after its buffer is written again: by the next ``upload`` or ``merge``, or
+    two stages later. Using it then raises an error. All memory that the prepared stages need is
+    allocated at the start, while the driver is current; nothing is kept if it is short
+    (DeviceMemoryError). ``closed`` is called when the slot is closed.
     """
 
     def __init__(self, shared: SharedBySlots, *, closed: Callable[[], None] = lambda: None) -> None:
@@ -77,9 +77,9 @@ class CudaSlot:
         self._closed = False
         self._layouts = Layouts()
         self.arena = Arena(driver, self._forget_addresses)
-        """Its buffers; to be looked at only."""
+        """Buffers of the slot; read-only for others."""
         self._staging = HostRegion(driver)
-        """What passes between the host and another device than this."""
+        """Buffer between the host and another device."""
         with ExitStack() as failed:
             failed.callback(self.arena.free)
             self.arena.open(shared.stages.needs())
@@ -94,15 +94,15 @@ class CudaSlot:
         )
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> CudaBatch:
-        """Enqueue the inputs' way to the device, through pinned memory."""
+        """Enqueue the copy of the inputs to the device, through pinned memory."""
         with self._at_work("the upload failed"):
             self._tidy()
-            self._work.wait()  # the upload before may still be read
+            self._work.wait()  # the previous upload may still be read
             device_dtype, arena = self._shared.factory.device_dtype, self.arena
-            arrays = sorted(tensors.items())  # whatever order a client sends them in
+            arrays = sorted(tensors.items())  # independent of the client's order
             row = tuple((n, device_dtype(array.dtype), array.shape[1:]) for n, array in arrays)
             rows = len(arrays[0][1])
-            room = padded(rows, max(rows, arena.by_row.rows))  # to be filled up
+            room = padded(rows, max(rows, arena.by_row.rows))  # for padding
             layout = self._layouts.of(row, room)
             arena.grow(arena.uploads, layout.size_bytes)
             batch = self._overwrite(0, layout, rows)
@@ -119,7 +119,7 @@ class CudaSlot:
     ) -> StageResult:
         """Execute a stage, its end and the copy of its answer, and wait for them.
 
-        Under another ``threshold`` than is in force, survivors are taken out by a kernel more.
+        With a ``threshold`` other than the active one, an additional kernel removes leaving rows.
         """
         assert isinstance(batch, CudaBatch)
         facts = stage.facts
@@ -134,7 +134,7 @@ class CudaSlot:
             return self._result(run, carry)
 
     def select(self, batch: TensorBatch, rows: Rows) -> CudaBatch:
-        """Keep the given rows; the survivors that the stage end found are there already."""
+        """Return a batch of the given rows; survivors that the stage end found need no copy."""
         assert isinstance(batch, CudaBatch)
         self._check(batch)
         if len(rows) == batch.rows:
@@ -150,7 +150,7 @@ class CudaSlot:
             return chosen
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> BufferedRows:
-        """Copy the given rows to memory of their own, and wait."""
+        """Copy the given rows to their own memory, and wait."""
         assert isinstance(batch, CudaBatch)
         with self._at_work("%d rows could not be buffered", len(rows)):
             self._check(batch)
@@ -187,7 +187,7 @@ class CudaSlot:
             layout = self._layouts.of(row, max(first.capacity, total))
             merged = self._overwrite(first.area, layout, total)
             numbers = self._work.send([rows for batch, rows in buffered if len(rows) < batch.rows])
-            self._work.held += (batch for batch, _ in buffered)  # not before: sending may wait
+            self._work.held += (batch for batch, _ in buffered)  # only now: sending may wait
             targets = merged.home
             for batch, rows in buffered:
                 sources = batch.layout.addresses(batch.memory.address)
@@ -209,7 +209,7 @@ class CudaSlot:
         assert isinstance(batch, CudaBatch)
         with self._at_work("%d rows could not be copied to the host", batch.rows):
             self._check(batch)
-            self._work.wait()  # what came before may still use the region
+            self._work.wait()  # earlier work may still use the region
             self._staging.reserve(batch.layout.size_bytes)
             found = {}
             for tensor, address in zip(batch.layout.tensors, batch.addresses, strict=True):
@@ -226,23 +226,23 @@ class CudaSlot:
 
     @property
     def graphs(self) -> int:
-        """How many CUDA graphs it has now."""
+        """Number of CUDA graphs."""
         return self._runs.graphs
 
     def wait(self) -> None:
-        """Wait for all that is enqueued; what batches of this slot hold can be read then."""
+        """Wait for all enqueued work; the slot's batches can be read then."""
         with self._at_work("waiting failed"):
             self._work.wait()
 
     def close(self) -> None:
-        """Release everything, whatever goes wrong on the way; may be called again."""
+        """Release everything, even if an error occurs; may be called again."""
         if self._closed:
             return
         self._closed = True
         if self.arena.growths:
             self._shared.stages.remember(self.arena.sizes)
         with ExitStack() as releases:  # last in, first out
-            releases.callback(self._on_closed)  # even if the device cannot be reached any more
+            releases.callback(self._on_closed)  # even if the device is lost
             releases.enter_context(self._driver.current())
             releases.callback(self._shared.stages.sweep)
             releases.callback(self.arena.free)
@@ -254,15 +254,15 @@ class CudaSlot:
 
     @contextmanager
     def _at_work(self, what: str, *numbers: int) -> Iterator[None]:
-        """Work with the driver current; after an error the slot is brought into order.
+        """Work with the driver current; after an error, restore the slot's state.
 
-        ``what`` fails, says the BackendError's message; it is a format of the numbers.
+        ``what`` is the beginning of the BackendError's message, a format of the numbers.
         """
         with self._driver.current():
             try:
                 yield
             except Exception as error:
-                self.arena.by_row.scratch_is_clear = False  # the end of a stage that was cut short
+                self.arena.by_row.scratch_is_clear = False  # a stage end may be incomplete
                 self._work.wait_quietly()
                 passed = isinstance(error, DeviceLostError | TensorsLostError)
                 if passed or not isinstance(error, BackendError):
@@ -292,13 +292,13 @@ class CudaSlot:
             driver.copy_out(run.answer_bytes, run.answer_address, stream)
 
     def _wait(self, run: StageRun) -> None:
-        """Wait for a stage; when it ran for the second time, its graph is captured."""
+        """Wait for a stage; after its second run, capture its graph."""
         self._work.wait()
         if not run.execution.was_run(self._driver, self._stream):
             self._say_uncaptured(run.facts, run.rows)
 
     def _result(self, run: StageRun, carry: CudaBatch | None) -> StageResult:
-        """Copy what the stage gave out of pinned memory."""
+        """Copy the stage's results out of pinned memory."""
         facts = run.facts
         if carry is not None and run.compacts:
             carry.survivors = run.survivors[: run.survivor_count[0]].copy()
@@ -312,12 +312,12 @@ class CudaSlot:
         return StageResult(answer, run.confidence.copy(), carry)
 
     def _say_uncaptured(self, facts: StageFacts, rows: int) -> None:
-        """Log it once a stage, though every slot tries."""
+        """Log it once a stage, although every slot tries."""
         if facts.number not in self._shared.uncaptured:
             self._shared.uncaptured.add(facts.number)
             logger.warning(
                 "Stage %d could not be captured into a CUDA graph with %d rows: where that fails, "
-                "it runs without graphs from then on, whatever the batch size",
+                "it runs without graphs from then on, for all batch sizes",
                 facts.spec.index,
                 rows,
             )
@@ -325,7 +325,7 @@ class CudaSlot:
     # Where batches lie.
 
     def _carry(self, run: StageRun, batch: CudaBatch) -> CudaBatch | None:
-        """Make the batch that goes on; voids what lies in the buffers that the stage writes."""
+        """Make the carried batch; invalidates batches in the buffers that the stage writes."""
         outputs = self.arena.outputs
         version = outputs.replace()
         carried = run.execution.carried
@@ -348,7 +348,7 @@ class CudaSlot:
         )
 
     def _in_place(self, batch: CudaBatch) -> CudaBatch:
-        """Bring the whole batch to its input area, if it is not there."""
+        """Copy the whole batch to its input area, if it is not there."""
         if batch.placed:
             return batch
         if batch.was_brought(None):
@@ -358,7 +358,7 @@ class CudaSlot:
         return placed
 
     def _overwrite(self, area: int, layout: Layout, rows: int) -> CudaBatch:
-        """Make a batch that is about to be written to an input area; voids what lies there."""
+        """Make a batch to be written to an input area; invalidates the area's content."""
         region = self.arena.inputs[area]
         self.arena.grow(region, layout.size_bytes)
         region.replace()
@@ -393,9 +393,9 @@ class CudaSlot:
         size_bytes = batch.layout.size_bytes
         try:
             content = batch.pool.read(batch.memory, size_bytes)
-        except DeviceLostError as error:  # of the other device: this one is as well as before
-            raise TensorsLostError(f"rows that waited on another GPU are lost: {error}") from error
-        self._work.wait()  # the rows before may still be read from the region
+        except DeviceLostError as error:  # of the other device only
+            raise TensorsLostError(f"rows buffered on another GPU are lost: {error}") from error
+        self._work.wait()  # earlier rows may still be read from the region
         self._staging.reserve(size_bytes)
         self._staging.array[:size_bytes] = content
         fetched = replace(batch, pool=self._shared.pool, memory=self._shared.pool.take(size_bytes))
@@ -414,7 +414,7 @@ class CudaSlot:
         )
 
     def _tidy(self) -> None:
-        """Let go of stages that nobody can run any more, and of layouts without end."""
+        """Close stages that cannot be run any more, and limit the number of layouts."""
         if len(self._layouts) > _MOST_LAYOUTS:
             self._forget_addresses()
             self._layouts.clear()
@@ -424,6 +424,6 @@ class CudaSlot:
             self._shared.stages.sweep()
 
     def _forget_addresses(self) -> None:
-        """Wait, and forget all runs: a buffer is about to move."""
+        """Wait, and forget all runs: a buffer will move."""
         self._work.wait()
         self._runs.clear()

@@ -1,4 +1,4 @@
-"""The stream of a slot: kernels and copies of rows are enqueued on it, and waited for."""
+"""The stream of a slot, on which kernels and copies of rows are enqueued, and waited for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DeviceKernels:
 def row_copies(
     layout: Layout, sources: Sequence[int], targets: Sequence[int]
 ) -> tuple[RowCopy, ...]:
-    """Describe copies of rows to the kernels, one for every tensor of a layout."""
+    """Return descriptions of row copies for the kernels, one for every tensor of a layout."""
     return tuple(
         RowCopy(source=source, target=target, row_bytes=tensor.row_bytes)
         for tensor, source, target in zip(layout.tensors, sources, targets, strict=True)
@@ -40,7 +40,7 @@ def row_copies(
 
 
 class SlotStream:
-    """A stream, what is enqueued on it, and what the host has not waited for yet."""
+    """A stream, its enqueued work, and what the host has not waited for."""
 
     def __init__(
         self,
@@ -52,18 +52,18 @@ class SlotStream:
     ) -> None:
         self.stream = stream
         self.pending = False
-        """Whether work is enqueued that the host has not waited for."""
+        """``True`` if there is work that the host has not waited for."""
         self.held: list[object] = []
-        """What enqueued work uses, and nobody else may refer to any more."""
+        """Objects that enqueued work uses, kept alive until it is done."""
         self._sending = False
-        """Whether some of the enqueued work reads the pinned row numbers."""
+        """``True`` if enqueued work reads the pinned row numbers."""
         self._driver = driver
         self._kernels = kernels
         self._arena = arena
         self._event = event
 
     def wait(self) -> None:
-        """Wait for all that is enqueued, if anything is."""
+        """Wait for all enqueued work, if there is any."""
         if self.pending:
             self._driver.record(self._event, self.stream)
             self._driver.synchronize(self._event)
@@ -71,7 +71,7 @@ class SlotStream:
             self.held.clear()
 
     def wait_quietly(self) -> None:
-        """Wait; what goes wrong was said, or will be."""
+        """Wait, ignoring errors, which were or will be reported."""
         with suppress(BackendError):
             self.wait()
         self.held.clear()
@@ -95,15 +95,15 @@ class SlotStream:
         rows: Rows,
         numbers: int = 0,
     ) -> None:
-        """Enqueue copies of some of ``source_rows`` rows; ``rows`` rise.
+        """Enqueue copies of some of ``source_rows`` rows; ``rows`` ascend.
 
-        ``numbers`` is their address on the device, if :meth:`send` was there before. BackendError
+        ``numbers`` is their address on the device, if :meth:`send` was called before. BackendError
         if there is no such row.
         """
         if not len(rows):
             return
         if rows[-1] >= source_rows:
-            raise BackendError(f"row {rows[-1]} was asked for, there are {source_rows}")
+            raise BackendError(f"row {rows[-1]} was requested, there are {source_rows}")
         numbers = numbers or self.send([rows])
         left = iter(row_copies(layout, sources, targets))
         while some := tuple(islice(left, MOST_TENSORS)):
@@ -117,7 +117,7 @@ class SlotStream:
             self._kernels.launch(launch, self.stream)
 
     def send(self, lists: Sequence[Rows]) -> int:
-        """Enqueue the way of row numbers to the device; gives their address there, or 0."""
+        """Enqueue the copy of row numbers to the device; return their address there, or 0."""
         count = sum(map(len, lists))
         if not count:
             return 0

@@ -1,5 +1,5 @@
 """CUDA kernels that run between stages: exit checks, compaction of survivors, row gathers.
 
-Sources (``*.cu``, ``*.cuh``), their compilation, and what the host hands to them. No module here
-names TensorRT or PyCUDA.
+They consist of sources (``*.cu``, ``*.cuh``), their compilation, and their arguments. No module
+here names TensorRT or PyCUDA.
 """

@@ -1,12 +1,12 @@
-"""The two CUDA compilers that can make our kernels, nvcc and NVRTC, and what goes wrong with them.
+"""The two CUDA compilers for our kernels, nvcc and NVRTC, and their errors.
 
-Both make a cubin (machine code of one GPU architecture) of the same text with the same options.
+Both make a cubin (machine code of one GPU architecture) from the same text with the same options.
 NVRTC is a library: it needs no toolkit and no C++ compiler, and like nvcc it needs no GPU and no
-driver. Its Python bindings are imported only when it is looked for::
+driver. Its Python bindings are imported only when it is searched for::
 
     BackendError
-    ├── KernelCompilerNotFoundError  neither nvcc nor NVRTC is here
-    └── KernelCompileError           a compiler is here, but gave no cubin
+    ├── KernelCompilerNotFoundError  neither nvcc nor NVRTC is installed
+    └── KernelCompileError           there is a compiler, but it made no cubin
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from offramp.bundle.optional_imports import optional_import
 from offramp.engine.common.errors import BackendError
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")
-"""Of both compilers. Never ``--use_fast_math``: confidences must equal those of numpy. ``-v``
-lists registers and spills, which tests look at."""
+"""Options of both compilers. Never ``--use_fast_math``: confidences must equal those of numpy.
+``-v`` lists registers and spills, which tests check."""
 
 INSTALL = (
     "install the compiler as a library: pip install 'cuda-bindings==13.*' 'nvidia-cuda-nvrtc==13.*'"
     " (for a driver of CUDA 12: 'cuda-bindings==12.*' 'nvidia-cuda-nvrtc-cu12'),"
     " or install the CUDA toolkit and put its nvcc on PATH"
 )
-"""The remedy where no compiler is, or none that is new enough."""
+"""Remedy if there is no compiler, or only one that is too old."""
 
 _TOOLKIT = Path("/usr/local/cuda")
-"""Where toolkits are, if nothing says otherwise."""
+"""Default folder of toolkits."""
 _TIMEOUT_S = 300
-"""Of one run of nvcc: the kernels take about two seconds."""
+"""Time limit of one run of nvcc: the kernels take about two seconds."""
 
 
 class KernelCompilerNotFoundError(BackendError):
-    """No CUDA compiler can be found; the message says where was looked and what to install."""
+    """No CUDA compiler was found; the message has the searched places and what to install."""
 
 
 class KernelCompileError(BackendError):
-    """The compilers cannot make the kernels for a GPU; the message has what they said."""
+    """The compilers cannot make the kernels for a GPU; the message has their output."""
 
 
 class Compiled(NamedTuple):
@@ -55,11 +55,11 @@ class Compiled(NamedTuple):
     cubin: bytes
     """An ELF file with machine code for one architecture."""
     log: str
-    """What the compiler said: warnings, registers, spills."""
+    """Output of the compiler: warnings, registers, spills."""
 
 
 class KernelCompiler(Protocol):
-    """Makes machine code of CUDA C++."""
+    """Makes machine code from CUDA C++."""
 
     @property
     def name(self) -> str:
@@ -67,21 +67,21 @@ class KernelCompiler(Protocol):
 
     @property
     def cuda_major(self) -> int:
-        """Major version of CUDA that it is of; older drivers cannot run what it makes."""
+        """Major version of its CUDA; older drivers cannot run its output."""
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Architectures that it can compile for, such as ``sm_90``."""
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
-        """Compile a text for one of ``architectures``; ``folder`` has what quoted includes name.
+        """Compile a text for one of ``architectures``; ``folder`` has the files of quoted includes.
 
-        KernelCompileError if the compiler gave no cubin; the message has its output.
+        KernelCompileError if the compiler made no cubin; the message has its output.
         """
 
 
 class Nvcc:
-    """The toolkit's compiler; it needs a C++ compiler beside it."""
+    """The toolkit's compiler; it also needs a C++ compiler."""
 
     def __init__(self) -> None:
         self._path = _find_nvcc()
@@ -134,7 +134,7 @@ def _run(command: list[str | Path]) -> subprocess.CompletedProcess[str]:
 
 
 def _find_nvcc() -> Path:
-    """Search PATH first, then where toolkits are told or used to be."""
+    """Search PATH first, then the configured and the usual folders of toolkits."""
     if found := shutil.which("nvcc"):
         return Path(found)
     told = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
@@ -148,14 +148,14 @@ def _find_nvcc() -> Path:
 
 
 class Nvrtc:
-    """The compiler as a library, by the Python package ``cuda-bindings``."""
+    """The compiler as a library, through the Python package ``cuda-bindings``."""
 
     def __init__(self) -> None:
         install = "pip install cuda-bindings"
         with optional_import("cuda", install=install, raises=KernelCompilerNotFoundError):
             self._nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-        # The bindings look for the library itself at the first call, and each version of them
-        # raises something else when there is none.
+        # The bindings search for the library at the first call, and each of their versions raises
+        # another error if there is none.
         try:
             major, minor = self._checked(self._nvrtc.nvrtcVersion())
             (supported,) = self._checked(self._nvrtc.nvrtcGetSupportedArchs())
@@ -194,7 +194,7 @@ class Nvrtc:
         return bytes(content)
 
     def _checked(self, returned: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Get the results of a call, which come after its status."""
+        """Return the results of a call, which follow its status."""
         status, *results = returned
         if status != self._nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise KernelCompileError(f"NVRTC ended with {status.name}")
@@ -202,10 +202,10 @@ class Nvrtc:
 
 
 def find_compilers() -> tuple[KernelCompiler, ...]:
-    """Find the compilers of this machine, to be tried in this order: nvcc, then NVRTC.
+    """Return the compilers of this machine, in the order to try them: nvcc, then NVRTC.
 
-    nvcc first: where somebody installed a toolkit, it is the one that fits the driver.
-    KernelCompilerNotFoundError if there is none; the message says what to install.
+    nvcc is first: an installed toolkit is assumed to fit the driver. KernelCompilerNotFoundError if
+    there is none; the message states what to install.
     """
     found: list[KernelCompiler] = []
     missing = []
@@ -216,6 +216,6 @@ def find_compilers() -> tuple[KernelCompiler, ...]:
             missing.append(str(error))
     if not found:
         raise KernelCompilerNotFoundError(
-            f"No CUDA compiler for the kernels: {'; '.join(missing)}. To mend it, {INSTALL}."
+            f"No CUDA compiler for the kernels: {'; '.join(missing)}. To fix it, {INSTALL}."
         )
     return tuple(found)

@@ -1,8 +1,8 @@
 """Arguments of the kernels: parameter structs, scratch memory and launch geometry.
 
-Addresses are plain integers: of device memory, or of pinned host memory as the device sees it.
-The structs go by value as the only parameter of their kernel (in PyCUDA a ``numpy.void``), so that
-a CUDA graph has them baked in. Their layout is that of ``arguments.cuh``.
+Addresses are plain integers: of device memory, or of pinned host memory as the device sees it. The
+structs are passed by value as the only parameter of their kernel (in PyCUDA a ``numpy.void``), so
+that a CUDA graph contains them. Their layout is that of ``arguments.cuh``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ STAGE_END: Final[dict[ScoreType, str]] = {
     "float16": "stage_end_float16",
     "bfloat16": "stage_end_bfloat16",
 }
-"""Entry point by type of the scores."""
+"""Entry points by type of the scores."""
 GATHER_ROWS: Final = "gather_rows"
 ENTRY_POINTS: Final = (*STAGE_END.values(), GATHER_ROWS)
-"""All that a cubin must have."""
+"""Entry points that a cubin must have."""
 
 MOST_TENSORS: Final = 16
-"""Tensors that one launch can copy."""
+"""Largest number of tensors that one launch can copy."""
 
 ROW_COPY: Final = np.dtype([("source", "u8"), ("target", "u8"), ("row_bytes", "u8")], align=True)
-"""``RowCopy`` of ``arguments.cuh``."""
+"""Layout of ``RowCopy`` in ``arguments.cuh``."""
 ROW_SCRATCH: Final = np.dtype([("confidence", "f4"), ("survivor", "i4")], align=True)
-"""``RowScratch`` of ``arguments.cuh``."""
+"""Layout of ``RowScratch`` in ``arguments.cuh``."""
 STAGE_END_ARGUMENTS: Final = np.dtype(
     [
         ("scores", "u8"),
@@ -52,42 +52,42 @@ STAGE_END_ARGUMENTS: Final = np.dtype(
     ],
     align=True,
 )
-"""``StageEnd`` of ``arguments.cuh``."""
+"""Layout of ``StageEnd`` in ``arguments.cuh``."""
 GATHER_ROWS_ARGUMENTS: Final = np.dtype(
     [("rows", "u8"), ("count", "i4"), ("tensor_count", "i4"), ("tensors", ROW_COPY, MOST_TENSORS)],
     align=True,
 )
-"""``GatherRows`` of ``arguments.cuh``."""
+"""Layout of ``GatherRows`` in ``arguments.cuh``."""
 
 SCRATCH_ALIGNMENT: Final = 128
-"""Bytes; whatever CUDA allocates has it."""
+"""Alignment in bytes, which all CUDA allocations have."""
 _COUNTERS_BYTES = 512
-"""Of ``Scratch`` before its rows: four counters, a cache line each."""
+"""Bytes of ``Scratch`` before its rows: four counters, a cache line each."""
 _MOST = 2**31 - 1
-"""What the kernels count is in 32 bits with a sign."""
+"""Largest count of the kernels, which use signed 32-bit integers."""
 
 _THREADS = 256
 _THREADS_MANY_CLASSES = 1024
 _MANY_CLASSES = 4096
-"""From here on a row is worth a block of the largest size."""
+"""Number of classes from which a row gets a block of the largest size."""
 _THREADS_A_MULTIPROCESSOR = 1024
-"""As many as are resident with 64 registers a thread; see ``row_copy.cuh`` on why they do."""
+"""Threads that are resident with 64 registers each; see ``row_copy.cuh`` for the reason."""
 _WORDS_A_PIECE = 128
-"""As in ``row_copy.cuh``: what a warp copies at once."""
+"""Words that a warp copies at a time, as in ``row_copy.cuh``."""
 
 
 class CheckKind(IntEnum):
-    """Kinds of exit check: what the scores [rows, classes] are."""
+    """Kinds of exit check, by the meaning of the scores [rows, classes]."""
 
     LOGITS = 0
     """The confidence is the largest softmax probability."""
     PROBABILITIES = 1
-    """The confidence is the largest of them."""
+    """The confidence is the largest probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitCheck:
-    """The rule by which a row exits; its meaning is that of ``engine/answers/exit_check.py``."""
+    """The rule by which a row exits, as in ``engine/answers/exit_check.py``."""
 
     kind: CheckKind
     classes: int
@@ -100,7 +100,7 @@ class ExitCheck:
 
     @property
     def threads(self) -> int:
-        """Threads of a block."""
+        """Number of threads of a block."""
         return _THREADS_MANY_CLASSES if self.classes >= _MANY_CLASSES else _THREADS
 
 
@@ -111,7 +111,7 @@ class RowCopy:
     source: int
     target: int
     row_bytes: int
-    """Of one row of both; may be 0."""
+    """Bytes of one row of both; may be 0."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.row_bytes <= _MOST:
@@ -121,16 +121,16 @@ class RowCopy:
 
     @property
     def word_bytes(self) -> int:
-        """Bytes of the words by which kernels copy; all rows of both sides are aligned to them."""
+        """Bytes of the words that kernels copy; all rows of both sides are aligned to them."""
         bits = self.source | self.target | self.row_bytes
         return next(word for word in (16, 4, 2, 1) if bits % word == 0)
 
     def pieces(self, rows: int) -> int:
-        """Number of pieces, each of which a warp copies at once."""
+        """Return the number of pieces, each of which a warp copies at a time."""
         return rows * _parts(self.row_bytes // self.word_bytes, _WORDS_A_PIECE)
 
     def overlaps(self, rows: int, copied: int) -> bool:
-        """Whether ``copied`` rows of the target touch ``rows`` rows of the source."""
+        """Return whether ``copied`` rows of the target touch ``rows`` rows of the source."""
         source_end = self.source + rows * self.row_bytes
         target_end = self.target + copied * self.row_bytes
         return self.source < target_end and self.target < source_end
@@ -138,27 +138,28 @@ class RowCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """Addresses of what a stage end writes; the host reads them once the stream got there."""
+    """Addresses of a stage end's results; the host reads them after it has waited."""
 
     confidence: int
-    """float32 [rows]."""
+    """Address of confidences, float32 [rows]."""
     survivors: int
-    """int32 [rows]: row numbers that go on, rising; only the first so many are written."""
+    """Address of surviving row numbers, int32 [rows], ascending; only the first ones are
+    written."""
     survivor_count: int
-    """int32 [1]."""
+    """Address of the number of survivors, int32 [1]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
-    """A stream's scratch block: zeroed once, when allocated, and after a launch that failed."""
+    """A stream's scratch block: zeroed when allocated, and after a failed launch."""
 
     address: int
     rows: int
-    """The largest batch it was made for."""
+    """Largest batch of the block."""
 
     @staticmethod
     def bytes_for(rows: int) -> int:
-        """Size of one for batches of up to ``rows``, in bytes."""
+        """Return the size of a block for batches of up to ``rows``, in bytes."""
         return _COUNTERS_BYTES + max(rows, 1) * ROW_SCRATCH.itemsize
 
 
@@ -167,11 +168,11 @@ class Launch:
     """A kernel, ready to be launched."""
 
     entry_point: str
-    """Name in the cubin."""
+    """Name of the kernel in the cubin."""
     grid: int
-    """Blocks, in one dimension."""
+    """Number of blocks, in one dimension."""
     block: int
-    """Threads of a block, in one dimension."""
+    """Number of threads of a block, in one dimension."""
     arguments: np.void
     """The kernel's only parameter, by value.
 
@@ -180,7 +181,7 @@ class Launch:
     directly, versions after 2026.1 want to hash it, which numpy refuses.
     """
     shared_bytes: int = 0
-    """Of dynamic shared memory: none of our kernels needs it."""
+    """Bytes of dynamic shared memory: none of our kernels needs it."""
 
 
 def stage_end(

@@ -1,11 +1,11 @@
-"""Compilation of the kernels to machine code of one GPU architecture, kept between runs.
+"""Compilation of the kernels to machine code of one GPU architecture, cached between runs.
 
-Machine code (a cubin), never PTX: the driver would have to compile that, and one older than the
-toolkit cannot. A cubin runs on any driver of the toolkit's major version.
+The output is machine code (a cubin), never PTX: the driver would have to compile that, and one
+older than the toolkit cannot. A cubin runs on any driver of the toolkit's major version.
 
 The kernels are compiled where engines are built, or at their first use, and then read from the
-user's cache: compiling takes about two seconds. The cache knows who compiled: what CUDA 13 made
-must not be given to a driver of CUDA 12.
+user's cache: compiling takes about two seconds. File names in the cache include the compiler: code
+of CUDA 13 must not be loaded by a driver of CUDA 12.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ logger = logging.getLogger(__name__)
 
 
 def architecture_of(compute_capability: tuple[int, int]) -> str:
-    """Name GPUs of a compute capability as compilers do: (9, 0) is ``sm_90``."""
+    """Return the compilers' name of a compute capability: (9, 0) is ``sm_90``."""
     major, minor = compute_capability
     return f"sm_{major}{minor}"
 
 
 def source_hash(folder: Path = FOLDER) -> str:
-    """Hash all sources of the kernels and the compilers' options: SHA-256 in hexadecimal.
+    """Return the hash of all kernel sources and compiler options: SHA-256 in hexadecimal.
 
-    Two cubins of one architecture are interchangeable when this is equal.
+    Two cubins of one architecture are interchangeable if their hashes are equal.
     """
     digest = hashlib.sha256("\0".join(OPTIONS).encode())
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".cu", ".cuh")):
@@ -54,7 +54,7 @@ def source_hash(folder: Path = FOLDER) -> str:
 
 
 def program(folder: Path = FOLDER) -> str:
-    """Make the text that is compiled: all kernels together, so that one cubin has them all."""
+    """Return the text to compile: all kernels together, for one cubin."""
     return "".join(f'#include "{path.name}"\n' for path in sorted(folder.glob("*.cu")))
 
 
@@ -67,9 +67,9 @@ def compile_kernels(
 ) -> tuple[KernelCompiler, bytes]:
     """Compile all kernels into one cubin for an architecture such as ``sm_90``.
 
-    Gives the first of the compilers that succeeds, and its cubin. Passed over are those of a newer
-    major version than ``driver_version``, the newest CUDA that the driver runs, if it is known.
-    KernelCompileError if none of them gave a cubin for this architecture.
+    Returns the first compiler that succeeds, and its cubin. Compilers of a newer major version than
+    ``driver_version``, the newest CUDA that the driver runs, are skipped, if it is known.
+    KernelCompileError if none made a cubin for this architecture.
     """
     text = program(folder)
     said = []
@@ -83,7 +83,7 @@ def compile_kernels(
         try:
             compiled = compiler.compile(text, architecture, folder)
         except KernelCompileError as error:
-            # One compiler may lack something of its own, such as nvcc its C++ compiler.
+            # One compiler may be incomplete: nvcc may lack its C++ compiler.
             logger.warning("%s", error)
             said.append(str(error))
         else:
@@ -92,12 +92,12 @@ def compile_kernels(
     raise KernelCompileError(
         f"The CUDA kernels cannot be compiled for {architecture}.\n"
         + "\n".join(said)
-        + f"\nIf the compiler does not fit GPU and driver or is not whole, {INSTALL}."
+        + f"\nIf the compiler does not fit GPU and driver or is incomplete, {INSTALL}."
     )
 
 
 def _runs(cuda_major: int, driver_version: tuple[int, int] | None) -> bool:
-    """Whether a driver runs what was made with a CUDA of this major version."""
+    """Return whether a driver runs code of this major version of CUDA."""
     return driver_version is None or cuda_major <= driver_version[0]
 
 
@@ -111,13 +111,12 @@ def load_kernels(
     *,
     driver_version: tuple[int, int] | None = None,
 ) -> bytes:
-    """Get the kernels' cubin for a GPU, compiled if this was not done before.
+    """Return the kernels' cubin for a GPU, compiled if it is not in the cache.
 
-    ``cache`` is a folder of compiled kernels; ``None`` is the user's own. It may be unwritable:
-    then the kernels are compiled anew each time. Nothing newer is given to a driver than
-    ``driver_version``, the newest CUDA that it runs, if it is known. KernelCompilerNotFoundError if
-    it had to be compiled, but there is no compiler; KernelCompileError if none gave a cubin for
-    this GPU.
+    ``cache`` is a folder of compiled kernels; ``None`` is the user's own. If it is not writable,
+    the kernels are compiled each time. Code newer than ``driver_version``, the newest CUDA that the
+    driver runs, is not used, if it is known. KernelCompilerNotFoundError if a compiler is needed,
+    but there is none; KernelCompileError if none made a cubin for this GPU.
     """
     architecture = architecture_of(compute_capability)
     folder = _user_cache() if cache is None else cache
@@ -146,7 +145,7 @@ def _file_name(stem: str, compiler: KernelCompiler) -> str:
 
 
 def _read_any(folder: Path, stem: str, driver_version: tuple[int, int] | None) -> bytes | None:
-    """Read a cubin of the cache that the driver runs, whoever compiled it."""
+    """Read a cubin of the cache that the driver runs, from any compiler."""
     for path in sorted(folder.glob(f"{stem}-cuda*.kernels")):
         major = re.match(r"cuda(\d+)-", path.name.removeprefix(f"{stem}-"))
         if major is not None and _runs(int(major[1]), driver_version):
@@ -158,7 +157,7 @@ def _read_any(folder: Path, stem: str, driver_version: tuple[int, int] | None) -
 
 def _user_cache() -> Path | None:
     root = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(root):  # noqa: PTH117 - the standard says to ignore any other; "" is none
+    if os.path.isabs(root):  # noqa: PTH117 - the standard ignores other paths; "" is none
         return Path(root, "offramp", "kernels")
     with contextlib.suppress(RuntimeError):  # a user without a home
         return Path.home() / ".cache" / "offramp" / "kernels"
@@ -166,9 +165,9 @@ def _user_cache() -> Path | None:
 
 
 def _read(path: Path) -> bytes | None:
-    """Read a cubin of the cache; ``None`` if it is not there or not whole.
+    """Read a cubin of the cache; ``None`` if it is missing or damaged.
 
-    A file is the SHA-256 of the cubin and then the cubin, so that one rename puts both there.
+    A file is the SHA-256 of the cubin followed by the cubin, so that one rename stores both.
     """
     try:
         content = path.read_bytes()
@@ -182,7 +181,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> None:
-    """Put a cubin into the cache whole, or leave it be."""
+    """Write a cubin to the cache, whole or not at all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, hashlib.sha256(cubin).digest() + cubin, durable=False)

@@ -118,7 +118,7 @@ class SelfCheckReport:
     environment: Mapping[str, Any]
     results: tuple[CheckResult, ...]
     hangs: bool = False
-    """``True`` if a check did not end, so that the process may not end by itself."""
+    """``True`` if a check did not end, so that the process may have to be killed."""
 
     @property
     def passed(self) -> bool:

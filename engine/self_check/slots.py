@@ -49,10 +49,10 @@ def check_slots(subject: CheckSubject, limit: TimeLimit) -> Facts:
         facts["rounds"] += 1
         for number, (mine, wanted) in enumerate(zip(found, alone, strict=True)):
             for index, (a, b) in enumerate(zip(mine, wanted, strict=True)):
-                where = f"batch {index} of slot {number}, beside another slot,"
+                where = f"batch {index} of slot {number}, in parallel,"
                 worst = max(worst, _departures_differ(where, a, b, facts))
         facts["largest_difference"] = worst
-        fail_beyond(subject.tolerance, worst, "an answer given beside another slot", facts)
+        fail_beyond(subject.tolerance, worst, "an answer of parallel slots", facts)
     return facts
 
 
@@ -105,7 +105,7 @@ def check_restart(subject: CheckSubject, limit: TimeLimit) -> Facts:
     for _ in limit.cases(range(_STARTS)):
         with subject.slot() as slot:
             facts["starts"] += 1
-            for what in ("in a slot started anew", "after a batch that failed"):
+            for what in ("in a restarted slot", "after a batch that failed"):
                 after = subject.answers(slot, inputs)
                 for a, b in zip(after, before, strict=True):
                     worst = max(worst, difference(a.answer, b.answer))

@@ -48,15 +48,15 @@ _NUMPY = {
     "UINT8": np.uint8,
     "BF16": np.uint16,
 }
-"""Names of ``tensorrt.DataType`` and the arrays that hold such tensors. numpy has no bfloat16: its
-bits are held by uint16. INT64 and BF16 are of 10 and later."""
+"""Arrays' types by names of ``tensorrt.DataType``. numpy has no bfloat16: uint16 holds its bits.
+INT64 and BF16 exist since 10."""
 _BFLOAT16 = "BF16"
 
 
 def load() -> None:
-    """Import TensorRT and PyCUDA, once :func:`offramp.engine.tensorrt.probe.require` is content.
+    """Import TensorRT and PyCUDA; call :func:`offramp.engine.tensorrt.probe.require` before.
 
-    BackendError if one of them is there but does not load, or is too old.
+    BackendError if one of them is installed but does not load, or is too old.
     """
     remedy = f"{INSTALL} (both must fit the driver's CUDA version)"
     with optional_import("tensorrt", "pycuda", install=remedy, raises=BackendError):
@@ -65,26 +65,26 @@ def load() -> None:
     if _release(trt.__version__) < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise BackendError(
-            f"TensorRT {trt.__version__} is too old, it takes {oldest} or newer: {INSTALL}"
+            f"TensorRT {trt.__version__} is too old, expected {oldest} or newer: {INSTALL}"
         )
 
 
 def version() -> str:
-    """TensorRT's version, for instance ``10.16.0.72``."""
+    """Return TensorRT's version, for instance ``10.16.0.72``."""
     import tensorrt as trt  # noqa: PLC0415
 
     return str(trt.__version__)
 
 
 def major() -> int:
-    """TensorRT's major version: 8, 10 or 11 (or what comes after)."""
+    """Return TensorRT's major version: 8, 10 or 11 (or later)."""
     return _release(version())[0]
 
 
 def _release(text: str) -> tuple[int, int]:
     numbers = re.match(r"(\d+)\.(\d+)", text)
     if numbers is None:
-        raise BackendError(f"TensorRT calls its version {text!r}, which is none")
+        raise BackendError(f"TensorRT's version {text!r} is not one, expected MAJOR.MINOR")
     return int(numbers[1]), int(numbers[2])
 
 
@@ -92,10 +92,10 @@ def _release(text: str) -> tuple[int, int]:
 
 
 def network_flags() -> int:
-    """Flags for ``Builder.create_network``.
+    """Return the flags for ``Builder.create_network``.
 
-    8.6 has to be told that the first axis is the batch; 10 to take types from the graph, and not
-    to choose them; 11 always does both, and has no flag for the first.
+    8.6 needs a flag to treat the first axis as the batch; 10 needs one to take types from the
+    graph, instead of choosing them; 11 always does both, and has no flag for the first.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -109,9 +109,9 @@ def network_flags() -> int:
 def allow_precision(config: trt.IBuilderConfig, precision: str) -> None:
     """Allow the arithmetic of ``precision``: ``fp32``, ``tf32``, ``fp16`` or ``int8``.
 
-    TF32 is on by default in all versions, and rounds what is multiplied to 10 bits: it is cleared
-    unless asked for. The graph has the types; only 8.6 asks for leave to use them, and refuses a
-    float16 or a Q/DQ graph without.
+    TF32 is on by default in all versions, and rounds factors to 10 bits: it is cleared unless
+    requested. The graph has the types; only 8.6 needs flags to use them, and refuses a float16 or a
+    Q/DQ graph without.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -128,19 +128,20 @@ def allow_precision(config: trt.IBuilderConfig, precision: str) -> None:
 def keep_float32(
     config: trt.IBuilderConfig, network: trt.INetworkDefinition, precision: str, half_suffix: str
 ) -> None:
-    """Hold 8.6 to float32 wherever an fp16 graph has it: in exits, sums and powers.
+    """Restrict 8.6 to float32 at all places where an fp16 graph has it: in exits, sums and powers.
 
-    10 and later take all types from the graph. 8.6 may compute any layer in float16 once the flag
-    FP16 is set. Its network gives float32 as the type of what a layer computes, and of what a cast
-    makes, until the engine is built. So the graph's own names tell what is float16: those that end
-    with ``half_suffix``. Between two named tensors the parser may add layers, whose outputs it
-    names: from a float16 tensor on they are followed.
+    10 and later take all types from the graph. 8.6 may compute any layer in float16 if the flag
+    FP16 is set. Its network reports float32 as the type of a layer's computation, and of a cast's
+    output, until the engine is built. So the graph's own names identify float16 tensors: those that
+    end with ``half_suffix``. Between two named tensors the parser may add layers, whose outputs it
+    names: these are followed from a float16 tensor on.
 
-    Before, the casts were asked for their types, and on an H200 all fp16 engines of ResNet-101 and
-    BERT-base were as slow and as large as those of fp32. The names are not yet tried on a GPU.
+    Before, the types of the casts were used, and on an H200 all fp16 engines of ResNet-101 and
+    BERT-base were as slow and as large as those of fp32. The names have not been tested on a GPU
+    yet.
 
-    int8 needs nothing of this: beside explicit Q/DQ pairs 8.6 quantises nothing, the flag FP16 is
-    not set, and between the pairs the graph is float32 where int8 is wanted. ``precision`` is that
+    int8 needs none of this: with explicit Q/DQ pairs 8.6 quantises nothing else, the flag FP16 is
+    not set, and between the pairs the graph is float32 unless int8 is wanted. ``precision`` is that
     of :func:`allow_precision`; the network is as the parser left it.
     """
     if major() >= 10 or precision != "fp16":
@@ -155,14 +156,14 @@ def keep_float32(
         if _reads_half(layer, halves, half_suffix):
             halves |= {layer.get_output(number).name for number in floats}
         elif floats:
-            if layer.type != trt.LayerType.CONCATENATION:  # it computes nothing
+            if layer.type != trt.LayerType.CONCATENATION:  # it only copies
                 layer.precision = trt.DataType.FLOAT
             for number in floats:
                 layer.set_output_type(number, trt.DataType.FLOAT)
 
 
 def _free_outputs(layer: trt.ILayer) -> list[int]:
-    """Numbers of the outputs that are called float32, but that 8.6 might compute in float16."""
+    """Return the indices of outputs of type float32 that 8.6 might compute in float16."""
     if major() >= 10:
         return []
     import tensorrt as trt  # noqa: PLC0415
@@ -173,7 +174,7 @@ def _free_outputs(layer: trt.ILayer) -> list[int]:
     for number in range(layer.num_outputs):
         tensor: trt.ITensor = layer.get_output(number)
         is_float = tensor.dtype == trt.DataType.FLOAT and tensor.is_execution_tensor
-        if is_float and not layer.output_type_is_set(number):  # else it is a cast too
+        if is_float and not layer.output_type_is_set(number):  # else it is a cast, too
             found.append(number)
     return found
 
@@ -183,7 +184,7 @@ def _reads_half(layer: trt.ILayer, halves: set[str], half_suffix: str) -> bool:
 
     for number in range(layer.num_inputs):
         tensor: trt.ITensor | None = layer.get_input(number)
-        if tensor is None:  # an optional one that is not given
+        if tensor is None:  # an omitted optional input
             continue
         if tensor.dtype == trt.DataType.HALF or tensor.name in halves:
             return True
@@ -193,10 +194,10 @@ def _reads_half(layer: trt.ILayer, halves: set[str], half_suffix: str) -> bool:
 
 
 def use_own_kernels_only(config: trt.IBuilderConfig) -> None:
-    """Take no kernels from cuBLAS and cuDNN, as 10 does by default, and 11 always.
+    """Use no kernels of cuBLAS and cuDNN, as 10 does by default, and 11 always.
 
-    8.6 takes them where they are faster. Then engines need these libraries where they run, and
-    libnvinfer alone does not do: 8.6's package does not bring them.
+    8.6 uses them where they are faster. Engines then need these libraries at run time, in addition
+    to libnvinfer, and 8.6's package does not include them.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -207,9 +208,9 @@ def use_own_kernels_only(config: trt.IBuilderConfig) -> None:
 
 
 def share_profiles(config: trt.IBuilderConfig) -> None:
-    """Let several contexts of an engine have one profile at a time, as they may from 10 on.
+    """Allow several contexts of an engine to use one profile at the same time, as 10 does.
 
-    8.6 refuses the second one unless the engine was built so.
+    8.6 refuses the second one unless the engine was built with this option.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -218,7 +219,7 @@ def share_profiles(config: trt.IBuilderConfig) -> None:
 
 
 def has_progress() -> bool:
-    """Whether builds say how far they are, and can be ended early (10 and later)."""
+    """Return whether builds report progress, and can be ended early (10 and later)."""
     return major() >= 10
 
 
@@ -229,11 +230,11 @@ def watch_progress(
     stepped: Callable[[str, int], bool],
     finished: Callable[[str], None],
 ) -> object:
-    """Be told of a build's phases by name; does nothing where :func:`has_progress` is false.
+    """Register callbacks for a build's phases; no effect if :func:`has_progress` is false.
 
-    ``started`` gets a phase's steps in all, ``stepped`` the number of the step that is done, from
-    0: false ends the build. What is returned must be kept until builder, network and config are
-    gone.
+    ``started`` gets the number of steps of a phase, ``stepped`` the index of the finished step; if
+    it returns false, the build ends. The returned object must be kept until builder, network and
+    config are released.
     """
     if not has_progress():
         return None
@@ -258,9 +259,9 @@ def watch_progress(
 
 
 def parser_errors(parser: trt.OnnxParser, node_of: Callable[[int], str]) -> list[str]:
-    """List the parser's errors; 10 and later know a node's name and operator.
+    """Return the parser's errors; 10 and later know a node's name and operator.
 
-    8.6 knows its number only, of which ``node_of`` makes operator and name.
+    8.6 knows only its index, which ``node_of`` converts to operator and name.
     """
     found = []
     for index in range(parser.num_errors):
@@ -282,9 +283,9 @@ def parser_errors(parser: trt.OnnxParser, node_of: Callable[[int], str]) -> list
 
 
 def context_without_memory(engine: trt.ICudaEngine) -> trt.IExecutionContext:
-    """Make an execution context that has no scratch memory yet: :func:`give_memory`.
+    """Return an execution context without scratch memory: see :func:`give_memory`.
 
-    8.6 has a method for it, 10 and later a strategy. BackendError if TensorRT gives none.
+    8.6 has a method for it, 10 and later a strategy. BackendError if TensorRT returns none.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -300,10 +301,10 @@ def context_without_memory(engine: trt.ICudaEngine) -> trt.IExecutionContext:
 
 
 def scratch_bytes(engine: trt.ICudaEngine, profile: int) -> int:
-    """Scratch memory that a context needs with a profile.
+    """Return the scratch memory that a context needs with a profile, in bytes.
 
-    10.1 and later know it for each profile; 10.0 under a name that 11 lacks; 8.6 for all of them
-    together, so the largest.
+    10.1 and later know it for each profile; 10.0 under a name that 11 lacks; 8.6 only the largest
+    of all profiles.
     """
     if hasattr(engine, "get_device_memory_size_for_profile_v2"):
         return int(engine.get_device_memory_size_for_profile_v2(profile))
@@ -313,11 +314,11 @@ def scratch_bytes(engine: trt.ICudaEngine, profile: int) -> int:
 
 
 def give_memory(context: trt.IExecutionContext, address: int, size_bytes: int) -> None:
-    """Give a context its scratch memory; it must not be used by two that run at the same time.
+    """Set a context's scratch memory, which two parallel contexts must not share.
 
-    The context was made by :func:`context_without_memory`, its profile and shapes are chosen. The
-    address is a multiple of 256. At least :func:`scratch_bytes` are given: 8.6 and 10.0 take it on
-    trust.
+    The context was made by :func:`context_without_memory`, its profile and shapes are set. The
+    address is a multiple of 256. At least :func:`scratch_bytes` must be passed: 8.6 and 10.0 do not
+    check it.
     """
     if hasattr(context, "set_device_memory"):
         context.set_device_memory(address, size_bytes)
@@ -329,7 +330,7 @@ def give_memory(context: trt.IExecutionContext, address: int, size_bytes: int) -
 
 
 def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
-    """The dtype of arrays with a tensor's bytes (bfloat16: uint16); FP8, INT4, … have none."""
+    """Return the dtype of arrays with a tensor's bytes (bfloat16: uint16); not for FP8, INT4."""
     found = _NUMPY.get(dtype.name)
     if found is None:
         raise BackendError(
@@ -339,7 +340,7 @@ def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
 
 
 def to_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
-    """An array as a tensor's bytes, contiguous.
+    """Return an array as a tensor's bytes, contiguous.
 
     8.6 has no 64-bit integers: its parser makes such inputs 32-bit ones. BackendError if the values
     do not fit the tensor's type, or are of another kind.
@@ -354,12 +355,12 @@ def to_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
                 f"values {array.min()} to {array.max()} do not fit TensorRT's {target}"
             )
     elif not np.can_cast(array.dtype, target, "same_kind"):
-        raise BackendError(f"an array of {array.dtype} is no TensorRT input of {target}")
+        raise BackendError(f"an array of {array.dtype} cannot be a TensorRT input of {target}")
     return np.ascontiguousarray(array, target)
 
 
 def from_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
-    """An array of a tensor's bytes as numbers: bfloat16 becomes float32, all else stays."""
+    """Convert an array of a tensor's bytes to numbers: only bfloat16 changes, to float32."""
     if dtype.name != _BFLOAT16:
         return array
     return (array.astype(np.uint32) << 16).view(np.float32)

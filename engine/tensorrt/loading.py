@@ -1,6 +1,6 @@
-"""Engines that are loaded to be served: weights once, contexts one a slot and profile.
+"""Engines that are loaded for serving: weights once, one context per slot and profile.
 
-All of it works in the device's context, within ``with driver.current():``.
+All of it runs in the device's context, within ``with driver.current():``.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 Shapes = Mapping[str, Shape]
-"""By tensor name."""
+"""Shapes by tensor name."""
 
 
 class EngineLibrary:
-    """Engines of one device, each loaded once, however many stages have it; thread-safe."""
+    """Engines of one device, each loaded once for all stages; thread-safe."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = Lock()
         self._taken: dict[str, SharedEngine] = {}
-        """By hash of the plan."""
+        """Engines by hash of the plan."""
 
     def take(self, found: StoredEngine) -> SharedEngine:
-        """Load an engine, unless it is there already; to be given back.
+        """Load an engine, unless it is loaded already; it must be returned.
 
-        BackendError if its file is missing or altered, or TensorRT does not load it.
+        BackendError if its file is missing or altered, or TensorRT cannot load it.
         """
         digest = found.entry.sha256
         with self._lock:
@@ -52,7 +52,7 @@ class EngineLibrary:
             return shared
 
     def close(self) -> None:
-        """Check that all engines were given back."""
+        """Check that all engines were returned."""
         if self._taken:
             raise BackendError(f"{len(self._taken)} engines are still in use")
 
@@ -67,9 +67,9 @@ class EngineLibrary:
 
 
 class SharedEngine:
-    """An engine that stages and slots share: each has contexts of its own.
+    """An engine that stages and slots share: each has its own contexts.
 
-    It is loaded at once; ``give_back`` is called when a stage does not need it any more.
+    It is loaded immediately; ``give_back`` is called when a stage does not need it any more.
     """
 
     def __init__(self, found: StoredEngine, driver: Driver, give_back: Callable[[], None]) -> None:
@@ -79,10 +79,10 @@ class SharedEngine:
 
 
 class LoadedEngine:
-    """An engine in device memory, with what it takes and gives; thread-safe.
+    """An engine in device memory, with its inputs and outputs; thread-safe.
 
-    The hash of its plan was checked. BackendError if TensorRT refuses it, or it is not what its
-    entry in the store says.
+    The hash of its plan was checked. BackendError if TensorRT refuses it, or it differs from its
+    entry in the store.
     """
 
     def __init__(self, plan: bytes, entry: EngineEntry, driver: Driver) -> None:
@@ -92,18 +92,18 @@ class LoadedEngine:
         self._runtime: trt.Runtime | None = runtime
         self._engine: trt.ICudaEngine | None = engine
         self.inputs, self.outputs = tensor_names(engine)
-        """Names of the tensors that it reads, and of those that it gives."""
+        """Names of its input tensors, and of its output tensors."""
         self.dtypes: dict[str, np.dtype[Any]] = {
             name: compat.numpy_dtype(engine.get_tensor_dtype(name))
             for name in (*self.inputs, *self.outputs)
         }
-        """Of all inputs and outputs, as they lie on the device."""
+        """Types of all inputs and outputs on the device."""
         profiles = range(int(engine.num_optimization_profiles))
         if len(profiles) != len(entry.profiles) or set(self.inputs) - set(entry.profiles[0].inputs):
             self.close()
-            raise BackendError(f"engine {entry.unit} is not what the store says of it")
+            raise BackendError(f"engine {entry.unit} differs from its entry in the store")
         self.scratch_bytes = max(compat.scratch_bytes(engine, index) for index in profiles)
-        """Scratch memory that a context needs, whatever its profile."""
+        """Scratch memory that a context needs for any profile, in bytes."""
         self.max_rows = max(profile.last_batch for profile in entry.profiles)
         try:
             self.largest = tuple(self._largest(index, driver) for index in profiles)
@@ -114,17 +114,17 @@ class LoadedEngine:
             name: max(math.prod(shapes[name]) for shapes in self.largest) * dtype.itemsize
             for name, dtype in self.dtypes.items()
         }
-        """Of every tensor, at the most over all profiles."""
+        """Largest size of every tensor over all profiles, in bytes."""
 
     def sample_shape(self, name: str) -> Shape:
-        """The shape of one row of a tensor, in the profile where a row is largest."""
+        """Return the shape of one row of a tensor, in the profile with the largest row."""
         shapes = [shapes[name][1:] for shapes in self.largest]
         return max(shapes, key=math.prod)
 
     def context(self, profile: int, driver: Driver, stream: Stream) -> EngineContext:
         """Make a context for a profile, without scratch memory; its work is enqueued on ``stream``.
 
-        BackendError if TensorRT refuses, for instance for want of memory.
+        BackendError if TensorRT refuses, for instance if memory is short.
         """
         if self._engine is None:
             raise BackendError(f"engine {self.entry.unit} was released")
@@ -139,12 +139,12 @@ class LoadedEngine:
         return made
 
     def close(self) -> None:
-        """Release it; its contexts must have been closed before."""
+        """Release it; its contexts must be closed before."""
         self._engine = None  # before its runtime
         self._runtime = None
 
     def _largest(self, profile: int, driver: Driver) -> Shapes:
-        """Shapes of all tensors at the largest inputs of a profile."""
+        """Return the shapes of all tensors at the largest inputs of a profile."""
         with _stream(driver) as stream:
             context = self.context(profile, driver, stream)
             try:
@@ -154,7 +154,7 @@ class LoadedEngine:
 
 
 class EngineContext:
-    """An engine with one of its profiles in one slot, by :meth:`LoadedEngine.context`.
+    """An engine with one of its profiles in one slot, made by :meth:`LoadedEngine.context`.
 
     Used by one thread at a time.
     """
@@ -164,14 +164,14 @@ class EngineContext:
         self._context: trt.IExecutionContext | None = context
         self._addresses: dict[str, int] = {}
         self.shapes: dict[str, Shape] = {}
-        """Of all inputs and outputs, as they were taken last."""
+        """Last shapes of all inputs and outputs."""
 
     def give_memory(self, address: int, size_bytes: int) -> None:
-        """Give it scratch memory, which holds nothing between two runs."""
+        """Set its scratch memory, whose content is not needed between runs."""
         compat.give_memory(self._live(), address, size_bytes)
 
     def take_shapes(self, inputs: Shapes) -> Shapes:
-        """Set the shapes of its inputs, if they have changed; tells those of its outputs.
+        """Set the shapes of its inputs, if they have changed; return those of its outputs.
 
         They must be within its profile. BackendError if TensorRT refuses them, or an output's shape
         depends on data.
@@ -180,7 +180,7 @@ class EngineContext:
         if known and all(inputs[name] == known[name] for name in engine.inputs):
             return known
         context = self._live()
-        # Half of them set is none set: the next batch is not to find these.
+        # A failure leaves shapes partly set: the next batch must not rely on them.
         self.shapes = {}
         unit = engine.entry.unit
         shapes = {}
@@ -203,7 +203,7 @@ class EngineContext:
         return shapes
 
     def enqueue(self, addresses: Mapping[str, int], stream: Stream) -> None:
-        """Enqueue one run with the shapes that were taken last, on the stream it was made for."""
+        """Enqueue one run with the last shapes, on the stream that it was made for."""
         context, known = self._live(), self._addresses
         with errors_of_tensorrt() as errors:
             for name in self._loaded.dtypes:
@@ -217,7 +217,7 @@ class EngineContext:
                 raise refused(f"run engine {self._loaded.entry.unit}", errors)
 
     def close(self) -> None:
-        """Release it; the host has waited for what was enqueued. May be called again."""
+        """Release it; the host has waited for its work. May be called again."""
         self._context = None
 
     def _live(self) -> trt.IExecutionContext:
@@ -227,9 +227,9 @@ class EngineContext:
 
 
 def deserialize(plan: bytes, what: str) -> tuple[trt.Runtime, trt.ICudaEngine]:
-    """Load a serialised engine into the current CUDA context; its runtime has to outlive it.
+    """Load a serialised engine into the current CUDA context; its runtime must outlive it.
 
-    ``what`` names it, should TensorRT refuse it.
+    ``what`` names it in errors.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -242,7 +242,7 @@ def deserialize(plan: bytes, what: str) -> tuple[trt.Runtime, trt.ICudaEngine]:
 
 
 def tensor_names(engine: trt.ICudaEngine) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of an engine's inputs, and of its outputs."""
+    """Return the names of an engine's inputs, and of its outputs."""
     import tensorrt as trt  # noqa: PLC0415
 
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
@@ -251,7 +251,7 @@ def tensor_names(engine: trt.ICudaEngine) -> tuple[tuple[str, ...], tuple[str, .
 
 
 def wait_for(driver: Driver, stream: Stream) -> None:
-    """Wait for all that is enqueued on a stream."""
+    """Wait for all work enqueued on a stream."""
     event = driver.event()
     try:
         driver.record(event, stream)
@@ -261,8 +261,8 @@ def wait_for(driver: Driver, stream: Stream) -> None:
 
 
 def refused(what: str, errors: list[str]) -> BackendError:
-    """Make the error that says what TensorRT did not do, and what it says of it."""
-    return BackendError(f"TensorRT could not {what}: {'; '.join(errors) or 'it does not say why'}")
+    """Return the error of a failed TensorRT operation, with TensorRT's messages."""
+    return BackendError(f"TensorRT could not {what}: {'; '.join(errors) or 'no reason reported'}")
 
 
 @contextmanager

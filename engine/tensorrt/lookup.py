@@ -1,8 +1,8 @@
-"""The lookup of the engines of a bundle that run a stage on this machine.
+"""Lookup of the engines of a bundle that run a stage on this machine.
 
-A stage whose segments and exit were built as one engine has that; another has the engines of its
-segments, one after the other, which cost a border each, until it is built. Engines of another
-GPU, TensorRT or model are never taken.
+A stage whose segments and exit were built as one engine uses it; another uses the engines of its
+segments, one after the other, with the cost of each border, until it is built. Engines of another
+GPU, TensorRT or model are never used.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from offramp.engine.stages.plan import StageSpec
 _LOG = logging.getLogger(__name__)
 
 PREFERRED: Final[tuple[Precision, ...]] = ("int8", "fp16", "tf32", "fp32")
-"""A precision other than fp32 is there because somebody asked for it, and building it said, or
-refused, what it costs in answers. So the least of those that were built is served."""
+"""Order of preference. A bundle has a precision other than fp32 only if it was requested, and its
+build reported its effect on answers, or was refused. So the lowest built precision is served."""
 
 TOLERANCES: Final[Mapping[Precision, float]] = {
-    "fp32": 1e-3,  # sums in another order, through all layers of a model
-    "tf32": 5e-3,  # products of 10 bits, sums in fp32
+    "fp32": 1e-3,  # other order of sums, through all layers of a model
+    "tf32": 5e-3,  # 10-bit products, sums in fp32
     "fp16": 2e-2,  # each side rounds elsewhere: rounding less, or sums too, differed by 0.011
     "int8": 0.15,  # roundings to either side of a step add up: two kernels on a CPU differ by 0.044
 }
-"""Difference allowed, relative to the scale of each value. A wrong engine differs by far
-more: a missing layer or a swapped input changes most of an output."""
+"""Allowed difference, relative to the scale of each value. A wrong engine differs far more: a
+missing layer or a swapped input changes most of an output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """The GPU and TensorRT that engines shall run on, as messages and the store name them."""
+    """The GPU and TensorRT that engines run on, for messages and the store."""
 
     gpu: str
     compute_capability: tuple[int, int]
     tensorrt: str
     device: str
-    """For instance ``cuda:0``."""
+    """Device, for instance ``cuda:0``."""
     precision: Precision | None = None
-    """Of engines that may be run; ``None`` is the least of those that a bundle has."""
+    """Precision of engines that may be run; ``None`` is the lowest that a bundle has."""
 
     def target(self, precision: Precision) -> EngineTarget:
-        """Name the folder of the store."""
+        """Return the target, which names the folder of the store."""
         return EngineTarget(
             gpu=self.gpu,
             compute_capability=self.compute_capability,
@@ -66,18 +66,18 @@ class EnginePlace:
         )
 
     def describe(self) -> str:
-        """``NVIDIA H200 with TensorRT 10.16.0.72``, and the precision if one is asked for."""
+        """Describe it: ``NVIDIA H200 with TensorRT 10.16.0.72``, and the precision if set."""
         asked = f", {self.precision}" if self.precision else ""
         return f"{self.gpu} with TensorRT {self.tensorrt}{asked}"
 
     def served(self, bundle: Path) -> tuple[Precision, ...]:
-        """Tell in which precisions a bundle has engines that may be run here, preferred first."""
+        """Return the precisions of a bundle's engines that may be run here, preferred first."""
         known = list_targets(bundle)
         wanted = PREFERRED if self.precision is None else (self.precision,)
         return tuple(p for p in wanted if self.target(p) in known)
 
     def remedy(self, bundle: Path) -> str:
-        """Give the command that builds what is missing."""
+        """Return the command that builds the missing engines."""
         path = shlex.quote(str(bundle))
         asked = f" --precision {self.precision}" if self.precision else ""
         return f"build them here: eecompile build {path} --device {self.device}{asked}"
@@ -101,8 +101,8 @@ class StoredEngine:
 def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
     """Open the store of the engines that run at a place; BackendError if there are none.
 
-    A bundle that is served already keeps the precision that it began with (:func:`as_computed`),
-    whatever is built meanwhile: its policy is certified for that one.
+    A bundle that is served already keeps its first precision (:func:`as_computed`), regardless of
+    later builds, because its policy is certified for that one.
     """
     built = place.served(bundle.path)
     if bundle.arithmetic:
@@ -116,7 +116,7 @@ def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
         )
     if len(built) > 1:
         _LOG.info(
-            "%s: engines are there in %s; those in %s run, unless --precision says otherwise",
+            "%s: there are engines in %s; those in %s run, unless --precision names others",
             bundle.path, ", ".join(built), built[0],
         )  # fmt: skip
     try:
@@ -126,7 +126,7 @@ def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
 
 
 def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...]:
-    """Find what runs a stage: one engine, or one of every segment.
+    """Return the engines of a stage: one engine, or one for every segment.
 
     BackendError if the bundle has neither; the message has the command that builds them.
     """
@@ -162,7 +162,7 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
 def missing_engine(
     spec: StageSpec, place: EnginePlace, found: Sequence[StoredEngine]
 ) -> MissingEngine | None:
-    """Name the engine that would run a stage for which a chain was found; else ``None``."""
+    """Return the engine that would run a stage which a chain runs now; else ``None``."""
     bundle = spec.bundle
     if bundle is None or len(found) < 2:
         return None
@@ -185,13 +185,13 @@ def missing_engine(
 
 
 def as_computed(bundle: Bundle, place: EnginePlace) -> Bundle:
-    """Give a bundle with the policy and records of the engines that run at a place.
+    """Return a bundle with the policy and records of the engines that run at a place.
 
-    BackendError if these are damaged. Where nothing was certified of the engines' precision, the
-    bundle stays as it is, and the log says so.
+    BackendError if these are damaged. If there is no certificate for the engines' precision, the
+    bundle is unchanged, and a warning is logged.
     """
     if not place.served(bundle.path):
-        return bundle  # loading its stages says what is missing
+        return bundle  # loading its stages reports what is missing
     store = open_store(bundle, place)
     evidence, precision = store.index.evidence, store.index.target.precision
     bundle = replace(bundle, arithmetic=store.index.target.folder)
@@ -210,13 +210,13 @@ def as_computed(bundle: Bundle, place: EnginePlace) -> Bundle:
 
 
 class _Finder:
-    """Looks for units in one store, and remembers why it found some not."""
+    """Searches one store for units, and records why some were not found."""
 
     def __init__(self, bundle: Bundle, store: EngineStore) -> None:
         self._bundle = bundle
         self._store = store
         self.refused: dict[str, str] = {}
-        """Why, by name of the unit."""
+        """Reasons by name of the unit."""
 
     def find(self, first: int, last: int, exit_: int | None) -> StoredEngine | None:
         bundle, engines = self._bundle, self._store.index
@@ -224,7 +224,7 @@ class _Finder:
         wanted = checkable_key(engines.target, parts_digest(bundle.manifest, first, last, exit_))
         entry = self._store.entry(name)
         if bundle.number and first >= bundle.manifest.source_begins:
-            # The full model behind a variant: whatever name it has, it is of the same file.
+            # The full model after a variant is of the same file under any name.
             same = (e for e in engines.engines if wanted.items() <= e.key.items())
             entry = next(same, None)
         if entry is None:

@@ -1,8 +1,8 @@
-"""The check that everything is there that TensorRT needs; what is missing is said in one line.
+"""Check that everything that TensorRT needs is present; one line names what is missing.
 
-Asked before any long work, and before ``tensorrt`` is imported: without a driver
-``tensorrt.Runtime()`` ends the whole process (seen in 8.6 and 11.4). So the driver is asked through
-ctypes, no CUDA context is made, and the packages are looked for but not imported.
+It runs before any long work, and before ``tensorrt`` is imported: without a driver
+``tensorrt.Runtime()`` ends the whole process (seen in 8.6 and 11.4). So the driver is called
+through ctypes, no CUDA context is made, and the packages are searched for but not imported.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from offramp.engine.common.errors import BackendError
 
 INSTALL = "pip install '.[tensorrt]' (for the dot: Offramp's source folder or wheel)"
-"""What brings the Python packages."""
+"""Command that installs the Python packages."""
 PACKAGES = ("tensorrt", "pycuda")
-"""What is imported; both come with :data:`INSTALL`."""
+"""Imported packages; :data:`INSTALL` installs both."""
 
 _LIBRARY = "libcuda.so.1"
 _SUCCESS = 0
 _NO_DEVICE = 100
-"""``CUDA_ERROR_NO_DEVICE``: the driver is there, a GPU is not."""
+"""``CUDA_ERROR_NO_DEVICE``: there is a driver, but no GPU."""
 _CAPABILITY_MAJOR = 75
 _CAPABILITY_MINOR = 76
 """``CUdevice_attribute`` numbers of the compute capability."""
@@ -35,36 +35,36 @@ class Device:
     """A GPU, as its driver describes it."""
 
     index: int
-    """Its number among the GPUs that this process may use (``CUDA_VISIBLE_DEVICES``)."""
+    """Number among the GPUs that this process may use (``CUDA_VISIBLE_DEVICES``)."""
     name: str
-    """For instance ``NVIDIA H200``."""
+    """Name of the GPU, for instance ``NVIDIA H200``."""
     compute_capability: tuple[int, int]
     """Major and minor, for instance (9, 0)."""
     driver_version: tuple[int, int]
-    """The newest CUDA version that the driver runs, major and minor, for instance (13, 0)."""
+    """Newest CUDA version that the driver runs, major and minor, for instance (13, 0)."""
     total_bytes: int
 
     @property
     def device(self) -> str:
-        """The name that users give: ``cuda:0``."""
+        """Name in options, for instance ``cuda:0``."""
         return f"cuda:{self.index}"
 
     @property
     def architecture(self) -> str:
-        """The architecture that kernels are compiled for, for instance ``sm_90``."""
+        """Architecture that kernels are compiled for, for instance ``sm_90``."""
         return f"sm_{self.compute_capability[0]}{self.compute_capability[1]}"
 
 
 def parse_device(device: str) -> int:
-    """Read the GPU's number in ``cuda:1``; ``cuda`` alone is the first."""
+    """Return the GPU's number in ``cuda:1``; ``cuda`` alone is the first."""
     match = re.fullmatch(r"cuda(?::(\d{1,4}))?", device)
     if match is None:
-        raise BackendError(f"{device!r} is no device of TensorRT; give cuda:0, cuda:1, …")
+        raise BackendError(f"{device!r} is no device of TensorRT; use cuda:0, cuda:1, …")
     return int(match[1] or 0)
 
 
 def parse_devices(devices: str) -> tuple[int, ...]:
-    """Read the numbers of GPUs in ``cuda:0,cuda:1``, in their order; one alone is one."""
+    """Return the numbers of GPUs in ``cuda:0,cuda:1``, in their order; or of a single one."""
     found: list[int] = []
     for name in devices.split(","):
         try:
@@ -112,21 +112,20 @@ def find_device(index: int) -> Device:
 
 
 def missing(index: int = 0) -> list[str]:
-    """List what is missing for TensorRT on a GPU, the first obstacle first."""
+    """Return what is missing for TensorRT on a GPU, the first obstacle first."""
     return _look(index)[1]
 
 
 def missing_packages() -> list[str]:
-    """List which of :data:`PACKAGES` cannot be found; none is imported."""
+    """Return those of :data:`PACKAGES` that cannot be found, without importing any."""
     return [name for name in PACKAGES if find_spec(name) is None]
 
 
 def require(device: str) -> Device:
     """Describe a GPU, such as ``cuda:0``, on which TensorRT can be used.
 
-    That the packages load as well is seen only when they are imported:
-    :func:`offramp.engine.tensorrt.compat.load`. BackendError if something is missing; one line says
-    all of it, and the remedy.
+    Only their import shows whether the packages load: :func:`offramp.engine.tensorrt.compat.load`.
+    BackendError if something is missing; one line has all of it, and the remedy.
     """
     found, obstacles = _look(parse_device(device))
     if found is None or obstacles:
@@ -148,12 +147,12 @@ def _look(index: int) -> tuple[Device | None, list[str]]:
 
 
 def _load_driver() -> Any:
-    """Load the driver's functions as ctypes gives them; tests put a fake in their place."""
+    """Load the driver's functions through ctypes; tests replace it by a fake."""
     try:
         return ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise BackendError(
-            f"there is no NVIDIA driver here ({_LIBRARY} cannot be loaded), it takes a machine "
+            f"there is no NVIDIA driver here ({_LIBRARY} cannot be loaded), expected a machine "
             "with an NVIDIA GPU"
         ) from error
 
@@ -167,9 +166,9 @@ def _start(driver: Any) -> None:
 
 def _no_such_gpu(index: int, count: int) -> str:
     if not count:
-        return "the NVIDIA driver finds no GPU, look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return "the NVIDIA driver finds no GPU, check nvidia-smi and CUDA_VISIBLE_DEVICES"
     there = "only cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-    return f"there is no GPU cuda:{index}, {there}, look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return f"there is no GPU cuda:{index}, {there}, check nvidia-smi and CUDA_VISIBLE_DEVICES"
 
 
 def _ask(driver: Any, function: str, *arguments: object) -> None:
@@ -183,5 +182,5 @@ def _check(driver: Any, function: str, status: int) -> None:
     known = driver.cuGetErrorName(status, ctypes.byref(name)) == _SUCCESS and name.value
     what = f"{name.value.decode()} ({status})" if known and name.value else f"error {status}"
     raise BackendError(
-        f"the NVIDIA driver does not work: {function} gives {what}, nvidia-smi should say why"
+        f"the NVIDIA driver does not work: {function} returns {what}, check nvidia-smi"
     )

@@ -2,9 +2,10 @@
 
 ::
 
-    | TensorRT's, of one engine at a time | cut tensor | the next | answers that nobody reads |
+    | TensorRT's, of one engine at a time | cut tensor | the next | unread answers |
 
-The two cut tensors alternate along a chain of engines. The last ones are of exits inside a stage.
+The two cut tensors alternate along a chain of engines. The unread answers are of exits inside a
+stage.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from offramp.engine.tensorrt.loading import LoadedEngine
 
 
 class ScratchLayout:
-    """Places, in a slot's scratch memory, of what a chain of engines keeps there.
+    """Places of a chain's tensors in a slot's scratch memory.
 
     ``wanted`` are outputs of the last engine that the slot has memory for.
     """
@@ -26,9 +27,9 @@ class ScratchLayout:
     def __init__(self, engines: Sequence[LoadedEngine], wanted: set[str]) -> None:
         self._chained = _chained(engines)
         self._inner: list[dict[str, int]] = []
-        """Offsets, by name, of every engine's tensors that lie in scratch."""
+        """Offsets, by name, of every engine's tensors in scratch memory."""
         self.engine_bytes = aligned(max(1, *(e.scratch_bytes for e in engines)))
-        """For TensorRT itself, at the beginning; never 0, so that it has an address."""
+        """Bytes for TensorRT itself, at the beginning; never 0, so that it has an address."""
         cut_bytes = max(
             (aligned(max(1, e.size_bytes[n])) for e, n in self._chained.items()), default=0
         )
@@ -50,12 +51,12 @@ class ScratchLayout:
             self.size_bytes = max(self.size_bytes, end)
 
     def addresses(self, base: int) -> list[dict[str, int]]:
-        """Addresses of every engine's tensors that lie in scratch memory at ``base``."""
+        """Return the addresses of every engine's tensors in scratch memory at ``base``."""
         return [{name: base + at for name, at in inner.items()} for inner in self._inner]
 
 
 def _chained(engines: Sequence[LoadedEngine]) -> dict[LoadedEngine, str]:
-    """The output of each engine that the next one reads."""
+    """Return the output of each engine that the next one reads."""
     found = {}
     earlier: set[str] = set()
     for engine, follower in itertools.pairwise(engines):
@@ -63,8 +64,8 @@ def _chained(engines: Sequence[LoadedEngine]) -> dict[LoadedEngine, str]:
         goes_on = len(shared) == 1 and earlier.isdisjoint(follower.inputs)
         if not goes_on or engine.dtypes[shared[0]] != follower.dtypes[shared[0]]:
             raise BackendError(
-                f"engine {follower.entry.unit} does not go on where {engine.entry.unit} ends, with "
-                "one tensor: build one engine for the whole stage (--parts stages)"
+                f"engine {follower.entry.unit} cannot follow where {engine.entry.unit} ends "
+                "with one tensor: build one engine for the whole stage (--parts stages)"
             )
         found[engine] = shared[0]
         earlier.update(engine.outputs)

@@ -1,8 +1,8 @@
-"""An engine run by itself, to verify it when it was built, or to time it (``tools/gpu``).
+"""An engine that is run alone, to verify it after its build, or to time it (``tools/gpu``).
 
-Serving is another matter (buffers and contexts made once, nothing copied that need not be); this is
-the shortest way from host arrays to host arrays. All of it works in the calling thread's CUDA
-context: see :mod:`offramp.engine.cuda.primary_context`.
+Serving works differently (persistent buffers and contexts, no unnecessary copies); this is the
+shortest way from host arrays to host arrays. All of it runs in the calling thread's CUDA context:
+see :mod:`offramp.engine.cuda.primary_context`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 def run_plan(
     plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int = 0
 ) -> dict[str, NDArray[Any]]:
-    """Load an engine, run it once, and release it; gives all outputs, bfloat16 ones as float32.
+    """Load an engine, run it once, and release it; return all outputs, bfloat16 ones as float32.
 
     The plan is of this GPU and this version of TensorRT; ``profile`` is the index of one that holds
-    the inputs' shapes. More inputs than the engine has are no error, since TensorRT may drop those
-    that nothing reads. 64-bit integers are narrowed where the engine has 32-bit ones. BackendError
-    if it cannot be loaded or run, or an input is missing or does not fit.
+    the inputs' shapes. Additional inputs are allowed, because TensorRT may drop inputs that no
+    layer reads. 64-bit integers are narrowed if the engine has 32-bit ones. BackendError if it
+    cannot be loaded or run, or an input is missing or does not fit.
     """
     with StandaloneEngine(plan) as engine:
         return engine.run(inputs, profile)
@@ -43,10 +43,10 @@ def run_plan(
 def time_plans(
     plans: Sequence[tuple[bytes, Mapping[str, NDArray[Any]], int]], *, rounds: int
 ) -> list[float]:
-    """Time engines side by side: seconds on the device for each, medians of interleaved rounds.
+    """Time engines in alternation: seconds on the device for each, medians of interleaved rounds.
 
     Each is a plan, its inputs, and the index of a profile that holds these. All are loaded and run
-    once before, so that what else the GPU does meets all alike. Copies are not counted.
+    once before, so that other work of the GPU affects all equally. Copies are not counted.
     BackendError if one cannot be loaded or run.
     """
     with ExitStack() as stack:
@@ -64,13 +64,13 @@ def time_plans(
 
 
 class StandaloneEngine:
-    """An engine that is kept loaded in the current CUDA context, to be run by itself."""
+    """An engine that stays loaded in the current CUDA context, to be run alone."""
 
     def __init__(self, plan: bytes) -> None:
         started = time.perf_counter()
         runtime, engine = deserialize(plan, "the engine")
         self.load_s = time.perf_counter() - started
-        """Seconds that loading took, measured."""
+        """Measured seconds of loading."""
         self._runtime: trt.Runtime | None = runtime
         self._engine: trt.ICudaEngine | None = engine
         self.inputs, self.outputs = tensor_names(engine)
@@ -91,7 +91,7 @@ class StandaloneEngine:
         """Run once; see :func:`run_plan`."""
         lacking = [name for name in self.inputs if name not in inputs]
         if lacking:
-            raise BackendError(f"the engine takes {lacking}, given are {sorted(inputs)}")
+            raise BackendError(f"the engine needs {lacking}, given are {sorted(inputs)}")
         shapes = {name: inputs[name].shape for name in self.inputs}
         with self.prepare(profile, shapes) as prepared:
             return prepared.run(inputs)
@@ -100,11 +100,11 @@ class StandaloneEngine:
     def prepare(
         self, profile: int, shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[PreparedEngine]:
-        """Make a context and buffers for inputs of certain shapes; all is released at the end.
+        """Yield a context and buffers for inputs of certain shapes; all is released at the end.
 
-        Several may be open at once, with different profiles: TensorRT 8.6 lets only one context at
-        a time have a profile. BackendError if the profile does not hold the shapes, or memory is
-        short.
+        Several may be open at the same time, with different profiles: in TensorRT 8.6 only one
+        context at a time can use a profile. BackendError if the profile does not hold the shapes,
+        or memory is short.
         """
         import pycuda.driver as cuda  # noqa: PLC0415
 
@@ -127,7 +127,7 @@ class StandaloneEngine:
                 for name in (*self.inputs, *self.outputs)
             }
             prepared = PreparedEngine(self, context, stream, tensors)
-            # Last in, first out: what runs is waited for, then the context goes, then the memory.
+            # Last in, first out: wait for running work, then release the context, then the memory.
             releases.callback(prepared.close)
             releases.callback(_wait, stream)
             del context, stream
@@ -136,7 +136,7 @@ class StandaloneEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTensor:
-    """An input or output in memory of its own."""
+    """An input or output in its own memory."""
 
     shape: tuple[int, ...]
     dtype: trt.DataType
@@ -164,7 +164,7 @@ class PreparedEngine:
         """Run once; see :func:`run_plan`."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
-        self._live_context()  # before anything is copied to memory that was freed
+        self._live_context()  # before copying to freed memory
         stream = self.stream
         sent = {name: self._as_tensor(name, inputs[name]) for name in self.engine.inputs}
         for name, array in sent.items():
@@ -180,12 +180,12 @@ class PreparedEngine:
         return {name: compat.from_tensor(raw[name], self.tensors[name].dtype) for name in raw}
 
     def enqueue(self, errors: list[str]) -> None:
-        """Enqueue one run on what the buffers hold; ``errors`` are what TensorRT reports now."""
+        """Enqueue one run on the buffers' content; ``errors`` are TensorRT's current errors."""
         if not self._live_context().execute_async_v3(self.stream.handle):
             raise refused("run the engine", errors)
 
     def time_s(self) -> float:
-        """Run once on what the buffers hold, and wait: seconds on the device, between events."""
+        """Run once on the buffers' content, and wait; return seconds between events."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         start: cuda.Event = cuda.Event()
@@ -199,13 +199,13 @@ class PreparedEngine:
 
     @property
     def stream(self) -> cuda.Stream:
-        """On which it runs; BackendError after it was released."""
+        """Stream that it runs on; BackendError after it was released."""
         if self._stream is None:
             raise _released()
         return self._stream
 
     def close(self) -> None:
-        """Let go of context and stream; nothing can be run afterwards.
+        """Release context and stream; nothing can be run afterwards.
 
         PyCUDA releases a stream with its last reference, and only while its context is current.
         """
@@ -237,7 +237,7 @@ def _choose(
     stream: cuda.Stream,
     errors: list[str],
 ) -> None:
-    """Let a context have a profile, and shapes of its inputs."""
+    """Set a context's profile, and the shapes of its inputs."""
     if not context.set_optimization_profile_async(profile, stream.handle):
         raise refused(f"take optimisation profile {profile}", errors)
     stream.synchronize()
@@ -272,7 +272,7 @@ def _allocate(size_bytes: int, releases: ExitStack) -> cuda.DeviceAllocation:
 
 
 def _wait(stream: cuda.Stream) -> None:
-    """Wait until the device is done; errors are not ours here: what failed has been raised."""
+    """Wait until the device is done; errors are ignored, because failures have been raised."""
     import pycuda.driver as cuda  # noqa: PLC0415
 
     with suppress(cuda.Error):

@@ -1,7 +1,7 @@
-"""TensorRT's messages: to :mod:`logging`, and its errors into our exceptions.
+"""Routing of TensorRT's messages to :mod:`logging`, and of its errors to our exceptions.
 
-TensorRT keeps the first logger that it is given for the rest of the process, whatever later ones
-it gets. So there is one, never freed, and who wants to know the errors of some work collects them.
+TensorRT uses its first logger for the rest of the process, regardless of later ones. So there is
+one logger, never freed, and code that needs the errors of an operation collects them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _LEVELS = {
     "INFO": logging.DEBUG,
     "VERBOSE": logging.DEBUG,
 }
-"""TensorRT's severities as ours; its "info" is what others call debugging."""
+"""Logging levels by TensorRT's severities; its "info" is usually called debugging."""
 _MOST_ERRORS = 8
-"""Errors kept for a message. The first are the cause, the rest repeat it."""
+"""Largest number of errors in a message. The first are the cause, the rest repeat it."""
 
 _collectors: list[list[str]] = []
 _lock = Lock()
@@ -37,7 +37,7 @@ _lock = Lock()
 def errors_of_tensorrt() -> Iterator[list[str]]:
     """Collect the errors that TensorRT reports during the block.
 
-    They come from all threads: TensorRT does not say whose work an error belongs to.
+    They come from all threads: TensorRT does not report the thread of an error.
     """
     collected: list[str] = []
     with _lock:
@@ -50,7 +50,7 @@ def errors_of_tensorrt() -> Iterator[list[str]]:
 
 
 def receive(severity: str, message: str) -> None:
-    """Take a message of TensorRT; the severity is the name of a ``tensorrt.ILogger.Severity``."""
+    """Handle a message of TensorRT; the severity is the name of a ``tensorrt.ILogger.Severity``."""
     level = _LEVELS.get(severity, logging.WARNING)
     if level == logging.ERROR:
         with _lock:
@@ -58,14 +58,14 @@ def receive(severity: str, message: str) -> None:
                 if len(collected) < _MOST_ERRORS:
                     collected.append(message.strip())
             handled = bool(_collectors)
-        # Whoever collects errors raises them; a second line on the terminal would not help.
+        # The code that collects errors raises them; a second line on the terminal would not help.
         level = logging.DEBUG if handled else level
     _LOG.log(level, "TensorRT: %s", message)
 
 
 @cache
 def logger() -> trt.ILogger:
-    """The process's one TensorRT logger."""
+    """Return the process's only TensorRT logger."""
     import tensorrt as trt  # noqa: PLC0415
 
     class Logger(trt.ILogger):  # type: ignore[misc]  # tensorrt has no types

@@ -37,7 +37,7 @@ class OperatorView:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """By name."""
+        """Attributes by name."""
         return attributes_of(self.op)
 
     @property

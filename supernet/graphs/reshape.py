@@ -29,7 +29,7 @@ class ElasticAxis:
 
     axis: int
     full: int
-    """Its size in the supernet; if the size is a factor times a free size, such as 4 heads times
+    """Size in the supernet; if the size is a factor times a free size, such as 4 heads times
     the batch, that factor: the kept elements repeat."""
     kept: tuple[int, ...]
     """Ascending indices of the elements that the subnet has."""

@@ -421,7 +421,7 @@ def space_of(
         (space_of(layer="blocks.0.conv2"), ("smallest subnet", "inner widths")),
         (
             ElasticSpace(width=(ElasticWidth(layers=("classifier",), ratios=(1 / 3,)),)),
-            ("[2, 1]", "[2, 3]", "leave the last layer out"),
+            ("[2, 1]", "[2, 3]", "remove the last layer"),
         ),
     ],
 )

@@ -166,7 +166,7 @@ def test_masks_enter_beside(
                 "skip blocks",
             ),
         ),
-        (RESIDUAL, Skip(start="b", end="a"), ("depth.skip", "between 'b' and 'a'", "exchange")),
+        (RESIDUAL, Skip(start="b", end="a"), ("depth.skip", "between 'b' and 'a'", "swap")),
         (RESIDUAL, Skip(start="a", end="a"), ("depth.skip", "between 'a' and 'a'")),
         (
             chain(

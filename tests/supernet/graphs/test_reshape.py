@@ -90,7 +90,7 @@ def test_free_sizes_are_told_apart(
     [
         (("batch", 7, 4, 2), 3, ("[batch, 7, 8] → [batch, 7, 4, 2]", "3 of 8", "multiples of 2")),
         (("8*batch", 7), 4, ("[batch, 7, 8] → [8*batch, 7]", "4 of 8", "whole")),
-        (("?", 28), 4, ("not known", "[batch, 7, 8, ?, 28]")),
+        (("?", 28), 4, ("unknown size", "[batch, 7, 8, ?, 28]")),
     ],
 )
 def test_what_is_mixed_is_refused(after: tuple[int | str, ...], kept: int, message: Told) -> None:

@@ -21,8 +21,7 @@ from offramp.supernet.graphs.spec_file import parse_spec
 
 Weights = dict[str, NDArray[Any]]
 NORM_REMEDY = (
-    "statistics over fewer channels are others; keep the channels whole here and slice inside the "
-    "block"
+    "statistics over fewer channels differ; keep the channels whole here and slice inside the block"
 )
 FLAT, MAPS = ["batch", 5, 8], ["batch", 8, 6, 6]
 MATRIX = {"w": np.ones((8, 8), np.float32)}
@@ -89,7 +88,7 @@ REFUSED: dict[str, tuple[onnx.ModelProto, Told]] = {
     ),
     "residual": (
         after("Add", "a", "x"),
-        ("Add op", "'x' has 8 in dimension 2", "4 of 8", "leave its channels whole"),
+        ("Add op", "'x' has 8 in dimension 2", "4 of 8", "keep its channels whole"),
     ),
     "other branch": (
         after("Add", "b", "a"),
@@ -97,7 +96,7 @@ REFUSED: dict[str, tuple[onnx.ModelProto, Told]] = {
     ),
     "concat": (
         after("Concat", "a", "b", axis=-1),
-        ("Concat op", "dimension 2", "4 of 8", "whole, or slice behind it"),
+        ("Concat op", "dimension 2", "4 of 8", "whole, or slice after it"),
     ),
     "concat beside": (
         after("Concat", "a", "b", axis=1),
@@ -127,11 +126,11 @@ REFUSED: dict[str, tuple[onnx.ModelProto, Told]] = {
     ),
     "einsum": (
         after("Einsum", equation="abc->acb"),
-        ("Einsum op", "not known", "input whole", "standard operators"),
+        ("Einsum op", "unknown", "input whole", "standard operators"),
     ),
     "sum along": (
         after("CumSum", "a", "k", weights={"k": np.array(2)}),
-        ("CumSum op", "not known", "input whole", "standard operators"),
+        ("CumSum op", "unknown", "input whole", "standard operators"),
     ),
     "norm of maps": (
         after("LpNormalization", shape=MAPS, axis=1),
@@ -139,12 +138,12 @@ REFUSED: dict[str, tuple[onnx.ModelProto, Told]] = {
     ),
     "channels last": (
         after("Transpose", shape=MAPS, perm=[0, 2, 3, 1]),
-        ("'c'", "4 of 8 elements in dimension 3", "leave the weights of its operator whole"),
+        ("'c'", "4 of 8 elements in dimension 3", "keep the weights of its operator whole"),
     ),
     "groups": (
         after("Conv", "a", "d", shape=MAPS, group=2,
               weights={"d": np.ones((8, 4, 1, 1), np.float32)}),
-        ("'c'", "4 of 8 elements in dimension 1", "leave the weights of its operator whole"),
+        ("'c'", "4 of 8 elements in dimension 1", "keep the weights of its operator whole"),
     ),
     "a weight": (
         after("Conv", "x", "a", shape=[8, 8, 1, 1]),
@@ -152,7 +151,7 @@ REFUSED: dict[str, tuple[onnx.ModelProto, Told]] = {
     ),
     "shuffle": (
         after("DepthToSpace", shape=MAPS, blocksize=2),
-        ("DepthToSpace op", "not known", "input whole", "standard operators"),
+        ("DepthToSpace op", "unknown", "input whole", "standard operators"),
     ),
 }  # fmt: skip
 
@@ -194,7 +193,7 @@ def test_groups_stay_whole() -> None:
             {"weights": ["grouped"], "ratios": [0.25]},
         ]
     }
-    with pytest.raises(NotElasticError, match="name the operator that gives 'a' instead"):
+    with pytest.raises(NotElasticError, match="name the operator that computes 'a' instead"):
         Supernet.of(a_model(grouped(8)), parse_spec(content, "s.toml"))
 
 
@@ -248,10 +247,10 @@ OUT = "8 output channels of named"
         (
             ["named"],
             {"axis": 0},
-            ("s.toml: width.axis = 0", "MatMul named", "dimension 1", "[8, 8]", "leave axis out"),
+            ("s.toml: width.axis = 0", "MatMul named", "dimension 1", "[8, 8]", "omit axis"),
         ),
         (["nomed"], {}, ("s.toml: width.weights", "'nomed'", "'named'", "`eecompile inspect`")),
-        (["zzz"], {}, ("none is like it",)),
+        (["zzz"], {}, ("none is similar",)),
         (
             ["op"],
             {},

@@ -487,7 +487,7 @@ def test_another_model_begins_anew(
         assert not (scene.learned / "1.ee").exists()
 
     play(story)
-    assert any("the model is another one" in record.message for record in caplog.records)
+    assert any("the model differs from that of" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"phase": "x"}', '{"model_sha256": 3}'])
@@ -515,7 +515,7 @@ def test_drift_for_good_is_learned_from_what_is_asked_since(
         scene.engine.alarms = 1
         await scene.look()
         assert scene.phase == "relearning"
-        tells(scene.learner.status().text, "exits answer nothing", f"0 of {SAMPLES}")
+        tells(scene.learner.status().text, "exits answer no more requests", f"0 of {SAMPLES}")
         first = scene.sent
         await scene.record()
         await scene.look(2)
@@ -584,7 +584,7 @@ def test_samples_too_large_for_the_limit_are_refused_at_the_start(
         assert 866 < scene.learner.status().wanted < 5000
 
     play(story)
-    assert any("5,000 were asked for" in record.message for record in caplog.records)
+    assert any("5,000 were requested" in record.message for record in caplog.records)
 
 
 def test_samples_that_turn_out_too_large_stop_it(

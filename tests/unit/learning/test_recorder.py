@@ -120,7 +120,7 @@ def test_inputs_that_only_repeat_make_the_sample_smaller(
         until(lambda: not recorder._pending)
     assert (recorder.counts().recorded, recorder.counts().wanted) == (30, wanted)
     told = [record.message for record in caplog.records]
-    assert any("30 samples have to do in place of 50: inputs only rep" in t for t in told) == (
+    assert any("30 samples are used instead of 50: inputs only rep" in t for t in told) == (
         wanted == 30
     )
     recorder.close()

@@ -242,7 +242,7 @@ def test_integers_are_narrowed_if_they_fit(fake: FakeTensorRT) -> None:
 
 @pytest.mark.parametrize(("given", "name"), [("f4", "INT32"), ("i4", "BOOL"), ("f4", "UINT8")])
 def test_other_kinds_are_refused(fake: FakeTensorRT, given: str, name: str) -> None:
-    with pytest.raises(BackendError, match="is no TensorRT input of"):
+    with pytest.raises(BackendError, match="cannot be a TensorRT input of"):
         compat.to_tensor(np.ones(2, given), fake.module.DataType[name])
 
 

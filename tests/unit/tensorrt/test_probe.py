@@ -77,7 +77,7 @@ def test_the_real_calling_convention(tmp_path: Path, monkeypatch: pytest.MonkeyP
         driver_version=(12, 8),
         total_bytes=23 << 30,
     )
-    with pytest.raises(BackendError, match="cuDeviceGetAttribute gives error 1,"):
+    with pytest.raises(BackendError, match="cuDeviceGetAttribute returns error 1,"):
         probe.find_device(0)
 
 

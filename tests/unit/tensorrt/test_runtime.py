@@ -352,7 +352,7 @@ def test_more_rows_than_any_profile_has_are_refused_by_name(
         told = str(caught.value)
         tells(told, "stage 0", "00-01-exit1", "image [9, 3, 16, 16]")
         tells(told, "image [1, 3, 16, 16] to [1, 3, 16, 16]; image [2, 3, 16, 16] to [8")
-        assert "give --batch-profiles" in told
+        assert "use --batch-profiles" in told
         bench.enqueue(8)
 
 

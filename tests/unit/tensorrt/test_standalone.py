@@ -153,7 +153,7 @@ def test_an_engine_that_fails(current: FakeTensorRT, flaw: dict[str, bool], said
 
 
 def test_a_missing_input(current: FakeTensorRT) -> None:
-    with pytest.raises(BackendError, match=r"the engine takes \['x'\], given are \['w'\]"):
+    with pytest.raises(BackendError, match=r"the engine needs \['x'\], given are \['w'\]"):
         run_plan(plan_of(current), {"w": np.zeros((1, 3), np.float32)})
 
 
@@ -206,5 +206,5 @@ def test_the_primary_context_is_shared_and_nests(fake: FakeTensorRT) -> None:
 
 def test_no_primary_context(fake: FakeTensorRT) -> None:
     fake.cuda.broken = True
-    with pytest.raises(BackendError, match=facts("CUDA", "cuda:0", "out of memory", "look")):
+    with pytest.raises(BackendError, match=facts("CUDA", "cuda:0", "out of memory", "nvidia-smi")):
         primary_context(0)
