@@ -125,7 +125,7 @@ class Twin:
                 waiting += self.follow(stage, self.merge([w.pair for w in ready]))
 
     def follow(self, stage: int, pair: Pair) -> list[Waiting]:
-        """Run a batch until nobody is left in it; gives what it buffered."""
+        """Run a batch until no row is left in it; return the buffered rows."""
         while True:
             after = self.step(stage, pair)
             if after is None:
@@ -135,7 +135,7 @@ class Twin:
             stage, pair = stage + 1, after
 
     def _going_on(self, exited: NDArray[np.bool_], *, last: bool) -> Rows:
-        """Those not sure; now and then fewer, as if exits were forced, or more, as in audits."""
+        """Return rows below the threshold; sometimes fewer, as if forced, or more, as in audits."""
         going = ~exited
         if last:
             return np.flatnonzero(np.zeros(len(exited), np.bool_))

@@ -34,9 +34,9 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "fashion"
 
 @contextmanager
 def equal_times(*, staged_ms: float = 1.0) -> Iterator[None]:
-    """Have the compiler take a graph for 1 ms, and all stages for so much: on any machine.
+    """Make a graph take 1 ms for the compiler, and all stages ``staged_ms``, on any machine.
 
-    Exits are in use then, however small the model is, and are not left out for being measured.
+    Then exits are in use, however small the model is, and measurements do not exclude them.
     """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
@@ -48,7 +48,7 @@ def equal_times(*, staged_ms: float = 1.0) -> Iterator[None]:
 
 @contextmanager
 def brief_measurements() -> Iterator[None]:
-    """Have the compiler measure no more rounds than an interval needs: tests assert no times."""
+    """Limit measurements to the rounds that an interval needs: tests assert no times."""
     with pytest.MonkeyPatch.context() as patched:
         for effort in (Effort, Budget):
             patched.setitem(effort.__init__.__kwdefaults__, "seconds", 0.1)

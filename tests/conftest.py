@@ -36,7 +36,8 @@ HANDLERS = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""As Python starts with, but in the background and under nohup, where some are ignored."""
+"""Signal handlers of Python at startup, except in the background or under nohup, where some are
+ignored."""
 
 
 def reset_handlers() -> None:
@@ -125,7 +126,7 @@ def bundle_path(fashion: Bundle) -> Path:
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """Undo what a command that is run inside a test sets up: it would log for those behind it."""
+    """Undo the logging setup of a command run inside a test, which would affect later tests."""
     loggers = [logging.getLogger(), logging.getLogger("offramp")]
     before = [(each, each.level, each.propagate, list(each.handlers)) for each in loggers]
     disabled = logging.root.manager.disable

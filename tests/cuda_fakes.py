@@ -31,28 +31,28 @@ class FakeExecutables:
 
     driver: FakeDriver
     max_rows: int = 64
-    """Of every stage."""
+    """Row limit of every stage."""
     scratch_bytes: Callable[[StageSpec], int] = lambda _: 512
-    """Of a stage."""
+    """Scratch bytes of a stage."""
     foreseen: int = 16
-    """What symbolic sizes are taken to be at most, before a batch says otherwise."""
+    """Assumed upper limit of symbolic sizes, until a batch has larger ones."""
     narrow: bool = False
-    """Whether int64 is int32 on the device, as with TensorRT 8.6."""
+    """True if int64 is int32 on the device, as with TensorRT 8.6."""
     capturable: bool = True
-    """Whether stages ask to be captured."""
+    """True if stages ask to be captured."""
     pads: bool = False
-    """Whether stages ask for batches of few sizes."""
+    """True if stages ask for batches of few sizes."""
     room: Callable[[int], int] = lambda _: 1 << 30
     """Up to how many rows a batch of so many may be filled up."""
     refuse_capture: bool = False
-    """Whether a stage raises when it is captured, as TensorRT does for some engines."""
+    """True if a stage raises during capture, as TensorRT does for some engines."""
     on_enqueue: Callable[[StageSpec, int], None] = lambda _spec, _rows: None
     """Called with every enqueue, with (stage, rows): may raise."""
     on_close: Callable[[StageSpec], None] = lambda _: None
     """Called when an executable is closed: may raise."""
     name: str = "fake-cuda"
     open: Counter[str] = field(default_factory=Counter)
-    """What is open now: ``stages`` and ``executables``."""
+    """Numbers of open ``stages`` and ``executables``."""
     enqueued: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Times that a (stage, rows) was enqueued, also into graphs."""
     forgotten: int = 0
@@ -60,11 +60,11 @@ class FakeExecutables:
     closed: bool = False
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Give the same type, or a narrower one."""
+        """Return the same type, or a narrower one."""
         return np.dtype(np.int32) if self.narrow and dtype == np.int64 else dtype
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Give the bundle itself."""
+        """Return the bundle itself."""
         return bundle
 
     def prepare(self, spec: StageSpec) -> FakePrepared:
@@ -104,7 +104,7 @@ class FakePrepared:
         self.pads = factory.pads
 
     def room(self, rows: int) -> int:
-        """As far as the factory says."""
+        """Return the limit of rows, by the factory."""
         return min(self.max_rows, self.factory.room(rows))
 
     def open(self, slot: SlotResources) -> FakeExecutable:
@@ -133,12 +133,12 @@ class FakeExecutable:
         self._dtypes = {t.name: t.dtype for t in (*prepared.inputs, *prepared.outputs)}
         self._closed = False
         self._graphs: set[int] = set()
-        """What it is prepared for, or was captured into."""
+        """Graphs that it is prepared for, or was captured into."""
         self._running = 0
         """Runs that are enqueued and not done, but for those of graphs."""
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        """Tell the shapes by the graph."""
+        """Return the output shapes of the graph."""
         for name, argument in self._prepared.shapes.inputs.items():
             taken, given = argument.shape[1:], inputs[name][1:]
             if any(isinstance(s, int) and s != n for s, n in zip(taken, given, strict=True)):

@@ -19,7 +19,7 @@ from offramp.proto.messages import ModelInferRequest, ModelInferResponse
 async def codes_while_leaving(
     address: str, process: subprocess.Popen[Any], request: ModelInferRequest
 ) -> Counter[grpc.StatusCode]:
-    """What calls end with until none is answered, on old connections and on ever new ones."""
+    """Return the codes of calls until none is answered, on old and on new connections."""
     codes: Counter[grpc.StatusCode] = Counter()
     options = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
 
@@ -62,7 +62,7 @@ async def codes_while_leaving(
 async def codes_of_two_replicas(
     addresses: Sequence[str], process: subprocess.Popen[Any], request: ModelInferRequest
 ) -> Counter[grpc.StatusCode]:
-    """What calls end with that are spread over replicas, of which one leaves."""
+    """Return the codes of calls that are spread over replicas, one of which shuts down."""
     codes: Counter[grpc.StatusCode] = Counter()
     config = json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})
     options = [("grpc.service_config", config)]

@@ -223,7 +223,7 @@ def _last_token(b: Builder, x: str, ids: str) -> str:
 def two_sequences(*, layers: int = 3, width: int = 16) -> onnx.ModelProto:
     """Tokens that attend to each other, and to those of a second sequence of another length.
 
-    Cut points are behind the first layers, where less is left that reads the second sequence.
+    Cut points are after the first layers, where fewer later layers read the second sequence.
     """
     b = Builder()
     ids, mask = (
@@ -363,9 +363,9 @@ def two_tower(*, layers: int = 2, merged: int = 2) -> onnx.ModelProto:
 
 
 def text_cnn(*, widths: Sequence[int] = (3, 5, 7), channels: int = 24) -> onnx.ModelProto:
-    """Convolutions of several widths beside each other, written one after the other.
+    """Parallel convolutions of several widths, written one after the other.
 
-    Cut points: ``pooled{i}`` of those that are done, and ``embedded``, but the last.
+    Cut points: ``pooled{i}`` of finished ones, and ``embedded``, except the last.
     """
     b = Builder()
     ids = b.input("input_ids", ["batch", 12], TensorProto.INT64)
@@ -422,7 +422,7 @@ def mlp(
 def dynamically_quantised(
     *, layers: int = 3, width: int = 16, mean: bool = False
 ) -> onnx.ModelProto:
-    """As ONNX Runtime's ``quantize_dynamic`` leaves an MLP: rounded by the range of the batch.
+    """Return an MLP from ONNX Runtime's ``quantize_dynamic``: rounded by the range of the batch.
 
     With ``mean`` one over the batch is subtracted. Cut points: ``hidden{i}``.
     """

@@ -1,7 +1,7 @@
-"""The tables of ``docs/protocol.md``: each method and route of the protocol, beside Triton's.
+"""Tables of ``docs/protocol.md``: each method and route of the protocol, compared with Triton's.
 
 ``python -m tests.protocol_table`` writes them into the document, from the schema, the routes and
-the remarks here; a test holds the document equal to them.
+the remarks here; a test keeps the document equal to them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REMARKS: Final[Mapping[str, str]] = {
     "LogSettings": "`log_file` and `log_format` cannot be changed while the server runs (Triton: "
     "`log_file`)",
 }
-"""By method: how it compares with Triton 2.51, each difference with its reason."""
+"""Comparison with Triton 2.51 by method, with a reason for each difference."""
 
 
 def methods() -> str:
@@ -70,7 +70,7 @@ def routes() -> str:
 
 
 def with_tables(text: str) -> str:
-    """Return the document with its tables written anew."""
+    """Return the document with its tables replaced."""
     for name, table in (("methods", methods()), ("routes", routes())):
         text, count = re.subn(
             rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", rf"\g<1>{table}\g<2>", text, flags=re.DOTALL

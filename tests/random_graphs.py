@@ -12,7 +12,7 @@ from tests.models import Builder
 
 TOKENS, WIDTH = 4, 32
 _REACH = 3
-"""How far back an operator may read."""
+"""Number of earlier operators that an operator may read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class RandomGraph:
         self._made: list[Value] = []
 
     def model(self) -> onnx.ModelProto:
-        """Give the classifier."""
+        """Return the classifier."""
         self._made.append(self._work(self._inputs[0]))
         for _ in range(self._random.randint(3, 8)):
             steps = [self._work, self._bend, self._turn, self._joined, self._read_again]

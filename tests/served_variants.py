@@ -33,7 +33,7 @@ from tests.variants import SubnetBundle, write_with_variants
 
 ROWS = 60
 BITS = (4, 2)
-"""Of the weights of the copies that stand for subnets: the first agrees more often."""
+"""Bits of the weights of the copies that represent subnets: the first agrees more often."""
 
 
 class Keeping:
@@ -77,7 +77,7 @@ class Compiled(NamedTuple):
 
 
 def compile_with_variants(folder: Path) -> None:
-    """Compile a tiny model with two variants: the smaller one is faster, whatever the machine."""
+    """Compile a tiny model with two variants: the smaller one is faster on any machine."""
     model, data = models.residual_cnn(), images()
     settings: dict[str, Any] = {"candidates": 2, "epochs": 2, "max_overhead": None}
     with pytest.MonkeyPatch.context() as patched:

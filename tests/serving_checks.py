@@ -1,4 +1,4 @@
-"""What an engine on a GPU has to hold: run on GPUs by tests/gpu, rehearsed on the fake driver."""
+"""Requirements on an engine on a GPU: run on GPUs by tests/gpu, rehearsed on the fake driver."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Tensors = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """What the CPU says of every sample at every place where it could leave."""
+    """The CPU's results for every sample at every place where it could leave."""
 
     inputs: Tensors
     answer: dict[int, NDArray[Any]]
-    """By exit, :data:`MODEL_END` for the end: [n, classes]."""
+    """Answers by exit, :data:`MODEL_END` for the end: [n, classes]."""
     confidence: dict[int, NDArray[np.float32]]
     """The same: [n]."""
     tolerance: float
@@ -81,7 +81,7 @@ class Truth:
             assert any(self._leaves(policy, row, exit_) for policy in policies), (row, exit_, sure)
 
     def _leaves(self, policy: ExitPolicy, row: int, exit_: int) -> bool:
-        """Whether a sample leaves there and not before, up to the tolerance."""
+        """Return True if a sample leaves at an exit and not before, up to the tolerance."""
         for active in policy.active:
             sure = float(self.confidence[active.exit][row])
             if active.exit == exit_:
@@ -133,7 +133,7 @@ async def bad_fails_alone(
     bad: Tensors,
     how: EngineOptions,
 ) -> str:
-    """A request that the backend refuses fails by itself; others are answered; gives the error."""
+    """Check that a refused request fails alone and others are answered; return its error."""
     rng = np.random.default_rng(0)
     said: list[str] = []
     async with await Engine.open({MODEL: path}, how, backend=backend) as engine:

@@ -19,7 +19,7 @@ MODEL = bert_model("bert-small", SIZE, ("layer0.out", "layer1.out"))
 
 
 def small_bert(folder: Path, *, seed: int = 0) -> Bundle:
-    """Its bundle; its exits' thresholds are one half."""
+    """Return the bundle; its exits' thresholds are one half."""
     return MODEL.bundle(folder, seed=seed)
 
 
@@ -31,7 +31,7 @@ def inputs(samples: int, *, seed: int = 0) -> dict[str, NDArray[Any]]:
 
 
 def truth(bundle: Bundle, *, samples: int, tolerance: float) -> Truth:
-    """What the CPU says of them."""
+    """Return the CPU's results for some samples."""
     return Truth.of(bundle, inputs(samples), tolerance)
 
 

@@ -126,7 +126,7 @@ STEPS: Final[dict[str, Step]] = {
     "shared": _shared,
     "softmax again": _soft_again,
 }
-"""By name, what is done to probabilities; every one alone makes an output that exits must match."""
+"""Operations on probabilities by name; each one makes an output that exits must match."""
 
 
 def _softmax(b: Builder, z: Made) -> Made:
@@ -177,7 +177,7 @@ BOUNDED: Final[dict[str, Step]] = {
         _quantised_logits(b, z.name, np.array(0.05, np.float32)), z.width
     ),
 }
-"""By name, what bounds or rounds logits."""
+"""Operations by name that bound or round logits."""
 
 
 def _one_hot(b: Builder, z: Made) -> Made:
@@ -196,7 +196,7 @@ PICKING: Final[dict[str, Step]] = {
     "one-hot": _one_hot,
     "equal to the largest": _largest,
 }
-"""By name, what gives 1 for the class of the largest logit, and 0 for others."""
+"""Operations by name with 1 for the class of the largest logit, and 0 for others."""
 
 
 def _quantised_logits(b: Builder, z: str, scale: np.ndarray) -> str:

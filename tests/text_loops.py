@@ -15,7 +15,7 @@ from offramp.generation.stages.text_backend import TextBackend
 from tests.text_models import START
 
 Leaves = Callable[[int, int, int, float], bool]
-"""Whether a token leaves: of a sequence's number, its number in the answer, stage, confidence."""
+"""Function that decides if a token leaves, from sequence number, token index, stage, confidence."""
 
 
 class PlainModel:
@@ -40,7 +40,7 @@ class PlainModel:
         return told
 
     def at_prefixes(self, prompt: NDArray[np.int64], answer: Sequence[int]) -> list[int]:
-        """The model's next token behind each prefix of an answer, the empty one first."""
+        """Return the model's next token after each prefix of an answer, the empty one first."""
         cache, logits = self._begin(prompt)
         told = [int(logits.argmax())]
         for token in answer[:-1]:
@@ -104,10 +104,10 @@ class Written:
     prompt: NDArray[np.int64]
     slot: int
     stage: int = -1
-    """That runs next; -1 before its prompt."""
+    """Stage that runs next; -1 before its prompt."""
     tokens: list[int] = field(default_factory=list)
     stages: list[int] = field(default_factory=list)
-    """That gave each token."""
+    """Stages at which tokens left."""
 
 
 def write_all(
@@ -119,10 +119,10 @@ def write_all(
     seed: int = 0,
     drop: float = 0.0,
 ) -> dict[int, Written]:
-    """Write answers of ``most`` tokens, with whatever batch is drawn next.
+    """Write answers of ``most`` tokens, in random batches.
 
-    A share ``drop`` of all steps closes a sequence for good, wherever it is. Gives those that were
-    written to the end, by number.
+    A share ``drop`` of all steps closes a sequence permanently, at any place. Return the finished
+    ones, by number.
     """
     rng = np.random.default_rng(seed)
     waiting = list(enumerate(prompts))

@@ -305,7 +305,7 @@ def cut_at(
     criterion: TextCriterion = "softmax margin",
     adapters: Sequence[onnx.ModelProto | None] = (),
 ) -> TextGraphs:
-    """Cut an export, with exits behind some layers."""
+    """Cut an export, with exits after some layers."""
     given = list(adapters) or [None] * len(layers)
     exits = [
         TextExit(layer=layer, threshold=0.5, adapter=adapter)
@@ -316,7 +316,7 @@ def cut_at(
 
 @functools.cache
 def graphs_of(*, skipped: SkippedLayers = "propagation", **made_with: Any) -> TextGraphs:
-    """Cut an export behind layers 1 and 3."""
+    """Cut an export after layers 1 and 3."""
     if skipped != "propagation":
         graphs = graphs_of(**made_with)
         return replace(graphs, model=replace(graphs.model, skipped=skipped))

@@ -164,9 +164,9 @@ class Family:
     cuts: int
     form: str
     dynamic: tuple[int, ...] = ()
-    """Dimensions of the input, beside the batch, that may be dynamic."""
+    """Dimensions of the input, in addition to the batch, that may be dynamic."""
     written_in: bool = False
-    """Whether torch's newer exporter writes these sizes into the graph all the same."""
+    """True if torch's newer exporter still writes these sizes into the graph."""
 
 
 def _ids() -> Tensor:

@@ -1,4 +1,4 @@
-"""Graphs in torch beside the same in ONNX Runtime."""
+"""Graphs in torch, compared with ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def session_of(model: onnx.ModelProto) -> ort.InferenceSession:
 
 
 def in_runtime(model: onnx.ModelProto, feeds: Arrays) -> dict[str, NDArray[Any]]:
-    """What ONNX Runtime says of a model's outputs."""
+    """Return ONNX Runtime's outputs of a model."""
     session = session_of(model)
     names = [output.name for output in session.get_outputs()]
     fed = {i.name: feeds[i.name] for i in session.get_inputs()}
@@ -40,7 +40,7 @@ def tensors(feeds: Arrays) -> dict[str, Tensor]:
 
 
 def in_torch(graph: TorchGraph, feeds: Arrays) -> dict[str, NDArray[Any]]:
-    """What torch says of them."""
+    """Return torch's outputs."""
     with torch.no_grad():
         return {name: tensor.numpy() for name, tensor in graph(tensors(feeds)).items()}
 
@@ -78,9 +78,9 @@ def summed(graph: TorchGraph, feeds: Mapping[str, Tensor]) -> Tensor:
 
 
 def wrong_slopes(model: onnx.ModelProto, feeds: Arrays) -> dict[str, tuple[float, float]]:
-    """By weight, gradient and difference quotient in a random direction where they disagree.
+    """Return gradient and difference quotient in a random direction for weights where they differ.
 
-    In float64, where a difference quotient is good for six digits.
+    Computed in float64, where a difference quotient has six valid digits.
     """
     graph = TorchGraph(model).double()
     fed = {n: t.double() if t.is_floating_point() else t for n, t in tensors(feeds).items()}

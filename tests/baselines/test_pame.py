@@ -38,7 +38,7 @@ def controller(*thresholds: tuple[int, float], **changes: Any) -> PameController
 def served(
     confidence: list[list[float]], wrong: list[tuple[int, int]] = (), **changes: Any
 ) -> Observations:
-    """What a policy with thresholds of 0.5 at all exits given made of samples.
+    """Return observations of a policy with thresholds of 0.5 at all given exits.
 
     ``confidence`` [3, n], NaN for exits not in use; ``wrong`` are pairs of exit and sample. Every
     sample ran to the end unless ``final`` says otherwise.
@@ -132,7 +132,7 @@ def test_batches_are_of_samples_in_the_order_of_their_start() -> None:
 
 
 def test_the_later_exit_is_judged_by_what_the_first_allows() -> None:
-    """Behind exit 0 three rows may come, behind exit 1 two may go on."""
+    """Three rows may pass exit 0, two may pass exit 1."""
     rows = [[SURE, UNSURE, UNSURE, UNSURE] * 2, [UNSURE] * 8, [np.nan] * 8]
     watched = controller((0, 0.5), (1, 0.5))
     watched.observe(served(rows))
@@ -209,7 +209,9 @@ def test_an_exit_that_is_wrong_at_full_confidence_is_no_longer_in_use() -> None:
 
 
 def test_what_left_for_good_counts_through_those_that_were_audited() -> None:
-    """One of two audited ones is wrong, each stands for two: half of the eight samples' fourth."""
+    """One of two audited samples is wrong, each weighs two: half of a fourth of the eight
+    samples.
+    """
     row = [0.52, 0.9, 0.9, 0.9, UNSURE, UNSURE, UNSURE, 0.9]
     final = np.array([1, UNKNOWN, 1, UNKNOWN, 1, 1, 1, UNKNOWN], np.int32)
     halves = np.full(8, 0.5)

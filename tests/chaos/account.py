@@ -10,7 +10,7 @@ from typing import Final
 
 
 class Outcome(StrEnum):
-    """What became of a request; each has exactly one."""
+    """Outcome of a request; each has exactly one."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -22,28 +22,28 @@ class Outcome(StrEnum):
 
 
 class Trouble(StrEnum):
-    """What goes wrong on purpose, for a while."""
+    """Disturbances caused on purpose, for a while."""
 
     ABSENT = "absent"
     """No server listens: it was killed or has left."""
     LEAVING = "leaving"
-    """It was asked to leave."""
+    """The server was asked to leave."""
     STOPPED = "stopped"
-    """It stands still (SIGSTOP)."""
+    """The server is stopped (SIGSTOP)."""
     BACKEND = "backend fails"
     DISK = "disk full"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a request ended that was not answered."""
+    """End of a request without an answer."""
 
     kind: str
-    """Of client that sent it."""
+    """Kind of the client that sent it."""
     status: str
     """gRPC's name of the status."""
     by_server: bool
-    """Whether the server's own code gave the status, and not gRPC on either side."""
+    """True if the server's own code set the status, not gRPC on either side."""
     began_s: float
     ended_s: float
     detail: str = ""
@@ -58,7 +58,7 @@ OWN_FAULT: Final[Mapping[str, frozenset[str]]] = {
 """Statuses that a kind of client brings upon itself."""
 
 UNCONFIRMED: Final = "unconfirmed"
-"""In the place of a status: an early answer that nothing followed, for the samples were lost."""
+"""Placeholder of a status: an early answer without a final one, since the samples were lost."""
 
 _EXCUSES: Final[Mapping[str, frozenset[Trouble]]] = {
     "UNAVAILABLE": frozenset({Trouble.ABSENT, Trouble.LEAVING, Trouble.BACKEND}),
@@ -66,7 +66,7 @@ _EXCUSES: Final[Mapping[str, frozenset[Trouble]]] = {
     "DEADLINE_EXCEEDED": frozenset({Trouble.STOPPED}),
     UNCONFIRMED: frozenset({Trouble.BACKEND}),
 }
-"""What may cause a status that is nobody's own fault. Missing: CANCELLED and UNKNOWN, ever."""
+"""Possible causes of statuses that are nobody's fault. CANCELLED and UNKNOWN are never allowed."""
 
 OVERLOAD: Final = "RESOURCE_EXHAUSTED"
 """Bursts may fill the queue: any kind may be refused with it, if the server's code says so."""
@@ -85,7 +85,7 @@ class Disturbance:
 
 
 def unexpected(endings: Sequence[Ending], disturbances: Sequence[Disturbance]) -> list[Ending]:
-    """Those whose status has no reason."""
+    """Return the endings whose status has no cause."""
     return [ending for ending in endings if not _has_reason(ending, disturbances)]
 
 
@@ -109,7 +109,7 @@ class Ticket:
 
 @dataclass(slots=True)
 class LifeCounts:
-    """What clients know of one life of the server, in samples."""
+    """Counts of clients for one life of the server, in samples."""
 
     answered: int = 0
     doubtful: int = 0
@@ -118,22 +118,22 @@ class LifeCounts:
 
 @dataclass(slots=True)
 class Account:
-    """Counts requests by kind and outcome; whatever does not add up is in :attr:`faults`."""
+    """Counts requests by kind and outcome; inconsistencies are in :attr:`faults`."""
 
     sent: Counter[str] = field(default_factory=Counter)
     ended: Counter[tuple[str, Outcome]] = field(default_factory=Counter)
     statuses: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By kind and status."""
+    """Counts by kind and status."""
     endings: list[Ending] = field(default_factory=list)
     open: set[Ticket] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
     """Answers that are no answer to their request."""
     faults: list[str] = field(default_factory=list)
     life: LifeCounts = field(default_factory=LifeCounts)
-    """Of the server that runs now, or is being started."""
+    """Counts of the server that runs now, or is starting."""
     life_began_s: float = float("-inf")
     listens: Callable[[], bool] = lambda: True
-    """Whether it may have had a request by now."""
+    """True if it may have received a request by now."""
     samples: int = 0
     disagreed: int = 0
     """Samples answered, and those of them whose class is not the source model's."""
@@ -234,7 +234,9 @@ class Account:
 
 
 def outcome_of(status: str, *, by_server: bool) -> Outcome:
-    """What a status other than OK means for a request that its client did not withdraw."""
+    """Return the outcome of a request with a status other than OK that its client did not
+    cancel.
+    """
     refusals = {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED"}
     if status in refusals or (status == "UNAVAILABLE" and by_server):
         return Outcome.REFUSED
@@ -243,18 +245,18 @@ def outcome_of(status: str, *, by_server: bool) -> Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerCounts:
-    """What a server that holds no request says of itself, in samples."""
+    """Counts that a server without open requests reports, in samples."""
 
     accepted: int
     answered: int
     failed: int
-    """Of the accepted ones: all causes but ``rejected``."""
+    """Failed samples among the accepted ones: all causes but ``rejected``."""
     held: int
     """Queued, in flight, or being audited."""
 
 
 def differences(server: ServerCounts, clients: LifeCounts) -> Iterator[str]:
-    """What does not add up between a server at rest and its clients."""
+    """Yield the inconsistencies between an idle server and its clients."""
     if server.held:
         yield f"the server holds {server.held} samples, and nobody waits for one"
     if server.accepted != server.answered + server.failed + server.held:

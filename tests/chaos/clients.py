@@ -40,9 +40,9 @@ from tests.chaos.server import FAULT
 from tests.chaos.truth import Truth
 
 LIMIT_S: Final = 30.0
-"""Whoever waits longer has been forgotten."""
+"""Time after which a waiting client counts as forgotten."""
 MAX_ROWS: Final = 4
-"""Of a request."""
+"""Most rows of a request."""
 _PROMPT: Final = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 300),
@@ -50,7 +50,7 @@ _PROMPT: Final = (
 )
 _TRITONS: Final = 3
 _numbers: Final = itertools.count(1)
-"""Of connections: gRPC shares those of equal settings."""
+"""Numbers of connections: gRPC shares those of equal settings."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Clients:
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def renew(self) -> None:
-        """Connect to a server that has just started, as those behind a balancer would."""
+        """Connect to a server that has just started, as clients of a load balancer do."""
         old = (self.sdk, self.channel)
         self.renewed += 1
         self.sdk = self.new_sdk()
@@ -84,9 +84,9 @@ class Clients:
             self.tritons.put_nowait(TritonStream(self.address))
 
     def new_sdk(self) -> AsyncClient:
-        """One with a connection of its own.
+        """Return a client with its own connection.
 
-        Clients of equal settings would share one in gRPC, and how long it waits to be made anew.
+        Clients of equal settings would share one in gRPC, including its delay before reconnecting.
         """
         own = 64 + next(_numbers) % 1900  # below gRPC's limit
         return AsyncClient(self.address, timeout_s=LIMIT_S, max_message_mib=own)
@@ -157,11 +157,11 @@ class Clients:
 
 
 _UNSENT: Final = "failed to connect to all addresses"
-"""What gRPC says where there was no connection by which the request could leave."""
+"""gRPC's message if no connection existed to send the request."""
 
 
 def _detail(error: BaseException) -> str:
-    """What an error says, in a line."""
+    """Return an error's message in one line."""
     cause = error if isinstance(error, grpc.RpcError) else error.__cause__
     text = cause.details() if isinstance(cause, grpc.aio.AioRpcError) else str(error)
     return " ".join((text or "").split())[:300]
@@ -181,11 +181,11 @@ _STATUSES: Final[Mapping[type[OfframpError], str]] = {
     DeadlineError: "DEADLINE_EXCEEDED",
     ServerUnavailableError: "UNAVAILABLE",
 }
-"""Of errors that come as a message of a stream, and not as a call's status."""
+"""Statuses of errors that are sent as messages of a stream instead of a call's status."""
 
 
 def status_of(error: BaseException) -> tuple[str, bool]:
-    """gRPC's name of the status that an error stands for, and whether the server gave it."""
+    """Return gRPC's name of an error's status, and whether the server set it."""
     cause = error if isinstance(error, grpc.RpcError) else error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         metadata = cause.trailing_metadata() or ()
@@ -213,7 +213,7 @@ def _named(text: str) -> str:
 
 
 def _of_connection(text: str) -> bool:
-    """Whether the text of tritonclient's error is gRPC's own; it gives no metadata."""
+    """Return True if the text of tritonclient's error is gRPC's own; it has no metadata."""
     return any(word in text for word in _LOST)
 
 
@@ -462,7 +462,7 @@ class TritonStream:
             )
 
     def close(self) -> None:
-        """Give the connection up; the next request makes another one."""
+        """Close the connection; the next request opens another one."""
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(Exception):

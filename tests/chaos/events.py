@@ -1,4 +1,4 @@
-"""What happens to the server, by chance."""
+"""Random events that happen to the server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def fail_backend(server: Supervisor, random: Random) -> None:
 
 
 async def fill_disk(server: Supervisor, random: Random) -> None:
-    """No file may grow for some seconds: every write fails, as on a full disk."""
+    """Stop all files from growing for some seconds: every write fails, as on a full disk."""
     with server.trouble(Trouble.DISK):
         pid = server.pid
         _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))

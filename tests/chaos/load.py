@@ -44,7 +44,7 @@ _QUIET: Final = (1.0 - BURST * _BURSTING) / (1.0 - _BURSTING)
 _PHASE_S: Final = 0.5
 """Mean of a burst."""
 MOST_OPEN: Final = 1500
-"""Requests open at once: beyond that the harness, not the server, would be tested."""
+"""Most concurrent requests: more would test the harness, not the server."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Load:
     withheld: int = 0
     """Arrivals that found too many open."""
     errors: list[str] = field(default_factory=list)
-    """Of the harness itself."""
+    """Errors of the harness itself."""
     _paused: bool = False
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

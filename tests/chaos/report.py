@@ -19,7 +19,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a run found."""
+    """Results of a run."""
 
     options: Any
     account: Account
@@ -37,7 +37,7 @@ class Report:
     """Inputs that were sent again and again."""
 
     def problems(self) -> list[str]:
-        """Whatever must not be; none if the run went well."""
+        """Return all problems; none if the run went well."""
         return list(self._problems())
 
     def _problems(self) -> Iterator[str]:
@@ -135,7 +135,7 @@ class Report:
         )
 
     def _live_ms(self) -> list[float]:
-        """How long each ``ServerLive`` took while a server ran, however it ended."""
+        """Return the time of each ``ServerLive`` while a server ran, whatever its outcome."""
         return [beat.took_s * 1e3 for beat in self._beats()]
 
     def _beats(self) -> list[watch.Beat]:
@@ -189,7 +189,7 @@ def grouped(told: Sequence[str], what: str) -> Iterator[str]:
 
 
 def grouped_endings(endings: Sequence[Ending]) -> dict[tuple[str, str, bool], list[Ending]]:
-    """By kind, status, and who gave it."""
+    """Return endings by kind, status, and origin of the status."""
     groups: dict[tuple[str, str, bool], list[Ending]] = {}
     for ending in endings:
         groups.setdefault((ending.kind, ending.status, ending.by_server), []).append(ending)

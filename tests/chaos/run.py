@@ -27,14 +27,14 @@ from tests.chaos.truth import Truth
 POOL: Final = 600
 """Inputs that are sent again and again."""
 PATIENCE_S: Final = 600.0
-"""How much longer than asked for a run may last for what has to happen in it."""
+"""Seconds that a run may last beyond its duration until the required events have happened."""
 SERVER: Final = ("--max-message-mib=4",)
 """Arguments of the server: a limit that a message of some MiB is above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosOptions:
-    """What to run."""
+    """Options of a run."""
 
     minutes: float
     seed: int
@@ -118,7 +118,7 @@ class Chaos:
     clients: Clients
     account: Account
     random: Random
-    """Of events; their times and what they do."""
+    """Random generator of events: their times and actions."""
     arrivals: Random
     deck: Deck
     readings: list[watch.Reading] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Chaos:
         await self.server.leave()
 
     def _unfinished(self, until_s: float) -> bool:
-        """Whether less has happened than has to; the rest at the end is still to come."""
+        """Return True if required events are missing; the final rest is still to come."""
         few = self.account.total(Outcome.ANSWERED) < self.options.least_answers
         return (few or self.settled + 1 < self.options.least_rests) and (
             time.monotonic() < until_s + PATIENCE_S
@@ -175,13 +175,13 @@ class Chaos:
             self.clients.renew()
 
     async def _revive(self) -> None:
-        """Start the server anew should it have ended by itself, which is a fault."""
+        """Restart the server if it ended without being asked, which is a fault."""
         if self.server.died():
             await self.server.start()
             self.clients.renew()
 
     async def _rest(self, load: Load) -> None:
-        """Compare accounts and read resources while nobody waits for anything."""
+        """Compare accounts and read resources while no request is open."""
         if not await load.pause(limit_s=45.0):
             open_now = sorted({ticket.kind for ticket in self.account.open})
             self.faults.append(f"requests were open after 45 s without load: {', '.join(open_now)}")

@@ -23,16 +23,16 @@ from tests.chaos.account import Disturbance, ServerCounts, Trouble
 from tests.chaos.server import SWITCH
 
 _STAMP: Final = re.compile(r"^\d{4}-\d\d-\d\d [\d:,.]+ +")
-"""What a line of the log begins with."""
+"""Prefix of a line of the log."""
 _VARIES: Final = re.compile(r"b?'[^']*'|b?\"[^\"]*\"|\[[^]]*\]")
-"""What differs between lines of one kind: quotations, of clients' bytes too."""
+"""Parts that differ between lines of one kind: quotations, including clients' bytes."""
 READY: Final = "ready: gRPC on "
 START_LIMIT_S: Final = 600.0
 """Far more than a start takes on a machine that does ten other things."""
 _LISTENS: Final = "0A"
 """A socket's state, in /proc/net/tcp."""
 LEAVE_LIMIT_S: Final = 60.0
-"""Of a server that was asked to leave: its own limit is 30 s."""
+"""Time limit of a server that was asked to leave: its own limit is 30 s."""
 AFTERWARDS_S: Final = {
     Trouble.ABSENT: 3.0,  # connections that are not renewed are tried again after 0.3 s
     Trouble.LEAVING: 1.0,
@@ -40,12 +40,12 @@ AFTERWARDS_S: Final = {
     Trouble.BACKEND: 8.0,
     Trouble.DISK: 1.0,
 }
-"""How long after its end a trouble may still be felt: by connections that are made anew, by what
-has queued up, by streams that wait to be tried again."""
+"""Time after its end in which a disturbance may have effects: new connections, queued work, streams
+that wait for a retry."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -59,7 +59,7 @@ class Life:
     process: asyncio.subprocess.Process
     began_s: float
     ended: str = ""
-    """How; empty while it runs."""
+    """Reason of the end; empty while it runs."""
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Supervisor:
     disturbances: list[Disturbance] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     tracebacks: Counter[str] = field(default_factory=Counter)
-    """By the line of the log before each."""
+    """Tracebacks by the line of the log before each."""
     starting: Callable[[], None] = lambda: None
     """Called when a server is about to be started, and the one before it has ended."""
     grpc_port: int = field(default_factory=free_port)
@@ -180,7 +180,7 @@ class Supervisor:
             await self._reading
 
     def died(self) -> bool:
-        """Whether it ended without being asked."""
+        """Return True if it ended without being asked."""
         life = self.lives[-1]
         if life.ended or life.process.returncode is None:
             return False
@@ -190,9 +190,9 @@ class Supervisor:
         return True
 
     def _is_gone(self) -> None:
-        """Note that no server listens, from now until the next one is ready.
+        """Record that no server listens, from now until the next one is ready.
 
-        However long that is, and whatever the harness does meanwhile.
+        The duration does not matter, nor do the harness's actions in the meantime.
         """
         if self._absence is None:
             self._absence = Disturbance(trouble=Trouble.ABSENT, began_s=time.monotonic())
@@ -204,7 +204,9 @@ class Supervisor:
             absence.ended_s = time.monotonic() + AFTERWARDS_S[Trouble.ABSENT]
 
     def listens(self) -> bool:
-        """Whether a server may have taken a request by now: a new one, before it says ready."""
+        """Return True if a server may have received a request by now, even before it reports
+        ready.
+        """
         return self._absence is None or self._port_is_open()
 
     def _port_is_open(self) -> bool:
@@ -225,7 +227,7 @@ class Supervisor:
             disturbance.ended_s = time.monotonic() + AFTERWARDS_S[trouble]
 
     async def counts(self) -> ServerCounts:
-        """What the server counted since it started."""
+        """Return the server's counts since its start."""
         return parse_counts(await self.get("/metrics"))
 
     async def get(self, path: str) -> str:

@@ -43,7 +43,7 @@ TRUTH = Truth(
     confidences={0: np.array([0.9], np.float32), MODEL_END: np.array([0.99], np.float32)},
     max_disagreement=0.01,
 )
-"""Of one input, so that every row of a request is its."""
+"""Confidences of one input, equal for every row of a request."""
 
 
 def result(kind: AnswerKind, rows: int, exit_: int) -> StreamedResult:
@@ -67,7 +67,9 @@ def cancelled_by_the_server() -> OfframpError:
 
 
 class Middling(Random):
-    """By which ``departing`` uses the shared connection, and leaves after some milliseconds."""
+    """Random generator by which ``departing`` uses the shared connection, and leaves after some
+    ms.
+    """
 
     def random(self) -> float:
         return 0.5
@@ -189,7 +191,7 @@ def test_a_request_that_never_left_is_not_in_doubt() -> None:
 
 
 class EndedStream:
-    """A tritonclient whose stream ends at once, and that says so with the next request."""
+    """Fake tritonclient whose stream ends immediately, and which reports it at the next request."""
 
     def __init__(self, status: str) -> None:
         self._status = status

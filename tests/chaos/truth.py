@@ -1,4 +1,4 @@
-"""What the model says of every input at every exit, computed before the run."""
+"""The model's results for every input at every exit, computed before the run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Truth:
     inputs: Mapping[str, NDArray[Any]]
     output: str
     answers: Mapping[int, NDArray[Any]]
-    """By exit, :data:`MODEL_END` for the model's: [n, classes]."""
+    """Answers by exit, :data:`MODEL_END` for the model's: [n, classes]."""
     confidences: Mapping[int, NDArray[np.float32]]
-    """By exit: [n]."""
+    """Confidences by exit: [n]."""
     max_disagreement: float
 
     @classmethod
@@ -75,7 +75,7 @@ class Truth:
         answers: NDArray[Any],
         confidences: Sequence[float],
     ) -> str | None:
-        """Say which answer is not what its input has at the exit that it names, if one is."""
+        """Return the first answer that differs from its input's at the named exit, if any does."""
         if not len(rows) == len(exits) == len(answers) == len(confidences):
             return (
                 f"{len(rows)} samples were sent, and there are {len(exits)} exits, "
@@ -100,7 +100,7 @@ class Truth:
         return "as no input is"
 
     def disagreements(self, rows: Sequence[int], answers: NDArray[Any]) -> int:
-        """How many are of another class than the source model's."""
+        """Return the number of answers with another class than the source model's."""
         source = self.answers[MODEL_END][list(rows)].argmax(axis=1)
         return int((answers.argmax(axis=1) != source).sum())
 

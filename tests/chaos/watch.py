@@ -17,7 +17,7 @@ from tests.chaos.account import Disturbance, Trouble
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What a server holds, at rest: no request is open."""
+    """Resources of an idle server, without open requests."""
 
     life: int
     at_s: float
@@ -67,9 +67,9 @@ def _command(pid: int) -> bytes:
 
 
 MAX_GROWTH: Final = 0.05
-"""Of memory, as a share."""
+"""Allowed growth of memory, as a share."""
 SLACK_MIB: Final = 4.0
-"""Growth that the allocator's pages alone may show, whatever the size of the process."""
+"""Growth allowed for the allocator's pages, independent of the size of the process."""
 MAX_MORE: Final = 8
 """Descriptors and threads that may be more at the end: connections come and go."""
 ENOUGH: Final = 4
@@ -128,7 +128,7 @@ def undisturbed(beats: Sequence[Beat], disturbances: Sequence[Disturbance]) -> l
 
 @asynccontextmanager
 async def pulse(address: str) -> AsyncIterator[list[Beat]]:
-    """Ask ``ServerLive`` meanwhile; the list grows, and has a beat from the beginning."""
+    """Call ``ServerLive`` repeatedly; yield the growing list, with a first beat."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.chaos.pulse", address),
         stdin=asyncio.subprocess.PIPE,

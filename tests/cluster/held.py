@@ -59,7 +59,7 @@ class HeldBackend(RemoteBackend):
         return tuple(self.up)
 
     def stages(self, worker: int) -> set[tuple[int, int, int | None]]:
-        """Give what a worker has loaded."""
+        """Return the loaded stages of a worker."""
         return {stage.spec.unit for stage in list(self._has[worker])}
 
     def hold(self, holds: Holds) -> None:
@@ -112,7 +112,7 @@ class HeldBackend(RemoteBackend):
 
 
 class HeldSlot:
-    """A slot of one of them; without a number, of whoever warms up or times."""
+    """A slot of one worker; without a number, of warm-ups or timing."""
 
     def __init__(self, backend: HeldBackend, number: int | None, slot: HostSlot) -> None:
         self._backend, self._number, self._slot = backend, number, slot
@@ -135,7 +135,7 @@ class HeldSlot:
 
 
 def weights_of(bundle: Bundle) -> Callable[[int, int], int]:
-    """Give what says the bytes of the weights of segments, from the first to the last."""
+    """Return a function from first and last segment to the bytes of their weights."""
     sizes = [segment.weight_bytes for segment in bundle.manifest.segments]
     return lambda first, last: sum(sizes[first : last + 1])
 

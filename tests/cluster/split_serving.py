@@ -96,7 +96,7 @@ class Serving:
         return change
 
     def segments(self) -> list[tuple[int, int] | None]:
-        """Give the split that each worker runs."""
+        """Return the split of each worker."""
         return [role.segments for role in self.served.splits.roles]
 
     @property
@@ -162,7 +162,7 @@ def serve(
 
 
 def in_process(small: Small) -> list[EngineResult]:
-    """Give the answers of one process to the requests."""
+    """Return the answers of a single process to the requests."""
     return asyncio.run(_in_process(*small))
 
 

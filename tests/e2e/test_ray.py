@@ -1,4 +1,4 @@
-"""Workers that Ray starts answer as one process does, and whatever ends them costs no answer."""
+"""Ray workers answer like a single process, and no answer is lost when they end."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_killed_actors_cost_clients_nothing(cluster: LocalRay, launch: Any, tmp_
 
 
 def golden_answers(backend: Backend) -> list[tuple[list[int], list[Any]]]:
-    """What an engine on a backend says of fresh samples, each asked for alone."""
+    """Return the answers of an engine on a backend for fresh samples, each sent alone."""
     options = EngineOptions(keep_state=False, defaults=ModelOptions(max_batch_size=1))
 
     async def serve() -> list[tuple[list[int], list[Any]]]:

@@ -51,7 +51,7 @@ def ask(
 
 
 def answers(server: Any, images: np.ndarray[Any, Any]) -> Iterator[dict[str, list[int]]]:
-    """What is answered under ever tighter deadlines."""
+    """Yield the answers under decreasing deadlines."""
     for timeout_ms in TIMEOUTS_MS:
         answer = ask(server, images, timeout_ms)
         if answer is not None:
@@ -142,7 +142,7 @@ def test_two_models_from_one_file(
 
 
 def test_a_wrong_file_is_one_line(refused: Any, tmp_path: Path) -> None:
-    """In a process of its own: what is seen is what an operator sees."""
+    """The server runs in its own process, so its output is what an operator reads."""
     file = tmp_path / "serve.toml"
     file.write_text('[models.fashion]\npath = "fashion.ee"\nslo = 20')
     status, told = refused("--config", file)

@@ -22,7 +22,7 @@ from offramp.client import AnswerKind, AsyncClient, Client, StreamedResult
 SAMPLES, ROWS = 1200, 8
 """Sent in requests of so many rows."""
 OBSERVED = ("--controller=static", "--ramp-budget=100", "--no-state")
-"""All exits stay in use as compiled, whatever they cost, so that all answers are comparable."""
+"""Flags that keep all exits in use as compiled, so that all answers are comparable."""
 
 Pair = tuple[StreamedResult, StreamedResult | None]
 
@@ -195,7 +195,7 @@ def test_tritonclient_gets_both_answers_of_many_requests_on_one_stream(
 def test_tritonclient_gets_one_answer_a_request_in_the_order_of_requests(
     launch_here: Any, bundle_path: Path, images: Any, unmodified: Any, mode: str
 ) -> None:
-    """First read one by one, then sent all at once; the classes tell whose the answers are."""
+    """Requests are read one by one first, then sent together; classes identify the answers."""
     server = launch_here(bundle_path, f"--mode={mode}", *OBSERVED)
     (name,), (output,) = server.metadata().inputs, server.metadata().outputs
     told: queue.Queue[tuple[Any, Any]] = queue.Queue()

@@ -1,9 +1,8 @@
-"""Each task behind a real server in audit mode, asked by our client and by tritonclient.
+"""Each task on a real server in audit mode, called by our client and by tritonclient.
 
-What comes back is held against ONNX Runtime on the bundle's graphs and on the file that was
-compiled. Which samples are audited is drawn by chance; so those that agree are asked about first,
-as is worked out here in numpy, and those that do not come after them: however many were audited,
-each count is known.
+Responses are compared with ONNX Runtime on the bundle's graphs and on the compiled file. Audited
+samples are random; so samples that agree, computed here with numpy, are sent first, and those that
+disagree after them: each count is then known, however many were audited.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 Array = NDArray[Any]
 BATCH, REQUESTS = 8, 50
-"""Of each kind of samples: of 400 samples, one in twenty, some are audited (but for 1 in 10^8)."""
+"""Samples of each kind: of 400 samples, at one in twenty, some are audited (except 1 in 10^8)."""
 
 
 def prompts(samples: int, *, seed: int = 0) -> Arrays:
@@ -75,7 +74,7 @@ WORDS = {
     "pose": "at least 60 % of the key points are within 40 % of the map's longer side",
     "regression": "all values differ by at most 0.42",
 }
-"""What the status page says of them; of a decoder, which is a classifier, it says nothing."""
+"""Texts on the status page; none for a decoder, which is a classifier."""
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "multi-label": ("float32", (3,)),
@@ -138,7 +137,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """What a server had counted of a model's audits."""
+    """A server's counts of a model's audits."""
 
     audited: float
     disagreed: float
@@ -146,7 +145,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a server did with samples of a task."""
+    """A server's responses to samples of a task."""
 
     found: list[tuple[Samples, Array, Array]]
     """Batches, with the answers and exits that a client was told."""
@@ -157,7 +156,7 @@ class Asked:
 
 
 def unmodified(name: str, folder: Path, inputs: Arrays) -> Array:
-    """What the file that was compiled answers, in the form that the bundle answers in."""
+    """Return the answers of the compiled file, in the bundle's form."""
     path = folder / "model.onnx"
     session = make_session(path.read_bytes(), 1)
     output = session.get_outputs()[0].name
@@ -188,7 +187,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundles(folder: Path) -> dict[str, Bundle]:
-    """A certified bundle of each task; whatever is timed takes 1 ms."""
+    """Return a certified bundle of each task; every timed run takes 1 ms."""
     found = {}
     for name, (build, data, options) in TASKS.items():
         (place := folder / name).mkdir()
@@ -199,7 +198,7 @@ def bundles(folder: Path) -> dict[str, Bundle]:
 
 @pytest.fixture(scope="module")
 def server(bundles: dict[str, Bundle], folder: Path) -> Iterator[Server]:
-    """All of them behind one server, which compares all answers, and changes no threshold."""
+    """Yield one server of all bundles, which compares all answers, and changes no threshold."""
     paths = [bundle.path for bundle in bundles.values()]
     with ExitStack() as stack:
         launch = launcher(stack, folder)
@@ -241,7 +240,7 @@ def ask_triton(server: Server, name: str, inputs: Arrays) -> tuple[Array, Array]
 
 
 def counted(server: Server, name: str, samples: int) -> Counts:
-    """What was counted once so many samples, copies among them, were seen to their end."""
+    """Return the counts after the given number of samples, including copies, has finished."""
 
     def seen(word: str) -> float:
         return server.metric(f"offramp_{word}_total", model=name)

@@ -1,4 +1,4 @@
-"""A real ``eeserve`` with a generating bundle beside an ordinary model."""
+"""A real ``eeserve`` with a generating bundle and an ordinary model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write_text(path: Path, *, encodes: bool = False, threshold: float = 0.1) -> 
 
 
 def answers_of(bundle: GeneratingBundle, prompts: list[Any]) -> list[list[int]]:
-    """What the backend alone writes, one sequence after another."""
+    """Return the backend's own answers, one sequence after another."""
     source = PLACES if bundle.model.encoder else 0
     backend = OnnxTextBackend.of(bundle, slots=1, length=PLACES, source_length=source)
     thresholds = [stage.threshold for stage in bundle.model.stages]

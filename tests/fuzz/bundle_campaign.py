@@ -56,7 +56,7 @@ _MODES = (Mode.AUDIT, Mode.RELEASE, Mode.LEAVE, Mode.OFF)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What became of a mutation."""
+    """Outcome of a mutation."""
 
     number: int
     kind: str
@@ -66,7 +66,7 @@ class Finding:
 
     @property
     def wrong(self) -> bool:
-        """Whether it is none of what is allowed."""
+        """Return True if the outcome is not an allowed one."""
         return self.outcome.startswith("WRONG")
 
 
@@ -175,7 +175,7 @@ class _TracebackLog(logging.Handler):
 
 
 def _work(count: int, seed: int, start: int) -> None:
-    """Try mutations, and say on standard output what becomes of each."""
+    """Try mutations, and print the outcome of each."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # native libraries print there too

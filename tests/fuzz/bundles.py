@@ -1,8 +1,7 @@
-"""Bundles changed by chance and signed again, as whoever makes one up would sign it.
+"""Bundles with random changes and valid hashes, as an attacker would sign them.
 
-``mutations`` gives them without end; the same seed gives the same ones. Whatever it gives passes
-the hash check (a few change what the check itself goes by), so what stands in the way of a crash
-or a wrong answer is the schema.
+``mutations`` yields them endlessly and deterministically for a seed. All pass the hash check (a few
+change the data of the check itself), so only the schema prevents a crash or a wrong answer.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Mutation:
     """A changed bundle."""
 
     kind: str
-    """What was changed: ``json``, ``text``, ``npz``, ``onnx`` or ``files``."""
+    """Changed part: ``json``, ``text``, ``npz``, ``onnx`` or ``files``."""
     told: str
-    """How, for messages."""
+    """Description of the change, for messages."""
     files: Mapping[str, bytes]
     """The whole bundle, by relative path."""
 
@@ -69,7 +68,7 @@ def mutations(bundle: Path, seed: int, start: int = 0) -> Iterator[Mutation]:
 
 
 def sign(files: Files) -> None:
-    """Give every listed file its hash, and the manifest its own."""
+    """Update the hash of every listed file, and of the manifest."""
     with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         plain = json.loads(files[MANIFEST])
         told = json.dumps(plain)
@@ -282,7 +281,7 @@ def _change_members(files: Files, name: str, rng: random.Random) -> str:
 
 
 def header(descr: Any, shape: Any) -> bytes:
-    """A header of a ``.npy`` file that says what it is told."""
+    """Return the header of a ``.npy`` file with these fields."""
     text = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape!r}, }}\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
 
@@ -296,7 +295,7 @@ _HEADERS: list[tuple[Any, Any]] = [
 
 
 def _lie(files: Files, name: str, rng: random.Random) -> str:
-    """Give a member a header that says more than there is."""
+    """Replace a member's header by one that describes more data than there are."""
     arrays = _arrays(files[name])
     chosen = rng.choice(list(arrays) or ["x"])
     descr, shape = rng.choice(_HEADERS)

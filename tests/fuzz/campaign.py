@@ -1,4 +1,4 @@
-"""What a campaign is, and which there are."""
+"""Campaigns of fuzzing, and their list."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 
 class WrongError(Exception):
-    """What a campaign found: something that no bytes may bring about."""
+    """Finding of a campaign: a result that no bytes may cause."""
 
 
 class Campaign(Protocol):
@@ -22,13 +22,13 @@ class Campaign(Protocol):
         """A case like another one."""
 
     def check(self, case: bytes) -> str:
-        """Feed it; gives the outcome in a word or two, for the count.
+        """Feed a case; return the outcome in a word or two, for the count.
 
-        Whatever it raises is a finding, a :class:`WrongError` above all.
+        Any exception is a finding, in particular a :class:`WrongError`.
         """
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release all resources."""
 
 
 CAMPAIGNS: Final[Mapping[str, str]] = {
@@ -45,13 +45,13 @@ CAMPAIGNS: Final[Mapping[str, str]] = {
     "greetings": "tests.fuzz.greetings:Greetings",
     "messages": "tests.fuzz.messages:Messages",
 }
-"""Those that a worker runs, by name; ``server`` and ``bundle`` are processes of their own."""
+"""Campaigns that a worker runs, by name; ``server`` and ``bundle`` are separate processes."""
 KEPT: Final = 300
-"""Cases of new outcomes that are mutated further, beside the seeds."""
+"""Number of cases with new outcomes that are mutated further, in addition to the seeds."""
 
 
 def make_campaign(name: str) -> Campaign:
-    """Make a campaign of :data:`CAMPAIGNS`, or of a class MODULE:NAME, with whatever it needs."""
+    """Create a campaign of :data:`CAMPAIGNS`, or of a class MODULE:NAME, with its resources."""
     module, _, kind = CAMPAIGNS.get(name, name).partition(":")
     made: Campaign = getattr(importlib.import_module(module), kind)()
     return made

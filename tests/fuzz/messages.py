@@ -57,7 +57,7 @@ class _Context:
         self._when_done.append(callback)
 
     def end(self) -> None:
-        """Tell the handlers that gRPC has written the answer."""
+        """Notify the handlers that gRPC has written the answer."""
         for callback in self._when_done:
             callback(self)
 
@@ -164,7 +164,7 @@ def _handler(engine: Engine, method: str) -> Any:
 
 
 class _Details:
-    """What gRPC says of a call to find its handler."""
+    """Call details that gRPC uses to find the handler."""
 
     def __init__(self, method: str) -> None:
         self.method = method

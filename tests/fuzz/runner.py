@@ -24,12 +24,12 @@ NAMES: Final = (*CAMPAIGNS, "bundle", "server")
 
 @dataclass(slots=True, kw_only=True)
 class CampaignResult:
-    """What became of the cases of a campaign."""
+    """Outcome of the cases of a campaign."""
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
     findings: dict[str, bytes] = field(default_factory=dict)
-    """What is wrong, with the first case that showed it."""
+    """Defects, each with the first case that showed it."""
     traces: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     remarks: list[str] = field(default_factory=list)

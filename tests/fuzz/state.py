@@ -1,4 +1,4 @@
-"""A campaign against the kept state of a controller: whatever it says, the server starts."""
+"""A campaign against the saved state of a controller: the server must start with any."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL: Final = "golden"
 
 
 class _NoJobs:
-    """In place of the process that tunes: starting one takes longer than all the rest."""
+    """Fake of the tuning process, whose start takes longer than all other steps."""
 
     def start(self) -> Future[None]:
         return Future()
@@ -39,7 +39,7 @@ class _NoJobs:
 
 
 class State:
-    """Starts an engine beside a changed state file, asks it something, and ends it."""
+    """Starts an engine next to a changed state file, sends a request, and closes it."""
 
     def __init__(self) -> None:
         self._patched = pytest.MonkeyPatch()

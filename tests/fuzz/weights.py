@@ -98,11 +98,11 @@ class Weights:
             raise WrongError("a graph with its weights is another graph")
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: there are no resources."""
 
 
 def named(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Have a model name its larger initializers."""
+    """Make a model refer to its larger initializers by name."""
     for tensor in model.graph.initializer:
         if len(tensor.raw_data) >= 32:
             _name(tensor, 0)
@@ -155,7 +155,7 @@ def _tensors(message: Message) -> Iterator[onnx.TensorProto]:
 
 
 def _is_external(tensor: onnx.TensorProto) -> bool:
-    """Whether any reader may look for it elsewhere."""
+    """Return True if a reader may look for the tensor elsewhere."""
     return bool(tensor.external_data) or tensor.data_location == onnx.TensorProto.EXTERNAL
 
 

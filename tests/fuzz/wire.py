@@ -27,13 +27,13 @@ from tests.http2 import PREFACE, data, frame, headers
 
 CHANNELS: Final = 4
 AT_ONCE: Final = 16
-"""Calls at once, each channel."""
+"""Concurrent calls per channel."""
 ON_A_STREAM: Final = 20
 """Messages of a stream."""
 LIMIT_S: Final = 60.0
 """A call that has no status by then hangs."""
 MOST_MIB: Final = 400
-"""That the server may grow by, while it is fed."""
+"""Allowed growth of the server's memory under the load, in MiB."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Wire:
     random: Random
     counts: Counter[str] = field(default_factory=Counter)
     findings: dict[str, bytes] = field(default_factory=dict)
-    """What is wrong, with the first case that showed it."""
+    """Defects, each with the first case that showed it."""
     beats: list[watch.Beat] = field(default_factory=list)
     kept: list[bytes] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -149,7 +149,7 @@ class Wire:
         self.findings.setdefault(what, case)
 
     async def _ask(self, going: _Going) -> None:
-        """Valid requests have right answers meanwhile."""
+        """Check the answers of valid requests during the campaign."""
         truth = self.subject.truth
         async with AsyncClient(going.server.address, timeout_s=LIMIT_S) as client:
             while going:
@@ -190,7 +190,7 @@ class Wire:
 
 @dataclass(slots=True, kw_only=True)
 class _Going:
-    """Whether to go on."""
+    """Flag that is true while the campaign continues."""
 
     server: Supervisor
     ends_s: float

@@ -1,8 +1,7 @@
-"""Runs a campaign in this process: ``python -m tests.fuzz.worker NAME …``.
+"""Worker that runs a campaign in this process: ``python -m tests.fuzz.worker NAME …``.
 
-What a campaign feeds may end the process that reads it (a crash of native code, the end of memory,
-a loop without end), so a worker does it, and whoever started the worker knows the last case from a
-file.
+A case may end the process that reads it (a crash of native code, exhausted memory, an endless
+loop), so a worker runs it, and its starter reads the last case from a file.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MEMORY_BYTES: Final = 8 * 2**30
 
 
 def signature(error: BaseException) -> str:
-    """What tells findings apart: the class, and the last place in our own code."""
+    """Return the identity of a finding: the class, and the last place in our own code."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -93,7 +92,7 @@ class Worker:
             _keep(self._corpus, case)
 
     def _tell_counts(self) -> None:
-        """Tell, and let a case that hangs from now on end the process."""
+        """Report counts, and set a timeout for the next case that ends the process."""
         _tell(counts=self._counts)
         self._counts.clear()
         faulthandler.dump_traceback_later(SLOWEST_S, exit=True)

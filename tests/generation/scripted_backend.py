@@ -28,13 +28,13 @@ class ScriptedSlot:
     prompt: Tokens
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    """Where each token left."""
+    """Stages at which tokens left."""
     ready: bool = False
     """The prompt has run."""
     stage: int = 0
     """The stage that its token comes to next."""
     answered: TokenAnswers | None = None
-    """What the last stage that it ran said, if it may leave there."""
+    """Result of the last stage that it ran, if it may leave there."""
     broken: bool = False
     """A call failed: it may only be closed."""
 
@@ -51,9 +51,9 @@ class ScriptedTextBackend:
     batch: int = 4
     """Rows that a call must not exceed."""
     judges: bool = False
-    """Whether tokens below their limits are left out."""
+    """True if tokens below their limits are left out."""
     propagates: bool = True
-    """Whether where tokens left changes what follows."""
+    """True if the stages at which tokens left affect later tokens."""
     on_call: Callable[[str, Sequence[int]], None] = lambda _method, _slots: None
     """Called with the method's name and the slots in every call that may fail; raises for that."""
     opened: dict[int, ScriptedSlot] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class ScriptedTextBackend:
         return set(self.opened)
 
     def say(self, prompt: Tokens, tokens: Tokens, depths: Tokens, stage: int) -> tuple[int, float]:
-        """What a stage says after a prompt and an answer's beginning: token and confidence."""
+        """Return a stage's token and confidence after a prompt and an answer's beginning."""
         context = (prompt, tokens, depths if self.propagates else ())
         last = self.stages - 1
         draw = zlib.crc32(repr((context, stage)).encode())

@@ -46,7 +46,7 @@ def setup_of(path: Path, count: int) -> TextSetup:
 
 @pytest.mark.parametrize("encodes", [False, True])
 def test_the_first_layers_are_those_of_the_model(encodes: bool, tmp_path: Path) -> None:
-    """As if all tokens left there, and deeper layers never ran."""
+    """The result equals that of all tokens leaving there."""
     path = write(exported(encodes=encodes), tmp_path)
     setup = setup_of(path, 20)
     short = cut_export(first_layers(path, 2), (), start_token=START)
@@ -112,7 +112,7 @@ def test_few_splits_break_a_promise_that_is_certified(risk: TextRisk) -> None:
 
 
 def test_a_promise_that_is_broken_is_seen() -> None:
-    """Where the half that tests is worse than the half that certifies, it is counted."""
+    """Splits whose testing half is worse than the certifying half are counted."""
     promise = TextPromise(risk=TextRisk.TEXTS, bound=0.02, confidence_level=0.51)
     counts = count_splits([losses(0.02, 600, seed=1)], promise, splits=200)
     assert 0 < counts.above_on_test <= counts.certified < 200

@@ -139,7 +139,7 @@ def test_phrases_parse_back_to_their_canonical_form(kind) -> None:
 
 
 def read_any(text: str, wanted: str) -> bool:
-    """Whether some reader of phrases gives what is wanted."""
+    """Return True if some reader of phrases returns the wanted text."""
     for read in READERS.values():
         try:
             if read(text) == wanted:
@@ -150,7 +150,7 @@ def read_any(text: str, wanted: str) -> bool:
 
 
 def explains(written: str, pieces: list[str]) -> bool:
-    """Whether a text consists of pieces: copied ones, and between those phrases in other words."""
+    """Return True if a text consists of the copied pieces, and paraphrases between them."""
     copied, *rest = pieces
     if not written.startswith(copied):
         return False

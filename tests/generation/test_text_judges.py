@@ -98,7 +98,7 @@ def cut(path: Path, criterion: TextCriterion, *exits: TextExit) -> TextGraphs:
 
 
 def judged(path: Path, criterion: TextCriterion) -> TextGraphs:
-    """A model with exits behind layers 1 and 3 that are judged by their states."""
+    """Return a model with exits after layers 1 and 3 that are judged by their states."""
     judge = classifier() if criterion == "learned classifier" else None
     exits = [TextExit(layer=layer, threshold=0.5, judge=judge) for layer in (1, 3)]
     return cut(path, criterion, *exits)
@@ -119,7 +119,7 @@ def opened(graphs: TextGraphs) -> OnnxTextBackend:
 
 
 def noted_outputs(backend: OnnxTextBackend, stage: int) -> dict[str, NDArray[Any]]:
-    """What the layers of a stage return, once they have run."""
+    """Return a record of the outputs of a stage's layers, filled when they run."""
     graph, noted = backend._segments[stage], {}
     execute = graph._execute
 

@@ -47,7 +47,7 @@ TINY = functools.partial(EncoderDecoder, width=HEADS * SIZE, heads=HEADS, encode
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """On a busy machine the threads of torch wait for each other."""
+    """Limit torch to one thread: on a busy machine its threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -187,7 +187,9 @@ def test_greedy_pads_what_has_ended(drawn: tuple[Parts, Tokenizer]) -> None:
 def test_rows_of_different_lengths_share_a_step(
     drawn: tuple[Parts, Tokenizer], exported: Path
 ) -> None:
-    """Padding behind the past, and behind the prompt, changes nothing; nor do several at once."""
+    """Padding after the past, and after the prompt, changes nothing; nor do several tokens per
+    step.
+    """
     encoder, first, following = (session(exported, number) for number in range(3))
     ids, mask = (array[:2] for array in drawn[0].test.inputs.values())
     lengths = (3, 6)

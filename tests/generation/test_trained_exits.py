@@ -1,4 +1,4 @@
-"""Adapters, small heads and judges learn what is planted, and do in ONNX Runtime what is told."""
+"""Adapters, small heads and judges learn planted patterns, with equal results in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_small_head_needs_a_size() -> None:
 
 @pytest.mark.parametrize("size", [{"tokens": 8}, {"rank": 4}])
 def test_a_head_that_is_no_product_with_the_vocabulary_is_refused(size: dict[str, int]) -> None:
-    """Its logits are joined of two halves."""
+    """Its logits are concatenated from two halves."""
     split = onnx.ModelProto()
     split.CopyFrom(head())
     graph = split.graph

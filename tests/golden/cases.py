@@ -1,10 +1,10 @@
-"""What is recorded: public commands, and benchmarks on virtual time, on a recorded bundle.
+"""Recorded outputs of public commands, and of benchmarks on virtual time, on a recorded bundle.
 
-    python -m tests.golden.cases record          write what this checkout does to recorded/
-    python -m tests.golden.cases write FOLDER    write it to a folder, whole, to be compared
+    python -m tests.golden.cases record          write this checkout's outputs to recorded/
+    python -m tests.golden.cases write FOLDER    write them in full to a folder, to compare
 
-Commands are run in this process and found by their names in ``pyproject.toml``. Left out is what
-names the machine, the version or the time, what was measured, and prose.
+Commands are run in this process and found by their names in ``pyproject.toml``. Omitted are the
+names of the machine, version and time, measured values, and prose.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ REHEARSALS = {
 }
 TABLES = ("timeline", "percentiles", "windows", "settled")
 LONG = 20
-"""Entries of a list that nobody reads."""
+"""Entries of a list above which it is digested."""
 Recording = Callable[[], Any]
 
 
@@ -119,7 +119,7 @@ def scratch() -> Iterator[Path]:
 
 
 def simulated(options: str) -> Any:
-    """What ``eebench simulate`` writes."""
+    """Return the output of ``eebench simulate``."""
     policies, _, rest = options.partition(" ")
     with scratch() as folder:
         (folder / "rates.csv").write_text(RATES)
@@ -140,7 +140,7 @@ def run_adapt(*arguments: str) -> None:
 
 
 def adapted(options: str) -> Any:
-    """What ``python -m benchmarks.adapt`` writes."""
+    """Return the output of ``python -m benchmarks.adapt``."""
     with scratch() as folder:
         arguments = ["--data", str(FRESH), *options.split(), "--json", "found.json"]
         run_adapt(str(BUNDLE), *arguments)
@@ -148,7 +148,7 @@ def adapted(options: str) -> Any:
 
 
 def rehearsed(options: str) -> Any:
-    """What ``eecompile rehearse`` makes of the bundle."""
+    """Return the result of ``eecompile rehearse`` for the bundle."""
     with scratch() as folder:
         arguments = ["--data", str(FRESH), *options.split(), "--output", "new.ee"]
         run("eecompile", "rehearse", str(BUNDLE), *arguments)
@@ -265,7 +265,7 @@ def digested(value: Any) -> Any:
 
 
 def readable(document: Any) -> Any:
-    """What is committed of a recording."""
+    """Return the committed form of a recording."""
     return digested(rounded(steady(document)))
 
 

@@ -74,7 +74,7 @@ SHIPPED = (
 )
 """Commands on the shipped example; some minutes."""
 SAMPLES = 1600
-"""Of the shipped example's data."""
+"""Number of samples of the shipped example's data."""
 VOLATILE = {
     "manifest.sha256": "the hash of what names the time",
     "manifest.json: created_utc": "the time",
@@ -129,7 +129,7 @@ def main() -> int:
 def overlaid(old: Path, new: Path, folder: Path) -> Path:
     """Return a folder that links to ``old``, with the ``tests/golden`` of ``new`` in it.
 
-    Both are recorded alike by that, whatever cases ``old`` has. Only its ``entry_points.py`` is its
+    So both are recorded alike, whatever cases ``old`` has. Only ``entry_points.py`` is its
     own, as modules may have moved.
     """
     golden = Path("tests") / "golden"
@@ -171,7 +171,7 @@ def run_cases(checkout: Path, *, out: Path) -> None:
 
 
 def differences(old: Path, new: Path, *, ignored: set[str]) -> Iterator[tuple[str, str]]:
-    """Give every file that either has, and in what it differs; nothing if it does not."""
+    """Yield every file of either folder that differs, with the difference."""
     names = {p.relative_to(side).as_posix() for side in (old, new) for p in side.rglob("*.*")}
     for name in sorted(names):
         places = [side / name for side in (old, new)]

@@ -1,4 +1,4 @@
-"""Everything of Offramp that recordings call besides its commands: what moves is mended here."""
+"""All functions of Offramp that recordings call besides its commands; update it when they move."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def searched(path: Path, *, max_disagreement: float, method: str, samples: int) 
 
 
 def adjusted(samples: int, count: int) -> list[Json]:
-    """What Apparate's adjustment decides in situations drawn at random."""
+    """Return the decisions of Apparate's adjustment in random situations."""
     found = []
     for kind, situations in adjustment.draw(samples, count).items():
         for situation in situations:
@@ -102,6 +102,6 @@ def bursts(policy: str, *, cv2: float, duration_s: float) -> Json:
 
 
 def sustained(rps: float) -> Json:
-    """What SuperServe's costs are found by, at one rate."""
+    """Return the simulation that determines SuperServe's costs, at one rate."""
     table = superserve.affine([2e-4], superserve.FIXED_PART)
     return superserve.run("fixed:final", table, constant(rps, 0.2), 0).to_json()

@@ -1,10 +1,10 @@
-"""Make the bundle that the recordings are made with, from a compiled one.
+"""Create the bundle for the recordings from a compiled one.
 
     python -m tests.golden.make_fixture COMPILED.ee
 
 Its profile, its policy and its records are those of the compiled bundle, at fewer exits and
-samples. Its graphs look up what was recorded: the model's input is the number of a sample, and an
-exit gathers that sample's confidence and answer from a table. So whatever runs the graphs gets the
+samples. Its graphs look up the records: the model's input is the number of a sample, and an
+exit gathers that sample's confidence and answer from a table. So every backend gets the
 same bits on every machine.
 """
 
@@ -35,7 +35,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def main() -> None:
-    """Write the bundle and the data beside this file."""
+    """Write the bundle and the data next to this file."""
     source = Path(sys.argv[1])
     with np.load(source / "records.npz") as archive:
         records = dict(archive)

@@ -1,4 +1,4 @@
-"""What is recorded of ``eeserve``: the bytes of its answers, in every mode, and its errors.
+"""Recorded behaviour of ``eeserve``: the bytes of its answers, in every mode, and its errors.
 
 The server is another process, and messages are those of Triton's client, so that nothing of
 Offramp's own code is called but the command. Requests are sent one after the other and none has a
@@ -45,7 +45,7 @@ SERVICE = "inference.GRPCInferenceService"
 ROWS = (0, 1, 2, 5, 8, 13, 400, 1699)
 """Samples that leave at several exits and at the model's end."""
 BROKEN = b"\xff\xff"
-"""No message."""
+"""Bytes that are not a message."""
 READY = re.compile(r"ready: gRPC on (\S+), status page on (\S+)/,")
 START = (
     "import sys; from tests.golden.cases import command; "
@@ -321,7 +321,7 @@ def _get(url: str) -> tuple[int, str]:
 
 
 def _counts(page: str) -> list[str]:
-    """Return what the metrics are and mean, and the values of those that are counted at once."""
+    """Return the descriptions of the metrics, and the values of those counted immediately."""
     described = ("# HELP offramp_", "# TYPE offramp_")
     counted = tuple(f"offramp_{name}" for name in COUNTED)
     return [line for line in page.splitlines() if line.startswith((*described, *counted))]

@@ -49,7 +49,7 @@ def builder() -> Iterator[TensorRTBuilder]:
 def inputs_of(
     bundle: Bundle, first_segment: int, batch: int, *, seed: int
 ) -> Mapping[str, NDArray[Any]]:
-    """What the model gets, and what its segments make of that up to a unit."""
+    """Return the model's inputs, and values computed from them up to a unit."""
     rng = np.random.default_rng(seed)
     values: dict[str, NDArray[Any]] = {}
     for spec in bundle.manifest.inputs:
@@ -142,7 +142,7 @@ def test_auto_times_engines_on_the_device(small: Path, capsys: pytest.CaptureFix
 
 
 def some_data(folder: Path) -> Path:
-    """So much that it takes seconds."""
+    """Return data that take seconds to run."""
     path = folder / "some.npz"
     with np.load(EXAMPLE_DATA) as archive:
         np.savez(path, **{name: archive[name][:1500] for name in archive.files})

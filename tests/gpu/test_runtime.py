@@ -43,13 +43,13 @@ PROFILES = (1, 8, MOST)
 REQUESTS = 10_000
 EXAMPLE_DATA = Path(__file__).parents[2] / "examples" / "fashion" / "calibration.npz"
 TOLERANCE = TOLERANCES["fp32"]
-"""Of answers, relative to the largest, and of confidences."""
+"""Tolerance of answers, relative to the largest, and of confidences."""
 KEPT_BYTES = 8 << 20
-"""Of device memory, that libraries may take once more after their first time."""
+"""Device memory that libraries may allocate again after their first use."""
 
 
 def lacking(backend: str) -> str:
-    """Why a backend cannot run here; empty if it can."""
+    """Return the reason why a backend cannot run here; empty if it can."""
     try:
         if backend == "tensorrt":
             probe.require("cuda:0")

@@ -32,7 +32,7 @@ WIDE = {"x": np.tile(vectors(60, seed=5)["x"], 4)}
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No message holds as much as the model, and no two sessions of it may be loaded."""
+    """Limit messages to less than the model, and sessions of it to one."""
     for module in (
         "bundle.stored_graphs",
         "compiler.frontend.source_file",
@@ -45,7 +45,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A chain whose weights are in a file beside it, named as our own is."""
+    """Return a chain with weights in a file next to it, named like our own."""
     path = tmp_path / "model.onnx"
     proto = models.mlp(width=64, layers=12)
     onnx.save(proto, path, save_as_external_data=True, location="weights.bin", size_threshold=0)

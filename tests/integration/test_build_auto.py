@@ -44,7 +44,7 @@ AUTO = ("build", "model.ee", "--precision", "auto")
 class Told(NamedTuple):
     status: int
     auto: list[str]
-    """What was said of the choice."""
+    """Messages about the choice."""
     err: list[str]
 
 
@@ -239,7 +239,9 @@ def test_a_coarser_precision_has_to_be_worth_it() -> None:
 
 
 def test_savings_are_times_weighed_with_shares(compiled: Path) -> None:
-    """By hand: who leaves at an exit has paid for the stages so far, out of a model of 10 s."""
+    """Computed by hand: samples leaving at an exit pay for the stages so far, of a model of 10
+    s.
+    """
     bundle = Bundle.open(compiled / "model.ee")
     exits = [exit_.index for exit_ in bundle.manifest.exits]
     records = bundle.records()

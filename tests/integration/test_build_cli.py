@@ -78,7 +78,7 @@ def mlp(tmp_path: Path) -> Bundle:
 
 
 def rows(said: Said) -> dict[str, list[str]]:
-    """Of the table, by the engine's name."""
+    """Return the rows of the table by engine name."""
     found = (line.split() for line in said.out)
     return {cells[0]: cells[1:] for cells in found if cells and cells[0][2:3] == "-"}
 
@@ -143,7 +143,7 @@ def test_buckets_of_a_transformer(run: Shell, fake: FakeBuilder, tmp_path: Path)
 def test_sizes_at_which_the_model_fails_are_one_line(
     run: Shell, fake: FakeBuilder, tmp_path: Path
 ) -> None:
-    """It has 64 places."""
+    """The model has 64 positions."""
     engine_bundle("bert", tmp_path / "bert.ee")
     said = run("build", "bert.ee", "--buckets", "sequence=64,100")
     assert said.status == 1
@@ -243,7 +243,7 @@ def test_a_dry_run_says_what_and_why(run: Shell, fake: FakeBuilder, mlp: Bundle)
 
 
 def test_without_a_gpu_there_is_one_line_before_any_work(run: Shell, no_gpu: None) -> None:
-    """Not even the model is looked for."""
+    """The model is not opened before."""
     for arguments in (
         ["build", "nowhere.ee"],
         ["nowhere.onnx", "--data", "nowhere.npz", "--backend", "tensorrt"],
@@ -323,7 +323,7 @@ COMPILE = (
     "--max-disagreement", "0.05", "--max-overhead", "0.99",
 )  # fmt: skip
 BRIEFLY = tuple("1" if word == "3" else word for word in COMPILE)
-"""Whatever the exits are worth."""
+"""Compile command with a short training."""
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def time_ms(timed: profiling.TimedGraph, _tensors: object) -> float:
 
 @pytest.fixture(scope="module")
 def fast_copies() -> Iterator[None]:
-    """Copies are four times as fast as their model, whatever the machine does."""
+    """Make copies four times as fast as their model, independent of the machine."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", time_ms)
         patched.setattr(profiling, "_staged_ms", lambda *_: 1.25)
@@ -177,7 +177,9 @@ def test_the_int8_models_own_answer_is_in_use_and_certified(compiled: Compiled) 
 
 
 def test_records_hold_the_float32_models_answers_against_the_int8_ones(compiled: Compiled) -> None:
-    """In no order that is kept: so classes are counted, over all samples but the training ones."""
+    """Samples have no fixed order: so classes are counted, over all samples except the training
+    ones.
+    """
     records = compiled.bundle.records()
     agrees = (records["prediction"] == records["final_prediction"]).mean(axis=1)
     certify = records["split"] == 2
@@ -227,7 +229,7 @@ def test_mode_off_is_the_source_model(compiled: Compiled) -> None:
 
 
 def test_weights_of_integers_are_mapped_too(compiled: Compiled, tmp_path: Path) -> None:
-    """Borders that carry steps, and the int8 segments beside the model, answer to the bit alike."""
+    """Borders that carry steps, and int8 segments next to the model, have bit-identical answers."""
     bundle = sharing_weights(compiled.bundle, tmp_path / "named.ee")
     medians = np.median(compiled.bundle.records()["confidence"], axis=1)
     active = policy(*((e, float(medians[e])) for e in sorted({0, own_exit(bundle)})))
@@ -243,7 +245,7 @@ def test_weights_of_integers_are_mapped_too(compiled: Compiled, tmp_path: Path) 
 
 
 def test_what_is_released_is_followed_by_the_float32_models_answer(compiled: Compiled) -> None:
-    """And the controller is shown the two beside each other: audits judge agreement with it."""
+    """The controller receives both: audits judge agreement with the float32 model."""
     source = of_source(compiled)
     options = EngineOptions(
         mode=Mode.RELEASE, keep_state=False, defaults=ModelOptions(max_batch_size=30)
@@ -360,7 +362,7 @@ def with_policy(bundle: Bundle, active: ExitPolicy, path: Path) -> Bundle:
 
 
 def test_the_self_check_passes(compiled: Compiled, tmp_path: Path) -> None:
-    """Also where stages hand on integers."""
+    """Stages that pass on integers are included."""
     medians = np.median(compiled.bundle.records()["confidence"], axis=1)
     active = policy(*((i, float(c)) for i, c in enumerate(medians)))
     bundle = with_policy(compiled.bundle, active, tmp_path / "all.ee")

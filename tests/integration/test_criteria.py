@@ -47,7 +47,7 @@ OWN = "mean_margin"
 
 
 def mean_margin(answers: Any, state: criteria.State) -> tuple[Any, criteria.State]:
-    """How far the two largest logits are apart, on average over the exits so far."""
+    """Return the mean difference of the two largest logits over the exits so far."""
     ordered = np.sort(answers, axis=1)
     sum_ = state.get("sum", 0) + ordered[:, -1] - ordered[:, -2]
     count = state.get("count", np.zeros(len(answers))) + 1
@@ -244,7 +244,7 @@ def test_data_that_the_bundle_was_not_compiled_with_does_not_tune(
 
 @pytest.mark.parametrize("criterion", ["probability", "margin"])
 def test_of_two_classes_the_records_hold_entropies(tmp_path: Path, criterion: str) -> None:
-    """They are those that the exits' graphs compute of the same samples."""
+    """The entropies equal those that the exits' graphs compute for the same samples."""
     folder = tmp_path / criterion
     bundle, _ = compile_small(folder, criterion=criterion, classes=2)
     kept = ExitRecords.kept_by(bundle, TUNE)

@@ -1,4 +1,4 @@
-"""The engine over the fake CUDA driver: requests, batches, streams, and nothing left behind."""
+"""The engine on the fake CUDA driver: requests, batches, streams, and no leaked resources."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_request_is_answered_as_on_the_cpu(bundle_path: Path, mode: Mode) 
 
 
 def answers_of(bundle: Bundle, samples: dict[str, np.ndarray]) -> dict[int, np.ndarray]:
-    """What every exit, and the model (-1), answers for all samples, on the CPU."""
+    """Return the CPU's answers of every exit, and of the model (-1), for all samples."""
     every = tuple(ActiveExit(exit=e.index, threshold=NEVER) for e in bundle.manifest.exits)
     plan = make_plan(bundle, ExitPolicy(version=1, active=every), Mode.RELEASE)
     pipeline, slot = Pipeline(OnnxRuntimeBackend(), plan), OnnxRuntimeBackend().open_slot()

@@ -80,8 +80,9 @@ def test_fused_stages_with_nothing_exiting_equal_the_source_model(
 def test_disagreement_on_unseen_data_keeps_the_promise(
     fashion: Bundle, test_data: Dataset, source: ort.InferenceSession
 ) -> None:
-    """On 4,000 test images; the promise of 1 % may show as 1.5 % by chance of the test split
-    (more than three standard deviations), and may fail in one compile of twenty."""
+    """Data are 4,000 test images; the promise of 1 % may appear as 1.5 % by chance of the test
+    split (more than three standard deviations), and may fail in one compilation of twenty.
+    """
     promise = fashion.policy.promise
     assert promise is not None
     assert promise.p_value <= 1 - promise.confidence_level
@@ -95,7 +96,7 @@ def test_disagreement_on_unseen_data_keeps_the_promise(
 
 
 def test_engine_answers_each_request_like_the_pipeline(fashion: Bundle, test_data: Dataset) -> None:
-    """Requests of many sizes at once, on two streams; each gets its own rows back.
+    """Concurrent requests of many sizes, on two streams; each gets its own rows back.
 
     Batches are formed differently than in the reference, so logits differ in the last bits
     (1e-4 of the largest), and a sample just at a threshold may leave elsewhere.

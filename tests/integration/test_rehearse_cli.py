@@ -26,7 +26,7 @@ MADE_WITH = ("--selection", "pame", "--rehearsal-batch", "24", "--max-violations
 
 @pytest.fixture(scope="module")
 def steady_times() -> Iterator[None]:
-    """Whatever is timed takes as long as its batch is large; heads and borders cost nothing."""
+    """Make timed runs as long as their batch; heads and borders cost nothing."""
 
     def time_ms(_self: object, tensors: dict[str, np.ndarray]) -> float:
         return 4.0 + len(next(iter(tensors.values())))
@@ -257,7 +257,7 @@ def test_a_load_for_which_nothing_can_be_certified_is_served_without_exits(
 
 
 def fails(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line on standard error of a run that fails and leaves nothing behind."""
+    """Return the one line on standard error of a run that fails and leaves no files."""
     before = sorted(Path().rglob("*"))
     assert main(["rehearse", *arguments]) == 1
     out, err = capfd.readouterr()

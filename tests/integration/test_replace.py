@@ -70,12 +70,12 @@ def descriptors() -> int:
 
 
 def threads() -> int:
-    """How many threads there are; those of asyncio's pool do not count, which grows as it likes."""
+    """Return the number of threads, without asyncio's pool, which grows on its own."""
     return sum(not thread.name.startswith("asyncio_") for thread in threading.enumerate())
 
 
 class Held:
-    """What a process holds; all is to be as it was after each removal."""
+    """Resources of a process; each removal must restore them."""
 
     def __init__(self) -> None:
         self.found: list[tuple[Any, ...]] = []
@@ -116,7 +116,7 @@ def test_a_bundle_that_is_written_over_the_served_one_replaces_it(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What was learned of the one before stays beside it, and is of no use to the new one."""
+    """The state learned for the previous bundle stays next to it, and the new one ignores it."""
     at = tmp_path / "served.ee"
     model = ModelOptions(max_batch_size=8, never_beyond_compiled=True)
     how = replace(options(Mode.AUDIT), keep_state=True, defaults=model)
@@ -149,7 +149,7 @@ def windows(engine: Engine) -> int:
 def test_a_model_without_exits_is_replaced_by_one_with_exits(
     bundles: list[Bundle], truths: list[Truth], tmp_path: Path
 ) -> None:
-    """As learning does: served as it is at first, and in audit mode from then on."""
+    """Learning does this: the model is served unmodified first, and then in audit mode."""
     inputs = truths[1].inputs
     served = shutil.copytree(bundles[1].path, tmp_path / "served.ee")
 

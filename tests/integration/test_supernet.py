@@ -45,7 +45,7 @@ ratios = [0.5]
 keep = 3
 """
 SAMPLES = 700
-"""As few as the default promise takes."""
+"""Fewest samples for the default promise."""
 UNSEEN = 1000
 
 
@@ -91,7 +91,7 @@ def test_the_manifest_has_the_sizes_of_the_model_and_its_subnets(compiled: Compi
 
 
 def test_the_report_compares_exits_and_subnets(compiled: Compiled) -> None:
-    """What is compared while it is compiled is what the bundle keeps."""
+    """The comparison during compilation is stored in the bundle."""
     page = (compiled.bundle.path / "report.html").read_text()
     assert "Exits × subnets" in page
     promise = compiled.bundle.policy.promise  # none where exits were measured to bring nothing
@@ -124,7 +124,7 @@ def test_what_it_costs_to_share_weights_is_measured_and_told(compiled: Compiled)
 
 
 def test_each_variant_answers_as_its_extracted_subnet_does(compiled: Compiled) -> None:
-    """That is a graph of its own, in a session of its own, with weights of its own."""
+    """The subnet is a separate graph, in a separate session, with separate weights."""
     bundle, unseen = compiled.bundle, images(UNSEEN, seed=7)
     model = read_model(compiled.folder / "model.onnx")
     supernet = Supernet.of(model, read_spec(compiled.folder / "spec.toml"))
@@ -144,7 +144,7 @@ def test_each_variant_answers_as_its_extracted_subnet_does(compiled: Compiled) -
 
 
 def extracted(supernet: Supernet, choice: SubnetChoice, folder: Path) -> Any:
-    """The subnet by itself, with norms of the same samples as when it was compiled."""
+    """Return the separate subnet, with norms of the same samples as in compilation."""
     dataset = read_dataset(folder / "data.npz", supernet.model.inputs)
     train = split(dataset, certify_at_least=samples_needed(0.05, 0.95), seed=0).train
     norm = SubnetNorm.of(supernet, train.subset(np.arange(min(len(train), 2048))), threads=1)

@@ -18,7 +18,7 @@ from offramp.engine.stages.plan import make_plan
 
 BOUND = 0.1
 RANGES = {"percent": (0.0, 100.0), "clipped logits": (-1.0, 2.0)}
-"""Smallest and largest value that a model can answer with; 0 and 1 where nothing is said."""
+"""Smallest and largest possible answer of a model; 0 and 1 by default."""
 MODELS = {
     "complement": tails.ending(
         tails.LABELS["sigmoid"], [tails.STEPS["with its complement"]], columns=1
@@ -63,7 +63,7 @@ def test_exits_answer_on_the_scale_of_the_model(name: str, tmp_path: Path) -> No
 
 
 def check_decisions(bundle: Bundle, x: np.ndarray, own: np.ndarray) -> None:
-    """At every exit threshold fresh answers decide as often otherwise as what was recorded."""
+    """Check that fresh answers decide differently as often as recorded ones, at every threshold."""
     records, agreement = bundle.records(), agreement_of(bundle.manifest.answer)
     wanted = agreement.codes(agreement.reduce(own))
     if bundle.manifest.answer.task.kind == "multi-label":

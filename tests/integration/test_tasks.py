@@ -37,7 +37,7 @@ from offramp.engine.stages.plan import Mode
 
 @pytest.fixture(scope="module", params=slow_but(["regression", "segmentation"], sorted(CASES)))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A bundle of each task, with all exits in use; whatever is timed takes 1 ms."""
+    """Return a bundle of each task, with all exits in use; every timed run takes 1 ms."""
     build, data, options = CASES[request.param]
     folder = tmp_path_factory.mktemp("task")
     bundle = compiled(build, data, folder, **options)
@@ -53,7 +53,7 @@ def between(confidence: np.ndarray) -> float:
 
 
 def with_all_exits(bundle: Bundle, inputs: Arrays, path: Path) -> Bundle:
-    """Whatever was certified: half of the samples may leave at every exit.
+    """Return the bundle with a policy by which half of the samples may leave at every exit.
 
     Thresholds are between two confidences: rounding in other batches must not decide.
     """
@@ -220,7 +220,7 @@ def test_dataclasses_are_not_lost(made: Any) -> None:
 
 @pytest.mark.parametrize("name", ["token-classification", "segmentation", "pose"])
 def test_exits_of_answers_with_places_are_certified_and_answer(tmp_path: Path, name: str) -> None:
-    """On terms that a random model meets: there is a promise, and samples leave where it says."""
+    """A random model can meet the terms: there is a promise, and samples leave at its exits."""
     build, data, options = CASES[name]
     loose = {"agree_share": 0.1, "max_disagreement": 0.4}
     if name == "pose":

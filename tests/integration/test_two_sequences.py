@@ -24,7 +24,7 @@ SAMPLES, FIRST, SECOND = 1400, 12, 7
 
 
 def pairs(samples: int, first: int, second: int, *, seed: int = 0) -> Arrays:
-    """Sentences, and others beside them of another length; both padded."""
+    """Return sentences, and second ones of another length; both padded."""
     others = sentences(samples, second, seed=seed + 1)
     return {
         **sentences(samples, first, seed=seed),
@@ -35,7 +35,7 @@ def pairs(samples: int, first: int, second: int, *, seed: int = 0) -> Arrays:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Whatever is timed takes 1 ms, so that all exits are built whatever the machine does."""
+    """Return a bundle; every timed run takes 1 ms, so that all exits are built on any machine."""
     folder = tmp_path_factory.mktemp("two")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)
@@ -66,7 +66,7 @@ def test_each_size_is_padded_by_its_own_mask(compiled: Bundle) -> None:
 
 
 def with_all_exits(bundle: Bundle, path: Path) -> Bundle:
-    """Whatever the measured times made of the policy: a quarter may leave at every exit."""
+    """Return the bundle with a policy by which a quarter may leave at every exit."""
     said = answers(bundle, pairs(200, FIRST, SECOND, seed=7))
     active = tuple(
         ActiveExit(exit=e.index, threshold=float(np.quantile(said[e.confidence], 0.75)))

@@ -15,7 +15,7 @@ from offramp.tools.layers import imports_of, is_within, read_modules
 ROOT = Path(__file__).parents[2]
 EXTENSIONS = ("baselines", "cluster", "generation", "supernet")
 USERS = ("benchmarks", "testing", "tests", "tools")
-"""Folders beside the core of which parts are for extensions."""
+"""Folders outside the core with parts for extensions."""
 TESTED = (
     *("bundle", "certify", "client", "commands", "control", "engine", "learning", "scheduling"),
     "server",
@@ -26,7 +26,7 @@ LIMIT_S = 900
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree without the extensions, and without whatever uses one."""
+    """Return a copy of the tree without the extensions and their users."""
     copy = tmp_path_factory.mktemp("core")
     links = (each for each in (ROOT / "src/offramp").iterdir() if each.is_symlink())
     packages = {each.name for each in links}
@@ -43,7 +43,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def uses_of_extensions(root: Path) -> set[Path]:
-    """Files beside the core that are of an extension, or import one, or import such a file."""
+    """Return files outside the core of an extension, or that import one, or import such a file."""
     names = {
         path: name_of(path.relative_to(root))
         for folder in USERS

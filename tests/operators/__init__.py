@@ -13,7 +13,7 @@ from onnx import helper
 from tests.models import Builder
 
 DOMAIN = "tests.offramp"
-"""Of the operator ``Squash``: y = x / (1 + |x|)."""
+"""Domain of the operator ``Squash``: y = x / (1 + |x|)."""
 _SOURCE = Path(__file__).parent / "squash.c"
 
 
@@ -61,6 +61,6 @@ def squash_tokens() -> onnx.ModelProto:
 
 
 def with_domain(model: onnx.ModelProto, version: int = 1) -> onnx.ModelProto:
-    """Have a model import the operator's domain."""
+    """Add the operator's domain to a model."""
     model.opset_import.append(helper.make_opsetid(DOMAIN, version))
     return model

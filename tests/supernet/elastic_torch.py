@@ -66,7 +66,7 @@ class ElasticCnn(nn.Module):
 
 
 class MixerBlock(nn.Module):
-    """Of an MLP-Mixer: over tokens, then over channels."""
+    """Block of an MLP-Mixer: over tokens, then over channels."""
 
     def __init__(self, tokens: int, width: int, inner: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class ElasticMixer(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Of BERT: attention over heads of fixed size, then two linear layers, post-norm."""
+    """Layer of BERT: attention over heads of fixed size, then two linear layers, post-norm."""
 
     def __init__(self, width: int, heads: int, size: int, inner: int, *, fused: bool) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class ElasticBert(nn.Module):
 
 
 def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Give parameters and statistics values that make every mistake visible; in evaluation mode."""
+    """Set parameters and statistics to values that show every mistake; in evaluation mode."""
     maker = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -198,7 +198,7 @@ def inputs_for(module: nn.Module, rows: int, seed: int = 1) -> dict[str, NDArray
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Have torch use one thread: for so little work, others are waited for in vain."""
+    """Limit torch to one thread: for little work, more threads only wait."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -208,7 +208,7 @@ def one_thread() -> Iterator[None]:
 
 
 def answers(module: nn.Module, inputs: dict[str, NDArray[np.generic]]) -> NDArray[np.float32]:
-    """What torch says of them."""
+    """Return torch's outputs."""
     with torch.no_grad(), one_thread():
         found: NDArray[np.float32] = module(
             **{name: torch.from_numpy(array) for name, array in inputs.items()}
@@ -287,7 +287,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "bert": _OF_BERT,
     "fused": _OF_BERT,
 }
-"""What is elastic of each."""
+"""Elastic parts of each model."""
 
 
 def by_hand(kind: str, full: nn.Module, choice: SubnetChoice) -> nn.Module:

@@ -45,7 +45,7 @@ def compiled(with_variants: Path) -> Compiled:
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the log says of variants that do not serve."""
+    """Return the log messages about variants that do not serve."""
     return [r.getMessage() for r in caplog.records if r.name == variants.__name__]
 
 
@@ -65,7 +65,7 @@ async def answers_as_its_subnet(engine: Engine, compiled: Compiled, variant: int
 def test_a_variant_ends_at_its_own_answer_in_release_mode(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is audited here: what ran on to the full model would be compared."""
+    """Audits are off here: they would compare requests that ran on to the full model."""
     monkeypatch.setattr(evidence, "AUDITED_SHARE", 0.0)
 
     async def body(engine: Engine) -> None:
@@ -130,7 +130,7 @@ def test_openvino_runs_variants(compiled: Compiled) -> None:
 
 
 def test_workers_run_variants(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Audits run the full model behind them there too."""
+    """Audits run the full model after them there too."""
     monkeypatch.setattr(evidence, "AUDITED_SHARE", 1.0)
 
     async def body(engine: Engine) -> None:
@@ -225,7 +225,7 @@ def row_ms(spec: StageSpec, stages: int) -> float:
 def test_a_gpu_runs_variants(
     compiled: Compiled, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The full model behind both of them is loaded once."""
+    """The full model after both of them is loaded once."""
     monkeypatch.setattr(evidence, "AUDITED_SHARE", 1.0)
     backend, factory, _ = fake_cuda(max_rows=8)
     loaded = noted(factory, monkeypatch)
@@ -314,7 +314,7 @@ def noted(factory: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Any, .
 
 
 def refuse_variant(factory: Any, monkeypatch: pytest.MonkeyPatch, variant: int) -> None:
-    """Have a device refuse the stages of a variant."""
+    """Make a device refuse the stages of a variant."""
     prepare = factory.prepare
 
     def refusing(spec: StageSpec) -> FakePrepared:

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("tests", "tools/gpu", "tools/zoo", "src")
-"""Not of the product."""
+"""Folders outside the product."""
 PRODUCT = sorted(
     path
     for path in ROOT.glob("*/**/*.py")
@@ -50,7 +50,7 @@ KEPT = {
 }
 """Words in quotes that files, metrics or other libraries know by that name."""
 TEXTS = (".py", ".md", ".html", ".j2", ".toml", ".css", ".svg", ".yml")
-"""Not CUDA's sources, where a lane is a thread of a warp."""
+"""Suffixes without CUDA sources, where a lane is a thread of a warp."""
 EXEMPT = ("tests/unit/test_house.py", "tests/unit/kernels/test_shim.py", "CHANGELOG.md")
 
 

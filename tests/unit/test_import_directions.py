@@ -81,7 +81,7 @@ def test_the_reader_sees_all_kinds_of_import(source: str, found: set[str]) -> No
 
 
 def test_nothing_is_imported_under_a_computed_name() -> None:
-    """But extensions, which are found by a table of names."""
+    """Extensions are the exception: they are found by a table of names."""
     scripts = [f"offramp.{script}" for script in SCRIPTS]
     named = {m for m in importers_of("?dynamic") if not is_within(m, *scripts)}
     assert named == {"offramp.engine.common.extensions"}
@@ -121,7 +121,9 @@ def test_the_table_and_the_drawing_are_those_of_the_source() -> None:
 
 
 def test_few_modules_name_tensorrt() -> None:
-    """What compiler and runtime share, the builder, the backend, and scripts for a GPU machine."""
+    """Allowed are code shared by compiler and runtime, the builder, the backend, and GPU
+    scripts.
+    """
     allowed = ("offramp.engine.tensorrt", "offramp.engine.backends.tensorrt")
     allowed += ("offramp.compiler.engines.tensorrt_builder", "offramp.tools.gpu")
     allowed += ("offramp.engine.cuda.pycuda_driver", "offramp.engine.cuda.primary_context")
@@ -178,7 +180,7 @@ def test_the_product_does_without_its_fakes() -> None:
 
 
 def test_names_of_heavy_packages_appear_nowhere_else_in_serving_code() -> None:
-    """Not in type comments or strings that are evaluated either."""
+    """Type comments and evaluated strings are included."""
     for path in (path for top in SERVING for path in (ROOT / top).rglob("*.py")):
         names = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
         assert not names & (COMPILING | {"pycuda"}), path

@@ -1,4 +1,4 @@
-"""What is built from a tree: the whole of it, or nothing and one line that says why."""
+"""Builds from a tree: the whole of it, or nothing and one line with the reason."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def built(tree: Path, hook: str, target: Path) -> Path:
 
 
 def files_of(tree: Path) -> set[str]:
-    """Files of a tree by their real place; what lies behind links once, and the links too."""
+    """Return files of a tree by their real path; linked files once, and the links too."""
 
     def walk(folder: Path) -> Iterator[Path]:
         for path in folder.iterdir():

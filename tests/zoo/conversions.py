@@ -1,4 +1,4 @@
-"""What is done to an exported file: quantised, rounded, brought to another opset, split in two."""
+"""Changes of an exported file: quantised, rounded, converted to another opset, split in two."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _quantised(operators: str) -> Conversion:
 
 
 class _Reader:
-    """Gives inputs once, one sample at a time: the batch may be fixed at that."""
+    """Yields inputs once, one sample at a time: the batch may be fixed to 1."""
 
     def __init__(self, inputs: Arrays) -> None:
         rows = len(next(iter(inputs.values())))

@@ -30,7 +30,7 @@ Arrays = dict[str, NDArray[Any]]
 _SPREAD = 2.0
 """Standard deviation of the logits that weights are scaled to."""
 _MOST_SCALE = 30.0
-"""Of that: more would be rounding's to decide."""
+"""Largest scale: above it rounding would decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Departures:
     """[n], by exit."""
 
     def allows(self, row: int, place: int, rounding: float) -> bool:
-        """Whether a sample may leave at an exit, where confidences are no surer than that."""
+        """Return True if a sample may leave at an exit, given the rounding of confidences."""
         for active in self.active:
             sure = float(self.confidence[active.exit][row])
             if active.exit == place:
@@ -67,7 +67,7 @@ class Departures:
 
 
 def give_exits(pieces: Sliced, inputs: Arrays, rng: np.random.Generator) -> list[RandomExit]:
-    """Give every cut that heads can read an exit, and compute what it says of the inputs."""
+    """Add an exit to every cut that heads can read, and compute its outputs for the inputs."""
     values = inputs | cut_values(pieces, inputs)
     made: list[RandomExit] = []
     for candidate, cut in enumerate(pieces.cuts):
@@ -78,7 +78,7 @@ def give_exits(pieces: Sliced, inputs: Arrays, rng: np.random.Generator) -> list
 
 
 def cut_values(pieces: Sliced, inputs: Arrays) -> Arrays:
-    """What the whole model gives at its cuts."""
+    """Return the whole model's values at its cuts."""
     exposed = copied(pieces.model.proto)
     known = {info.name: info for info in exposed.graph.value_info}
     names = dict.fromkeys(tensor.name for cut in pieces.cuts for tensor in cut.tensors)
@@ -183,7 +183,7 @@ def draw_policy(exits: Sequence[RandomExit], rng: np.random.Generator) -> Depart
 
 
 def _survivors(rows: int, exits: int, rng: np.random.Generator) -> list[int]:
-    """How many samples are to go on behind each exit."""
+    """Return the number of samples that should go on after each exit."""
     between = rng.integers(2, rows, max(exits - 2, 0)).tolist()
     return sorted([7, 1, *between], reverse=True)[:exits]
 

@@ -13,7 +13,7 @@ from tests.zoo import images, pretrained, published, sequences
 
 TOKENS, OTHER_TOKENS = 16, 9
 Inputs = Callable[[int, int], dict[str, Tensor]]
-"""Gives inputs by name, of some rows and, where that may be chosen, of a length."""
+"""Function from a number of rows and, where possible, a length to inputs by name."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Family:
     make: Callable[[], nn.Module]
     inputs: Inputs
     package: str | None = None
-    """What has to be installed for it."""
+    """Package that it needs."""
     lengths: tuple[int, int] = (TOKENS, OTHER_TOKENS)
     """The one that is exported, and another that is tried where it is dynamic."""
     dynamic: Mapping[str, int] = field(default_factory=dict)
-    """By input, the dimension that holds the length, where it may be dynamic."""
+    """Dimension of the length, by input, if it may be dynamic."""
 
 
 def ids(rows: int, length: int) -> dict[str, Tensor]:
@@ -53,8 +53,9 @@ def signal(rows: int, length: int) -> dict[str, Tensor]:
 
 
 def randomised(model: nn.Module) -> nn.Module:
-    """Draw all weights anew: some initialise their heads with zeros, or their blocks with nearly
-    nothing, and then every sample is answered alike."""
+    """Draw all weights at random: some models initialise heads with zeros, or blocks with tiny
+    values, and then all samples have the same answer.
+    """
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:

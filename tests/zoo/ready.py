@@ -72,7 +72,7 @@ class _Keras:
 
     def __init__(self, *, everywhere: bool) -> None:
         self._everywhere = everywhere
-        """Whether each convolution is transposed to and fro, as before tf2onnx optimises."""
+        """True if each convolution is transposed in and out, as before tf2onnx optimises."""
         self._rng = np.random.default_rng(0)
         self._nodes: list[onnx.NodeProto] = []
         self._weights: list[onnx.TensorProto] = []

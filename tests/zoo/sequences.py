@@ -134,7 +134,7 @@ def gru() -> nn.Module:
 
 
 class Parallel(nn.Module):
-    """Convolutions of several widths beside each other: TextCNN."""
+    """Parallel convolutions of several widths: TextCNN."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from tests.zoo.variants import Variant, export
 
 MODEL = "m"
 _SIZES = (1, 7, 16, 3, 32, 5)
-"""Rows of the requests, all at once: they are batched together."""
+"""Rows of concurrent requests: they are batched together."""
 _LIMIT_S = 60.0
 
 

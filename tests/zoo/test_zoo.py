@@ -38,7 +38,7 @@ REFUSED = {
     Variant("ResNet", "torchscript", "dynamic", changed="QOperator int8"): "no cut point",
     Variant("ResNet", "torchscript", "dynamic", changed="bf16"): "ONNX Runtime itself refuses",
 }
-"""What is known to be refused, and in which words."""
+"""Known refusals, with their messages."""
 
 
 def _slow() -> Iterator[Variant]:

@@ -1,4 +1,4 @@
-"""What comes of a variant: it is read, cut and verified, given exits, and samples leave at them."""
+"""Trial of a variant: it is read, cut and verified, gets exits, and samples leave at them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POLICIES = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a variant."""
+    """Outcome of a variant's trial."""
 
     variant: Variant
     cuts: int = 0
@@ -57,7 +57,7 @@ class Outcome:
     heads: str = ""
     form: str = ""
     remark: str = ""
-    """Why it is refused, or what is wrong."""
+    """Reason of a refusal, or the defect."""
 
     @property
     def verified(self) -> bool:
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class TrialError(Exception):
-    """A sample is answered otherwise than it should be, or the file by nobody."""
+    """A sample gets a wrong answer, or the file cannot be run."""
 
 
 def examine(variant: Variant, folder: Path) -> Outcome:
@@ -139,9 +139,9 @@ def bundle_with(
 
 
 def original_answers(given: Exported, inputs: Arrays) -> NDArray[np.float64]:
-    """What the file itself answers in ONNX Runtime, operator by operator: [n, classes].
+    """Return the file's own answers in ONNX Runtime, operator by operator: [n, classes].
 
-    Without its optimisations, with which ONNX Runtime 1.30 and 1.31 crash in half precision.
+    Optimisations are off, since ONNX Runtime 1.30 and 1.31 crash with them in half precision.
     """
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -164,7 +164,7 @@ def original_answers(given: Exported, inputs: Arrays) -> NDArray[np.float64]:
 def right_answers(
     exits: Sequence[RandomExit], wanted: NDArray[np.float64]
 ) -> dict[int, NDArray[np.float64]]:
-    """What all samples are answered at each exit, and at the model's end: [n, classes]."""
+    """Return the right answers at each exit, and at the model's end: [n, classes]."""
     answers = {made.exit.index: made.answer.astype(np.float64) for made in exits}
     return answers | {MODEL_END: wanted}
 

@@ -35,9 +35,9 @@ class Variant:
     exporter: Exporter
     batch: Batch
     length: bool = False
-    """Whether the length is dynamic too."""
+    """True if the length is dynamic too."""
     changed: str = ""
-    """What was done to the file; see :mod:`tests.zoo.conversions`, and ``bf16``."""
+    """Change of the file; see :mod:`tests.zoo.conversions`, and ``bf16``."""
 
     def __str__(self) -> str:
         return f"{self.family}, {self.how}, {self.size}"
@@ -49,7 +49,7 @@ class Variant:
 
     @property
     def size(self) -> str:
-        """What is fixed, and what is not."""
+        """Fixed and dynamic sizes."""
         return f"{self.batch}, length too" if self.length else str(self.batch)
 
     def missing(self) -> str | None:
@@ -153,7 +153,7 @@ def _opset(variant: Variant) -> int | None:
 
 
 def _written(variant: Variant) -> bool:
-    """Whether the exporter itself writes the opset that is asked for."""
+    """Return True if the exporter itself writes the requested opset."""
     opset = _opset(variant)
     return opset is not None and opset <= _MOST_OPSET[variant.exporter]
 

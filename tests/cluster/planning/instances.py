@@ -90,7 +90,7 @@ def batch_time(times: DeviceTimes, rows: Any, size: float) -> float:
 
 
 def share_at(model: ModelFacts, segment: int) -> float:
-    """Of the rows that entered, those that reach a segment."""
+    """Return the share of the entering rows that reach a segment."""
     share = 1.0
     for after, going in zip(model.exit_after, model.going_on, strict=True):
         if after < segment:
@@ -176,7 +176,7 @@ def baseline_rate(model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -> fl
 def candidates(
     model: ModelFacts, cluster: Cluster, goal: PlanningGoal, arrival_rps: float
 ) -> Iterator[Candidate]:
-    """All plans that the devices allow, whatever they take and cost."""
+    """Yield all plans that the devices allow, at any time and cost."""
     for size in SIZES:
         plain = [(as_it_is(model, kind, size),) * 2 for kind in cluster.types]
         last = model.segments - 1

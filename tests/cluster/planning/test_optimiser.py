@@ -26,7 +26,7 @@ CLOSE = 1e-6
 
 
 def best_of(found: list[Candidate], goal: PlanningGoal, most_cost: float) -> Candidate | str:
-    """What the goal asks for, or the first constraint that nothing meets."""
+    """Return the best candidate for the goal, or the first constraint that none meets."""
     if not found:
         return "memory"
     found = [c for c in found if c.latency_s <= goal.latency_s * (1 + 1e-9)]
@@ -77,7 +77,9 @@ def test_plans_are_those_of_brute_force(first: int) -> None:
 
 
 def flat(count: int, segments: int, size: int = 4, exit_s: float = 0.0) -> DeviceTimes:
-    """Every segment takes 1 ms, whatever the batch: the more in it, the better."""
+    """Return times of 1 ms for every segment at any batch size: larger batches are always
+    better.
+    """
     batch = (np.arange(size + 1) > 0).astype(float)
     return DeviceTimes(
         segments_s=np.tile(1e-3 * batch, (segments, 1)),
@@ -116,7 +118,7 @@ def test_a_batch_that_halves_is_filled_again_behind_the_exit() -> None:
 
 
 def test_the_model_as_it_is_has_no_copy_before_it() -> None:
-    """Of a cascade the last segment is the model: here as fast as its copy, which helps nobody."""
+    """The last segment of a cascade is the model: here as fast as its copy, which is no gain."""
     model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.9,), begins=1)
     result = make_cluster_plan(model, two_halves(3), FOUR)
     assert result.baseline == result.plan
@@ -136,7 +138,7 @@ def costs_by_exit(*exits_s: float) -> Cluster:
 
 
 def test_an_exit_in_use_is_timed_and_called_as_in_the_bundle() -> None:
-    """Of three exits the second is in use: the times of the others are no matter."""
+    """The second of three exits is in use: the times of the others do not matter."""
     model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.5,), exits=(1,))
     cluster = costs_by_exit(5e-3, 0.1e-3, 5e-3)
     plan = make_cluster_plan(model, cluster, FOUR).plan
@@ -238,7 +240,7 @@ def test_what_is_too_much_to_search_is_refused() -> None:
 
 
 def test_no_plan_is_worse_than_the_model_as_it_is() -> None:
-    """Where few leave, the paper's plans lose up to 23 % (5.9)."""
+    """If few leave, the paper's plans lose up to 23 % (5.9)."""
     model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.8,))
     result = make_cluster_plan(model, two_halves(3, exit_s=3e-4), FOUR)
     assert result.baseline is not None

@@ -135,7 +135,7 @@ class World:
 def fewest_loads(
     new: ClusterPlan, workers: Sequence[WorkerState], weight_bytes: Sequence[float]
 ) -> float:
-    """By trying all assignments."""
+    """Return the fewest loads over all assignments."""
     slots = [
         ((split.first_segment, split.last_segment), replicas.device_type)
         for split in new.splits
@@ -179,7 +179,7 @@ def plans(draw: st.DrawFn, there: dict[str, int]) -> ClusterPlan:
 def moves(
     draw: st.DrawFn,
 ) -> tuple[ClusterPlan | None, ClusterPlan, list[WorkerState], list[float]]:
-    """Workers that serve a plan, or none, and hold more besides, and another plan for them."""
+    """Draw workers that serve a plan, or none, and hold more stages, and another plan for them."""
     there = {"a": draw(st.integers(2, 5)), "b": draw(st.integers(0, 2))}
     weight_bytes = draw(st.lists(st.integers(1, 4), min_size=SEGMENTS, max_size=SEGMENTS))
     old = draw(plans(there)) if draw(st.integers(0, 4)) else None

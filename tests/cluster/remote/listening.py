@@ -1,4 +1,4 @@
-"""What tests of workers over a network share: workers that listen, and backends that reach them."""
+"""Shared parts of tests of workers over a network: listening workers, and backends for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def admission(
     admit_s: float = 30.0,
     silence_s: float = 60.0,
 ) -> Admission:
-    """What workers in this process serve, and to whom."""
+    """Return the admission of workers in this process."""
     return Admission(
         token=TOKEN,
         context=None if identity is None else identity.context(),
@@ -121,11 +121,11 @@ class Worker:
         self.address: HostPort = parse_address(line.rpartition(" ")[2].strip())
 
     def said(self) -> str:
-        """What it wrote to its log."""
+        """Return the content of its log."""
         return self.log.read_text()
 
     def stop(self) -> int:
-        """Have it end, and give its status."""
+        """Stop the process, and return its status."""
         self.process.terminate()
         status = self.process.wait(30)
         assert self.process.stdout is not None

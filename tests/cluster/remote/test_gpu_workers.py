@@ -1,4 +1,4 @@
-"""Workers on GPUs: what they are told to be, and an engine whose streams they run."""
+"""Workers on GPUs: their assigned devices, and an engine whose streams they run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def on_gpu(number: int, backend: str = "cuda") -> WorkerRuntime:
 
 
 class Workers:
-    """Workers in threads, each with a fake GPU of its own; notes what they are told to be."""
+    """Workers in threads, each with its own fake GPU; records their assigned roles."""
 
     def __init__(self, runtimes: Sequence[WorkerRuntime]) -> None:
         self.hellos: list[Hello] = []

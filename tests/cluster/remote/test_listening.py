@@ -1,4 +1,4 @@
-"""Who may be served by a worker that listens, and what all others are told."""
+"""Admission of clients by a listening worker, and the responses to all others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LOG = "offramp.cluster.remote.listening"
 
 
 class Lines(logging.Handler):
-    """What workers in this process log, whenever they do."""
+    """All log lines of workers in this process."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -84,7 +84,7 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TlsIdentity
 
 
 def answer_of(launcher: TcpLauncher) -> list[float]:
-    """Have a worker run a stage."""
+    """Run a stage on a worker; return the answer."""
     backend = RemoteBackend(ScriptedBackend(), launchers=[launcher])
     try:
         stage = backend.prepare(fake_plan([0.9]).stages[0])
@@ -131,7 +131,7 @@ def test_another_token_is_told_on_both_sides(lines: Lines) -> None:
 
 
 def test_a_worker_that_has_no_token_is_not_trusted() -> None:
-    """It says that the token is right, and cannot show that it has it."""
+    """The other side accepts the token, and cannot prove that it has it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def pretend() -> None:

@@ -1,4 +1,4 @@
-"""What is said where there is no Ray, or no cluster, or no room; without any Ray."""
+"""Messages without Ray, without a cluster, or without free resources; Ray is not needed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FakeRay(types.ModuleType):
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Nothing is waited for."""
+    """Set all waiting times to 0."""
     monkeypatch.setattr(launcher, "PLACE_LIMIT_S", 0.0)
     monkeypatch.setattr(launcher, "RESERVE_LIMIT_S", 0.0)
     yield monkeypatch
@@ -81,7 +81,7 @@ def test_without_ray_a_line_says_how_to_install_it(
 
 
 class UnconnectedRay(types.ModuleType):
-    """A package that is connected to nothing, and fails as it is told to connect."""
+    """Fake package without a connection, which fails to connect as configured."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__("ray")

@@ -20,13 +20,13 @@ REQUESTS = 120
 
 
 class Pace:
-    """Has one worker run a stage while others run several; counts the runs of each."""
+    """Makes one worker run one stage while others run several; counts the runs of each."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self.fast = self.slow = 0
         self.last = False
-        """Whether too few are left to wait for."""
+        """True if too few are left to wait for."""
 
     def fast_run(self) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""What tests of workers share: a backend of workers that answer by script, and an engine on it."""
+"""Shared parts of tests of workers: a backend of scripted workers, and an engine on it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMMAND = WorkerCommand(module="offramp.testing.scripted_worker")
 MISSING = WorkerCommand(module="offramp.testing.no_such_worker")
 """Starts no worker."""
 POINTS = ("before-run", "mid-run", "after-run", "after-write")
-"""Of the protocol, at which a worker can end amid a run."""
+"""Points of the protocol at which a worker can end during a run."""
 
 
 @contextmanager
@@ -38,13 +38,13 @@ def scripted_workers(count: int, *, least_s: float = 30.0) -> Iterator[RemoteBac
 
 
 def launch_as(backend: RemoteBackend, command: WorkerCommand) -> None:
-    """Have its next workers started by another command."""
+    """Set the command that starts the backend's next workers."""
     for seat in backend._seats:
         seat.launcher = LocalLauncher(command)
 
 
 def break_at(folder: Path, *faults: str) -> None:
-    """Have workers do ``kill@before-run@3`` and the like, each once."""
+    """Request faults of workers, such as ``kill@before-run@3``, each once."""
     for fault in faults:
         (folder / fault).touch()
 
@@ -84,7 +84,7 @@ Answered = tuple[list[int], list[float], list[Any]]
 
 
 async def answers_of(engine: Engine, scripts: Sequence[np.ndarray[Any, Any]]) -> list[Answered]:
-    """Exits, confidences and outputs of requests that were all sent at once."""
+    """Return exits, confidences and outputs of requests that were sent concurrently."""
     asked = [engine.infer("fake", {SCRIPT: each}) for each in scripts]
     results = await asyncio.gather(*asked)
     return [

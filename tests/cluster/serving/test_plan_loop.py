@@ -1,4 +1,4 @@
-"""Planning anew while serving: when, on what, and that little changes where little is gained."""
+"""Replanning while serving: when, on which data, and small changes for small gains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPEEDS = {"slow": 1.0, "fast": 1.0}
 
 @pytest.fixture(autouse=True)
 def nobody_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a busy machine makes slow is no straggler here, but where a test says so."""
+    """Treat streams slowed by a busy machine as usual, unless a test sets it."""
     monkeypatch.setattr(StragglerMonitor, "standing", lambda _monitor, _stream: Standing.USUAL)
 
 
@@ -70,13 +70,13 @@ class Planning:
         return [(s.first_segment, s.last_segment, s.workers) for s in self.status.splits]
 
     async def send(self, *numbers: int, rows: int = 200) -> None:
-        """Have so many rows answered of these requests, in turn, and of no others."""
+        """Send rows of these requests only, in turn, until they are answered."""
         self.serving.load.chosen = numbers
         await self.serving.load.more(16)  # what was under way
         await self.serving.load.more(rows)
 
     async def window(self, *numbers: int) -> None:
-        """Let a window pass with rows of these requests, and look at its end."""
+        """Pass a window with rows of these requests, and evaluate its end."""
         await self.send(*numbers)
         profiles_of(self.serving.engine).look()
         self.now_s += RULES.window_s

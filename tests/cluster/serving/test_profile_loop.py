@@ -39,7 +39,7 @@ EPOCH_S = 1_764_064_800.0
 
 
 class Counting:
-    """In place of an executor: counts what the test says."""
+    """Fake executor with the counts of the test."""
 
     def __init__(self) -> None:
         self.left = np.zeros(3, np.int64)
@@ -53,7 +53,7 @@ class Counting:
 
 
 def beside(file: ProfileFile | None) -> Path | None:
-    """The bundle that a file is kept beside."""
+    """Return the bundle next to which a file is kept."""
     return None if file is None else file.path.with_name(file.path.name.partition(".m@")[0])
 
 
@@ -72,7 +72,7 @@ class Serving:
         )
 
     def window(self, *left: int, late_s: float = 0.0) -> ProfileStatus:
-        """Let a window pass in which so many rows left at exit 0, exit 1 and the end."""
+        """Pass a window in which these numbers of rows left at exit 0, exit 1 and the end."""
         self.counting.left += left or (0, 0, 0)
         self.now_s += 120.0 + late_s
         self.loop.look()

@@ -190,7 +190,7 @@ def test_a_plan_without_a_worker_leaves_it_spare(small: Small) -> None:
 
 
 def test_a_split_without_workers_is_taken_over_though_others_have_to_stop(small: Small) -> None:
-    """What waited for the lost workers is told so; requests that come then are answered."""
+    """Samples that waited for the lost workers get an error; later requests are answered."""
     less = plan_of((0, 1, {"fast": 1}), (2, 4, {"fast": 1}))
 
     async def body(serving: Serving) -> None:
@@ -212,7 +212,7 @@ def test_a_split_without_workers_is_taken_over_though_others_have_to_stop(small:
 def test_exits_and_thresholds_change_meanwhile(
     small: Small, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is in force in the end has the new splits, and the last policy."""
+    """The final state has the new splits, and the last policy."""
 
     async def body(serving: Serving) -> None:
         served = serving.served

@@ -1,4 +1,4 @@
-"""Statistics of subnets: those that torch's batch norms have when they are computed anew."""
+"""Statistics of subnets: equal to those of torch's batch norms when recomputed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EXACT = 2e-5
 
 
 def recompute(module: nn.Module, inputs: dict[str, NDArray[Any]]) -> nn.Module:
-    """Give batch norms the statistics of some samples, layer by layer: the reference."""
+    """Set batch norms to the statistics of some samples, layer by layer: the reference."""
 
     def collect(norm: nn.Module, given: tuple[Tensor, ...]) -> None:
         assert isinstance(norm, nn.BatchNorm2d)

@@ -1,4 +1,4 @@
-"""What a reshape makes of a part of a dimension, against numpy."""
+"""Effect of a reshape on a part of a dimension, compared with numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offramp.supernet.graphs.reshape import ElasticAxis, MixedError, regroup
 
 @given(data=st.data())
 def test_it_is_what_numpy_says(data: st.DataObject) -> None:
-    """Where a dimension is found, taking there is taking before; and only then is one found."""
+    """If a dimension is found, slicing after equals slicing before; otherwise none is found."""
     sizes = st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4)
     before = data.draw(sizes.filter(lambda s: max(s) > 1))
     after = data.draw(st.permutations(data.draw(st.sampled_from(divisions(prod(before))))))
@@ -100,7 +100,7 @@ def test_what_is_mixed_is_refused(after: tuple[int | str, ...], kept: int, messa
 
 
 def test_heads_may_be_merged_with_the_batch_and_parted_again() -> None:
-    """As the attention of torch does: what is kept repeats with each sample."""
+    """Torch's attention does this: the kept part repeats with each sample."""
     heads = ElasticAxis(axis=1, full=4, kept=(0, 1))
     merged = regroup(("batch", 4, "n", 2), ("4*batch", "n", 2), heads)
     assert merged == ElasticAxis(axis=0, full=4, kept=(0, 1))

@@ -1,4 +1,4 @@
-"""Which subnets become operating points."""
+"""Selection of subnets that become operating points."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_of_many_the_front_is_found_with_a_part_of_them(seed: int) -> None:
     drawn = front([Evaluator()(c) for c in evaluate.asked[:100]])
 
     def lost(points: list[RatedChoice]) -> float:
-        """How far below the true front the best point that costs no more is, on average."""
+        """Return the mean distance below the true front of the best point of no higher cost."""
         best = [max(p.quality for p in points if p.cost <= e.cost) for e in every]
         return sum(e.quality - b for e, b in zip(every, best, strict=True)) / len(every)
 

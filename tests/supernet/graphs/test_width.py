@@ -142,7 +142,7 @@ def read(module: nn.Module, x: NDArray[Any], folder: Path, **options: Any) -> So
 
 
 def first_of_parts(full: nn.Module, small: nn.Module, parts: int) -> nn.Module:
-    """As ``sliced_from``, but what has several equal parts keeps the first of each."""
+    """Copy weights as ``sliced_from``, with the first rows of each of several equal parts."""
     sliced_from(full, small)
     state = full.state_dict()
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_operators_pass_on_fewer_channels(case: str, simplify: bool, tmp_path: P
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("simplify", [True, False])
 def test_lengths_may_be_free(fused: bool, simplify: bool, tmp_path: Path) -> None:
-    """Then shapes are computed as the graph runs, and what reshapes read is corrected there."""
+    """Then shapes are computed at run time, and inputs of reshapes are corrected there."""
     kind = "fused" if fused else "bert"
     full = shaken(ElasticBert(fused=fused))
     path = tmp_path / "bert.onnx"

@@ -265,7 +265,9 @@ def test_an_index_cannot_name_files_elsewhere(store: EngineStore, what: str, nam
 def test_building_for_a_foreign_bundle_deletes_no_files_of_the_user(
     store: EngineStore, tmp_path: Path, what: str
 ) -> None:
-    """What the old index named is removed when a new one does not: here that is the victim."""
+    """Files of the old index are removed if a new one does not have them: here that is the
+    victim.
+    """
     victim = tmp_path / "victim"
     victim.write_bytes(b"dear")
     for name in (str(victim), f"../../../{victim.name}"):
@@ -354,7 +356,7 @@ def test_an_interrupted_put_leaves_what_was_there(
 def test_a_put_cut_off_before_the_index_is_cleaned_up(
     store: EngineStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the process had been killed between the plan and the index that names it."""
+    """The case is a process killed between writing the plan and the index that names it."""
     index = store.index
 
     def killed(_: EngineIndex) -> None:
@@ -504,7 +506,7 @@ def test_where_files_cannot_be_locked_a_build_goes_on_with_a_warning(
 
 
 def test_the_lock_is_no_way_to_a_file_of_the_user(store: EngineStore, tmp_path: Path) -> None:
-    """In a bundle from elsewhere it may be a link, which opening for writing would follow."""
+    """The lock may be a link in a foreign bundle, which opening for writing would follow."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"dear")
     (store.folder / ".lock").symlink_to(victim)

@@ -23,7 +23,7 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="the writer fork
 
 
 def exchanges(folder: Path) -> bool:
-    """Whether the file system of the tests exchanges names."""
+    """Return True if the file system of the tests can exchange names atomically."""
     for name in "ab":
         (folder / name).mkdir()
     done = files.exchange(folder / "a", folder / "b")
@@ -33,7 +33,7 @@ def exchanges(folder: Path) -> bool:
 
 
 def killed_writers(folder: Path, how: str) -> list[str]:
-    """What is found after each kill, equal neighbours once."""
+    """Return the content found after each kill, without repetitions."""
     folder.mkdir()
     command = [sys.executable, "-m", "tests.unit.bundle.killed_writer", str(folder), how]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -213,7 +213,7 @@ def test_what_stood_at_a_name_is_found_by_that_name_alone(tmp_path: Path) -> Non
 
 
 def test_a_bundle_in_its_place_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No error says that it could not be, even if the disk fails right after."""
+    """No error is raised, even if the disk fails right after."""
     real = os.fsync
 
     def refuse(descriptor: int) -> None:

@@ -32,7 +32,7 @@ SHAPES = {
     "video": (CHANNELS, SIDE, SIDE, SIDE),
     "vector": (WIDTH,),
 }
-"""Of one sample; others are tokens."""
+"""Shapes of one sample; others are tokens."""
 TOKEN_HEADS = (
     Head(kind="first"),
     Head(kind="last"),
@@ -48,7 +48,7 @@ TOKEN_HEADS = (
 
 
 def objective(answers: NDArray[np.float32]) -> ClassObjective:
-    """What heads learn of probabilities [n, classes]."""
+    """Return the training target of heads for probabilities [n, classes]."""
     return ClassObjective(answer(), answers)
 
 

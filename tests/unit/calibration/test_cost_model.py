@@ -58,7 +58,7 @@ ALONE = CostModel(
 
 
 def savings_if(leaving: float) -> float:
-    """Of a share that leaves."""
+    """Return the savings for a share that leaves."""
     return 1 - (leaving * 5 + (1 - leaving) * 9) / 8
 
 
@@ -164,7 +164,7 @@ def test_what_leaving_a_cascade_avoids_and_an_exit_of_it_adds() -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=30))
 def test_the_utility_of_the_last_exit_is_what_is_lost_without_it(places: list[int]) -> None:
-    """But what it costs those that leave there, which Apparate does not count."""
+    """The cost for samples that leave there is excluded, as in Apparate."""
     counts = np.bincount(places, minlength=3)
     utility = counts[1] * CASCADE.avoided_ms((0, 1))[1] - counts[2] * CASCADE.added_ms((0, 1))[1]
     with_it = counts @ CASCADE.latency_ms((0, 1))

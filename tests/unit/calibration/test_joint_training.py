@@ -1,4 +1,4 @@
-"""Joint training: backbone and exits learn at once, and a run that was cut off goes on the same."""
+"""Joint training of backbone and exits; an interrupted run resumes with the same result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BACKBONE = "w0"
 
 
 def joined() -> JointModel:
-    """A model of two layers, with an exit behind the first."""
+    """Return a model of two layers, with an exit after the first."""
     b = Builder(seed=1)
     x = b.input("x", ["batch", 16])
     hidden = b.node("Relu", b.linear(x, 16, 16), out="hidden")

@@ -1,4 +1,4 @@
-"""Where no exit is active, the message names what kept it out, its value, and the remedy."""
+"""Messages if no exit is active: the limiting condition, its value, and the remedy."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_data_that_certifies_nothing() -> None:
 
 
 def test_samples_too_few_for_any_policy() -> None:
-    """At 5 % and 90 % confidence, 45 samples pass if all agree: 0.95^45 < 0.1 < 0.95^44."""
+    """45 samples pass at 5 % and 90 % confidence if all agree: 0.95^45 < 0.1 < 0.95^44."""
     limit = limit_of_samples(44, TERMS)
     assert limit is not None
     tells(limit, "44 certify samples", "too few", "0.05")

@@ -47,7 +47,7 @@ def test_the_backbone_s_columns_add_up() -> None:
 
 
 def test_borders_cost_what_all_sets_of_exits_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a virtual machine where a call takes 1 ms, and a byte that crosses 0.01 ms."""
+    """The machine is virtual: a call takes 1 ms, and a byte across a border 0.01 ms."""
     crossing = np.array([400.0, 200.0, 100.0])
 
     def staged_ms(
@@ -153,7 +153,7 @@ def test_sets_of_exits(exits: int, sets: list[tuple[int, ...]]) -> None:
 def test_the_segments_of_a_cascade_add_up_to_the_quantised_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which takes 4 ms, its segments alone 6, 3 and 3 ms; the source model takes 10 ms."""
+    """The model takes 4 ms, its segments alone 6, 3 and 3 ms; the source model takes 10 ms."""
     pieces = sliced("mlp")
     known = {(("x",), ("logits",)): 10.0, (("x",), ("again",)): 4.0}
 
@@ -207,7 +207,7 @@ def test_the_quantised_model_is_no_border(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_several_graphs_answer_as_one() -> None:
-    """In the order that is asked for; a graph that is asked for nothing does not run."""
+    """Outputs are in the requested order; a graph without requested outputs does not run."""
     pieces = sliced("mlp")
     samples = dataset_of(pieces, 70)
     first, second = pieces.graphs[0], pieces.model.proto.SerializeToString()

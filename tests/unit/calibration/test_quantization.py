@@ -20,7 +20,7 @@ from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.engine.graphs.assembly import assemble
 
 TOLERANCE = 0.15
-"""Of the answer's largest value: 127 steps, on random weights, through a dozen layers."""
+"""Tolerance relative to the answer's largest value: 127 steps, random weights, a dozen layers."""
 
 
 def source_of(pieces: Sliced) -> bytes:
@@ -132,7 +132,7 @@ def test_the_channels_of_gemm_follow_its_transposition() -> None:
 
 
 def test_at_a_residual_sum_the_shortcut_is_quantised() -> None:
-    """Not the convolution's own output: sum and convolution become one kernel."""
+    """The convolution's own output is not: sum and convolution become one kernel."""
     pieces = sliced("residual")
     quantized = onnx.ModelProto.FromString(quantize(source_of(pieces), ranges_of(pieces)))
     made_by = {name: n.op_type for n in quantized.graph.node for name in n.output}
@@ -157,7 +157,7 @@ def test_a_sum_whose_convolution_is_read_elsewhere_is_left_alone() -> None:
 
 
 def test_products_of_two_activations_are_left_alone() -> None:
-    """Those of attention."""
+    """Products of attention are the case."""
     pieces = sliced("bert")
     quantized = onnx.ModelProto.FromString(quantize(source_of(pieces), ranges_of(pieces)))
     weights = constants(quantized)

@@ -56,8 +56,9 @@ def test_no_bet_can_lose_everything(seed: int, q: float, bound: float) -> None:
 
 
 def test_without_disagreement_few_samples_certify() -> None:
-    """Betting at most 0.85 of 1/(1 − ε): log(20) / log(1.0085) = 354 with full bets at once; the
-    prior makes the first bets smaller."""
+    """Bets of at most 0.85 of 1/(1 − ε) need log(20) / log(1.0085) = 354 samples if full at once;
+    the prior makes the first bets smaller.
+    """
     wealth = Wealth(np.array([EPSILON]))
     samples = 0
     while wealth.log[0] < math.log(20):
@@ -67,8 +68,9 @@ def test_without_disagreement_few_samples_certify() -> None:
 
 
 def test_mean_wealth_stays_at_one_when_the_null_hypothesis_just_holds() -> None:
-    """With risk = ε the expected wealth is exactly 1, whatever was bet; 4,000 streams of 128
-    samples put the mean within 5 standard errors."""
+    """The expected wealth is exactly 1 at risk = ε, for any bets; 4,000 streams of 128 samples put
+    the mean within 5 standard errors.
+    """
     rng = np.random.default_rng(0)
     for q in (1.0, 0.1):
         streams = Wealth(np.full(4_000, EPSILON))

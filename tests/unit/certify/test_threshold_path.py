@@ -168,7 +168,7 @@ def test_what_lacks_an_exit_is_no_evidence() -> None:
 
 
 def test_nothing_counts_while_nothing_ran_to_the_end() -> None:
-    """Of samples that left early nobody knows which exits were in use."""
+    """For samples that left early the active exits are unknown."""
     confidence = np.ones((2, 10), dtype=np.float32)
     population = Population(confidence=confidence, agrees=np.ones((2, 10), dtype=np.bool_))
     threshold_path = levels_under_test(path_of([0.9], 2))
@@ -360,7 +360,7 @@ def test_effective_samples() -> None:
 
 
 def test_a_path_anchored_at_a_policy_begins_without_exits() -> None:
-    """Where the policy has every exit answer."""
+    """The policy makes every exit answer."""
     samples = weighted(synthetic(0), np.arange(2_000))
     curves = fit_curves(samples.confidence, samples.agrees)
     fitted = lay_path(curves, samples, bound=EPSILON, anchored_at=np.array([0.97, 0.93, 0.9]))

@@ -46,11 +46,11 @@ Read = Callable[..., SourceModel]
 Feeds = dict[str, NDArray[Any]]
 
 TOLERANCE = 1e-4
-"""Of the largest value: single precision, in sums of another order."""
+"""Tolerance relative to the largest value: single precision, with sums in another order."""
 
 
 def whole_answers(proto: onnx.ModelProto, feeds: Feeds, tokens: tuple[int, ...]) -> NDArray[Any]:
-    """By hand: the columns of the whole model's logits at the last token that counts."""
+    """Return the columns of the whole model's logits at the last token that counts."""
     mask = feeds.get("attention_mask", np.ones_like(feeds["input_ids"]))
     last = [int(np.flatnonzero(row)[-1]) for row in mask]
     logits = GraphRunner(proto).run(with_past(proto, feeds))["logits"]
@@ -106,7 +106,7 @@ def test_a_decoder_has_a_cut_behind_every_layer_but_the_last(
 
 
 def test_what_no_other_token_needs_is_computed_of_the_last_alone(read: Read) -> None:
-    """The feed-forward block of the last layer is behind the gathering: it sees one token."""
+    """The feed-forward block of the last layer is after the gathering: it reads one token."""
     model = read(decoder(), answer_tokens=TOKENS, simplify=False)
     kinds = [node.op_type for node in model.proto.graph.node]
     behind = kinds[kinds.index("GatherND") :]

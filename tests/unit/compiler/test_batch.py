@@ -1,4 +1,4 @@
-"""A fixed batch is freed, whatever holds its size, or the operator that keeps it is named."""
+"""A fixed batch is made symbolic, wherever its size is, or the blocking operator is named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ints(b: models.Builder, *values: int) -> str:
 
 
 def zero_means_zero(batch: int) -> onnx.ModelProto:
-    """As torch's exporter writes it since it is built on torch.export."""
+    """Return the form that torch's exporter writes since it is based on torch.export."""
     b = models.Builder()
     x = b.node("Reshape", b.input("x", [batch, 4, 8]), ints(b, batch, 32), allowzero=1)
     b.linear(x, 32, 3, out="logits")
@@ -41,7 +41,9 @@ def zero_means_zero(batch: int) -> onnx.ModelProto:
 
 
 def attention(batch: int) -> onnx.ModelProto:
-    """Heads beside the batch, tokens in front of it: torch's nn.MultiheadAttention."""
+    """Return attention with heads next to the batch, after tokens: torch's
+    nn.MultiheadAttention.
+    """
     b = models.Builder()
     x = b.node("Transpose", b.input("x", [batch, 5, 8]), perm=[1, 0, 2])
     heads = ints(b, 5, batch * 2, 4)

@@ -37,14 +37,14 @@ def made(name: str) -> tuple[Sliced, list[Bridge]]:
 
 
 def whole(bridges: list[Bridge]) -> list[Bridge]:
-    """Those with all that is behind the last cut point: of every candidate the first."""
+    """Return the bridges with all layers after the last cut point: the first of every candidate."""
     return [
         b for i, b in enumerate(bridges) if b.candidate not in {o.candidate for o in bridges[:i]}
     ]
 
 
 def values_at(pieces: Sliced, names: list[str], inputs: dict[str, Any]) -> dict[str, Any]:
-    """What the source model has of some tensors, and of its scores."""
+    """Return the source model's values of some tensors, and its scores."""
     written = {name for segment in pieces.segments[:-1] for name in segment.outputs}
     wanted = [name for name in names if name in written]
     scores = pieces.model.taught.output
@@ -76,7 +76,7 @@ def test_untrained_a_bridge_is_its_torch_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_behind_the_last_block_a_bridge_is_the_model_itself(name: str) -> None:
-    """There it drops nothing, and an untrained bridge answers what the model does."""
+    """A bridge there drops nothing, and untrained it answers like the model."""
     pieces, bridges = made(name)
     last = whole(bridges)[-1]
     assert last.kept == last.dropped == 0
@@ -118,7 +118,7 @@ def test_a_short_bridge_leaves_the_last_block_out(name: str) -> None:
 
 
 def test_shapes_that_come_again_are_gone_over_to_at_once() -> None:
-    """What lies between two places of one shape is left out, whatever shapes it has."""
+    """Layers between two places of one shape are left out, whatever shapes they have."""
     b = models.Builder()
     x = b.input("x", ["batch", 16])
     widths = [16, 16, 32, 24, 16, 16]

@@ -56,7 +56,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
-    """Its exits have random weights: whoever leaves there agrees by chance only."""
+    """Return a bundle with random exits: samples that leave agree only by chance."""
     return engine_bundle("mlp", tmp_path / "a.ee")
 
 
@@ -96,7 +96,7 @@ def test_the_verdict_is_an_exact_test(
     wrong: int,
     verdict: str,
 ) -> None:
-    """Of 300 at 1 %: P(X ≥ 7) = 0.033, P(X ≥ 6) = 0.083."""
+    """For 300 samples at 1 %: P(X ≥ 7) = 0.033, P(X ≥ 6) = 0.083."""
     everybody = (ActiveExit(exit=0, threshold=0.0),)
     promised = changed(bundle, tmp_path / "b.ee", active=everybody, promise=PROMISE)
     run, left = HostSlot.run, [wrong]

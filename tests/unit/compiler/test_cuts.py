@@ -1,4 +1,4 @@
-"""Where the cut points of each topology are, and what is said about the other places."""
+"""Cut points of each topology, and the messages about other places."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_inputs_are_read_again_only_where_that_gives_more_cuts(read):
 
 
 def test_a_causal_mask_that_is_a_constant_is_there_again_in_later_segments(read):
-    """It is as large as what it is combined with, which is computed again as well."""
+    """The mask is as large as the tensor it is combined with, which is recomputed as well."""
     b = models.Builder()
     ids = b.input("ids", ["batch", 32], TensorProto.INT64)
     x = b.node("Gather", b.weight(50, 16), ids)

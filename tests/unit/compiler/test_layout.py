@@ -1,4 +1,4 @@
-"""Which dimension of a tensor holds its channels, as the operators around it tell."""
+"""The channel dimension of a tensor, as determined from the operators around it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def convolutions(*sides: int | str, norm: bool = False) -> onnx.ModelProto:
 
 
 def channels_last() -> onnx.ModelProto:
-    """What tf2onnx makes: maps are [batch, height, width, channels] but for convolutions."""
+    """Return tf2onnx's layout: maps are [batch, height, width, channels] except for
+    convolutions.
+    """
     b = Builder()
     x = b.input("image", ["batch", 12, 12, 3])
     for i in range(3):

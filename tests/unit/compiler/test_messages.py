@@ -1,7 +1,7 @@
-"""What ``eecompile`` says of models that it cannot compile, or not as one would like.
+"""Messages of ``eecompile`` about models that it cannot compile, or only with limits.
 
-Each message is one line that names the file, what in it is the limit, with both numbers where there
-are some, and the remedy.
+Each message is one line that names the file, the limiting part of it, both numbers if there are
+some, and the remedy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def error_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def inspecting(capfd: pytest.CaptureFixture[str], model: onnx.ModelProto, *arguments: str) -> str:
-    """What ``eecompile inspect`` prints, in one line."""
+    """Return the output of ``eecompile inspect``, in one line."""
     onnx.save(model, "model.onnx")
     assert main(["inspect", "model.onnx", *arguments]) == 0
     return " ".join(capfd.readouterr().out.split())
@@ -254,7 +254,7 @@ def test_an_answer_for_every_place_of_a_map(capfd) -> None:
 
 
 def inverting() -> onnx.ModelProto:
-    """Blocks of an operator of ONNX Runtime's own whose arithmetic nobody has told us."""
+    """Return blocks of an ONNX Runtime operator with unknown arithmetic."""
     b = Builder()
     x = b.input("x", ["batch", 16, 16])
     for i in range(2):
@@ -499,7 +499,7 @@ def test_who_names_the_task_is_not_warned(
 
 @pytest.fixture
 def without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No gradients are known through Relu; whatever runs the model, to time or record, fails."""
+    """Remove gradients of Relu; any run of the model, to time or record, fails."""
     monkeypatch.delitem(torch_graph.OPERATORS, "Relu")
 
     def too_late(*_arguments: Any, **_more: Any) -> None:

@@ -48,7 +48,7 @@ def test_logits_are_told_from_probabilities(read):
     [models.vgg_chain(batch=1), models.vgg_chain(batch=2), models.vgg_chain(batch=1, opset=9)],
 )
 def test_fixed_batch_is_freed(read, proto, simplify):
-    """At another batch size every row gets what the original gives it at its own."""
+    """Every row gets the same answer at another batch size as from the original at its own."""
     size = proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value
     original = GraphRunner(proto)
     model = read(proto, simplify=simplify)
@@ -306,7 +306,7 @@ def test_operators_get_names_of_their_own(read):
 
 
 SLOW = (sys.executable, "-c", "import time; time.sleep(1e6)")
-"""In the place of onnxslim's process."""
+"""Replacement of onnxslim's process."""
 
 
 def test_a_simplifier_that_does_not_end_is_stopped_and_done_without(

@@ -32,7 +32,7 @@ WITH_VNNI = CpuFeatures(machine="x86_64", names=("AVX512_VNNI", "AMX_INT8", "AVX
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """As much of a blueprint as is looked at."""
+    """The used part of a blueprint."""
 
     copy: bytes
     sliced: Any
@@ -52,7 +52,7 @@ def options(precision: str) -> CompileOptions:
 
 
 class Bench:
-    """What is measured of copies, and what was asked for."""
+    """Measurements of copies, and the requested precision."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, asked: str, tune: int = 100) -> None:
         self.kinds: dict[str, Any] = {}
@@ -199,7 +199,7 @@ def test_a_mix_is_used_where_it_saves_more(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_kind_that_agrees_most_is_tried_beside_the_fastest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a copy answers otherwise is taken from what exits may: so it may save less."""
+    """Disagreements of a copy reduce those left for exits: so it may save less."""
     bench = Bench(monkeypatch, asked="auto")
     bench.graphs = {
         CpuPrecision.STATIC: b"whole",

@@ -1,4 +1,4 @@
-"""Whatever a graph looks like: any of its cuts reassemble to it, and rows may leave at each."""
+"""Random graphs: any of their cuts reassemble to the graph, and rows may leave at each."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_cut_has_a_head_and_its_batch_in_front(seed):
 
 
 def test_the_graphs_have_all_that_they_are_to_have():
-    """Else the properties above would hold of graphs without cuts."""
+    """Otherwise the properties above would be true for graphs without cuts."""
     found = [analysed(seed)[1] for seed in SEEDS]
 
     assert sum(len(analysis.cuts) >= 2 for analysis in found) >= len(SEEDS) // 2

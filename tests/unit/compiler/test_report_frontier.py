@@ -24,8 +24,9 @@ def view(judged: Judged = JUDGED, promised: float | None = None) -> FrontierView
 
 
 def test_the_sentence_has_the_best_time_of_each_way_at_the_promised_agreement() -> None:
-    """At 80 %, all at exit 1 of the full model: 4 + 1 ms of 10, or 4.2 by both of its exits; the
-    subnet agrees in 60 %, so subnets alone are the full model."""
+    """All samples leave at exit 1 of the full model at 80 %: 4 + 1 ms of 10, or 4.2 by both of its
+    exits; the subnet agrees in 60 %, so subnets alone are the full model.
+    """
     told = view(promised=0.8).sentence
     assert told.startswith("At 80\u202f% agreement with the full model: exits alone take 0.42 of")
     assert "subnets alone 1.00, subnets with exits 0.42;" in told
@@ -33,7 +34,7 @@ def test_the_sentence_has_the_best_time_of_each_way_at_the_promised_agreement() 
 
 
 def test_what_combining_brings_is_said_either_way() -> None:
-    """At 60 % the full model's exit 0 is the cheapest; made slower, the subnet's is."""
+    """The full model's exit 0 is the cheapest at 60 %; if it is slower, the subnet's is."""
     assert view(promised=0.6).sentence.endswith("beyond the better one alone.")
     slow = full()
     slow = replace(slow, cost=replace(slow.cost, segments_ms=(6.0, 2.0, 2.0)))

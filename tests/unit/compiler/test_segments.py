@@ -88,7 +88,7 @@ def test_rows_that_leave_between_segments_do_not_disturb_the_others(name):
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_union_by_name_is_the_source_graph(name):
-    """What the runtime relies on in fusing segments: one name, one operator."""
+    """The runtime relies on it when it fuses segments: one name, one operator."""
     model, analysis = analysed(name)
     (whole,) = split(model, ())
     source = {node.name: node for node in whole.proto.graph.node}
@@ -152,10 +152,11 @@ def test_batch_stays_symbolic_in_segments():
 
 
 def trimming(width: int = 256) -> onnx.ModelProto:
-    """Ids are cut to the longest sample of the batch, and looked at again in every layer.
+    """Return a model that cuts ids to the longest sample of the batch, and reads them in each
+    layer.
 
-    Each answer is the same in any batch, but not if others leave in the middle: what is behind a
-    cut then trims to the longest of those that are left.
+    Each answer is the same in any batch, but not if others leave in the middle: layers after a
+    cut then trim to the longest remaining sample.
     """
     b = models.Builder()
     ids = b.input("ids", ["batch", 12], TensorProto.INT64)

@@ -62,7 +62,7 @@ def test_a_mask_that_is_picked_by_range_leaves_a_cut_behind_every_layer(read):
 
 
 def test_a_scalar_that_inference_has_lost_is_known():
-    """Its axes are computed; it has no dimension, which is not the same as no shape."""
+    """The axes are computed; it has no dimension, which differs from having no shape."""
     b = Builder()
     x = b.input("x", ["batch", 4, 8])
     axes = b.node("Range", *(b.constant(number, np.int64) for number in (0, 3, 1)))
@@ -107,7 +107,7 @@ def test_an_operator_that_contradicts_its_types_is_a_value_error():
 
 
 def test_a_table_whose_content_is_left_out_is_known_by_its_shape():
-    """As GPT-2's causal mask: inference over a skeleton has it without its values."""
+    """GPT-2's causal mask is such: shape inference over a skeleton lacks its values."""
     table = onnx.TensorProto(name="causal", data_type=TensorProto.BOOL, dims=[1, 1, 64, 64])
     b = Builder()
     b.node("Identity", b.input("x", [2, 3]), out="y")

@@ -1,4 +1,4 @@
-"""A model file leads nowhere but to weights beside it, and a run of it comes to an end."""
+"""A model file refers only to weights next to it, and each run of it ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Read = Callable[..., SourceModel]
 
 @pytest.fixture
 def external(tmp_path: Path) -> Path:
-    """A model whose weights lie in ``weights.bin`` beside it."""
+    """Return a model with its weights in ``weights.bin`` next to it."""
     path = tmp_path / "m" / "model.onnx"
     path.parent.mkdir()
     onnx.save(
@@ -38,7 +38,7 @@ def external(tmp_path: Path) -> Path:
 
 
 def rename(path: Path, **entries: str) -> None:
-    """Have the tensors of a model name other external data."""
+    """Change the external data of a model's tensors."""
     proto = onnx.load(path, load_external_data=False)
     for tensor in proto.graph.initializer:
         told = {entry.key: entry.value for entry in tensor.external_data} | entries
@@ -49,7 +49,7 @@ def rename(path: Path, **entries: str) -> None:
 
 
 def refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What is said of a model none of whose external data may be opened."""
+    """Return the message for a model whose external data may not be opened."""
     opened = source_file.open_regular
 
     def only_the_model(file: Path) -> Any:

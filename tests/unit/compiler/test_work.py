@@ -77,7 +77,7 @@ def fused_tokens() -> onnx.ModelProto:
 
 
 def inverting() -> onnx.ModelProto:
-    """Three blocks of an operator whose arithmetic nobody has told us."""
+    """Return three blocks of an operator with unknown arithmetic."""
     nodes, x = [], "x"
     for i in range(3):
         nodes += [
@@ -166,7 +166,7 @@ def test_known_operators_are_not_measured(read: Read, monkeypatch: pytest.Monkey
 
 
 def test_an_int8_model_is_told_why_it_has_no_cuts(read: Read) -> None:
-    """Its tensors are bytes: that is the reason, and not that no work is left."""
+    """The reason is that its tensors are bytes, not that no work is left."""
     scale, zero = (
         numpy_helper.from_array(np.float32(0.1), "s"),
         numpy_helper.from_array(np.int8(0), "z"),

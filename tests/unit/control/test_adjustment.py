@@ -39,7 +39,7 @@ def costing(**added_ms: float) -> CostModel:
 
 
 def leaving(*counts: int, samples: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """So many samples leave at each exit in use when all thresholds are 0.5."""
+    """Return confidences with these numbers of leaving samples per exit, at thresholds of 0.5."""
     confidence = np.zeros((len(counts), samples), dtype=np.float32)
     ends = np.cumsum(counts)
     for row, end, count in zip(confidence, ends, counts, strict=True):
@@ -347,7 +347,7 @@ CASCADE = CostModel(
     exits_ms=(0.5,) * 3,
     source_begins=3,
 )
-"""A quantised model of 30 ms with an exit after each segment, and one of 80 ms behind it."""
+"""A quantised model of 30 ms with an exit after each segment, followed by one of 80 ms."""
 
 
 def test_the_last_exit_of_a_cascade_pays_for_what_runs_for_it_alone() -> None:

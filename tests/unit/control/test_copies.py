@@ -1,4 +1,4 @@
-"""Whoever sends one sample again and again teaches the controller nothing about the others."""
+"""A client that repeats one sample teaches the controller nothing about the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COPIES = 0.9
 
 @pytest.fixture(scope="module")
 def population() -> Population:
-    """So many samples that hardly one comes twice."""
+    """Return so many samples that hardly any is drawn twice."""
     return synthetic(0, size=1_000_000)
 
 
@@ -82,7 +82,7 @@ def test_the_others_keep_the_bound_before_during_and_after_restarts(
 def test_copies_would_teach_thresholds_that_are_wrong_for_the_others(
     population: Population,
 ) -> None:
-    """What the window is for."""
+    """The window prevents this."""
     load = Load(population, None)
     controller = controller_of(population, release=True)
     load.serve(controller, 20_000)

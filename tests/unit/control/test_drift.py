@@ -62,7 +62,7 @@ def test_chunks_do_not_matter() -> None:
 
 @pytest.mark.parametrize("q", [1.0, 0.02])
 def test_abrupt_drift_to_five_percent_is_noticed_within_600_audits(q: float) -> None:
-    """In at least 95 % of 200 streams, after some time without drift."""
+    """The rate is at least 95 % of 200 streams, after some time without drift."""
     rng = np.random.default_rng(2)
     noticed = 0
     for _ in range(200):
@@ -76,8 +76,9 @@ def test_abrupt_drift_to_five_percent_is_noticed_within_600_audits(q: float) -> 
 
 @pytest.mark.parametrize("q", [1.0, 0.05])
 def test_false_alarms_are_as_rare_as_promised(q: float) -> None:
-    """At a = 1/2,000 and a risk of just ε, 200 streams of 1,000 audits ring about 200 · 1,000 /
-    2,000 = 100 times at most; that is an upper bound by far, since M must also grow from 0."""
+    """With a = 1/2,000 and a risk of exactly ε, 200 streams of 1,000 audits ring at most about 200
+    · 1,000 / 2,000 = 100 times; this bound is loose, since M must also grow from 0.
+    """
     rng = np.random.default_rng(3)
     alarms = 0
     for _ in range(200):

@@ -40,9 +40,9 @@ def records_of(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def false_certificates() -> float:
-    """How often any of the nested sets of exits gets a certificate that is wrong.
+    """Return the rate of wrong certificates for any of the nested sets of exits.
 
-    One that looks at the certify split before it says which of them are the bundle's can do this.
+    A controller that reads the certify split before it names the bundle's exits can cause this.
     """
     wrong = 0
     for trial in range(TRIALS):
@@ -68,13 +68,15 @@ def again(exits: tuple[int, ...], records: dict[str, Any]) -> ExitPolicy:
 
 @pytest.mark.slow
 def test_false_certificates_are_as_rare_as_promised_whichever_exits_were_chosen() -> None:
-    """At most 20 %, and 3 standard errors of 60 trials; the bundle's promise had 95 %."""
+    """The limit is 20 %, plus 3 standard errors of 60 trials; the bundle's promise had 95 %."""
     assert false_certificates() <= 0.2 + 3 * np.sqrt(0.2 * 0.8 / TRIALS)
 
 
 @pytest.mark.slow
 def test_as_many_tests_at_the_full_share_would_be_wrong_too_often() -> None:
-    """Why δ is shared: with one test a set, the exits chosen afterwards, it is far above 20 %."""
+    """So δ is shared: with one test per set, and exits chosen afterwards, the rate is far above 20
+    %.
+    """
     records = [records_of(np.random.default_rng([1, trial])) for trial in range(TRIALS)]
     wrong = 0
     for record in records:
@@ -87,7 +89,7 @@ def test_as_many_tests_at_the_full_share_would_be_wrong_too_often() -> None:
 
 
 def walked(records: dict[str, Any], exits: tuple[int, ...]) -> ExitPolicy:
-    """As the compiler certifies: one path, at the full δ."""
+    """Return the policy certified as by the compiler: one path, at the full δ."""
     rows, split = list(exits), records["split"]
     agrees = records["prediction"] == records["final_prediction"]
     tune, certify = split == TUNE, split == CERTIFY
@@ -107,8 +109,9 @@ def walked(records: dict[str, Any], exits: tuple[int, ...]) -> ExitPolicy:
 def test_past_where_an_abrupt_exit_stopped_the_walk_a_certificate_is_at_a_share(
     bound: float, confidence: float
 ) -> None:
-    """All exits of the bundle are kept, and nothing laxer is asked for: without the exit that goes
-    wrong at once, and is none of the bundle's, the same samples let the walk go on."""
+    """All exits of the bundle are kept, with no laxer thresholds: without the exit that is suddenly
+    wrong, and not in the bundle, the same samples let the walk go on.
+    """
     records = with_abrupt_exit(records_of(np.random.default_rng(4)))
     bundled = walked(records, tuple(range(EXITS)))
     exits = tuple(active.exit for active in bundled.active)

@@ -24,7 +24,7 @@ def population() -> Population:
 
 
 def controller_of(population: Population, **settings: Any) -> CertifiedController:
-    """As it is served, in release mode, so that evidence comes fast."""
+    """Return the controller as served, in release mode, so that evidence comes fast."""
     records = population.records(np.random.default_rng(0), tune=2_000, certify=10)
     options = CertifiedSettings(release=True, **settings)
     guard = ShiftGuard(records["confidence"])
@@ -36,7 +36,7 @@ def answers(policy: ExitPolicy) -> dict[int, float]:
 
 
 def is_beyond(policy: ExitPolicy) -> bool:
-    """Whether something is answered that the compiled policy does not answer."""
+    """Return True if samples are answered that the compiled policy does not answer."""
     return any(t < COMPILED.get(e, 2.0) for e, t in answers(policy).items())
 
 

@@ -1,7 +1,7 @@
-"""Stand-ins for ``pycuda.driver`` and ``cuda.bindings.driver``: host memory as device memory.
+"""Fakes of ``pycuda.driver`` and ``cuda.bindings.driver``: host memory as device memory.
 
-Work happens when it is enqueued, or is noted while a stream is captured. Whatever PyCUDA would
-refuse, or could only do with its context current on the thread, is an assertion here.
+Work runs when it is enqueued, or is recorded while a stream is captured. Calls that PyCUDA would
+refuse, or that need its context to be current on the thread, fail an assertion here.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Gpu:
 
     def __init__(self) -> None:
         self.depth: dict[int, int] = {}
-        """By thread: contexts on its stack."""
+        """Number of contexts on the stack of each thread."""
         self.pushes = 0
-        """Of contexts, in all."""
+        """Total number of pushed contexts."""
         self.memory: dict[int, np.ndarray] = {}
         self.pinned: dict[int, np.ndarray] = {}
         self.alive: list[str] = []
         """Streams, events and modules that were not destroyed."""
         self.log: list[tuple[Any, ...]] = []
-        """What was enqueued: name, arguments, stream."""
+        """Enqueued work: name, arguments, stream."""
         self.captured: dict[int, list[tuple[Any, ...]]] = {}
-        """By stream, while it is captured."""
+        """Captured work by stream, during capture."""
         self.free_bytes = 1 << 20
         self.fault = ""
-        """What the next wait finds to have gone wrong on the device."""
+        """Device error that the next wait reports."""
         self.invalid = False
-        """Whether captures come to nothing."""
+        """True if captures produce no graph."""
         self.graphs: dict[int, list[tuple[Any, ...]]] = {}
         self.driver = _pycuda(self)
         self.bindings = _bindings(self)
@@ -67,7 +67,7 @@ class Gpu:
 
 @contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    """Have PyCUDA and cuda-bindings imported from here."""
+    """Replace PyCUDA and cuda-bindings by these fakes on import."""
     gpu = Gpu()
     package = ModuleType("pycuda")
     package.driver = gpu.driver  # type: ignore[attr-defined]
@@ -287,7 +287,7 @@ def _pycuda(gpu: Gpu) -> ModuleType:
 
 
 class Result(IntEnum):
-    """Of every call of ``cuda.bindings.driver``."""
+    """Results of calls of ``cuda.bindings.driver``."""
 
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
@@ -296,13 +296,13 @@ class Result(IntEnum):
 
 
 class Mode(IntEnum):
-    """Of captures."""
+    """Modes of capture."""
 
     CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 
 
 class Handle:
-    """Of a stream or a graph."""
+    """Handle of a stream or a graph."""
 
     def __init__(self, value: int) -> None:
         self._value = value

@@ -1,4 +1,4 @@
-"""Batches that are filled up: few sizes are run, and nobody sees it."""
+"""Padded batches: few sizes are run, and answers do not change."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model_of(bundle: Bundle) -> str:
 
 
 def test_answers_are_those_without_padding(bundle: Bundle) -> None:
-    """Whoever reads a row that was not filled gets garbage from the fake driver, and fails."""
+    """Rows that were not filled contain garbage in the fake driver, so reading one fails."""
     plain, _, _ = fake_cuda()
     padding, factory, _ = fake_cuda(pads=True)
     pipelines = [Pipeline(each, make_plan(bundle)) for each in (plain, padding)]

@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 @pytest.fixture
 def driver(gpu: Gpu) -> Iterator[PyCudaDriver]:
-    """Nothing may be left of what a test made with it."""
+    """Yield a driver; all resources of the test must be released afterwards."""
     driver = PyCudaDriver()
     with driver.current():
         yield driver
@@ -418,7 +418,7 @@ def test_the_fake_has_what_the_bindings_have(gpu: Gpu) -> None:
 
 
 def _real_bindings() -> ModuleType:
-    """The package behind the fake."""
+    """Return the real package instead of the fake."""
     fake = sys.modules.pop("cuda.bindings.driver")
     try:
         return pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")

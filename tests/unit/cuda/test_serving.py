@@ -80,7 +80,7 @@ def test_the_engine_answers_as_the_cpu(
 def test_what_cannot_be_run_fails_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with an engine whose largest profile holds sixteen tokens."""
+    """The case is an engine whose largest profile holds sixteen tokens."""
     shapes_of = FakeExecutable.output_shapes
 
     def output_shapes(self: FakeExecutable, given: Mapping[str, Shape]) -> Mapping[str, Shape]:
@@ -112,7 +112,7 @@ def test_policies_are_swapped_while_serving(path: Path, truth: Truth) -> None:
 
 
 def test_bundles_are_replaced_while_serving(path: Path, truth: Truth, tmp_path: Path) -> None:
-    """And memory on the device is that of one version after each removal."""
+    """Device memory is that of one version after each removal."""
     made, other = fake(), small_bert(tmp_path, seed=1)
     bundles = [Bundle.open(path), other]
     truths = [truth, Truth.of(other, truth.inputs, truth.tolerance)]

@@ -38,7 +38,7 @@ class Gpus(NamedTuple):
     drivers: tuple[FakeDriver, ...]
 
     def runs(self) -> list[int]:
-        """How often each was waited for: once a stage, and for what else it did."""
+        """Return the number of waits for each: once per stage, plus other work."""
         return [driver.calls["synchronize"] for driver in self.drivers]
 
 
@@ -202,7 +202,7 @@ def test_the_engine_answers_as_the_cpu_on_both(bundle: Bundle, truth: Truth, pol
 
 
 async def answered(engine: Engine, truth: Truth, requests: int) -> None:
-    """Have requests answered one after the other, each as the CPU answers it."""
+    """Send requests one after the other, and compare answers with the CPU's."""
     policy = engine.model(MODEL).policy
     for number in range(requests):
         rows = np.random.default_rng(number).integers(0, len(truth), 3)

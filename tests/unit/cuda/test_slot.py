@@ -92,7 +92,7 @@ def spec(index: int, *, final: bool = False, threshold: float = 0.5) -> StageSpe
 
 
 def batch_of(confidences: list[float]) -> dict[str, np.ndarray]:
-    """Rows that are told apart: x is the row number, note its negative."""
+    """Return distinguishable rows: x is the row number, note its negative."""
     rows = len(confidences)
     scores = np.zeros((rows, CLASSES), np.float32)
     scores[:, 1] = confidences
@@ -104,7 +104,7 @@ def batch_of(confidences: list[float]) -> dict[str, np.ndarray]:
 
 
 def end_of(rows: list[int], stages: int) -> np.ndarray:
-    """What the last stage answers for rows of :func:`batch_of` after so many before it."""
+    """Return the last stage's answers for rows of :func:`batch_of` after some stages."""
     numbers = np.array(rows, np.float32)[:, None]
     return np.concatenate(
         [np.repeat(-numbers, 3, axis=1), np.repeat(numbers + stages, WIDTH, axis=1)], axis=1
@@ -210,7 +210,7 @@ def test_only_answers_are_copied_to_the_host(bench: Bench) -> None:
 
 
 def test_the_confidence_is_that_of_the_graph_where_it_gives_one() -> None:
-    """Not of the answer: its largest probability is another number here."""
+    """The answer's largest probability is another number here."""
     inputs: dict[str, tuple[int, list[int | str]]] = {"x0": (TensorProto.FLOAT, [1])}
     model = graph(
         inputs,

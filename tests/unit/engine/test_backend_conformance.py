@@ -1,4 +1,4 @@
-"""What every backend must do; whatever passes is a backend.
+"""Requirements on every backend; any class that passes is a backend.
 
 The model: input ``script`` float32 [n, 3, 2]; stage k answers with ``script[:, k]``. Two exits,
 then the end. For ONNX Runtime the stages are real graphs, for the fake they are the script.
@@ -117,7 +117,9 @@ MAKERS: dict[str, Callable[[], Backend]] = {
 
 
 def lacking_gpu() -> str:
-    """Why ONNX Runtime's CUDA provider cannot be used here; empty if it can."""
+    """Return the reason why ONNX Runtime's CUDA provider is unusable here; empty if it is
+    usable.
+    """
     try:
         make_backend("cuda").close()
     except BackendError as error:
@@ -134,7 +136,7 @@ ON_GPU = pytest.param(
 MAKERS["cuda provider"] = lambda: make_backend("cuda", max_rows=33)
 EVERY = [*(name for name in MAKERS if name != "cuda provider"), ON_GPU]
 REAL = [name for name in EVERY if name != "fake"]
-"""Those that execute graphs."""
+"""Backends that execute graphs."""
 
 
 @pytest.fixture(params=EVERY)
@@ -252,7 +254,7 @@ def buffered(backend: Backend, slot: Slot, script: np.ndarray, rows: list[int]) 
 
 
 def answer_of(backend: Backend, slot: Slot, batch: TensorBatch) -> np.ndarray:
-    """What stage 1 answers."""
+    """Return the answer of stage 1."""
     answer = slot.run(backend.prepare(plan((0.5, 0.5)).stages[1]), batch).answer
     assert answer is not None
     return answer
@@ -308,7 +310,7 @@ def test_what_was_merged_goes_on_as_any_batch_does(backend: Backend, slot: Slot)
 
 
 def test_a_carried_input_is_buffered_with_its_rows(real: Backend) -> None:
-    """Stage 1 reads the model's own input besides the cut tensor."""
+    """Stage 1 reads the model's own input in addition to the cut tensor."""
     backend = real
     first = dataclasses.replace(plan((0.5, 0.5)).stages[0], carried=("cut1", SCRIPT))
     second = dataclasses.replace(

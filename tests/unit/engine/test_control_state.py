@@ -107,7 +107,7 @@ def test_an_array_keeps_what_is_odd_about_it(place: Path) -> None:
 
 
 def test_a_random_generator_can_be_kept(place: Path) -> None:
-    """Its state has integers of 128 bits."""
+    """The state has integers of 128 bits."""
     rng = np.random.default_rng(5)
     saved(place, {"rng": rng.bit_generator.state})
     loaded = load_state(place, fingerprint=HERE)
@@ -187,7 +187,7 @@ def test_a_state_of_other_circumstances_is_left_alone(
 
 
 def archive(document: Any, **members: Any) -> bytes:
-    """What ``save_state`` might have written."""
+    """Return possible content of ``save_state``."""
     file = io.BytesIO()
     text = document if isinstance(document, str) else json.dumps(document)
     np.savez(file, document=np.array(text.encode()), **members)
@@ -206,7 +206,7 @@ def test_a_state_of_another_version_is_left_alone(
 
 
 class Trap:
-    """Leaves a file behind if it is unpickled."""
+    """Creates a file if it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -413,7 +413,7 @@ def test_a_state_that_cannot_be_finished_leaves_the_last_one(
 
 
 def test_racing_writers_leave_one_whole_state(place: Path) -> None:
-    """And a reader finds one or the other all the time."""
+    """A reader always finds one state or the other."""
     states = [{"who": n, "counts": np.full(2000, n)} for n in range(3)]
     saved(place, states[0])
     barrier = threading.Barrier(len(states) + 1)

@@ -1,4 +1,4 @@
-"""What the state of a controller fits: the bundle and what was asked for, not what was measured."""
+"""A controller's state depends on the bundle and its options, not on measurements."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_the_bundle_promises_is_taken_as_it_is(
 
 
 def in_fp16(bundle: Bundle, end_differs: int) -> Bundle:
-    """As engines serve it whose end answers some samples otherwise."""
+    """Return the bundle for engines whose final answers differ for some samples."""
     records = bundle.read("records.npz")
     promise = bundle.policy.promise
     assert promise is not None

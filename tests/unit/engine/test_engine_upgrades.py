@@ -1,4 +1,4 @@
-"""Building engines beside serving: what is asked for, what is noticed, and how it ends."""
+"""Building engines while serving: requests, detection of results, and end of builds."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Place:
         )
 
     def look(self, *missing: MissingEngine, seconds: float = 0.0) -> bool:
-        """As the control loop does, a while later."""
+        """Check for missing engines later, as the control loop does."""
         self.now_s += seconds
         self.upgrades.step()
         return self.upgrades.look("m", missing)
@@ -233,7 +233,7 @@ def test_a_build_can_be_ended_amid_its_work() -> None:
 @pytest.mark.usefixtures("sleeper")
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes end otherwise there")
 def test_a_build_ends_with_its_server() -> None:
-    """Whose end of the pipe the system closes, whatever killed it."""
+    """The system closes the server's end of the pipe, whatever killed it."""
     build = BuildProcess([])
     try:
         at_work(build)

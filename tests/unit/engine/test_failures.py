@@ -1,4 +1,4 @@
-"""What fails once is tried again, in halves and elsewhere; a request that fails alone is told."""
+"""Failed batches are retried, in halves and elsewhere; a request that fails alone gets an error."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_batch_that_fails_once_is_answered_all_the_same(error: Exception) -> N
     [(BackendError("out of memory"), "out of memory"), (ZeroDivisionError(), "ZeroDivision")],
 )
 def test_a_request_that_fails_twice_is_told_why(error: Exception, message: str) -> None:
-    """In between the stream has shown that it runs what is known to be good."""
+    """In between the stream has shown that it runs known good samples."""
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
         with pytest.raises(BackendError, match=facts("own data", message)):
@@ -106,7 +106,7 @@ def test_requests_of_a_failed_batch_are_tried_by_halves_on_the_other_stream() ->
 
 
 def test_rows_that_are_tried_again_get_their_own_answers() -> None:
-    """Row 1 has left when stage 1 fails: rows 0, 2 and 3 start anew, without it."""
+    """Row 1 has left when stage 1 fails: rows 0, 2 and 3 restart without it."""
 
     async def body(engine: Engine, backend: FakeBackend) -> None:
         rows = script([0.5, 0.1], [0.95, 0.2], [0.6, 0.3], [0.7, 0.4])

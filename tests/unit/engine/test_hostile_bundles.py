@@ -42,7 +42,7 @@ def change(root: Path, name: str, changed: Any) -> None:
 
 
 def opened(root: Path, mode: Mode = Mode.LEAVE) -> None:
-    """What a server does with it."""
+    """Use the bundle as a server does."""
     options = EngineOptions(
         mode=mode, backend="onnxruntime", threads=1, keep_state=False,
         defaults=ModelOptions(max_batch_size=2),
@@ -64,7 +64,7 @@ def _other_input(graph: Any) -> None:
 
 
 def _softmax_of_all(graph: Any) -> None:
-    """Gives a scalar where there should be a confidence a row."""
+    """Return a scalar in place of a confidence per row."""
     graph.node[-1].CopyFrom(
         helper.make_node("ReduceMax", [graph.node[-1].input[0]], [graph.output[1].name], keepdims=0)
     )
@@ -176,7 +176,7 @@ def test_ranges_that_are_none_are_refused_in_one_line(
 def test_records_of_one_split_alone_are_refused_in_one_line(
     root: Path, split: int, purpose: str
 ) -> None:
-    """What exits save, and whether they keep their promise, cannot be told of no samples."""
+    """Savings, and whether exits keep their promise, cannot be computed without samples."""
     records = Bundle.open(root).records()
     content = io.BytesIO()
     np.savez(content, **{**records, "split": np.full_like(records["split"], split)})

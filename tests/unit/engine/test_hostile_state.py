@@ -1,4 +1,4 @@
-"""Whatever a state file says, the server starts: with all of it, or as if there were none."""
+"""The server starts with any state file: with all of it, or as if there were none."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def population() -> Population:
 
 @pytest.fixture(scope="module")
 def fresh(population: Population) -> CertifiedController:
-    """As it is served, before anything was seen."""
+    """Return the controller as served, before any sample."""
     records = population.records(np.random.default_rng(0), tune=2_000, certify=10)
     guard, proposals = ShiftGuard(records["confidence"]), ExitProposals(COSTS, max_overhead=0.1)
     return CertifiedController(PROMISED, COSTS, records, guard=guard, proposals=proposals)
@@ -81,7 +81,7 @@ def fresh(population: Population) -> CertifiedController:
 
 @pytest.fixture(scope="module")
 def kept(population: Population, fresh: CertifiedController) -> dict[str, Any]:
-    """What was kept after samples, a tuning and an alarm."""
+    """Return the state kept after samples, a tuning and an alarm."""
     controller = copy.deepcopy(fresh)
     feed(controller, population, 6_000, rng=np.random.default_rng(1))
     controller.invalidate("a test")
@@ -90,7 +90,7 @@ def kept(population: Population, fresh: CertifiedController) -> dict[str, Any]:
 
 
 def start(controller: Controller, path: Path) -> None:
-    """Start and stop a control loop, which looks at nothing meanwhile."""
+    """Start and stop a control loop that reads no samples."""
     control = ModelControl(
         controller=controller,
         recorder=Recorder(1),

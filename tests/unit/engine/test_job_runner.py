@@ -1,4 +1,4 @@
-"""Jobs run in a real child process; whatever befalls it is one job's failure."""
+"""Jobs run in a real child process; any failure of it is one job's failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from offramp.engine.common.job_worker import NICENESS, READY, read_message
 from offramp.engine.control.controller import Job
 
 PATIENCE_S = 60.0
-"""For what should be there at once; a test that waits that long has failed."""
+"""Timeout of events that should be immediate; reaching it fails the test."""
 FOREVER_S = 3600.0
 """For a job that is not waited for."""
 
@@ -64,7 +64,7 @@ def until_its_turn(future: Future[Any]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a child of ours has ended, and was waited for."""
+    """Return True if a child of ours has ended, and was waited for."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -78,7 +78,7 @@ def environment() -> dict[str, str]:
 
 
 def run_script(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Run it in ``folder``, and wait until nobody holds its output any more."""
+    """Run a script in ``folder``, and wait until no process holds its output."""
     (folder / "elsewhere").mkdir()
     script = folder / "elsewhere" / "script.py"
     script.write_text(source)
@@ -413,7 +413,7 @@ def test_a_worker_without_standard_error_is_a_worker() -> None:
 
 
 def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
-    """And what lies in the working directory is not imported by the child alone."""
+    """Files in the working directory are not imported by the child only."""
     (tmp_path / "pickle.py").write_text("raise SystemExit('wrong pickle')\n")
     done = run_script(
         tmp_path,

@@ -48,7 +48,7 @@ class Cuda:
         self.on_cpu: set[str] = set()
         """Inputs that the graphs want in the CPU's memory."""
         self.tells_memory = True
-        """Whether sessions tell where they want their inputs, as they do from 1.23 on."""
+        """True if sessions report the wanted memory of their inputs, as from 1.23 on."""
 
     def session(self, model: bytes, options: Any, *, providers: Sequence[Any], **how: Any) -> Any:
         if providers == [CPU]:
@@ -64,7 +64,7 @@ class Cuda:
 
 
 class OldFakeSession:
-    """What ``InferenceSession`` is on a GPU; runs on the CPU when the stream does."""
+    """Fake of ``InferenceSession`` on a GPU; runs on the CPU when the stream does."""
 
     def __init__(self, cuda: Cuda, model: bytes, stream: int) -> None:
         self.cuda, self.stream = cuda, stream
@@ -119,7 +119,7 @@ class FakeSession(OldFakeSession):
 
 
 class FakeBinding:
-    """What ``IOBinding`` is."""
+    """Fake of ``IOBinding``."""
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
@@ -139,7 +139,7 @@ class FakeBinding:
             self.copies[name] = self._copied(*self.inputs[name])
 
     def _copied(self, dtype: Any, shape: tuple[int, ...], at: int) -> NDArray[Any]:
-        """By a stream that waits for no other."""
+        """Copy on a stream that waits for no other."""
         device, found = self.cuda.device, []
         stream, event = device.stream(), device.event()
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize

@@ -82,7 +82,7 @@ def test_padding_can_be_switched_off(bundle: Bundle) -> None:
 
 
 def test_a_bad_request_fails_alone(bundle: Bundle) -> None:
-    """Its batch mates, which its bucket is shared with, get their answers."""
+    """Other requests of its batch, of the same bucket, get their answers."""
 
     async def body() -> None:
         rng = np.random.default_rng(1)
@@ -121,7 +121,7 @@ LENGTHS = (2, 3, 24, 25, 40)
 def test_lengths_that_calibration_never_had_are_told(
     bundle: Bundle, mode: Mode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where answers are observed no exit answers them; elsewhere they are counted alone."""
+    """If answers are observed, no exit answers them; otherwise they are only counted."""
 
     async def body() -> tuple[list[NDArray[np.int32]], ModelStatistics]:
         rng = np.random.default_rng(2)

@@ -1,4 +1,4 @@
-"""Which tensors stages read, answer with, and carry on."""
+"""Tensors that stages read, answer with, and carry on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def exit_after(index: int, *inputs: str) -> Exit:
 
 
 class Parts:
-    """Of a model whose mask only its exits read, and whose scale only its last segment does."""
+    """Parts of a model whose mask only its exits read, and whose scale only its last segment
+    reads.
+    """
 
     inputs = tuple(
         TensorSpec(name=name, dtype="float32", shape=("batch", 4))
@@ -64,7 +66,7 @@ def test_stages_end_at_borders_without_an_answer() -> None:
 
 
 class CascadeParts:
-    """Two quantised segments, and the source model, which begins anew and reads a scale too."""
+    """Two quantised segments, then the source model, which restarts from the input and a scale."""
 
     inputs = Parts.inputs
     answer = Parts.answer

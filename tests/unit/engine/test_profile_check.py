@@ -264,7 +264,7 @@ def test_what_a_disturbed_machine_showed_is_not_kept(
 
 @pytest.fixture
 def cascade(tmp_path: Path) -> Bundle:
-    """Its quantised model takes 0.5 + 0.5 ms of a model of 4 ms, at batch 1; see SEEN."""
+    """Return a cascade: the quantised model takes 0.5 + 0.5 of 4 ms, at batch 1; see SEEN."""
     return write_cascade(tmp_path)
 
 
@@ -300,7 +300,9 @@ def test_a_cascade_on_a_machine_of_half_the_speed(cascade: Bundle) -> None:
 
 
 def test_a_machine_that_is_slow_in_int8(cascade: Bundle) -> None:
-    """Beside the source model the quantised one takes three times as long as where compiled."""
+    """The quantised model takes three times as long, relative to the source model, as when
+    compiled.
+    """
     found = of_cascade(cascade, policy_of(0, 1), 3 * SEEN[0], 3 * SEEN[1], 1.02)
     assert np.array(found.segments_ms) == pytest.approx(np.array([[3.0], [3.0], [8.0]]))
     assert found.exits_ms[0][0] == pytest.approx(1.5)

@@ -1,4 +1,4 @@
-"""What is quantised on both sides of a border is carried as integers, and nothing else is."""
+"""Tensors quantised on both sides of a border are carried as integers, and no others."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def after(
     zero: Any = THREE,
     **more: Any,
 ) -> bytes:
-    """What rounds ``cut`` and adds it to itself, and to its own values too if ``also``."""
+    """Return a graph that rounds ``cut`` and adds it to itself, or to the original if ``also``."""
     down, first = pair("QuantizeLinear", "cut", "again", zero=zero, **more)
     up, second = pair("DequantizeLinear", "again", "rounded", zero=zero, **more)
     other = "cut" if also else "rounded"
@@ -115,7 +115,7 @@ def test_other_borders_stay_as_they_are(first: bytes, second: bytes) -> None:
 
 
 def draft_of(pieces: Sliced) -> Draft:
-    """Exits after each segment of the copy, of heads that nobody trained."""
+    """Return exits after each segment of the copy, with untrained heads."""
     answer = pieces.model.answer
     described, files = [], {}
     for index, cut in enumerate(pieces.cuts):

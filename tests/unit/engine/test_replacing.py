@@ -81,7 +81,7 @@ class Loader:
 async def serving(
     first: ServedModel, backend: FakeBackend, second: Callable[[], ServedModel], streams: int = 1
 ) -> AsyncIterator[tuple[Engine, Loader]]:
-    """An engine that serves ``first``, and loads ``second`` whatever is asked for."""
+    """Yield an engine that serves ``first``, and loads ``second`` for any path."""
     load = Loader(second)
     engine = Engine({"fake": first}, backend, streams=streams, load=load)
     del first
@@ -94,7 +94,7 @@ async def serving(
 
 
 def removed(engine: Engine) -> Callable[[], bool]:
-    """Whether one version is left everywhere."""
+    """Return a function that is true when only one version is left everywhere."""
     return lambda: (
         len(engine._executor._models) == 1
         and len(engine._control._states) <= 1
@@ -143,7 +143,7 @@ def partial_model(backend: FakeBackend, *given: Any, **options: Any) -> Callable
 
 
 def test_a_model_comes_and_goes_while_another_is_served() -> None:
-    """What it has in flight is answered, and its counts are kept until it comes again."""
+    """Its requests in flight are answered, and its counts are kept until it is loaded again."""
     gate, backend = Gate(), FakeBackend()
     options = ModelOptions(max_batch_size=7)
 
@@ -592,7 +592,7 @@ def test_closing_does_not_wait_for_audits_of_an_old_version_and_keeps_what_it_le
 
 
 def test_nothing_of_an_old_version_stays_in_memory() -> None:
-    """Not in a stream that idles since either."""
+    """Idle streams are included."""
 
     async def body() -> None:
         backend = FakeBackend()

@@ -39,7 +39,7 @@ COSTS = tuple(
     SharingCost(variant=number, time_ratio=ratio, half_width=0.01, packed_bytes=2**20)
     for number, ratio in enumerate((1.0, 1 + MOST_MORE_TIME, 1.25))
 )
-"""Of the full model and two variants: the first is cheap enough, the second is not."""
+"""Costs of the full model and two variants: the first is cheap enough, the second is not."""
 
 
 def shared_bundle(name: str, folder: Path) -> Bundle:
@@ -47,13 +47,13 @@ def shared_bundle(name: str, folder: Path) -> Bundle:
 
 
 def mapped(folder: Path) -> int:
-    """How many mappings of the folder's weights this process has."""
+    """Return the number of this process's mappings of the folder's weights."""
     maps = Path("/proc/self/maps").read_text()
     return maps.count(f" {folder.resolve() / WEIGHTS}\n")
 
 
 def answers(plan: Plan, form: WeightForm, inputs: Mapping[str, Any]) -> list[NDArray[Any]]:
-    """What every stage gives, as if nothing left."""
+    """Return the output of every stage, as if no sample left."""
     backend = OnnxRuntimeBackend()
     slot = backend.open_slot()
     batch, found = slot.upload(inputs), []
@@ -140,7 +140,7 @@ def test_the_form_reaches_the_session() -> None:
 
 
 def scaled_convolution() -> onnx.ModelProto:
-    """A convolution with a scale and a shift behind it, as SubnetNorm gives a subnet."""
+    """Return a convolution followed by a scale and a shift, as SubnetNorm creates for a subnet."""
     rng = np.random.default_rng(0)
 
     def constant(name: str, shape: Sequence[int]) -> onnx.TensorProto:
@@ -227,7 +227,7 @@ def test_what_is_asked_decides(
 
 
 def test_bundles_that_were_not_measured_share_only_if_asked() -> None:
-    """Older ones; and where no variant serves, there is nobody to share with."""
+    """Older bundles do not; and if no variant serves, there is no other user of the weights."""
     backend, older = OnnxRuntimeBackend(), manifest(costs=())
     assert share_weights(older, "auto", backend, served=2).forms == (PACKED,) * 3
     asked = share_weights(older, "always", backend, served=2)

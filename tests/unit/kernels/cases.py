@@ -1,4 +1,4 @@
-"""Stage ends and gathers on random data, and what numpy says to them, whatever runs them."""
+"""Stage ends and gathers on random data, with numpy's results, for any device."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from offramp.engine.kernels.kernel_arguments import (
 SCORE_TYPES: tuple[ScoreType, ...] = ("float32", "float16", "bfloat16")
 ROW_BYTES = (0, 1, 2, 3, 6, 8, 16, 17, 100, 2048, 2064, 4096)
 RTOL = 1e-5
-"""Of confidences. Both sides add up float32 values, numpy all of them after one another and the
-kernel in threads: some dozen roundings of 6e-8, and as many of exp."""
+"""Tolerance of confidences. Both sides add float32 values, numpy sequentially and the kernel in
+threads: some dozen roundings of 6e-8, and as many of exp."""
 
 
 def stored(values: np.ndarray, score_type: ScoreType) -> np.ndarray:
@@ -252,14 +252,14 @@ def filled(values: np.ndarray, rng: np.random.Generator) -> Guarded:
 
 
 def new_scratch(rows: int, rng: np.random.Generator) -> Guarded:
-    """As a stream has it before its first launch."""
+    """Return the scratch memory of a stream before its first launch."""
     scratch = Guarded(Scratch.bytes_for(rows), rng)
     scratch.bytes[:] = 0
     return scratch
 
 
 def is_ready(scratch: Guarded) -> bool:
-    """Whether all counters are zero, as the next launch needs them."""
+    """Return True if all counters are zero, as the next launch needs them."""
     return not scratch.bytes[:512].any()
 
 

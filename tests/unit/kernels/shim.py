@@ -46,14 +46,14 @@ def build(folder: Path, sources: Path = SOURCES) -> Path:
 
 
 class Guarded:
-    """Memory at a chosen alignment, with noise on both sides that nobody may touch."""
+    """Memory at a chosen alignment, with noise on both sides that must stay unchanged."""
 
     MARGIN = 256
 
     def __init__(self, size_bytes: int, rng: np.random.Generator, *, misaligned: int = 0) -> None:
-        """Take memory, full of noise; ``misaligned`` bytes beside an alignment of 256."""
+        """Allocate memory full of noise, ``misaligned`` bytes after an alignment of 256."""
         self.offset = self.MARGIN + misaligned
-        """Of its first byte in ``whole``."""
+        """Offset of its first byte in ``whole``."""
         size_whole = self.offset + size_bytes + self.MARGIN
         room = rng.integers(0, 256, size_whole + self.MARGIN, np.uint8)
         start = -room.ctypes.data % self.MARGIN
@@ -63,11 +63,11 @@ class Guarded:
         self._before = [side.copy() for side in self._sides()]
 
     def view(self, dtype: np.dtype | type) -> np.ndarray:
-        """Its content as values."""
+        """Return its content as values."""
         return self.bytes.view(dtype)
 
     def check(self) -> None:
-        """Nobody wrote beside it."""
+        """Check that no byte outside it was written."""
         for side, before in zip(self._sides(), self._before, strict=True):
             np.testing.assert_array_equal(side, before)
 
@@ -76,7 +76,7 @@ class Guarded:
 
 
 class Device(Protocol):
-    """What kernels can be tried on."""
+    """Device to test kernels on."""
 
     def place(self, memory: Guarded) -> int:
         """Bring a memory's ``whole`` there, aligned to 256; gives the address of its ``bytes``."""
@@ -127,7 +127,7 @@ class Cpu:
         return memory.bytes.ctypes.data
 
     def fetch(self, memory: Guarded) -> None:
-        """It never left."""
+        """Do nothing: the memory is on the host."""
 
     def launch(self, launch: Launch, *, seed: int = 0, resident: int = 4) -> None:
         assert launch.shared_bytes == 0

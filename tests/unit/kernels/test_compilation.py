@@ -41,7 +41,7 @@ SMALL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }\n'
 
 
 class FakeCompiler:
-    """Gives the text back as its cubin."""
+    """Returns the source text as its cubin."""
 
     architectures = ("sm_80", "sm_90")
 
@@ -75,7 +75,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *found: KernelCompiler) -> None:
 
 
 def test_a_compiler_is_here() -> None:
-    """One of the two must compile the kernels wherever tests run: the extra dev brings NVRTC."""
+    """One of the two compilers must be present wherever tests run: the extra dev includes NVRTC."""
     assert find_compilers(), INSTALL
 
 
@@ -353,7 +353,7 @@ def test_the_users_cache_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_two_processes_at_once_get_the_same_kernels(tmp_path: Path) -> None:
-    """Real processes, real compilers: whoever renames last has written the same."""
+    """Processes and compilers are real: the last rename has written the same content."""
     program = (
         "import hashlib, sys; from pathlib import Path\n"
         "from offramp.engine.kernels.kernel_compilation import load_kernels\n"

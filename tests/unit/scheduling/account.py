@@ -36,14 +36,14 @@ class Retry(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """How a sample was started."""
+    """Circumstances of a sample's start."""
 
     plan: int
     sample_id: int
 
 
 class Account:
-    """Where every sample is that has not left."""
+    """Places of all samples that have not left."""
 
     def __init__(self) -> None:
         self.asked: dict[int, Asked] = {}
@@ -52,15 +52,15 @@ class Account:
         self.stage: dict[Sample, int] = {}
         """The last that it ran."""
         self.origin: dict[Sample, Origin] = {}
-        """Of those that were started."""
+        """Origins of started samples."""
         self.answered: set[Sample] = set()
-        """Those that run on after their answer."""
+        """Samples that run on after their answer."""
         self.started = 0
         """Samples that ever were."""
         self.withdrawn: set[int] = set()
         self.failures: Counter[Sample] = Counter()
         self.interruptions = 0
-        """Of samples, once for each time."""
+        """Number of interruptions of samples."""
         self.retries: list[Retry] = []
         self.kept: dict[int, dict[int, Sample]] = {}
         """Buffered and interrupted batches that were not discarded: their samples by position."""
@@ -88,7 +88,7 @@ class Account:
         ]
 
     def gives_up(self, sample: Sample, now_s: float) -> bool:
-        """Whether a running sample that is not sure enough has to leave."""
+        """Return True if a running sample below its threshold has to leave."""
         request = sample[0]
         in_vain = request in self.withdrawn or self.asked[request].deadline_s <= now_s
         return in_vain and sample not in self.answered
@@ -107,7 +107,7 @@ class Account:
             assert self.origin[sample] == Origin(run.plan, sample_id)
 
     def named(self, lost: list[RowSet]) -> list[Sample]:
-        """Who was told to be lost; checks what is told of them."""
+        """Return the samples reported as lost; check their reports."""
         names: list[Sample] = []
         for samples in lost:
             assert np.isinf(samples.deadlines_s[samples.answered]).all()
@@ -145,7 +145,7 @@ class Account:
             self.place[sample] = place
 
     def leave(self, samples: list[Sample]) -> None:
-        """They are through, wherever they are."""
+        """Remove finished samples from all places."""
         gone = set(samples)
         left = [r._replace(samples=[s for s in r.samples if s not in gone]) for r in self.retries]
         self.retries = [retry for retry in left if retry.samples]

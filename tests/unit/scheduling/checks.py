@@ -32,11 +32,11 @@ class Setup(NamedTuple):
     tau_b: int | None = None
     max_violations: float | None = None
     feedback: bool = False
-    """Whether samples may run on after their answer."""
+    """True if samples may run on after their answer."""
     hot_swaps: bool = False
-    """Whether plans are swapped."""
+    """True if plans are swapped."""
     placed: bool = False
-    """Whether streams differ in what they prefer, hold and take."""
+    """True if streams differ in their preferred stages, held stages and times."""
 
 
 class CheckedScheduler(RuleBasedStateMachine):
@@ -52,23 +52,23 @@ class CheckedScheduler(RuleBasedStateMachine):
         self.s = scheduler()
         self.account = Account()
         self.latencies: list[Latencies] = []
-        """Of every plan there was."""
+        """Latencies of every plan so far."""
         self.running: dict[int, Run] = {}
         self.before: dict[int, Run] = {}
-        """What a stream has to go on with: the survivors of its last run."""
+        """Runs whose survivors a stream has to continue with."""
         self.suspended: set[int] = set()
         self.numbers: set[int] = set()
-        """Of batches that were ever buffered or interrupted."""
+        """Numbers of all batches that were ever buffered or interrupted."""
         self.losses: dict[int, int] = {}
         """Interruptions of the batch that a stream runs."""
         self.lost_before: dict[int, int] = {}
-        """Those of batches that wait to be resumed, by number, in the order of their turn."""
+        """Streams that lost batches waiting to be resumed, by number, in order."""
         self.failed_on: dict[int, int] = {}
-        """Where the second try that a stream runs failed before."""
+        """Stream on which the running second try of a stream failed before."""
         self.failed_before: dict[int, int] = {}
         """The same of second tries that wait to be resumed, by number."""
         self.placements: list[Placement] = []
-        """Of every plan; none where streams are alike."""
+        """Placements of every plan; empty if streams are equal."""
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -182,13 +182,13 @@ class CheckedScheduler(RuleBasedStateMachine):
             self.before[stream] = run._replace(samples=run.samples.take(rows))
 
     def makes_way(self, survivors: list[Sample]) -> bool:
-        """Whether a batch lets samples go first that wait for an answer, as it has all of its."""
+        """Return True if a fully answered batch lets waiting samples go first."""
         places = Counter(self.account.place.values())
         few = places["interrupted"] + len(survivors) <= SIZE
         return bool(few and self.yields(survivors) and places["queued"] and not self.placements)
 
     def yields(self, samples: list[Sample]) -> bool:
-        """Whether nobody waits for a batch, nor for the end of its plan."""
+        """Return True if no caller waits for a batch, nor for the end of its plan."""
         plan = self.account.origin[samples[0]].plan
         return plan == self.s.plan and self.account.answered.issuperset(samples)
 
@@ -294,7 +294,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         return retry.suspect_until_s is not None and retry.suspect_until_s > self.now
 
     def to_retry(self, stream: int, *, suspects: bool = False) -> list[int]:
-        """The plans of what a stream may try again: it failed elsewhere, or nobody else can."""
+        """Return the plans of batches that a stream may retry: failed elsewhere, or only it can."""
         plans = [
             (retry.failed_on, self.account.origin[retry.samples[0]].plan)
             for retry in self.account.retries
@@ -332,8 +332,9 @@ class CheckedScheduler(RuleBasedStateMachine):
         return not self.placements or stage in self.placements[plan].streams[stream].prefers
 
     def may_stay(self, stream: int, plan: int, stage: int) -> bool:
-        """Whether a batch may go on to a stage where it is: where no split begins, or none that is
-        for faster streams."""
+        """Return True if a batch may go on to a stage on its stream: no split begins there, or none
+        for faster streams.
+        """
         if not self.placements:
             return True
         streams = self.placements[plan].streams
@@ -355,10 +356,10 @@ class CheckedScheduler(RuleBasedStateMachine):
         return placed.stragglers.standing(stream)
 
     def left_to_it(self, stream: int) -> list[Sample]:
-        """What waits at a split that an idle stream holds, and that nobody else is to take.
+        """Return samples that wait at a split held by an idle stream, and that only it should take.
 
-        To take it is for idle streams that prefer it, and are no stragglers. An excluded straggler
-        leaves it to all others that hold it.
+        Idle streams that prefer it and are no stragglers should take them. An excluded straggler
+        leaves them to all others that hold it.
         """
         if not self.placements:
             return []
@@ -383,7 +384,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         return found
 
     def others(self, stream: int) -> set[int]:
-        """Streams in service besides."""
+        """Return the other streams in service."""
         return set(range(self.streams)) - self.suspended - {stream}
 
     # The account

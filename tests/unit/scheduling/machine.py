@@ -46,11 +46,11 @@ LIFE = {
     "pass time": 0.07,
     "suspend": 0.04,
 }
-"""How often what happens, where much happens at once."""
+"""Relative frequencies of events, when many happen together."""
 
 
 class SchedulerMachine(CheckedScheduler):
-    """Whatever may happen to a scheduler, in any order."""
+    """All possible events of a scheduler, in any order."""
 
     @initialize(streams=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
     def begin(self, streams: int, seed: int) -> None:
@@ -243,7 +243,7 @@ class SchedulerMachine(CheckedScheduler):
 
     @rule(turns=st.integers(1, 25))
     def live(self, turns: int) -> None:
-        """Much at once: of single rules, few lives get beyond stage 0 before they end."""
+        """Run many actions: with single rules, few samples get beyond stage 0 before they end."""
         for action in self.random.choice(len(LIFE), size=turns, p=list(LIFE.values())):
             self.act(list(LIFE)[action])
             self.nothing_is_lost()

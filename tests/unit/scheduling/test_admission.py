@@ -1,4 +1,4 @@
-"""What is refused at the door under overload, and what is not."""
+"""Requests refused at admission under overload, and requests that are accepted."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from offramp.tools.bench.simulation import SimulatedLoad, simulate
 SLO_S = 0.05
 TABLE = table(stages=3, size=16, first_s=0.002, more_s=0.0002)
 CAPACITY = 16 / (3 * (0.002 + 15 * 0.0002))
-"""Samples a second in full batches of which nobody leaves early."""
+"""Samples per second in full batches without early exits."""
 BEHAVIOUR = Behaviour(exits=(0, 1, -1), leaves_at=np.full(10, 2), agrees=np.ones((3, 10), np.bool_))
 
 
 @pytest.fixture
 def open_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nobody is refused, as if there were no admission control."""
+    """Accept all requests, as if there were no admission control."""
     with monkeypatch.context() as patch:
         patch.setattr(AdmissionControl, "refuses", lambda *_: False)
         yield

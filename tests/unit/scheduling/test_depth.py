@@ -1,4 +1,4 @@
-"""How deep slackfit goes under whole loads, simulated, beside the best depth in hindsight."""
+"""Depth of slackfit under whole loads, simulated, compared with the best depth in hindsight."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ FIRST_S, MORE_S = (
     np.array([[0.25e-3], [1.0e-3], [1.0e-3]]),
     np.array([[0.1e-3], [0.5e-3], [0.5e-3]]),
 )
-"""Of three stages: seconds of one row, and of each further one."""
+"""Seconds of one row, and of each further one, in three stages."""
 AGREEMENTS = (0.9, 0.96, 0.995)
 
 
 def synthetic() -> SimulatedModel:
-    """Half of all samples leave at each exit; a stage ends in agreement as often as is said."""
+    """Return a model where half of the samples leave at each exit, with given agreements of
+    stages.
+    """
     seconds = np.hstack([np.zeros((3, 1)), FIRST_S + MORE_S * np.arange(SIZE)])
     random = np.random.default_rng(7)
     leaves_at = random.choice(3, RECORDS, p=(0.5, 0.25, 0.25))

@@ -41,13 +41,13 @@ class Device:
         self.numbers = iter(range(10**9))
 
     def keep_busy(self, *models: str) -> None:
-        """Have something wait for each of these models."""
+        """Keep samples waiting for each of these models."""
         for name in models:
             while self.scheduler.model(name).queued < 2:
                 self.scheduler.submit(name, Submission(next(self.numbers)), self.now_s)
 
     def start(self) -> list[str]:
-        """Give work to all idle streams; the models that got it."""
+        """Start runs on all idle streams; return their models."""
         got = []
         for stream in list(self.idle):
             task = self.scheduler.next(stream, self.now_s)
@@ -79,7 +79,7 @@ class Device:
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("weight", [1.0, 3.0])
 def test_busy_models_share_the_time_by_weight(weight: float, streams: int) -> None:
-    """Not the runs: a stage of one takes eight times as long."""
+    """Time is shared, not runs: a stage of one takes eight times as long."""
     device = Device({"slow": 2.0, "quick": 0.25}, streams=streams, slow=1.0, quick=weight)
     device.serve(10_000, "slow", "quick")
     share = device.used_s["quick"] / sum(device.used_s.values())

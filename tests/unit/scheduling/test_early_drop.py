@@ -1,4 +1,4 @@
-"""When the first of a queue is given up for those behind it."""
+"""Conditions under which the first of a queue is dropped for the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAYS = [(1.0, 1.0), (2.0, 2.0)]
 def gives_up(
     rule: EarlyDrop, slack_s: float, others: int, last_s: float, *, priority: int = 0
 ) -> bool:
-    """Whether the first is given up for some others, all due at the same time."""
+    """Return True if the first is dropped for some others, all due at the same time."""
     queue = SampleQueue(10_000, full=4)
     queue.push(Submission(0, 1, slack_s, priority), 0.0)
     if others:

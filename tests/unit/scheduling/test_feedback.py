@@ -75,7 +75,7 @@ def after_the_first_stage(
 def test_released_survive_if_one_runs_on(
     survivors: list[int], ended: list[int], expected: bool
 ) -> None:
-    """Of four rows, 0 and 1 are released and 2 is given up."""
+    """Rows 0 and 1 of four are released, and 2 is given up."""
     rows = [np.array(found, np.intp) for found in ([0, 1], [2], survivors)]
     outcome = StepOutcome(*rows, ended=np.array(ended, np.intp))
     assert outcome.released_survive(4) is expected
@@ -158,7 +158,7 @@ def test_a_cancel_leaves_answered_rows_alone() -> None:
 
 
 def test_answered_rows_still_count_as_rows_of_the_batch() -> None:
-    """They fill the device as the others do: none starts beside them under τ_b = 2."""
+    """Answered rows fill the device like the others: no batch starts in parallel under τ_b = 2."""
     s = scheduler(streams=2, parallel=ParallelLimit(4, fixed=2))
     s.submit(Submission(1, 8), 0.0)
     started(s.next(0, 0.0))

@@ -14,11 +14,11 @@ from offramp.engine.scheduling import Run, SchedulerFullError, Submission
 REQUESTS = 20_000
 CAPACITY = 32
 BOUND = 400
-"""Of every container; a few times the capacity, and far below the number of requests."""
+"""Size limit of every container; a few times the capacity, and far below the number of requests."""
 
 
 def serve(s: Watched, now_s: float, rng: np.random.Generator) -> None:
-    """Run whatever a stream is given, a stage each."""
+    """Run one stage of each stream's run."""
     for stream in range(2):
         run = s.next(stream, now_s)
         if isinstance(run, Run):
@@ -67,7 +67,9 @@ def test_containers_stay_small_however_many_requests_there_were(
 
 
 def test_cancelled_requests_of_low_priority_and_own_batch_key_leave_nothing_behind() -> None:
-    """They never surface in the heap of ready buckets: somebody more urgent always does."""
+    """They never reach the top of the heap of ready buckets: more urgent requests always come
+    first.
+    """
     s = scheduler(capacity=8)
     s.submit(Submission(0, 1, priority=1), 0.0)
     for number in range(1, 5000):

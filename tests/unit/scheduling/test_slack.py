@@ -65,7 +65,7 @@ SPEEDS = st.sampled_from([0.5, 1.0, 2.0])
 
 
 def expected(name: str, latencies: Latencies, slack_s: float) -> Setting | None:
-    """By search through everything that fits."""
+    """Return the setting found by exhaustive search."""
     last = latencies.stages - 1
     fits = [
         Setting(size, deepest)
@@ -109,7 +109,7 @@ def test_every_choice_is_what_a_search_finds(
 def test_clockwork_tries_what_is_in_time_if_it_leaves_early(
     going_on: list[float], slack_s: float, chosen: Setting | None
 ) -> None:
-    """Of stages of 1 and 3 s: to the end it takes 4 s."""
+    """Stages take 1 and 3 s: 4 s to the end."""
     latencies = Latencies([[0.0, 1.0, 2.0], [0.0, 3.0, 6.0]], going_on)
     policy = make_policy(PolicyName.parse("clockwork"), points_of(latencies), 2, 1)
     assert isinstance(policy, SlackPolicy)

@@ -50,7 +50,7 @@ def test_slackfit_with_four_buckets_of_a_second(
 def test_an_empty_bucket_of_slackfit_falls_to_the_next_lower(
     slack_s: float, chosen: tuple[int, int]
 ) -> None:
-    """Of eight: 2.5 to 3, 3 to 3.5 and 4 to 4.5 are empty."""
+    """Three of eight buckets are empty: 2.5 to 3, 3 to 3.5 and 4 to 4.5."""
     assert BareSlackFit(points_of(HAND), 4, buckets=8).setting(slack_s) == Setting(*chosen)
 
 
@@ -173,7 +173,7 @@ def test_fewer_rows_go_deep_where_that_keeps_up() -> None:
 
 
 def test_it_goes_less_deep_the_more_arrives() -> None:
-    """At 3 rows a second, 4 being the most, a row has 0.25 of its patience, and needs 1 s."""
+    """With 3 of at most 4 rows per second, a row has 0.25 of its patience, and needs 1 s."""
     for rate, deepest in ((0.5, 1), (3.0, 0)):
         s = scheduler("slackfit", latencies=Latencies(COSTLY))
         for request in range(8):

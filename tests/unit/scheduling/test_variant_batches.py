@@ -1,4 +1,4 @@
-"""A batch has one variant from its start to its end, whatever happens; only equal ones fuse."""
+"""A batch has one variant from its start to its end; only batches of equal variants fuse."""
 
 from __future__ import annotations
 
@@ -116,8 +116,9 @@ def test_a_batch_never_mixes_variants(
 
 
 def test_survivors_of_different_variants_are_not_fused() -> None:
-    """Three batches of two lose nobody at stage 0; of variants 0, 1 and 0 the first and the third
-    fill a batch."""
+    """Three batches of two lose no sample at stage 0; of variants 0, 1 and 0 the first and the
+    third fill a batch.
+    """
     latencies = Latencies(
         [[0.0, *[0.25] * SIZE]] * 2, smaller=[StageTable([[0.0, *[0.25] * SIZE]] * 2)]
     )

@@ -1,4 +1,4 @@
-"""What the tests of variants share: tables of several variants, and their operating points."""
+"""Shared parts of the tests of variants: tables of several variants, and their operating points."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def front_of(latencies: Latencies, agreements: Sequence[float]) -> OperatingPoin
 
 
 def dominates(better: OperatingPoint, point: OperatingPoint, latencies: Latencies) -> bool:
-    """By its definition: no slower, no worse, and one of both strictly; but see the full model."""
+    """Return True if a point dominates by definition: no slower, no worse, one strictly better."""
     full_end = point.variant == 0 and point.exit == MODEL_END
     if full_end or better.variant == point.variant == 0:
         return False

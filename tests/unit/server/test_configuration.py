@@ -48,7 +48,7 @@ path = "/models/text.ee"
 
 @pytest.fixture(autouse=True)
 def cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fits is the same on every machine."""
+    """Fix the number of cores, so that limits are equal on every machine."""
     monkeypatch.setattr("offramp.engine.models.options.available_cores", lambda: 4)
 
 
@@ -339,7 +339,7 @@ def test_long_values_are_one_short_line(
 
 
 def test_a_pipe_may_be_the_configuration_file(tmp_path: Path) -> None:
-    """As in ``eeserve --config <(envsubst < serve.toml)``."""
+    """The case is ``eeserve --config <(envsubst < serve.toml)``."""
     place = tmp_path / "pipe"
     os.mkfifo(place)
     text = b'[models.m]\npath = "/m.ee"\n'

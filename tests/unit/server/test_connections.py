@@ -55,7 +55,7 @@ def connect() -> Iterator[Callable[[str, bytes], socket.socket]]:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the server has not closed it yet; what it sent is read and forgotten."""
+    """Return True if the server has not closed it yet; received data is discarded."""
     connection.setblocking(False)
     try:
         while connection.recv(4096):
@@ -124,7 +124,7 @@ def large_page(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waiting_bytes(served: Any) -> int:
-    """What the server has for peers that do not read."""
+    """Return the bytes that the server holds for peers that do not read."""
     return sum(each.get_write_buffer_size() for each in served.http._connections.transports())
 
 

@@ -62,7 +62,7 @@ def processes() -> set[int]:
 
 
 def exchange(frames: list[tuple[FrameKind, int, bytes]]) -> list[tuple[FrameKind, int, bytes]]:
-    """What arrives of frames that are sent."""
+    """Return the received frames of sent frames."""
     received: list[tuple[FrameKind, int, bytes]] = []
 
     async def run() -> None:
@@ -220,7 +220,7 @@ class LinkWithoutMemory:
 
 
 class StreamContext:
-    """Of ``grpc.aio``'s what a stream with one message needs."""
+    """Fake of ``grpc.aio``'s context, for a stream with one message."""
 
     def __init__(self) -> None:
         self.status: grpc.StatusCode | None = None

@@ -1,4 +1,4 @@
-"""What is admitted, what is refused, and how both are told: statuses, metrics, log."""
+"""Admission and refusal of requests, with their statuses, metrics and log lines."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_stream_that_breaks_off_gives_back_what_it_held(
 
 
 def test_a_request_without_room_is_refused_before_its_message_is_received() -> None:
-    """The limit is looked at once before: what is not read waits at the client."""
+    """The limit is checked before reading: unread data wait at the client."""
     reception = Reception(ServerOptions(max_message_mib=1, max_queue_mib=1))
     first = reception.enter("ModelInfer", str)
     reception.check_room()
@@ -650,7 +650,7 @@ def test_a_small_message_does_not_wait_for_those_of_many_fields() -> None:
 
 
 def test_a_cancelled_request_has_its_turn_until_its_thread_ends() -> None:
-    """Its memory is in use until then, and another thread would be one too many."""
+    """Its memory is in use until then, and another thread would exceed the limit."""
     started, go_on, running, most = threading.Semaphore(0), threading.Event(), [], []
 
     def work() -> None:

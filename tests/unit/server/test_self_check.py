@@ -27,7 +27,7 @@ def _restored(restored_logging: None) -> None:
 
 
 def with_backend(patched: pytest.MonkeyPatch, backend: Backend, **settings: float) -> None:
-    """Have the command check another backend, in a second."""
+    """Make the command check another backend, for one second."""
     brief = functools.partial(
         run_self_check, make=lambda _models, _options: backend, **{"seconds": 1.0, **settings}
     )
@@ -35,7 +35,7 @@ def with_backend(patched: pytest.MonkeyPatch, backend: Backend, **settings: floa
 
 
 def test_the_command_says_what_passed_and_leaves_with_0(tmp_path: Path) -> None:
-    """In a process of its own, as users run it; what tensorrt and pycuda are is not asked."""
+    """The command runs in its own process, as for users, without tensorrt and pycuda."""
     report = tmp_path / "found.json"
     code = (
         "import sys\nsys.modules['tensorrt'] = sys.modules['pycuda'] = None\n"

@@ -76,9 +76,9 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What was logged, but for what grpcio says of several event loops in a process.
+    """Return the log without grpcio's messages about several event loops in a process.
 
-    Its poller wakes all of them, also those of clients whose ``asyncio.run`` is over.
+    Its poller wakes all of them, including those of clients whose ``asyncio.run`` has ended.
     """
     return [record for record in caplog.records if "PollerCompletionQueue" not in record.message]
 
@@ -378,7 +378,7 @@ def test_a_stream_that_is_read_late_loses_nothing(served: Any) -> None:
 
 
 def test_a_client_that_does_not_read_is_not_read_from() -> None:
-    """In virtual steps: all that can go on has, after so many turns of the loop."""
+    """Time is virtual: after enough turns of the loop all possible work is done."""
     engine, written, taken = FakeEngine(), [], []
 
     async def requests() -> AsyncIterator[bytes]:
@@ -516,7 +516,7 @@ def test_a_message_that_is_no_request_ends_its_stream_at_once(
     held: bool,
     decoupled: bool,
 ) -> None:
-    """Whatever is in flight, or is written: more than connections buffer, too."""
+    """Requests may be in flight or being written: also more than connections buffer."""
     engine, many = served.engine, np.repeat(X[:1], rows, axis=0)
     engine.mode = Mode.RELEASE
     if held and decoupled:
@@ -552,7 +552,7 @@ def test_a_message_that_is_no_request_ends_its_stream_at_once(
 def test_a_stream_that_breaks_ends_once_the_write_under_way_has(
     broken: bytes | Exception, decoupled: bool
 ) -> None:
-    """gRPC goes on with a write whose task is cancelled, and cannot end the call beside it."""
+    """gRPC finishes a write whose task is cancelled, and cannot end the call during it."""
     engine = FakeEngine(mode=Mode.RELEASE)
     asked = [request(str(n), offramp_decoupled=decoupled).SerializeToString() for n in range(9)]
 
@@ -590,7 +590,7 @@ def test_a_stream_that_breaks_ends_once_the_write_under_way_has(
 
 
 async def turns(count: int = 500) -> None:
-    """Let all go on that can."""
+    """Let all runnable tasks proceed."""
     for _ in range(count):
         await asyncio.sleep(0)
 

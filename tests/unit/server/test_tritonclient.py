@@ -147,7 +147,7 @@ def test_the_asyncio_client_works_too(served: Any) -> None:
 
 
 def collect(client: Any, requests: Callable[[], None], last: int) -> list[tuple[Any, Any]]:
-    """What the callback of a stream is told, until ``last`` final responses or errors came."""
+    """Return the callback's arguments, until ``last`` final responses or errors arrived."""
     told: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client.start_stream(lambda result, error: told.put((result, error)))
     requests()
@@ -163,7 +163,7 @@ def collect(client: Any, requests: Callable[[], None], last: int) -> list[tuple[
 
 
 def samples(count: int) -> list[Any]:
-    """So many requests of a sample each, whose logits tell them apart."""
+    """Return requests of one sample each with distinguishable logits."""
     return [np.array([[number, 0, 1, 0.95]], np.float32) for number in range(count)]
 
 

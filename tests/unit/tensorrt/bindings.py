@@ -1,7 +1,7 @@
-"""What the bindings of TensorRT and PyCUDA have, version by version: the fixtures, read.
+"""Members of the bindings of TensorRT and PyCUDA by version, read from the fixtures.
 
 - ``api.json``: TensorRT's classes that matter to us, 8.6.0, 10.16 and 11.4.
-- ``api_names.json``: what that file leaves out: all names of the module, constructors, the parser's
+- ``api_names.json``: parts missing there: all names of the module, constructors, the parser's
   errors, severities. Read off the same bindings by ``read_api.py``.
 - ``pycuda.json``: ``pycuda.driver`` of 2026.1, by ``read_api.py`` off a build of the real package.
 """
@@ -40,7 +40,7 @@ class Signature:
     returns: str
 
     def complaint(self, call: ast.Call) -> str | None:
-        """What is wrong with the number or the names of a call's arguments."""
+        """Return the error in the number or the names of a call's arguments."""
         keywords = [keyword.arg for keyword in call.keywords]
         if None in keywords or any(isinstance(a, ast.Starred) for a in call.args):
             return None  # f(*args, **kwargs): only the run can tell
@@ -134,7 +134,7 @@ def _signature(text: str) -> Signature:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas that no bracket encloses."""
+    """Split at commas outside brackets."""
     parts, depth, current = [], 0, ""
     for character in text:
         depth += (character in "([{<") - (character in ")]}>")

@@ -1,7 +1,7 @@
-"""Which branches a version of TensorRT takes.
+"""Evaluation of version tests: the branches that a version of TensorRT takes.
 
-Understood are ``major() >= 10``, ``version < (10, 0)``, ``hasattr(config, "name")``, ``not``,
-``and``, ``or``, and calls of functions that return nothing but one of these.
+Supported are ``major() >= 10``, ``version < (10, 0)``, ``hasattr(config, "name")``, ``not``,
+``and``, ``or``, and calls of functions that only return one of these.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def decide(
     has: Callable[[ast.expr, str], bool | None],
     predicates: Mapping[str, ast.expr],
 ) -> bool | None:
-    """Whether a test holds for a version.
+    """Return the result of a test for a version.
 
     Args:
         test: The test.
         release: The version.
-        has: Whether an object has a member in this version.
-        predicates: What functions without arguments return.
+        has: Function that is true if an object has a member in this version.
+        predicates: Results of functions without arguments.
 
     Returns:
         None if the test is about something else.

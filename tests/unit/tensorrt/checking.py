@@ -37,7 +37,7 @@ from tests.unit.tensorrt.sources import (
 )
 
 _MODULE_NAMES = {"trt": "tensorrt", "tensorrt": "tensorrt"}
-"""A variable or attribute of such a name holds the module, wherever it comes from."""
+"""Variables or attributes of these names refer to the module, from any source."""
 _ORDINARY = (
     str, bytes, bytearray, memoryview, int, float, list, dict, set, tuple, type, BaseException,
     Path, re.Pattern, re.Match, logging.Logger, logging.LogRecord, threading.Thread,
@@ -86,7 +86,7 @@ class _Checker:
     predicates: Mapping[str, ast.expr]
     scopes: list[dict[str, Type | None]] = field(default_factory=lambda: [{}])
     attributes: dict[str, Type] = field(default_factory=dict)
-    """Of ``self``, and of our own objects, by name."""
+    """Attributes of ``self``, and of our own objects, by name."""
 
     @property
     def release(self) -> tuple[int, ...]:
@@ -287,7 +287,9 @@ class _Checker:
             self.attributes[attribute] = value
 
     def _decide(self, test: ast.expr) -> bool | None:
-        """Whether a test of the version holds; None: it is another test, or none counts here."""
+        """Return the result of a version test; None for other tests, or if versions are not
+        decided.
+        """
         return decide(test, self.release, self._has, self.predicates) if self.by_version else None
 
     def _has(self, owner: ast.expr, name: str) -> bool | None:

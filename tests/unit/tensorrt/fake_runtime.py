@@ -56,7 +56,7 @@ class FakeRuntime(FakeTensorRT):
             setattr(self.module, name, made)
 
     def plan(self, graph: bytes, profiles: list[ShapeProfile]) -> bytes:
-        """As if it had been built."""
+        """Return a plan as if it had been built."""
         shapes = [
             {name: [r.least, r.most] for name, r in profile.inputs.items()} for profile in profiles
         ]
@@ -163,7 +163,7 @@ class _Context(_Part):
         self._running: list[None] = []
         """One for each run that is enqueued and not done, but for those of graphs."""
         self._flushed = False
-        """Whether it ran since its shapes changed."""
+        """True if it ran since its shapes changed."""
         self._note("create_execution_context")
         self._fake.contexts.add(self)
 
@@ -249,7 +249,7 @@ class _Context(_Part):
 
 
 class _Job:
-    """What a context's state was when it was enqueued."""
+    """State of a context when it was enqueued."""
 
     def __init__(self, context: Any) -> None:
         self._device: FakeDriver = context._fake.device
@@ -272,7 +272,7 @@ class _Job:
         self.done()
 
     def _check_apart(self) -> None:
-        """Nothing of a run lies on something else of it."""
+        """Check that buffers of a run do not overlap."""
         sizes = {
             name: int(np.prod(self._shapes[name])) * np.dtype(NUMPY[engine_type]).itemsize
             for name, engine_type in self._engine._types.items()

@@ -27,7 +27,7 @@ NUMPY = {
     "INT64": np.int64, "BOOL": np.bool_, "UINT8": np.uint8, "BF16": np.uint16, "FP8": np.uint8,
 }  # fmt: skip
 SCRATCH_BYTES = {0: 1024, 1: 4096}
-"""By profile."""
+"""Scratch bytes by profile."""
 
 
 class FakeTensorRT:
@@ -44,7 +44,7 @@ class FakeTensorRT:
             ("Building", None, 3),
             ("Tactics", "Building", 2),
         ]
-        """What a build goes through: name, parent, steps."""
+        """Phases of a build: name, parent, steps."""
         self.during_step: Any = lambda: None
         self.stopped_after: int | None = None
         """Steps after which the progress monitor ended the build."""
@@ -172,7 +172,7 @@ class _Builder(_Part):
         ).encode()
 
     def _watched(self, config: Any) -> bool:
-        """As TensorRT goes through its phases, the inner ones within the first."""
+        """Report phases as TensorRT does, inner ones within the first."""
         monitor = config._set.get("progress_monitor")
         if monitor is None:
             return True

@@ -1,4 +1,4 @@
-"""What a member of a module, a class or an object of the libraries is, and whether it is there."""
+"""Types and existence of members of the libraries' modules, classes and objects."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """What an expression is: a module, a class or an object of a library."""
+    """Type of an expression: a module, a class or an object of a library."""
 
     kind: str
     """``module``, ``class``, ``object``, ``function``, or ``foreign``: surely of neither."""
     library: str = ""
     name: str = ""
-    """Of the class; of the function the member's text in the fixture."""
+    """Name of the class; for a function, the member's text in the fixture."""
 
 
 FOREIGN = Type("foreign")
@@ -53,7 +53,7 @@ class Members:
         return bindings.classes.get(owner.name, {})
 
     def member(self, owner: Type, name: str, node: ast.AST) -> Type | None:
-        """What a member of something known is; a finding if there is no such member."""
+        """Return the type of a member of a known owner; record a finding if it does not exist."""
         if owner.kind == "module" and owner.library == "pycuda":
             return Type("module", f"pycuda.{name}")
         bindings = self.bindings.get(owner.library)
@@ -120,7 +120,7 @@ class Members:
         return None
 
     def ever(self, owner: Type, name: str) -> bool:
-        """Whether some version has a member."""
+        """Return True if some version has a member."""
         if owner.library != "tensorrt":
             return name in self.names_of(owner)
         every = [tensorrt(version) for version in TENSORRT_VERSIONS]

@@ -1,4 +1,4 @@
-"""What the checker wants to know of our sources before it reads one of them."""
+"""Facts about our sources that the checker needs before it reads one of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LIBRARIES = ("tensorrt", "pycuda")
 
 
 def names_bindings(tree: ast.AST) -> bool:
-    """Whether a module touches one of the libraries at all."""
+    """Return True if a module uses one of the libraries at all."""
     return any(
         (isinstance(node, ast.Import) and any(is_library(a.name) for a in node.names))
         or (isinstance(node, ast.ImportFrom) and not node.level and is_library(node.module or ""))
@@ -33,7 +33,7 @@ def own_names(trees: Iterable[ast.AST]) -> frozenset[str]:
 
 
 def return_types(trees: Iterable[ast.AST]) -> dict[str, ast.expr]:
-    """What our functions say that they return, by the functions' names."""
+    """Return the declared return types of our functions, by name."""
     found: dict[str, ast.expr] = {}
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef) and node.returns is not None:

@@ -1,4 +1,4 @@
-"""What is asked of TensorRT 8.6, 10 and 11, held against stand-ins with exactly their names."""
+"""Calls of TensorRT 8.6, 10 and 11, checked with fakes that have exactly their names."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_precision(fake: FakeTensorRT, precision: str, cleared: list[Any], old: 
 
 
 HALF = "/half"
-"""What the names of float16 tensors end with."""
+"""Suffix of the names of float16 tensors."""
 
 LAYERS = [
     ["CONVOLUTION", ["x"], {"sum": "FLOAT"}],
@@ -120,7 +120,9 @@ def test_a_cast_by_another_layer_is_one_too(fake: FakeTensorRT) -> None:
 def test_float16_is_found_though_casts_to_it_are_called_float32(
     fake: FakeTensorRT, cast: str
 ) -> None:
-    """So 8.6 calls them on a GPU; then every layer was held to float32, and fp16 saved nothing."""
+    """TensorRT 8.6 names them so on a GPU; then every layer stayed in float32, and fp16 gained
+    nothing.
+    """
     layers = [
         [cast, ["x"], {"x/half": "FLOAT"}],
         ["CONSTANT", [], {"weight": "FLOAT"}],

@@ -98,7 +98,7 @@ def target(fake: FakeRuntime, **changes: Any) -> EngineTarget:
 def build(
     fake: FakeRuntime, bundle: Bundle, parts: Sequence[Part] = PARTS, **changes: Any
 ) -> EngineStore:
-    """What ``eecompile build`` would do."""
+    """Build engines as ``eecompile build`` would."""
     there = target(fake, **changes)
     sizes = profile_sizes(
         bundle.manifest,
@@ -449,7 +449,7 @@ def test_what_graphs_need_is_released_with_them(
 def test_two_graphs_of_the_same_shapes_and_addresses_do_not_share_what_they_need(
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle
 ) -> None:
-    """In a chain, or where only layouts differ: one of them may go before the other."""
+    """Graphs in a chain, or with other layouts only, are freed independently."""
     build(fake, bundle, ["segments"])
     with Bench(device, make_plan(bundle).stages[0]) as bench:
         before = len(fake.contexts)
@@ -618,7 +618,7 @@ def test_of_several_precisions_the_least_is_served(
 
 
 def test_a_bundle_that_is_served_keeps_its_precision(fake: FakeRuntime, bundle: Bundle) -> None:
-    """Its policy was certified for it, whatever is built meanwhile."""
+    """The policy was certified for it, independent of later builds."""
     build(fake, bundle, ["stages"])
     there = target(fake)
     place = EnginePlace(

@@ -61,7 +61,7 @@ class Bench:
             event.close()
 
     def fetch(self, address: int, stream: Stream, size_bytes: int = SIZE) -> np.ndarray:
-        """What memory holds, in the order of a stream."""
+        """Return the content of memory, in the order of a stream."""
         self.driver.copy_out(self.back.array[:size_bytes], address, stream)
         self.wait(stream)
         return self.back.array[:size_bytes].copy()
@@ -355,7 +355,7 @@ def unwaited(bench: Bench) -> None:
 
 
 def ran_unwaited(bench: Bench) -> None:
-    """It ran, but only another stream's work was waited for."""
+    """Use finished work after waiting for another stream's work only."""
     bench.driver.clear(bench.memory, SIZE, bench.first)
     bench.driver.record(bench.event, bench.second)
     while not bench.device._queues.are_empty:
@@ -492,7 +492,7 @@ def source_changed(bench: Bench) -> None:
 
 
 def freed_by_name(bench: Bench) -> None:
-    """What host work uses is known when it runs only."""
+    """The memory used by host work is known only when it runs."""
     address = bench.driver.allocate(SIZE)
     bench.device.call(bench.first, lambda: bench.device.write(address, SIZE).fill(0))
     bench.driver.free(address)
@@ -837,7 +837,7 @@ def test_a_graph_may_race_like_anything_else(misused: Bench) -> None:
 
 
 def test_protocols_are_met(bench: Bench) -> None:
-    """What mypy says of our packages, said of what the tests use."""
+    """The same check as mypy's of our packages, for the objects used in tests."""
     stream: Stream = bench.first
     event: StreamEvent = bench.event
     pinned: Pinned = bench.here

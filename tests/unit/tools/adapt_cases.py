@@ -43,7 +43,7 @@ FOUR = population(
     [1, 2, 3, 4],
     [1, 2, 3, 9],
 )
-"""At 0.5 samples leave at exits 0, 1, 0 and the end, and the third is answered wrongly."""
+"""With thresholds of 0.5, samples leave at exits 0, 1, 0 and the end, and the third is wrong."""
 
 
 def policy_of(version: int, thresholds: dict[int, float]) -> ExitPolicy:
@@ -94,7 +94,7 @@ def twice(value: int) -> int:
 
 
 class Scripted:
-    """Keeps what it is told; asks for a job after each chunk, and counts policies up with it."""
+    """Records its inputs; requests a job after each chunk, and increments the policy with it."""
 
     name = "scripted"
 

@@ -1,4 +1,4 @@
-"""The page: what is on it, what is left out, and that it needs nothing beside it."""
+"""The page: its content, omitted parts, and that it is self-contained."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_page_of_a_run_without_answers(tmp_path: Path) -> None:
 
 
 def test_lines_are_interrupted_where_a_window_has_no_value() -> None:
-    """Of 4 windows of 1 s the third has no answer: two stretches, 0 to 2 s and 3 to 4 s."""
+    """The third of 4 windows of 1 s has no answer: two stretches, 0 to 2 s and 3 to 4 s."""
     agreement = plots(run())[-1].wide
     paths = re.findall(r'<path d="M([^"]*)" class="series"', agreement)
     across = [[float(p.split(",")[0]) for p in path.split("L")] for path in paths]
@@ -220,7 +220,7 @@ def test_rates_have_three_digits_or_all_before_the_point() -> None:
 
 
 def test_the_page_needs_nothing_of_the_compiler() -> None:
-    """Where only serving is installed, there is no onnx and no torch."""
+    """Serving installations have no onnx and no torch."""
     heavy = ("onnx", "onnx_graphsurgeon", "onnxslim", "torch")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({heavy!r}));"

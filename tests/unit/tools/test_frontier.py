@@ -55,7 +55,7 @@ def test_the_order_of_the_two_bundles_does_not_matter(pair: BundlePair) -> None:
 
 
 def test_each_system_has_a_policy_of_its_own_bundle(pair: BundlePair) -> None:
-    """On 1,000 samples of each split exits are right wherever they are sure."""
+    """With 1,000 samples in each split confident exits are right."""
     found = choose_policies(pair, (0.01, 0.02), 0.95)
     assert [(f.system, f.max_disagreement) for f in found] == [
         (system, bound) for bound in (0.01, 0.02) for system in (INT8_CERTIFIED, EXITS, BOTH)
@@ -108,7 +108,7 @@ def test_a_bundle_without_exits_says_so(tmp_path: Path, pair: BundlePair) -> Non
 
 
 def test_both_are_compared_with_the_better_one_alone() -> None:
-    """In the same rounds: their own medians would be another ratio."""
+    """Ratios are taken in the same rounds: the medians of each would have another ratio."""
     rounds = {EXITS: (4.0, 4.0, 8.0), INT8_CERTIFIED: (9.0,) * 3, BOTH: (2.0, 3.0, 2.0)}
     systems = [without_bound(SOURCE, replace(point(1, 1.0, 0.0), round_busy_ms=(10.0,) * 3))]
     for name, busy_ms in rounds.items():
@@ -124,7 +124,7 @@ def test_both_are_compared_with_the_better_one_alone() -> None:
 
 
 def test_the_source_model_stands_for_what_is_not_certified_or_slower() -> None:
-    """At the lower bound exits alone have no policy, and at batch 16 the copy is slower."""
+    """Exits alone have no policy at the lower bound, and the copy is slower at batch 16."""
     better = {(g.max_disagreement, g.batch_size): g for g in frontier().gains}
     assert better[0.005, 1].better == INT8_CERTIFIED
     assert better[0.005, 1].measured_ratio.value == pytest.approx(0.75)
@@ -187,7 +187,7 @@ def test_few_rounds_have_no_interval() -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """What the command says when it refuses, before it reads any data."""
+    """Return the command's message when it refuses, before it reads any data."""
     assert main([*map(str, arguments), "--data", "none.npz"]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What is served in simulation is counted into windows as a server counts it."""
+"""Simulated serving is counted into windows as a server counts it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offramp.engine.stages.plan import Mode
 
 @pytest.mark.parametrize(("mode", "decided"), [(Mode.RELEASE, (4, 4)), (Mode.LEAVE, (4, 0))])
 def test_windows_are_of_the_exits_in_use(mode: Mode, decided: tuple[int, ...]) -> None:
-    """Where answers are observed, exits in shadow mode run; else they are off."""
+    """Exits in shadow mode run if answers are observed; otherwise they are off."""
     controller = Scripted(policy_of(1, {0: 0.95, 1: NEVER}))
     contender = Contender(label="x", description="", controller=controller, mode=mode)
     pace = ReplaySettings(chunk=4, delay_chunks=0, tuning_delay=0)

@@ -16,7 +16,7 @@ from offramp.tools.bench.simulated_model import Behaviour, SimulatedVariant
 from offramp.tools.bench.simulation import SimulatedLoad, SimulatedOutcomes, draw_load, simulate
 
 SECONDS = [[0.0, 1.0, 1.5], [0.0, 2.0, 3.0]]
-"""Of two stages, for batches of one and of two."""
+"""Times of two stages, for batches of one and of two."""
 BEHAVIOUR = Behaviour(
     exits=(5, MODEL_END),
     leaves_at=np.array([0, 1]),
@@ -82,7 +82,7 @@ def test_requests_batch_leave_and_run_on_at_exact_instants() -> None:
 
 
 def test_two_streams_run_side_by_side() -> None:
-    """The second stream takes the second request at once, and the third at 1.5."""
+    """The second stream takes the second request immediately, and the third at 1.5."""
     found = run(load((0.0, 1), (0.5, 0), (0.5, 1)), streams=2)
     np.testing.assert_allclose(found.latency_s, [3.0, 1.0, 4.0])
 
@@ -139,7 +139,7 @@ def test_the_same_seed_gives_the_same_result(policy: str) -> None:
 
 
 FAST = [[0.0, 0.5, 0.75]]
-"""Of variant 1, which has one stage."""
+"""Times of variant 1, which has one stage."""
 
 
 def run_variants(load: SimulatedLoad, policy: str) -> SimulatedOutcomes:

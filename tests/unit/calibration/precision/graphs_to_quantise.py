@@ -26,7 +26,7 @@ _VERSION = tuple(int(part) for part in ort.__version__.split(".")[:2])
 RUN_HERE = [k for k in CpuPrecision if k is not CpuPrecision.BLOCKS or _VERSION >= (1, 22)]
 """The kinds that the installed ONNX Runtime runs."""
 SATURATES = cpu_features().saturates is True
-"""Whether int8 of this CPU needs weights of 7 bits."""
+"""True if int8 of this CPU needs weights of 7 bits."""
 OF_TRANSFORMERS = [kind for kind in RUN_HERE if kind is not CpuPrecision.MIXED]
 
 
@@ -59,7 +59,7 @@ def transformer() -> Sliced:
 
 
 def serialised(proto: onnx.ModelProto) -> bytes:
-    """Its bytes."""
+    """Return the model's bytes."""
     found: bytes = proto.SerializeToString()
     return found
 
@@ -83,7 +83,7 @@ def made(
 
 
 def constants(graph: bytes) -> dict[str, NDArray[np.generic]]:
-    """What was added, by name without the prefix."""
+    """Return the added constants, by name without the prefix."""
     initializers = onnx.ModelProto.FromString(graph).graph.initializer
     return {t.name.removeprefix(PREFIX): numpy_helper.to_array(t) for t in initializers}
 

@@ -42,7 +42,8 @@ NEAR = {
     CpuPrecision.BLOCKS: 0.05,
     CpuPrecision.BLOCKS4: 0.3,
 }
-"""Of the answer's largest value: steps of 1/255 or 1/127 of the range, and of 1/15 for int4."""
+"""Tolerances relative to the answer's largest value: steps of 1/255 or 1/127 of the range, 1/15 for
+int4."""
 OF_PRODUCTS = (CpuPrecision.ROWS, CpuPrecision.BLOCKS, CpuPrecision.BLOCKS4)
 
 
@@ -143,7 +144,7 @@ def test_for_a_cpu_that_saturates_no_two_products_overflow_16_bits(kind: CpuPrec
 
 
 def test_where_all_is_at_its_largest_sums_are_those_of_float32() -> None:
-    """Of weights of 7 bits, on every CPU: the sum of pairs in 16 bits would be half of it."""
+    """Weights have 7 bits, on every CPU: otherwise sums of pairs in 16 bits would be half of it."""
     graph = linear(np.ones((64, 64), np.float32))
     found = made(graph, CpuPrecision.ROWS, saturating=True)
     y = TimedGraph(found, 1).run({"x": np.ones((2, 64), np.float32)})["y"]

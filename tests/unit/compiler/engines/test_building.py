@@ -1,4 +1,4 @@
-"""Which engines are built and why, and what is kept whatever happens; with a fake builder."""
+"""Engines that are built, with reasons, and those that are always kept; with a fake builder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SOURCE_FIRST = EngineBuildOptions(batches=parse_batches("1,2-4"))
 
 
 class Bench:
-    """A bundle, and a builder that is given to whoever asks for one."""
+    """A bundle, and a builder for every request."""
 
     def __init__(self, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bundle = bundle
@@ -360,7 +360,7 @@ def test_a_wrong_engine_is_not_stored_nor_replaces_a_good_one(bench: Bench) -> N
 
 
 def test_what_could_not_be_rebuilt_is_not_fresh_the_next_time(bench: Bench) -> None:
-    """It was to be replaced, and has the key of what was built wrong."""
+    """The engine should have been replaced, and has the key of the wrong build."""
     bench.build()
     path, target = bench.bundle.path, bench.store.index.target
     bench.builder = doubling()

@@ -30,7 +30,7 @@ def halved(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def run(half: onnx.ModelProto, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Compute in float16, which ONNX Runtime by itself does not."""
+    """Compute in float16, which plain ONNX Runtime does not."""
     return GraphRunner(onnx.ModelProto.FromString(rounded(half.SerializeToString()))).run(feeds)
 
 
@@ -41,7 +41,7 @@ def node_giving(proto: onnx.ModelProto, tensor: str) -> onnx.NodeProto:
 
 
 def in_half(proto: onnx.ModelProto, tensor: str) -> bool:
-    """Whether the operator that gives a tensor computes it in float16."""
+    """Return True if the operator of a tensor computes it in float16."""
     names = {name for node in proto.graph.node if node.op_type != "Cast" for name in node.output}
     assert (tensor in names) != (tensor + SUFFIX in names)
     return tensor + SUFFIX in names
@@ -145,7 +145,7 @@ def test_an_epsilon_that_float16_cannot_hold_still_keeps_from_zero() -> None:
 
 
 def test_a_tiny_bound_under_a_division_still_keeps_from_zero() -> None:
-    """As in an L2 normalisation: ``x / max(|x|, 1e-9)``."""
+    """An L2 normalisation has it: ``x / max(|x|, 1e-9)``."""
     b = Builder()
     x = b.node("Relu", b.input("x", ["batch", 3]), out="positive")
     least = b.node("Max", x, b.constant(1e-9, np.float32), out="least")
@@ -193,7 +193,7 @@ def test_constants_beyond_float16_are_clipped_with_a_warning(
 
 
 def test_numbers_that_meet_half_precision_are_clipped_like_constants() -> None:
-    """Where no sum reads them there is no room to leave, and what fits stays as it is."""
+    """Without a sum that reads them there is no margin, and fitting values stay unchanged."""
     b = Builder()
     count = b.node("Cast", b.input("count", ["batch", 1], TensorProto.INT64), to=TensorProto.FLOAT)
     b.node("Relu", count, out="y")
@@ -275,7 +275,7 @@ def test_wide_integers_become_float32(kind: int, half: bool) -> None:
     ],
 )
 def test_identifiers_are_compared_exactly(compare: tuple[str], wanted: list[float]) -> None:
-    """In float16 30,000, 30,001 and 30,002 are one number."""
+    """30,000, 30,001 and 30,002 are one number in float16."""
     b, numbers = identifiers()
     numbers = b.node("Unsqueeze", numbers, b.constant([2], np.int64))
     found = b.node(*compare, numbers, b.constant(30001, np.float32))
@@ -286,7 +286,7 @@ def test_identifiers_are_compared_exactly(compare: tuple[str], wanted: list[floa
 
 
 def test_the_place_of_the_largest_identifier_is_found() -> None:
-    """As where an end-of-text token marks the answer's row."""
+    """An end-of-text token marks the answer's row in this way."""
     b, numbers = identifiers()
     b.node("Cast", b.node("ArgMax", numbers, axis=1, keepdims=0), to=1, out="y")
     b.output("y", ["batch"])
@@ -363,7 +363,7 @@ def test_probabilities_are_answered_in_full_precision() -> None:
 
 
 def test_one_float32_tensor_is_cast_once_for_all_its_readers() -> None:
-    """What breaks where each reader gets a cast of one and the same name."""
+    """Casts with equal names for each reader would break the graph."""
     b = Builder()
     x = b.node("Relu", b.input("x", ["batch", 4]), out="inner")
     total = b.node("ReduceSum", x, b.constant([1], np.int64))

@@ -1,4 +1,4 @@
-"""What engines depend on, and what is said when it changes."""
+"""Dependencies of engines, and the messages when they change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def key(
     parts: str = "p",
     **settings: int,
 ) -> dict[str, str]:
-    """Of an engine, where only some things are not as usual."""
+    """Return the key of an engine with some non-default parts."""
     chosen = replace(SETTINGS, **settings)  # type: ignore[arg-type]
     return engine_key(target, chosen, graph, profiles, parts=parts)
 

@@ -1,4 +1,4 @@
-"""What a precision costs in answers, and what that says of the promise."""
+"""Disagreements caused by a precision, and their effect on the promise."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def data() -> Dataset:
 
 
 def served(bundle: Bundle, dataset: Dataset, mode: Mode) -> np.ndarray:
-    """What the engine answers."""
+    """Return the engine's answers."""
     backend = OnnxRuntimeBackend()
     pipeline = Pipeline(backend, make_plan(bundle, mode=mode))
     classes = np.empty(len(dataset), np.intp)
@@ -151,7 +151,7 @@ def test_a_precision_that_ruins_the_model_is_seen(bundle: Bundle, data: Dataset)
 
 
 def test_what_overflows_in_float16_is_seen(tmp_path: Path) -> None:
-    """ONNX Runtime by itself computes float16 graphs in float32, where nothing overflows."""
+    """Plain ONNX Runtime computes float16 graphs in float32, where nothing overflows."""
     bundle = engine_bundle("mlp", tmp_path / "small.ee")
     source = onnx.ModelProto.FromString(bundle.read("source.onnx"))
     gemms = [node for node in source.graph.node if node.op_type == "Gemm"]

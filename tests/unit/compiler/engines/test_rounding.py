@@ -50,7 +50,7 @@ def test_every_step_is_rounded() -> None:
 
 
 def test_what_leaves_the_range_of_float16_is_infinite() -> None:
-    """ONNX Runtime by itself answers 30,000, as if there had been no overflow."""
+    """Plain ONNX Runtime answers 30,000, as if there had been no overflow."""
     graph = steps(("Mul", 8.0), ("Mul", 0.125))
     x = np.array([30000, 2], np.float32)
     assert run(graph, {"x": x})["y"].tolist() == [np.inf, 2]
@@ -66,7 +66,7 @@ def test_what_is_small_has_fewer_digits_and_vanishes() -> None:
 
 @pytest.mark.parametrize("name", list(BUILDERS))
 def test_models_compute_what_the_reference_of_onnx_does(name: str) -> None:
-    """It adds up in float16 where numpy does, hence a tolerance."""
+    """The reference adds in float16 where numpy does, so there is a tolerance."""
     pieces = sliced(name)
     graph, feeds = halve(pieces.model.proto.SerializeToString()), inputs_of(pieces, 5)
     answer = pieces.model.answer.output
@@ -96,7 +96,7 @@ def test_a_graph_without_float16_stays_the_same() -> None:
 
 
 def test_float16_borders_bodies_and_other_domains_keep_their_float16() -> None:
-    """As a source model may have them that is float16 by itself."""
+    """A source model may have them if it is float16 itself."""
     half, value = TensorProto.FLOAT16, helper.make_tensor_value_info
     third = np.float16(1 / 3)
     body = helper.make_graph(

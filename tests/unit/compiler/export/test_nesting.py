@@ -44,7 +44,7 @@ def some_sure(rows: int, *, seed: int = 0) -> NDArray[np.float32]:
 
 
 def first_sure(sure: NDArray[np.float32], threshold: float = 0.5) -> list[int]:
-    """Where each sample leaves."""
+    """Return the exit of each sample."""
     return [next((i for i, c in enumerate(row) if c >= threshold), -1) for row in sure]
 
 
@@ -166,7 +166,7 @@ def test_an_empty_batch_is_answered_as_the_source_model_does(
 
 
 def test_weights_belong_to_the_branch_that_reads_them(file: Path, bundle: Bundle) -> None:
-    """So ONNX Runtime folds and prepacks them; and no name is used twice, as ONNX demands."""
+    """Then ONNX Runtime folds and prepacks them; and no name is used twice, as ONNX requires."""
     model = onnx.load(file)
     plan = make_plan(bundle)
     graph = model.graph

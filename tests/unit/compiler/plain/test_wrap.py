@@ -37,13 +37,13 @@ class Case(NamedTuple):
     alone: str = ""
     """A part of the reason why samples run alone; empty where they share batches."""
     rows: int = 3
-    """Rows that the file takes at once, at most."""
+    """Largest number of rows that the file takes."""
 
 
 def one_output(
     kind: str, dims: list[int | str], elem: int = TensorProto.FLOAT, **attributes: Any
 ) -> Model:
-    """Return what makes a model of one operator behind a linear layer, x [batch, 8] to [.., 8]."""
+    """Return a builder of one operator after a linear layer, x [batch, 8] to [.., 8]."""
 
     def build() -> onnx.ModelProto:
         b = Builder()
@@ -272,7 +272,7 @@ def test_the_output_that_is_named_is_served(wrap: Any) -> None:
 
 
 def labelled() -> onnx.ModelProto:
-    """As scikit-learn's exporter writes it: labels first, then the scores that they are made of."""
+    """Return labels first, then their scores, as scikit-learn's exporter does."""
     model = models.mlp()
     output = model.graph.output[0].name
     model.graph.node.append(helper.make_node("ArgMax", [output], ["label"], axis=1, keepdims=0))

@@ -47,7 +47,7 @@ class SlotMaker(OnnxRuntimeBackend):
 
 
 class ReversesClasses(HostSlot):
-    """Gives its answers back to front: as sure as before, and wrong."""
+    """Reverses its answers: same confidences, wrong classes."""
 
     def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
         result = super().run(stage, batch, threshold)
@@ -55,7 +55,7 @@ class ReversesClasses(HostSlot):
 
 
 class OverflowsAnswers(HostSlot):
-    """Gives infinite answers."""
+    """Returns infinite answers."""
 
     def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
         result = super().run(stage, batch, threshold)
@@ -87,7 +87,7 @@ class SpreadsNan(HostSlot):
 
 
 class IsSureOfNan(HostSlot):
-    """Has a maximum that passes NaN over, as the hardware's does."""
+    """Computes a maximum that ignores NaN, as the hardware does."""
 
     def run(self, stage: Any, batch: TensorBatch, threshold: float | None = None) -> StageResult:
         result = super().run(stage, batch, threshold)
@@ -141,7 +141,7 @@ class KeepsDescriptor(HostSlot):
 
 
 class DoesNotWait(HostSlot):
-    """Has its inputs where other slots have theirs, and does not wait until they are read."""
+    """Shares the memory of inputs with other slots, and does not wait until they are read."""
 
     place: dict[str, HostBatch]
     both: threading.Barrier
