@@ -11,10 +11,13 @@ IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reord
 # Tests start hundreds of processes: each would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-oldest fuzz chaos mutants lint typecheck format bench clean
+.PHONY: demo generate test test-all test-oldest fuzz chaos mutants lint typecheck format bench clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
 	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
+
+generate: $(INSTALLED)  ## train a small model that writes text, compile it, serve it, ask it
+	$(BIN)/python -m examples.generate $(if $(MODELS),--models $(MODELS))
 
 test: $(INSTALLED)  ## the tests but those marked slow, in PROCESSES processes
 	$(BIN)/python -m pytest -m "not slow" $(IN_PROCESSES)

@@ -63,6 +63,11 @@ class ScriptedTextBackend:
     sure: float = 0.6
     """About the share of stages that are sure."""
 
+    @property
+    def used(self) -> set[int]:
+        """Slots that were opened and not closed."""
+        return set(self.opened)
+
     def say(self, prompt: Tokens, tokens: Tokens, depths: Tokens, stage: int) -> tuple[int, float]:
         """What a stage says after a prompt and an answer's beginning: token and confidence."""
         context = (prompt, tokens, depths if self.propagates else ())

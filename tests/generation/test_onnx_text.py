@@ -88,6 +88,15 @@ def test_without_exits_tokens_are_those_of_the_plain_loop(
     assert [found[number].tokens for number in range(len(prompts))] == told
 
 
+@pytest.mark.parametrize("export", ["decoder", "encoder-decoder"])
+def test_500_prompts_get_the_tokens_of_the_plain_loop(export: str, tmp_path: Path) -> None:
+    plain = PlainModel(write(exported(**EXPORTS[export]), tmp_path))
+    prompts = drawn_prompts(500, seed=8)
+    found = write_all(backend_of(graphs_of(**EXPORTS[export])), prompts, MOST, seed=8)
+    for number, prompt in enumerate(prompts):
+        assert found[number].tokens == plain.greedy(prompt, MOST), prompt
+
+
 def test_with_catch_up_deep_tokens_are_those_of_the_model(export: str, tmp_path: Path) -> None:
     path = write(exported(**EXPORTS[export]), tmp_path)
     backend = backend_of(graphs_of(**EXPORTS[export], skipped="catch-up"))

@@ -18,7 +18,7 @@ def test_a_bundle_without_an_active_exit_is_a_failure(
     write(tmp_path, policy=ExitPolicy(version=1, active=()))
     monkeypatch.setattr(demo, "ROOT", tmp_path)
     monkeypatch.setattr(demo, "BUNDLE", Path("small.ee"))
-    monkeypatch.setattr(demo, "_serving", None)  # it must not come that far
+    monkeypatch.setattr(demo, "serving", None)  # it must not come that far
     monkeypatch.setattr(sys, "argv", ["demo"])
     assert demo.main() == 1
     out = capsys.readouterr().out
