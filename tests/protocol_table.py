@@ -1,4 +1,4 @@
-"""The tables of ``docs/protocol.md``: each method and route of the protocol, beside Triton's.
+"""The tables of ``docs/protocol.md``: each method and route of the protocol, compared with Triton's.
 
 ``python -m tests.protocol_table`` writes them into the document, from the schema, the routes and
 the remarks here; a test holds the document equal to them.
@@ -56,7 +56,7 @@ def methods() -> str:
     """Return the table of gRPC methods."""
     names = [m.name for m in FILE.services_by_name[SERVICE.rpartition(".")[2]].methods]
     rows = [f"| `{name}` | {REMARKS[name]} |" for name in names]
-    return "\n".join(["| method | beside Triton |", "|---|---|", *rows])
+    return "\n".join(["| method | compared with Triton |", "|---|---|", *rows])
 
 
 def routes() -> str:
