@@ -103,3 +103,14 @@ def test_every_option_is_explained() -> None:
 
 def test_figures_are_filled_in() -> None:
     assert "FIGURES" not in README
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (\S+) – (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    cited = dict(
+        re.findall(r"^([a-z-]+): (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    )
+    assert newest[1] == cited["version"] == version
+    assert newest[2] == cited["date-released"]

@@ -28,9 +28,9 @@ FIXED = {
     "dimensions of a tensor": tensors.MAX_DIMENSIONS,
     "calls of a connection": MAX_CALLS,
     "time for a call's message to arrive": ARRIVAL_S,
-    "connections to a worker that have not shown the token": MOST_UNKNOWN,
+    "connections to a worker that have not proved the token": MOST_UNKNOWN,
     "time for a TLS handshake": HANDSHAKE_S,
-    "time for a connection to a worker to show it": ADMIT_LIMIT_S,
+    "time for a connection to a worker to prove the token": ADMIT_LIMIT_S,
 }
 
 
