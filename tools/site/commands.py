@@ -17,8 +17,8 @@ _HEAD: Final = """\
 # Commands and their options
 
 This page is made of the commands themselves. `COMMAND --help` shows the options that most people
-need, `COMMAND --help-all` all of them. The [configuration file](operations.md#settings) of `eeserve`
-takes the same options.
+need, `COMMAND --help-all` all of them. The [configuration file](operations.md#settings) of
+`eeserve` takes the same options.
 """
 _SENTENCES: Final = re.compile(r"\s*\n\s*")
 

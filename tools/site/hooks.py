@@ -126,7 +126,9 @@ def page_of(path: Path) -> str:
         return HIDDEN + path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
-        inside = [f for f in sorted(path.rglob("*")) if f.is_file() and "__pycache__" not in f.parts]
+        inside = [
+            f for f in sorted(path.rglob("*")) if f.is_file() and "__pycache__" not in f.parts
+        ]
         lines = [f"- `{file.relative_to(ROOT).as_posix()}`" for file in inside]
         return f"{HIDDEN}# `{name}/`\n\nFiles of the repository:\n\n" + "\n".join(lines) + "\n"
     text = path.read_text(encoding="utf-8").rstrip("\n")
