@@ -23,7 +23,7 @@ from offramp.bundle import Bundle
 from offramp.engine.answers import criteria
 
 SMALLER = {
-    "SAMPLES = 20_000": "SAMPLES = 2_400",
+    "SAMPLES = 20_000": "SAMPLES = 6_000",
     "BLOCKS = 12": "BLOCKS = 2",
     "REVIEWS = 16_000": "REVIEWS = 2_400",
     "LAYERS = 8": "LAYERS = 2",
@@ -64,9 +64,8 @@ def test_every_block_of_the_page_runs(
 
 
 @pytest.mark.slow
-def test_the_tutorial_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
+def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On fewer samples and layers; each server serves until the next one is started."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -95,4 +94,4 @@ def test_the_tutorial_runs(
     assert served == [("garments",), ("garments", "reviews"), ("plain",)]
     assert re.search(r"recorded [1-9]\d* of 4,000", page)
     assert Bundle.open("reviews.ee").manifest.paddings
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert names["result"].outputs["logits"].argmax(1).tolist() == [1], "it likes the film"

@@ -18,7 +18,7 @@ _HEAD: Final = """\
 This page is made of the docstrings. [The Python API](python.md) introduces it, with code that runs;
 [Testing against Offramp](testing.md) does the same for the fakes.
 """
-_SECTION: Final = re.compile(r"^(Args|Returns|Raises|Yields):$", re.MULTILINE)
+_SECTION: Final = re.compile(r"(Args|Returns|Raises|Yields):$")
 _ROLE: Final = re.compile(r":\w+:`[~.]?(?:[^`<]*<)?([^`>]+)>?`")
 
 
@@ -46,6 +46,8 @@ def _class(module: str, name: str, found: type) -> Iterator[str]:
         bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__)
         yield f"{_prose(found)} An error, a kind of {bases}.\n"
         return
+    if "\nArgs:\n" in (inspect.getdoc(found) or ""):  # others are made by functions
+        yield f"```python\n{name}{_signature(found)}\n```\n"
     yield f"{_prose(found)}\n"
     fields = [*_fields(found)]
     if fields:
@@ -72,20 +74,48 @@ def _fields(found: type) -> Iterator[tuple[str, str]]:
     for now, then in zip(tree.body, tree.body[1:], strict=False):
         if not isinstance(now, ast.AnnAssign) or not isinstance(then, ast.Expr):
             continue
-        if isinstance(then.value, ast.Constant) and isinstance(then.value.value, str):
-            yield ast.unparse(now.target), _roles(then.value.value)
+        name, text = ast.unparse(now.target), then.value
+        documented = isinstance(text, ast.Constant) and isinstance(text.value, str)
+        if documented and not name.startswith("_"):
+            yield name, _roles(str(ast.literal_eval(text)))
 
 
 def _callable(name: str, found: Any) -> Iterator[str]:
-    try:
-        signature = str(inspect.signature(found))
-    except (TypeError, ValueError):
-        signature = "(…)"
-    signature = re.sub(r"(?<![\w.])(?:\w+\.)+(\w+)", r"\1", signature.replace("'", ""))
-    if len(signature) > 80:
-        signature = re.sub(r"(?<=[(,]) ?(?=[\w*/]+(?::|,|\)|=| =))", "\n    ", signature)
-    yield f"```python\n{name}{signature}\n```\n"
+    yield f"```python\n{name}{_signature(found)}\n```\n"
     yield f"{_prose(found)}\n"
+
+
+def _signature(found: Any) -> str:
+    """Return the signature, without modules of types, in several lines where it is long."""
+    known = inspect.signature(found)
+    parts, marks = [], {inspect.Parameter.KEYWORD_ONLY: "*"}
+    before = None
+    for parameter in known.parameters.values():
+        if parameter.name in ("self", "cls"):
+            continue
+        if before is inspect.Parameter.POSITIONAL_ONLY and parameter.kind is not before:
+            parts.append("/")
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            marks = {}
+        parts += [mark] if (mark := marks.pop(parameter.kind, None)) else []
+        parts.append(_short(str(parameter)))
+        before = parameter.kind
+    if before is inspect.Parameter.POSITIONAL_ONLY:
+        parts.append("/")
+    result = known.return_annotation
+    end = "" if result is inspect.Signature.empty else f" -> {_short(_annotation(result))}"
+    line = f"({', '.join(parts)}){end}"
+    return line if len(line) < 80 else "(\n    " + ",\n    ".join(parts) + f",\n){end}"
+
+
+def _annotation(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
+def _short(text: str) -> str:
+    """Return a parameter or type without quotes around types, and types without their modules."""
+    text = re.sub(r"^([*\w]+: )'(.*?)'(?= = |$)", r"\1\2", text)
+    return re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Z])", "", text)
 
 
 def _prose(documented: Any) -> str:
@@ -93,22 +123,29 @@ def _prose(documented: Any) -> str:
     if isinstance(documented, ModuleType):
         return _roles(_blocks(inspect.getdoc(documented) or ""))
     text = inspect.getdoc(documented) or ""
-    head, *sections = _SECTION.split(text)
-    parts = [_roles(_blocks(head.strip()))]
-    for title, body in zip(sections[::2], sections[1::2], strict=True):
-        parts.append(f"*{title}*\n\n{_items(body)}")
+    parts, title, body = [], "", list[str]()
+    for line in [*text.splitlines(), "end"]:
+        begins = _SECTION.match(line)
+        if begins or (title and line and not line.startswith(" ")):
+            parts.append(f"*{title}*\n\n{_items(body)}" if title else _text(body))
+            title, body = (begins[1], []) if begins else ("", [line])
+        else:
+            body.append(line)
+    parts.append(_text(body[:-1]))
     return "\n\n".join(part for part in parts if part)
 
 
-def _items(body: str) -> str:
+def _text(lines: list[str]) -> str:
+    return _roles(_blocks("\n".join(lines).strip()))
+
+
+def _items(lines: list[str]) -> str:
     """Return the entries of a section as a list: ``name: text``, indented lines go on."""
-    text = inspect.cleandoc(body)
-    entries = re.split(r"\n(?=\S)", text)
-    lines = []
-    for entry in entries:
-        flat = _roles(re.sub(r"\s*\n\s*", " ", entry.strip()))
-        lines.append("- " + re.sub(r"^([\w.*, ]+): ", r"`\1`: ", flat))
-    return "\n".join(lines)
+    entries = re.split(r"\n(?=\S)", inspect.cleandoc("\n".join(["", *lines])))
+    if not any(": " in entry for entry in entries):
+        return _roles(" ".join(entries))
+    flat = (_roles(re.sub(r"\s*\n\s*", " ", entry.strip())) for entry in entries)
+    return "\n".join("- " + re.sub(r"^([\w.*, ]+): ", r"`\1`: ", entry) for entry in flat)
 
 
 def _blocks(text: str) -> str:
@@ -117,9 +154,17 @@ def _blocks(text: str) -> str:
     def block(found: re.Match[str]) -> str:
         code = inspect.cleandoc("\n" + found[2]).rstrip()
         head = f"{found[1]}:\n\n" if found[1].strip() else ""
-        return f"{head}```python\n{code}\n```\n"
+        return f"{head}```{_language(code)}\n{code}\n```\n\n"
 
     return re.sub(r"^(.*?)::\n\n((?:(?: {4}.*)?\n?)+)", block, text, flags=re.MULTILINE)
+
+
+def _language(code: str) -> str:
+    try:
+        compile(code, "docstring", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError:
+        return "text"
+    return "python"
 
 
 def _roles(text: str) -> str:
