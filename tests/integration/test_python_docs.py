@@ -1,8 +1,11 @@
-"""The blocks of ``docs/python.md`` run, one after the other."""
+"""The blocks of ``docs/python.md`` and ``docs/tutorial.md`` run, one after the other."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,28 @@ import onnx
 import pytest
 import torch
 from tests.bundles import equal_times
+from tests.documents import ROOT, CodeBlock, blocks_of
+from tests.e2e.conftest import launcher
 from tests.models import mlp
 from tests.small import _vectors
 
 from offramp.bundle import Bundle
 from offramp.engine.answers import criteria
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
+SMALLER = {
+    "SAMPLES = 20_000": "SAMPLES = 6_000",
+    "BLOCKS = 12": "BLOCKS = 2",
+    "REVIEWS = 16_000": "REVIEWS = 2_400",
+    "LAYERS = 8": "LAYERS = 2",
+    "REQUESTS = 1000": "REQUESTS = 20",
+}
+"""Lines of the tutorial that the test makes smaller."""
+
+
+def run(block: CodeBlock, names: dict[str, Any]) -> None:
+    """Run a block of Python; errors have its line of the page."""
+    lines = "\n" * (block.line - 1)
+    exec(compile(lines + block.code, str(block.document), "exec"), names)
 
 
 @pytest.mark.slow
@@ -29,15 +47,13 @@ def test_every_block_of_the_page_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(criteria, "_REGISTERED", dict(criteria._REGISTERED))
     torch.set_num_threads(1)
-    text = DOCUMENT.read_text(encoding="utf-8")
-    blocks = [*re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)]
-    assert len(blocks) == text.count("```python") > 8
+    blocks = blocks_of(ROOT / "docs" / "python.md")
+    assert {block.language for block in blocks} == {"python"}
+    assert len(blocks) > 8
     names: dict[str, Any] = {}
     with equal_times():
         for block in blocks:
-            line = text.count("\n", 0, block.start(1))
-            code = compile("\n" * line + block[1], str(DOCUMENT), "exec")
-            exec(code, names)
+            run(block, names)
     assert Bundle.open("model.ee").policy.active
     assert {path.name for path in tmp_path.glob("*.ee")} == {
         "model.ee", "Net.ee", "second.ee", "third.ee",
@@ -45,3 +61,37 @@ def test_every_block_of_the_page_runs(
     printed = capsys.readouterr().out.splitlines()
     assert "(8, 3)" in printed
     assert any(line.startswith("http://127.0.0.1:") for line in printed)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec:FutureWarning")  # torch's own
+def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fewer samples and layers; each server serves until the next one is started."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    torch.set_num_threads(1)
+    names: dict[str, Any] = {}
+    made, served, address = [], [], ""
+    with ExitStack() as servers, equal_times():
+        launch = launcher(servers, tmp_path)
+        for block in blocks_of(ROOT / "docs" / "tutorial.md"):
+            if block.language == "python":
+                code = block.code.replace("127.0.0.1:8001", address)
+                for long, short in SMALLER.items():
+                    made += [long] * code.count(long)
+                    code = code.replace(long, short)
+                run(dataclasses.replace(block, code=code), names)
+            elif block.reason is None:
+                servers.pop_all().close()
+                launch = launcher(servers, tmp_path)
+                command, *words = shlex.split(block.code)
+                assert command == "eeserve"
+                server = launch(*words)
+                address = server.address
+                served.append(server.models)
+        page = server.get("/")
+    assert sorted(made) == sorted(SMALLER), "each line is there once"
+    assert served == [("garments",), ("garments", "reviews"), ("plain",)]
+    assert re.search(r"recorded [1-9]\d* of 4,000", page)
+    assert Bundle.open("reviews.ee").manifest.paddings
+    assert names["result"].outputs["logits"].argmax(1).tolist() == [1], "it likes the film"

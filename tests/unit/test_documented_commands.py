@@ -12,16 +12,13 @@ import pytest
 from benchmarks import methods
 from benchmarks.adapt import __main__ as adapt
 from benchmarks.frontier import __main__ as frontier
+from tests.documents import DOCUMENTS, ROOT, path_of
 
 from offramp.cluster.remote import eeworker
 from offramp.compiler.commands.cli import COMMANDS, COMPILE
 from offramp.server.arguments import make_parser
 from offramp.tools.bench import cli
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted(
-    path for where in ("", "docs/", "examples/*/") for path in ROOT.glob(f"{where}*.md")
-)
 PARSERS = {
     "eecompile": COMPILE.parser(),
     **{f"eecompile {name}": command.parser() for name, command in COMMANDS.items()},
@@ -73,7 +70,7 @@ def name_of(words: list[str]) -> str:
     return next(name for name in names if name in PARSERS)
 
 
-LINES = [(path.name, line) for path in DOCUMENTS for line in printed(path)]
+LINES = [(path_of(path), line) for path in DOCUMENTS for line in printed(path)]
 
 
 @pytest.mark.parametrize(("document", "line"), LINES)
@@ -92,7 +89,7 @@ def test_commands_are_found_in_every_form() -> None:
     ]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=path_of)
 def test_flags_in_the_text_are_those_of_the_commands(document: Path) -> None:
     if document.name == "CHANGELOG.md":
         return

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from tests.documents import DOCUMENTS, PAGES, path_of
 
 from offramp.cluster.planning.cluster_file import parse_cluster
 from offramp.cluster.planning.ray_entry import RayEntry
@@ -22,12 +23,11 @@ from offramp.server.arguments import make_parser
 from offramp.tools.bench.cli import make_parser as bench_parser
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = [path for where in ("", "docs/", "examples/*/") for path in ROOT.glob(f"{where}*.md")]
 README = (ROOT / "README.md").read_text()
-COMMANDS = "".join([README, *(p.read_text() for p in sorted((ROOT / "docs").glob("*.md")))])
+COMMANDS = "".join([README, *(p.read_text() for p in PAGES)])
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=path_of)
 def test_links_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
         if not target.startswith("http"):
