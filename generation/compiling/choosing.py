@@ -44,14 +44,16 @@ def choose_exits(
     differing: bool,
     fills: bool,
 ) -> tuple[ChosenExits, ...]:
-    """Choose the exits that save most at the bound, and the best single exit; none if none save.
+    """Choose exits that save time at the bound, to be measured; none if none save.
 
-    The last level of a path has all tokens leave at the first exit, so that a decoder which is cut
-    off behind it is among the choices. ``layers`` are the numbers of layers before each exit of the
+    Chosen are the exits that save most, the single exit that saves most, and the first exit at
+    which all tokens may leave, as the last level of a path does: that is the decoder cut off there,
+    which costs least a layer. ``layers`` are the numbers of layers before each exit of the
     records. ``differing`` is true if whole answers have to be equal; otherwise the risk is the
     share of wrong tokens.
     """
     found: list[tuple[float, tuple[int, ...], FloatArray]] = []
+    cut_off: list[tuple[float, tuple[int, ...], FloatArray]] = []
     for chosen in _sets(records.exits):
         own = records.of_exits(chosen)
         path = np.vstack([tuning_path(own.confidences, own.agrees), np.zeros(len(chosen))])
@@ -61,15 +63,18 @@ def choose_exits(
         share = costs.of_tokens(ends, at, fills=fills) / costs.whole + _PRICE * len(chosen)
         if share < 1:
             found.append((share, chosen, path))
+            if len(chosen) == 1 and level == len(path) - 1 and not cut_off:
+                cut_off.append(found[-1])
     found.sort(key=lambda choice: choice[0])
     single = [choice for choice in found if len(choice[1]) == 1]
+    wanted = {id(choice): choice for choice in (*found[:1], *single[:1], *cut_off)}
     return tuple(
         ChosenExits(
             exits=chosen,
             path=_spread(records.of_exits(chosen), path, promise, differing=differing),
             expected=share - _PRICE * len(chosen),
         )
-        for share, chosen, path in (found[:1] + [one for one in single[:1] if one is not found[0]])
+        for share, chosen, path in wanted.values()
     )
 
 
