@@ -76,8 +76,53 @@ def compare_table() -> Iterator[Sequence[str]]:
             yield model, str(size), *(f"{share:.2f}" for share in shares), agreement
 
 
+def text_risks_table() -> Iterator[Sequence[str]]:
+    """Yield how often generated text differs from the unmodified model's, by system."""
+    yield (
+        "system", "tokens that differ", "answers that differ", "edit distance", "layers run",
+        "right answers",
+    )  # fmt: skip
+    for name, risk in read_result("generation")["risks"].items():
+        if name.endswith(_TOGETHER):
+            continue
+        keys = ("tokens", "whole_outputs", "edit_distance", "layers_run", "right")
+        yield _text_system(name), *(f"{risk[key]:.2%}" for key in keys)
+
+
+def text_goodput_table() -> Iterator[Sequence[str]]:
+    """Yield tokens a second over the unmodified model's, by system and sequences in flight."""
+    figures = read_result("generation")["goodput"]
+    counts = sorted({figure["in_flight"] for figure in figures})
+    yield "system", *(f"{count} in flight" for count in counts)
+    for name in dict.fromkeys(figure["system"] for figure in figures):
+        of_system = {f["in_flight"]: f for f in figures if f["system"] == name}
+        if name == "unmodified":
+            rates = (f"{of_system[count]['tokens_per_s']:,.0f} tokens/s" for count in counts)
+            yield _text_system(name), *rates
+        else:
+            yield _text_system(name), *(f"×{of_system[count]['ratio']:.2f}" for count in counts)
+
+
+_TOGETHER: Final = ", together"
+_TEXT_SYSTEMS: Final[Mapping[str, str]] = {
+    "whole": "exits, answers that differ ≤ 1 %",
+    "edit": "exits, edit distance ≤ 1 %",
+    "tokens": "exits, tokens that differ ≤ 1 %",
+    "layers_3": "trained with 3 layers",
+    "layers_4": "trained with 4 layers",
+}
+
+
+def _text_system(name: str) -> str:
+    system, _, policy = name.partition(", ")
+    shown = _TEXT_SYSTEMS.get(system, system)
+    return f"{shown}; batches together" if policy == "together" else shown
+
+
 TABLES: Final[Mapping[str, Callable[[], Iterator[Sequence[str]]]]] = {
     "compare": compare_table,
+    "text-goodput": text_goodput_table,
+    "text-risks": text_risks_table,
 }
 """Rows of each table, its heading first."""
 
