@@ -11,7 +11,7 @@ IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reord
 # Tests start hundreds of processes: each would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-oldest fuzz chaos mutants lint typecheck format bench clean
+.PHONY: demo test test-all test-oldest fuzz chaos mutants lint typecheck format bench site clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
 	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
@@ -53,6 +53,9 @@ bench: $(INSTALLED)  ## measure: the example against its source model, and the t
 	    --data examples/fashion/calibration.npz --output demo/fashion.ee
 	$(BIN)/eebench compare demo/fashion.ee --data examples/fashion/test.npz
 	$(BIN)/python -m benchmarks.thresholds
+
+site: $(INSTALLED)  ## the site of the documentation, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .venv-oldest demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
