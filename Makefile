@@ -11,7 +11,7 @@ IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reord
 # Tests start hundreds of processes: each would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo generate test test-all test-oldest fuzz chaos mutants lint typecheck format bench figures clean
+.PHONY: demo generate test test-all test-oldest fuzz chaos mutants lint typecheck format bench figures site clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
 	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
@@ -59,6 +59,9 @@ bench: $(INSTALLED)  ## measure: the example against its source model, and the t
 
 figures: $(INSTALLED)  ## measure all figures of README and docs, or RESULTS, and fill the tables
 	$(BIN)/python -m offramp.tools.figures --measure $(RESULTS) $(if $(BUSY),--busy)
+
+site: $(INSTALLED)  ## the site of the documentation, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .venv-oldest demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

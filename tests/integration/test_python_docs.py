@@ -93,5 +93,5 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(made) == sorted(SMALLER), "each line is there once"
     assert served == [("garments",), ("garments", "reviews"), ("plain",)]
     assert re.search(r"recorded [1-9]\d* of 4,000", page)
-    assert Bundle.open("reviews.ee").manifest.paddings
+    assert Bundle.open("reviews.ee").policy.active
     assert names["result"].outputs["logits"].argmax(1).tolist() == [1], "it likes the film"

@@ -99,4 +99,4 @@ def _plain(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|")
+    return f"`{text}`"  # the extension for tables takes no | in code for the end of a cell

@@ -65,7 +65,7 @@ def _class(module: str, name: str, found: type) -> Iterator[str]:
 
 
 def _fields(found: type) -> Iterator[tuple[str, str]]:
-    """Yield the documented attributes of a class: names, and the strings behind them."""
+    """Yield the documented attributes of a class: names, and the strings after them."""
     try:
         (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(found))).body
     except (OSError, TypeError, SyntaxError):
