@@ -1,4 +1,4 @@
-"""The tables of ``docs/protocol.md``: each method and route of the protocol, compared with Triton's.
+"""Tables of ``docs/protocol.md``: each method and route of the protocol, compared with Triton's.
 
 ``python -m tests.protocol_table`` writes them into the document, from the schema, the routes and
 the remarks here; a test holds the document equal to them.
