@@ -343,12 +343,12 @@ Call = Callable[[], object]
         (
             lambda: offramp.compile(Net(), X[:, :4]),
             ModuleExportError,
-            ("Net", "RuntimeError: mat1", "give others"),
+            ("Net", "RuntimeError: mat1", "pass others"),
         ),
         (
             lambda: offramp.compile(Broken(), X),
             ModuleExportError,
-            ("Broken", "ValueError: nothing works", "give others"),
+            ("Broken", "ValueError: nothing works", "pass others"),
         ),
         (
             lambda: offramp.compile(Words(), X),

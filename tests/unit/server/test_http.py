@@ -137,7 +137,7 @@ def test_a_history_that_fails_stops_no_page(
         assert get(f"{server.url}/")[0] == 200
         assert get(f"{server.url}/history.json")[0] == 200
     assert [r.getMessage() for r in caplog.records if r.name.endswith("history")] == [
-        "the history of the status page ends here"
+        "the history of the status page stops after an error"
     ]
 
 

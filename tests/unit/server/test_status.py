@@ -180,8 +180,8 @@ def test_forced_exits_are_conspicuous() -> None:
     exits = (stage("exit 1", 0.93216, 750, forced=125), *EXITS[1:])
     text = text_of(Engine(now=dataclasses.replace(STATISTICS, stages=exits)))
     assert "Exits are being forced: 125 answers (12.5 %) came from an exit" in text
-    assert "because the scheduling policy (slackfit) had them leave there" in text
-    assert "The promise does not hold for these;" in text
+    assert "because the scheduling policy (slackfit) forced them to leave there" in text
+    assert "The promise does not hold for these answers;" in text
     assert "answers forced mean batch" in text
     assert "exit 1 confidence ≥ 0.9322 75.0 % 750 125 – –" in text
     assert "125 forced (12.5 %)" in text
@@ -454,8 +454,8 @@ def test_words_stand_where_there_is_nothing_to_draw() -> None:
     assert "answered early" not in text
     text = text_of(Engine(), record(History(), counted(1), counted(1)))
     assert text.count("No request was answered in the last 15 minutes.") == 2
-    assert "not compared with the unmodified model's in mode leave; they are with --mode" in text
-    assert "None in the time that is kept, at most 15 minutes." in text
+    assert "not compared with the unmodified model's in mode leave; use --mode" in text
+    assert "None in the last 15 minutes." in text
 
 
 def test_refused_requests_of_all_models_have_a_chart() -> None:
