@@ -116,7 +116,7 @@ def test_the_history_is_recorded_from_the_start_on(served: Any) -> None:
     assert found["interval_s"] == 5.0
     page = get(f"{served.url}/")[1]  # of a model that no snapshot has yet
     assert "a&lt;b" in page
-    assert "No interval is over yet: the first one takes 5 s." in page
+    assert "No interval is complete yet: the first one takes 5 s." in page
 
 
 def test_nothing_is_recorded_once_the_server_has_stopped() -> None:
