@@ -3,7 +3,7 @@
 ::
 
     FakeServer    a server in the test's own process: real gRPC, a fake engine   server, engine
-    FakeEngine    an engine without models, which tests can control               engine
+    FakeEngine    an engine without models, which tests can control              engine
     FakeBackend   a backend without a model, which answers from a script         backend
     worker        a worker process without a model, with faults that tests request
     FakeDriver    a CUDA driver without a GPU, which detects misuse              cuda_driver, cuda_*

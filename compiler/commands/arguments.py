@@ -229,7 +229,7 @@ may differ from the model's. Write a bundle, which eeserve serves.""",
         short=SHORT,
         illegal=COMPILE,
         examples={
-            "eecompile model.onnx": "describes it, and what compiling needs",
+            "eecompile model.onnx": "what it is, what compiling needs",
             "eecompile model.onnx --data samples.npz": "writes model.ee",
             "eecompile model.onnx --data random": "a dry run that certifies nothing",
         },

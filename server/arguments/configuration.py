@@ -102,7 +102,7 @@ class Configuration:
             engine: Fields of :class:`EngineOptions`, and of extensions' settings.
             defaults: Fields of :class:`ModelOptions`.
             learning: Fields of :class:`LearnOptions`; ``None`` if the command line does not ask for
-            learning.
+                learning.
 
         Raises:
             ConfigurationError: The file's settings contradict each other or refer to something

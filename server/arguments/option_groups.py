@@ -444,15 +444,15 @@ def add_learning(parser: argparse.ArgumentParser) -> None:
         type=integer(1),
     )
     options.add(
+        "--learn-folder",
         "folder for each model's folder NAME.learn, with recorded inputs, state and bundle "
-        "(default: next to the ONNX file)",
         "(default: next to the ONNX file)",
         metavar="DIR",
         type=Path,
     )
     options.add(
+        "--learn-gib",
         f"most disk space for the recorded inputs of a model, in GiB (default: {usual.max_gib:g})",
-        f"most that the recorded inputs of a model take on the disk (default: {usual.max_gib:g})",
         metavar="GIB",
         type=number(0.0, above=True),
     )

@@ -197,7 +197,7 @@ def _converted(what: str, datatype: str, dtype: np.dtype[Any], array: NDArray[An
             if dtype.kind == "f":
                 changed = np.isinf(converted) & np.isfinite(array.astype(np.float64))
     except (OverflowError, TypeError, ValueError):
-        raise BadInputError(f"{what} has an element that is not a valid {datatype}") from None
+        raise BadInputError(f"{what} has an element that is no {datatype}") from None
     found = np.flatnonzero(changed)
     if found.size:
         raise BadInputError(f"{what} has the element {array.flat[found[0]]}, beyond {datatype}")

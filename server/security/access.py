@@ -170,4 +170,4 @@ def _check_name(principal: Principal, model: str) -> None:
 
 
 def _described(principal: Principal) -> str:
-    return f"token {principal.name!r} is for {', '.join(sorted(principal.models or ()))} only"
+    return f"token {principal.name!r} is for {', '.join(sorted(principal.models or ()))} alone"

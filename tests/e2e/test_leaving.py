@@ -52,7 +52,7 @@ def test_a_signal_answers_what_is_in_flight_and_exits_0(
     assert len(asyncio.run(scenario()).exits) == 2
     assert server.process.wait(60) == 0
     log = server.log.read_text()
-    assert f"{number.name}: leaving once the requests in flight are answered" in log
+    assert f"{number.name}: stopping once the requests in flight are answered" in log
     assert log.endswith("stopped\n")
     with Client(server.address) as client, pytest.raises(ConnectionFailedError):
         client.server_ready(timeout_s=30)

@@ -1,6 +1,6 @@
 """``python -m tests.fuzz --minutes 30``: 0 if no bytes brought about what none may.
 
-Cases that did are kept under ``.fuzz/findings``; those worth keeping for good belong into
+Cases that did are kept under ``.fuzz/findings``; those worth keeping for good belong in
 ``tests/fuzz/regressions``, named by their campaign. Cases of new outcomes are kept under
 ``.fuzz/corpus``, and the next run begins with them.
 """

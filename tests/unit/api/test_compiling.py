@@ -257,7 +257,7 @@ def test_the_older_exporter_helps_out_and_a_line_says_so(
 def test_a_choice_by_values_is_refused_in_one_line(
     asked: Asked, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ModuleExportError, match=r"^Branching\.forward chooses by the values of"):
+    with pytest.raises(ModuleExportError, match=r"^Branching\.forward chooses its computation"):
         offramp.compile(Branching(), {"x": X})
     assert capfd.readouterr() == ("", "")
 
@@ -343,12 +343,12 @@ Call = Callable[[], object]
         (
             lambda: offramp.compile(Net(), X[:, :4]),
             ModuleExportError,
-            ("Net", "RuntimeError: mat1", "give others"),
+            ("Net", "RuntimeError: mat1", "pass others"),
         ),
         (
             lambda: offramp.compile(Broken(), X),
             ModuleExportError,
-            ("Broken", "ValueError: nothing works", "give others"),
+            ("Broken", "ValueError: nothing works", "pass others"),
         ),
         (
             lambda: offramp.compile(Words(), X),

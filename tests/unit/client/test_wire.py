@@ -111,7 +111,7 @@ def test_variants_that_answered_are_told() -> None:
         (response(forced="0,2"), ("'offramp_forced' has values besides 0 and 1",)),
         (response(forced="0,yes"), ("'offramp_forced'", "'0,yes'")),
         (response(forced="1"), ("'offramp_forced': 1}",)),
-        (response(exits="0"), ("disagrees about its number of samples",)),
+        (response(exits="0"), ("inconsistent numbers of samples",)),
         (response(rows=3), ("{'y': 3, 'offramp_exits': 2, 'offramp_confidences': 2}",)),
     ],
 )

@@ -473,7 +473,7 @@ def test_a_failed_call_fails_its_batch_only(bench: Bench, call: str) -> None:
     except BackendError as error:
         failed.append(str(error))
     assert failed, call
-    assert f"{call} failed, as the test wants it" in failed[0]
+    assert f"{call} failed, as the test requests" in failed[0]
     for _ in range(2):
         kept = bench.slot.select(carry_of(bench, [0.9, 0.1, 0.2]), np.array([1, 2]))
         np.testing.assert_array_equal(answer_at_end(bench, kept), end_of([1, 2], 2))

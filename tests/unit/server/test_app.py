@@ -169,7 +169,7 @@ def test_new_requests_are_answered_for_a_while_after_readiness_fell(
         assert server.process.wait(30) == 0  # nothing was in flight
     told = server.told()
     tells(told, "3600 s", "--drain-delay-s")
-    assert told.index("SIGTERM again: leaving at once") < told.index("stopped")
+    assert told.index("SIGTERM again: stopping immediately") < told.index("stopped")
 
 
 def test_at_a_terminal_nobody_waits_for_load_balancers(launch: Callable[..., Process]) -> None:
@@ -200,7 +200,7 @@ def test_a_second_signal_ends_even_a_load_that_does_not_end() -> None:
         assert process.stderr is not None
         assert process.stdout.readline() == b"loading\n"
         process.send_signal(signal.SIGTERM)
-        assert b"SIGTERM: leaving" in process.stderr.readline()
+        assert b"SIGTERM: stopping" in process.stderr.readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == -signal.SIGTERM
 
@@ -299,7 +299,7 @@ def test_a_second_signal_forces_and_only_lost_requests_are_an_error(
     with caplog.at_level(logging.INFO):
         assert asyncio.run(scenario()) == status
     assert engine.closed
-    assert "SIGTERM again: leaving at once" in caplog.text
+    assert "SIGTERM again: stopping immediately" in caplog.text
     assert ("leaving with 1 samples unanswered" in caplog.text) == bool(waiting)
 
 

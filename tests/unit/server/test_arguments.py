@@ -179,7 +179,7 @@ def test_a_file_may_set_what_a_mode_ignores(tmp_path: Path) -> None:
     ("command", "reason"),
     [
         ("", ("no model", "bundle")),
-        ("a/m.ee b/m.ee", ("two models", "'m'", "a/m.ee and b/m.ee", "another name")),
+        ("a/m.ee b/m.ee", ("two models", "'m'", "a/m.ee and b/m.ee", "rename one")),
         ("m.ee --model m=x", ("two models", "'m'")),
         ("--model m", ("'m'", "NAME=PATH")),
         ("--model =m", ("'=m'", "NAME=PATH")),

@@ -129,7 +129,7 @@ def test_two_models_of_one_name_are_refused(file: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         arguments(file, "a/fashion.ee")
     told = capsys.readouterr().err
-    tells(told, "'fashion'", f"a/fashion.ee and {file.parent / 'fashion.ee'}", "give one another")
+    tells(told, "'fashion'", f"a/fashion.ee and {file.parent / 'fashion.ee'}", "rename one of them")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_counts_go_on_when_a_model_is_replaced() -> None:
     (event,) = history.events
     assert (event.time_s, event.change.text) == (
         105.0,
-        "version 2 serves in the place of version 1",
+        "version 2 replaced version 1",
     )
 
 
@@ -134,7 +134,7 @@ def test_points_and_events_are_bounded() -> None:
     history = history_of(*snapshots)
     assert (len(history.points), len(history.events)) == (POINTS, EVENTS) == (180, 100)
     assert history.points[0].start_s == 100.0 + 20 * 5
-    assert history.events[-1].change.text == "exit policy 200 in the place of 199"
+    assert history.events[-1].change.text == "exit policy 200 replaced exit policy 199"
 
 
 def test_places_come_in_depth_order_and_only_where_they_answered() -> None:
@@ -177,11 +177,11 @@ def alarmed(count: int) -> ControlStatus:
             [("drift", "2 drift alarms; the controller is now recovering", True)],
         ),
         ({}, {"control": alarmed(3)}, []),
-        ({}, {"policy_version": 8}, [("policy", "exit policy 8 in the place of 7", False)]),
+        ({}, {"policy_version": 8}, [("policy", "exit policy 8 replaced exit policy 7", False)]),
         (
             {"version": 2, "control": alarmed(3)},
             {"version": 3, "policy_version": 1, "control": alarmed(9)},
-            [("version", "version 3 serves in the place of version 2", False)],
+            [("version", "version 3 replaced version 2", False)],
         ),
         ({"version": 3}, {}, [("version", "the model was unloaded and loaded again", False)]),
         (
@@ -258,7 +258,7 @@ def test_json_has_the_points_with_times_of_the_wall_clock() -> None:
                     {
                         "unix_s": 1_800_000_005.0,
                         "kind": "policy",
-                        "text": "exit policy 8 in the place of 7",
+                        "text": "exit policy 8 replaced exit policy 7",
                         "warning": False,
                     }
                 ],

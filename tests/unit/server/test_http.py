@@ -116,7 +116,7 @@ def test_the_history_is_recorded_from_the_start_on(served: Any) -> None:
     assert found["interval_s"] == 5.0
     page = get(f"{served.url}/")[1]  # of a model that no snapshot has yet
     assert "a&lt;b" in page
-    assert "No interval is over yet: the first one takes 5 s." in page
+    assert "No interval is complete yet: the first one takes 5 s." in page
 
 
 def test_nothing_is_recorded_once_the_server_has_stopped() -> None:
@@ -137,7 +137,7 @@ def test_a_history_that_fails_stops_no_page(
         assert get(f"{server.url}/")[0] == 200
         assert get(f"{server.url}/history.json")[0] == 200
     assert [r.getMessage() for r in caplog.records if r.name.endswith("history")] == [
-        "the history of the status page ends here"
+        "the history of the status page stops after an error"
     ]
 
 

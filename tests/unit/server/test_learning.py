@@ -94,7 +94,7 @@ def test_the_page_tells_how_far_it_is() -> None:
     page = render_status(Engine(now=replace(STATISTICS, learning=STATUS)))
     text = Text(page).text
     assert "Learning: compiling failed: no <memory>; again at 14:02." in text
-    for words in ("3,412 recorded inputs", "12,000 wanted", "7 drawn and not recorded", "3.0 MiB"):
+    for words in ("3,412 recorded inputs", "12,000 wanted", "7 drawn, but not recorded", "3.0 MiB"):
         assert words in text
     assert "Learning" not in Text(render_status(Engine(now=STATISTICS))).text
 

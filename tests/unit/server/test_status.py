@@ -103,8 +103,8 @@ def test_the_page_says_what_is_served() -> None:
         "exit 1 confidence ≥ 0.9322 75.0 % 750 – –",
         "queue 0 – – – –",
         "request 100 100.00 ms 100.00 ms 190.00 ms 198.00 ms",
-        "1,000 answered 0 queued 0 in flight Trouble 0 forced (0.0 %) 5 failed 0 cancelled",
-        "3 backend error 2 given up early 6 retried 1 stream restarts",
+        "1,000 answered 0 queued 0 in flight Failures 0 forced (0.0 %) 5 failed 0 cancelled",
+        "3 backend error 2 dropped early 6 retried 1 stream restarts",
         "Promise: disagreement with the unmodified model ≤ 1 % on data like the calibration set,",
         "set, certified with 95 % confidence on 5,000 samples (12 answered otherwise).",
     ):
@@ -180,8 +180,8 @@ def test_forced_exits_are_conspicuous() -> None:
     exits = (stage("exit 1", 0.93216, 750, forced=125), *EXITS[1:])
     text = text_of(Engine(now=dataclasses.replace(STATISTICS, stages=exits)))
     assert "Exits are being forced: 125 answers (12.5 %) came from an exit" in text
-    assert "because the scheduling policy (slackfit) had them leave there" in text
-    assert "The promise does not hold for these;" in text
+    assert "because the scheduling policy (slackfit) forced them to leave there" in text
+    assert "The promise does not hold for these answers;" in text
     assert "answers forced mean batch" in text
     assert "exit 1 confidence ≥ 0.9322 75.0 % 750 125 – –" in text
     assert "125 forced (12.5 %)" in text
@@ -425,7 +425,7 @@ def test_events_are_marked_in_every_chart_and_listed() -> None:
     page = render_status(Engine(now=snapshots[-1]), history)
     words = "drift alarm; the controller is now steady"
     assert [t for t in Drawings(page).titles if "drift" in t] == [f"5 s ago: {words}"] * 4
-    assert f"time, UTC before now kind what happened 08:00:10 5 s ago drift {words}" in text_of(
+    assert f"time, UTC age kind what happened 08:00:10 5 s ago drift {words}" in text_of(
         Engine(now=snapshots[-1]), history
     )
     assert "None: no drift alarm" not in page
@@ -434,7 +434,7 @@ def test_events_are_marked_in_every_chart_and_listed() -> None:
 def test_many_events_fold_up() -> None:
     snapshots = [counted(n, policy_version=n) for n in range(1, 13)]
     text = text_of(Engine(now=snapshots[-1]), record(History(), *snapshots))
-    assert "now policy exit policy 12 in the place of 11" in text
+    assert "now policy exit policy 12 replaced exit policy 11" in text
     assert "3 earlier time, UTC" in text
 
 
@@ -449,13 +449,13 @@ def test_tiles_are_of_the_latest_interval() -> None:
 
 def test_words_stand_where_there_is_nothing_to_draw() -> None:
     text = text_of(Engine())
-    assert text.count("No interval is over yet: the first one takes 5 s.") == 5
+    assert text.count("No interval is complete yet: the first one takes 5 s.") == 5
     assert "None: no drift alarm" in text
     assert "answered early" not in text
     text = text_of(Engine(), record(History(), counted(1), counted(1)))
     assert text.count("No request was answered in the last 15 minutes.") == 2
-    assert "not compared with the unmodified model's in mode leave; they are with --mode" in text
-    assert "None in the time that is kept, at most 15 minutes." in text
+    assert "not compared with the unmodified model's in mode leave; use --mode" in text
+    assert "None in the last 15 minutes." in text
 
 
 def test_refused_requests_of_all_models_have_a_chart() -> None:

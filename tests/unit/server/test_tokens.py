@@ -356,7 +356,7 @@ def test_other_headers_are_refused(users: Path, headers: list[str], told: str) -
         ("", ("no token", "NAME:TOKEN")),
         (ANN, ("line 1: expected NAME:TOKEN",)),
         (f"\n:{ANN}", ("line 2: expected NAME:TOKEN",)),
-        ("ann:short", ("line 1", "token is none", "16 to 512 letters", "secrets")),
+        ("ann:short", ("line 1", "token is invalid", "16 to 512 letters", "secrets")),
         (f"ann:{ANN}:", ("no model follows the second colon",)),
         (f"ann:{ANN}\nbob:{ANN}", ("line 2", "twice")),
     ],

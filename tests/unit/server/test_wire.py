@@ -171,8 +171,8 @@ def test_packed_floats_may_be_many(datatype: str, dtype: Any) -> None:
     ("made", "message"),
     [
         (request("FP32", (999,), fp32_contents=[1.0] * 1000), "1000 elements in fp32_contents"),
-        (request("FP32", (1000,), fp64_contents=[1.0] * 1000), "belong into fp32_contents"),
-        (request("INT32", (1000,), fp32_contents=[1.0] * 1000), "belong into int_contents"),
+        (request("FP32", (1000,), fp64_contents=[1.0] * 1000), "belong in fp32_contents"),
+        (request("INT32", (1000,), fp32_contents=[1.0] * 1000), "belong in int_contents"),
     ],
 )
 def test_packed_floats_are_checked_as_others_are(made: Any, message: str) -> None:

@@ -370,11 +370,11 @@ AT_ONCE: dict[str, tuple[Step, Step, str]] = {
         "which was freed",
     ),
     "free twice": (lambda b: None, lambda b: b.driver.free(freed(b)), "was freed before"),
-    "free what is none": (lambda b: None, lambda b: b.driver.free(64), "is no address"),
+    "free what is none": (lambda b: None, lambda b: b.driver.free(64), "was never allocated"),
     "free pinned memory as the device's": (
         lambda b: None,
         lambda b: b.driver.free(b.here.address),
-        "is no address",
+        "was never allocated",
     ),
     "beyond the end": (
         lambda b: None,
