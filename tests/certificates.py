@@ -26,7 +26,7 @@ class Authority:
 
     @property
     def pem(self) -> bytes:
-        """Its own certificate."""
+        """Certificate of the authority itself."""
         return self._authority.cert_pem.bytes()
 
     def issue(self, name: str = "server", *, expired: bool = False) -> tuple[Path, Path]:

@@ -24,7 +24,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Said(NamedTuple):
-    """What was said of each of b samples."""
+    """Results for each of b samples."""
 
     answer: NDArray[Any]
     exit: NDArray[Any]

@@ -35,9 +35,9 @@ class FakeBuild(NamedTuple):
 class FakeBuilder:
     """A builder of engines: a :class:`~offramp.compiler.engines.builder_protocol.EngineBuilder`.
 
-    A profile refuses shapes outside it, as TensorRT's do. ``before_build`` is called with how many
-    were built before, and may raise; ``alter`` says what becomes of an engine's outputs; ``speeds``
-    how fast it is said to be in other precisions than fp32, for :meth:`time`.
+    A profile refuses shapes outside it, as TensorRT's do. ``before_build`` is called with the
+    number of earlier builds, and may raise; ``alter`` changes an engine's outputs; ``speeds`` has
+    its relative speed in other precisions than fp32, for :meth:`time`.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ from offramp.engine.stages.plan import Mode, Plan, StageSpec
 from offramp.testing.backend import SCRIPT, FakeBackend
 
 FAKE_HASH = "fa" * 32
-"""Of the bundle that the fake model pretends to be of."""
+"""Hash of the bundle that the fake model claims to be from."""
 
 
 def fake_plan(

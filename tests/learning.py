@@ -1,4 +1,4 @@
-"""What tests of learning share: a model with a bundle of it, and compilations that are faked."""
+"""Shared parts of tests of learning: a model with a bundle of it, and fake compilations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Stands in for the process that compiles: ``python -m tests.learning_worker CORES PRIORITY …``.
+"""Fake of the compiling process: ``python -m tests.learning_worker CORES PRIORITY …``.
 
-The file beside the learn folder that is called ``fake`` says what it does: ``copy PATH``, a bundle
-that it writes; ``fail TEXT``; ``hang``.
+The file ``fake`` next to the learn folder selects its action: ``copy PATH``, a bundle that it
+writes; ``fail TEXT``; ``hang``.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ MODEL = "served"
 async def serving(
     bundle: Bundle, mode: Mode = Mode.LEAVE, **options: Any
 ) -> AsyncIterator[tuple[Engine, AsyncClient]]:
-    """The bundle behind a real socket; what comes together waits for each other."""
+    """Yield the bundle on a real socket; concurrent requests wait for each other."""
     settings = {"max_queue_delay_ms": 20.0, "controller": "static", **options}
     how = EngineOptions(mode=mode, keep_state=False, defaults=ModelOptions(**settings))
     engine = await Engine.open({MODEL: bundle.path}, how, backend=OnnxRuntimeBackend())

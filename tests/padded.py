@@ -71,7 +71,7 @@ def _everything(path: Path) -> ort.InferenceSession:
 
 
 def answers(bundle: Bundle, inputs: Arrays) -> Arrays:
-    """What source model and exits say of samples, and how sure they are, by output."""
+    """Return answers and confidences of source model and exits for samples, by output."""
     session = _everything(bundle.path)
     names = [output.name for output in session.get_outputs()]
     read = {tensor.name for tensor in session.get_inputs()}

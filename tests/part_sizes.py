@@ -22,7 +22,7 @@ def check_part_sizes(bundle: Bundle) -> None:
 
 
 def _crossing(bundle: Bundle) -> list[int]:
-    """Run the segments one by one on a row, and count what is read behind each."""
+    """Run the segments one by one on a row, and count the bytes read after each."""
     manifest = bundle.manifest
     shapes = manifest.calibration.sample_shapes
     tensors: dict[str, NDArray[Any]] = {

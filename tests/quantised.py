@@ -16,7 +16,7 @@ from offramp.engine.common.environment import cpu_features
 
 
 def quantised(model: SourceModel, samples: Dataset) -> bytes:
-    """Give an int8 copy with Q/DQ pairs, of whatever worth; it answers the same on all CPUs."""
+    """Return an int8 copy with Q/DQ pairs, of any quality; its answers are equal on all CPUs."""
     graph = model.proto.SerializeToString()
     copy = quantize(graph, measure_ranges(graph, samples, threads=1))
     return of_7_bits(copy) if cpu_features().saturates else copy

@@ -73,7 +73,7 @@ def dataset_of(pieces: Sliced, samples: int) -> Dataset:
 
 
 def timed(pieces: Sliced, parts: DataSplit, options: CompileOptions) -> TimedModel:
-    """Say that every segment takes 1 ms at batch 8; exits are timed as ever."""
+    """Return times of 1 ms for every segment at batch 8; exits are timed normally."""
     segments = len(pieces.segments)
     return TimedModel(
         sliced=pieces,

@@ -15,9 +15,9 @@ from tests.models import mlp
 def compile_small(
     folder: Path, *, seed: int = 0, classes: int = 3, **options: Any
 ) -> tuple[Bundle, Path]:
-    """Compile an MLP on slightly varied vectors of eight kinds; also gives inputs to serve.
+    """Compile an MLP on slightly varied vectors of eight kinds; also return inputs to serve.
 
-    The inputs are of the same distribution, in an archive beside the bundle.
+    The inputs have the same distribution, and are in an archive next to the bundle.
     """
     folder.mkdir(parents=True, exist_ok=True)
     bundle = compile_tiny(

@@ -33,7 +33,7 @@ class SubnetBundle:
         )
 
     def files(self, index: int) -> dict[str, FileContent]:
-        """Give its files, by their path among those of the whole bundle."""
+        """Return its files, by their path among those of the whole bundle."""
         manifest, folder = self.bundle.manifest, folder_of(index)
         names = [s.file for s in manifest.segments[:-1]] + [e.file for e in manifest.exits]
         content: dict[str, FileContent] = {

@@ -1,4 +1,4 @@
-"""Published controllers as a server makes them: where they start, and what they are told."""
+"""Published controllers as a server creates them: their initial state and inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threshold tuning: the bound always holds, and the search is as good as exact ones."""
+"""Threshold tuning: the bound is always kept, and the search is as good as exact ones."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ FAULT: Final = "a fault that the chaos harness injected"
 
 
 def fail_on_request(switch: Path) -> None:
-    """Have every slot's ``run`` fail at times while ``switch`` exists."""
+    """Make every slot's ``run`` fail randomly while ``switch`` exists."""
     run = HostSlot.run
     name = str(switch)
     draw = random.random

@@ -194,7 +194,7 @@ def test_a_stopped_server_need_not_be_live() -> None:
 
 
 def pulse_problems(tmp_path: Path, *beats: Beat, limit_ms: float | None = None) -> list[str]:
-    """What a report finds wrong about ``ServerLive``; the server stood still from 10 to 20 s."""
+    """Return a report's problems of ``ServerLive``; the server was stopped from 10 to 20 s."""
     server = Supervisor(tmp_path / "m.ee", tmp_path)
     server.disturbances.append(Disturbance(trouble=Trouble.STOPPED, began_s=10, ended_s=20))
     report = Report(

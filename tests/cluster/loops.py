@@ -1,4 +1,4 @@
-"""What extensions have going on beside the streams of an engine."""
+"""Loops of extensions that run next to the streams of an engine."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ START_LIMIT_S = 120.0
 
 
 def wait_until(condition: Callable[[], Any], limit_s: float = 60.0) -> Any:
-    """What ``condition`` returns once it is true; fails after ``limit_s``."""
+    """Return the result of ``condition`` once it is true; fail after ``limit_s``."""
     deadline_s = time.monotonic() + limit_s
     while not (met := condition()):
         assert time.monotonic() < deadline_s, "the condition was not met in time"

@@ -1,7 +1,7 @@
-"""Servers that are told to stop, and clients that hang up.
+"""Servers that are asked to stop, and clients that disconnect.
 
-``--max-queue-delay-ms`` keeps requests waiting for batch mates, so that there is something in
-flight when it happens.
+``--max-queue-delay-ms`` makes requests wait for others, so that there are requests in flight at
+that time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Real ``eeserve`` processes over ONNX files: served as they are, beside a bundle."""
+"""Real ``eeserve`` processes with ONNX files: served unmodified, next to a bundle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator sees: health, reflection, metrics, status page, limits."""
+"""Interfaces for operators: health, reflection, metrics, status page, limits."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tests.fuzz.campaign import WrongError
 from tests.fuzz.mutators import archive, havoc, protobuf
 
 MOST_CHARS: Final = 4000
-"""Of a message: whoever reads it reads it on a terminal."""
+"""Longest message: it is read on a terminal."""
 
 
 def one_line(error: Exception) -> str:

@@ -47,7 +47,7 @@ _TOKEN: Final = b"the-token-of-a-campaign"
 _SESSION: Final = "5e55"
 _LIMIT_S: Final = 10.0
 _BEFORE, _ROUTER, _SLOT = b"\0", b"\1", b"\2"
-"""How a case begins: with a connection's first bytes, a router's frames, or a slot's."""
+"""First byte of a case: a connection's first bytes, a router's frames, or a slot's."""
 
 
 class Greetings:

@@ -34,7 +34,7 @@ class Raises(Planted):
 
 
 class AnswersWrongly(Planted):
-    """Says so itself."""
+    """Reports a wrong answer itself."""
 
     def check(self, case: bytes) -> str:
         if len(case) > 64:

@@ -1,4 +1,4 @@
-"""What campaigns found stays mended; a short run of each; and they notice what is planted."""
+"""Findings of campaigns stay fixed; a short run of each; and planted defects are found."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def slots_of(count: int = SLOTS) -> CacheSlots:
 
 
 def stacked(layers: range, new: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
-    """What is new of some layers, as graphs return it."""
+    """Return new keys and values of some layers in the form of graph outputs."""
     alike: dict[str, list[NDArray[np.float32]]] = {}
     for layer in layers:
         for kind in KINDS:

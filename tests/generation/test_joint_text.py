@@ -74,7 +74,7 @@ def trained(name: str) -> JointlyTrainedText:
 
 @pytest.mark.parametrize("name", list(KINDS_OF_EXPORT))
 def test_torch_says_what_the_export_says(name: str) -> None:
-    """Whole answers at once, padded, against one token after the other in ONNX Runtime."""
+    """Whole answers in one pass, padded, are compared with single tokens in ONNX Runtime."""
     export, prompts, answers = taught(**KINDS_OF_EXPORT[name])
     told = train_joint_text(
         export, prompts, answers, exits=EXITS, start_token=START, options=UNTRAINED

@@ -1,4 +1,4 @@
-"""Stages of a generating model write what the model writes, whatever runs beside a token."""
+"""Stages of a generating model write the model's tokens, in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing is left behind by thousands of sequences that are cancelled, too late, or fail."""
+"""Thousands of cancelled, late or failing sequences leak no resources."""
 
 from __future__ import annotations
 

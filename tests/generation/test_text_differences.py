@@ -1,4 +1,4 @@
-"""How far two answers are apart."""
+"""Differences of two answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever happens to sequences, each ends once, and its tokens are those that it has alone."""
+"""Every sequence ends once, with the tokens that it has alone, in all events."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Driven:
         self.now_s = 0.0
         self.ends: dict[int, SequenceEnd] = {}
         self.tokens: dict[int, list[tuple[int, int]]] = {}
-        """By sequence: token and stage."""
+        """Token and stage by sequence."""
         self.versions: dict[int, int] = {}
 
     def submit(self, *numbers: int, prompt: int = 4, most: int = 8, **more: object) -> None:

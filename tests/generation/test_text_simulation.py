@@ -49,7 +49,7 @@ def test_a_full_batch_in_full_takes_both_stages_for_each_token(policy: StepPolic
 
 
 def test_refilling_keeps_the_deep_batch_full() -> None:
-    """Of 8 slots and alternating depths, both stages only ever run full: the least time there is.
+    """With 8 slots and alternating depths both stages always run full, in the least time.
 
     Eight sequences of 4 tokens, of which each second runs both stages.
     """

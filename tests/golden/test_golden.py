@@ -1,7 +1,7 @@
-"""Answers, policies and simulations are those that were recorded.
+"""Answers, policies and simulations equal the recorded ones.
 
-Where a change of behaviour is meant, record anew (``python -m tests.golden.cases record``) and read
-the difference. Whether two checkouts agree to the last bit is for ``tests.golden.compare``.
+After an intended change of behaviour, record again (``python -m tests.golden.cases record``) and
+read the difference. Whether two checkouts agree to the last bit is for ``tests.golden.compare``.
 """
 
 from __future__ import annotations

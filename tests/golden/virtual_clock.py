@@ -1,11 +1,11 @@
-"""A clock that only ONNX Runtime moves: times become a function of graphs and batches.
+"""Clock that only ONNX Runtime advances: times become a function of graphs and batches.
 
     python -m tests.golden.virtual_clock COMMAND ARGUMENT …
 
-runs ``eecompile`` or ``eebench`` under it, so that whatever is decided by measured times is decided
-alike at every run. Running a graph takes a time by its operators, its weights and the rows of its
-batch; all else takes no time. Times are multiples of 2⁻²⁰ s, so that differences between them are
-exact whatever ran before.
+runs ``eecompile`` or ``eebench`` under it, so that decisions by measured times are the same
+in every run. Running a graph takes a time by its operators, its weights and the rows of its
+batch; other work takes no time. Times are multiples of 2⁻²⁰ s, so that differences between them are
+exact in any order of runs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from offramp.tools.gpu.device import Gpu, open_gpu
 
 
 def lacking(*, tensorrt: bool) -> str:
-    """Why a test cannot run here; empty if it can."""
+    """Return the reason why a test cannot run here; empty if it can."""
     try:
         if tensorrt:
             probe.require("cuda:0")

@@ -81,7 +81,7 @@ def test_batches_of_all_sizes(gpu: Gpu, rows: int, kind: CheckKind, score_type: 
 
 
 def test_a_batch_of_65535(gpu: Gpu) -> None:
-    """More blocks are wanted than fit on the device at once: copiers wait for checkers."""
+    """More blocks are needed than fit on the device together: copiers wait for checkers."""
     rng = np.random.default_rng(1)
     values = random_scores(rng, (65535, 10), CheckKind.LOGITS)
     StageEndCase(

@@ -1,4 +1,4 @@
-"""What ``eeserve --self-check`` does on a GPU: nothing may fail there."""
+"""``eeserve --self-check`` on a GPU: no check may fail there."""
 
 from __future__ import annotations
 

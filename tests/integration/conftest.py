@@ -1,4 +1,4 @@
-"""What holds for all integration tests."""
+"""Settings of all integration tests."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_the_share_is_counted_and_taken_from_the_promise(compiled: tuple[Bundle,
 def test_verify_judges_the_whole_promise_and_lets_the_end_vary(
     compiled: tuple[Bundle, list[str]], tmp_path: Path
 ):
-    """Who is left of a batch is rounded otherwise than in the whole one."""
+    """Remaining rows of a batch are rounded differently than in the whole one."""
     made, data = compiled[0], tmp_path / "more.npz"
     np.savez(data, **vectors(spread=0.3))
     effect = made.manifest.batch_effect

@@ -1,7 +1,7 @@
-"""Bridges against a network's own torch modules, put together by hand: the OCRNet case of PAME 5.1.
+"""Bridges compared with a network's own torch modules, joined by hand: the OCRNet of PAME 5.1.
 
-The head reads the ends of two regions, so behind the third region everything is carried by a set of
-two tensors, and every bridge has to bring both.
+The head reads the ends of two regions, so after the third region two tensors carry everything, and
+every bridge has to produce both.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def save(name: str = "x", samples: int = 800, dtype: str = "float32", **more: np
 
 
 def fails(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line on standard error of a run that fails and leaves nothing behind."""
+    """Return the one line on standard error of a run that fails and leaves no files."""
     before = sorted(Path().rglob("*"))
     assert main(arguments) == 1
     out, err = capfd.readouterr()

@@ -89,7 +89,7 @@ def compiled(
 
 
 def with_all_exits(bundle: Bundle, threshold: float) -> Plan:
-    """Whatever the measured times made of the policy: every exit that was built, in use."""
+    """Return a plan with every built exit in use, whatever the measured times are."""
     active = tuple(ActiveExit(exit=e.index, threshold=threshold) for e in bundle.manifest.exits)
     return make_plan(bundle, ExitPolicy(version=2, active=active))
 

@@ -33,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compiled(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bundle]:
-    """A bundle with exits in use, whatever the machine measures; its data are beside it."""
+    """Yield a bundle with exits in use on any machine; its data are next to it."""
     folder = tmp_path_factory.mktemp("squash")
     with pytest.MonkeyPatch.context() as patched, using_libraries([library]):
         patched.setattr(profiling.TimedGraph, "time_ms", lambda _self, _tensors: 1.0)

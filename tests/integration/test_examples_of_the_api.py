@@ -112,7 +112,7 @@ def test_the_fastapi_service(small: Small, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_bentoml_service(small: Small, tmp_path: Path) -> None:
-    """By BentoML's own command, whose libraries warn of each other."""
+    """BentoML's own command is run; its libraries warn of each other."""
     if importlib.util.find_spec("bentoml") is None:
         pytest.skip(WITHOUT)
     path, x, logits, exits = small

@@ -71,7 +71,7 @@ def read_config(root: Path) -> Any:
 
 
 def declared_dims(tensor: Any) -> list[int]:
-    """What the file must have behind the batch."""
+    """Return the dimensions that the file must have after the batch."""
     return list(tensor.reshape.shape if tensor.HasField("reshape") else tensor.dims)
 
 

@@ -90,7 +90,7 @@ class Client:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def check(self) -> None:
-        """What the model's end answered is the model's answer; most early answers agree."""
+        """Check that final answers equal the model's, and that most early answers agree."""
         agreed = []
         for result, rows in self.results:
             (wanted,) = self._session.run(None, {"x": rows})

@@ -95,9 +95,9 @@ def test_a_variant_answers_what_its_subnet_does(compiled: Compiled) -> None:
 def test_a_variant_answers_the_same_however_its_weights_are_in_memory(
     compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, least: int
 ) -> None:
-    """Nothing was measured of these: ``auto`` shares the full model that audits run, and that once.
+    """Costs were not measured: ``auto`` shares only the full model that audits run.
 
-    Where all share, there are the two variants and the full model without them, too.
+    If all share, two variants and the full model without them share too.
     """
     forms: list[WeightForm] = []
 

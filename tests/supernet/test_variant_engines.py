@@ -1,4 +1,4 @@
-"""Engines of variants: built beside the full model's, and served by a fake TensorRT."""
+"""Engines of variants: built with the full model's, and served by a fake TensorRT."""
 
 from __future__ import annotations
 

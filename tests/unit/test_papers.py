@@ -14,7 +14,7 @@ NONE = "–"
 
 
 def paths(cell: str) -> list[str]:
-    """What a cell names in the repository."""
+    """Return the paths in the repository that a cell names."""
     return re.findall(r"`([\w/]+\.(?:py|md))`", cell)
 
 

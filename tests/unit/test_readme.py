@@ -1,4 +1,4 @@
-"""What the documents say exists: links, commands, options, names."""
+"""Links, commands, options and names in the documents exist."""
 
 from __future__ import annotations
 

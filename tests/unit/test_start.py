@@ -1,4 +1,4 @@
-"""What commands do before anything large is imported."""
+"""Actions of commands before anything large is imported."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def vgg() -> nn.Module:
 
 
 class Residual(nn.Module):
-    """What is added to its input; ``inner`` keeps the shape."""
+    """Residual block: input plus ``inner``, which keeps the shape."""
 
     def __init__(self, *inner: nn.Module, last: nn.Module | None = None) -> None:
         super().__init__()

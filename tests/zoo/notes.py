@@ -1,4 +1,4 @@
-"""What ``docs/models.md`` says around its table."""
+"""Text of ``docs/models.md`` around its table."""
 
 HEAD = """\
 # Models that were tried

@@ -1,4 +1,4 @@
-"""What plans are told of a bundle: its sizes, the exits in use, and who goes on behind them."""
+"""Facts of a bundle for planning: its sizes, the exits in use, and the shares after them."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_higher_quantile_expects_more_rows() -> None:
 
 @pytest.mark.parametrize(("windows", "own"), [(5, False), (6, True)])
 def test_five_errors_are_enough_for_a_quantile_of_their_own(windows: int, own: bool) -> None:
-    """Of an alternating series the last value is wrong by as much each time."""
+    """The last value of an alternating series has the same error each time."""
     shares = np.array([0.4, 0.6] * 3)[:windows]
     series = log_odds(shares)
     found = log_odds(np.array([forecast_share(shares, LastValue(), 0.75)]))[0] - series[-1]

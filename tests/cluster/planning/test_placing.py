@@ -32,7 +32,7 @@ MODEL = ModelFacts(
     weight_bytes=(1.0, 2.0, 3.0, 4.0),
 )
 SPANS: list[StageSpan] = [(0, 0, 0), (1, 1, None), (2, 2, 1), (3, 3, MODEL_END)]
-"""Stages of both exits, and a border behind segment 1."""
+"""Stages of both exits, and a border after segment 1."""
 
 
 def device(name: str, speed: float, *, memory: float = math.inf) -> DeviceType:

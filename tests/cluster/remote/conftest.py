@@ -1,4 +1,4 @@
-"""What tests of workers share as fixtures."""
+"""Shared fixtures of tests of workers."""
 
 from __future__ import annotations
 

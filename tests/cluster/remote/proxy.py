@@ -13,7 +13,7 @@ from offramp.cluster.remote.tcp import HostPort, cut
 
 
 class Proxy:
-    """Forwards connections to an address until it is told to stop."""
+    """Forwards connections to an address until it is stopped."""
 
     def __init__(self, to: HostPort) -> None:
         self._to = to

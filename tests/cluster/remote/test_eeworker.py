@@ -1,4 +1,4 @@
-"""``eeworker`` refuses what is unsafe or cannot be, each in a line; and ends when it is told."""
+"""``eeworker`` refuses unsafe or impossible options, each in one line; and ends when asked."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from offramp.testing.backend import SCRIPT
 SPEC = fake_plan([0.9]).stages[0]
 FLOATS = np.dtype(np.float32)
 FIRST_BYTES = 4096
-"""Of the memory that a slot begins with."""
+"""Initial size of a slot's memory."""
 ANSWER = TensorForm("answer", FLOATS, (1, 2))
 CONFIDENCE = TensorForm("confidence", FLOATS, (1,))
 

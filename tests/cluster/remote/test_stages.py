@@ -1,4 +1,4 @@
-"""A worker makes the very stage that it is told of, of the same bundle, or says why not."""
+"""A worker creates exactly the requested stage of the same bundle, or reports why not."""
 
 from __future__ import annotations
 

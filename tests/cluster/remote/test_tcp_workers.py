@@ -1,4 +1,4 @@
-"""Workers over a network answer as one process does, and whatever ends them costs no answer."""
+"""Workers over a network answer like a single process, and no answer is lost when they end."""
 
 from __future__ import annotations
 

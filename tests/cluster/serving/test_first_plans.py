@@ -164,7 +164,7 @@ def test_where_a_split_cannot_be_loaded_the_next_best_plan_is_tried(small: Small
     refused = []
 
     def refuses(backend: HeldBackend, spec: StageSpec) -> bool:
-        """No worker has room for both the second segment and the last."""
+        """Return True for stages that would give a worker both the second segment and the last."""
         holders = [n for n in range(backend.workers) if backend.rule(n, spec)]
         loaded = {
             segment

@@ -1,4 +1,4 @@
-"""Supernets that several tests slice: exported, read and looked at once."""
+"""Supernets that several tests slice: exported, read and analysed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot do with fewer channels is refused in one line: name, reason and remedy."""
+"""Layers that cannot have fewer channels are refused in one line: name, reason and remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``offramp.compile`` takes and refuses, and where bundles go; nothing is trained here."""
+"""Arguments and refusals of ``offramp.compile``, and paths of bundles; nothing is trained here."""
 
 from __future__ import annotations
 

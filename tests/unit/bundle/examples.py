@@ -96,7 +96,7 @@ PROFILE = Profile(
 
 
 def graph(text: str) -> bytes:
-    """Give an empty model whose producer has a name; all that bundles look at are weights."""
+    """Return an empty model with a producer name; bundles read only weights."""
     return b"\x12" + bytes([len(text)]) + text.encode()
 
 

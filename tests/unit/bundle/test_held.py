@@ -21,7 +21,7 @@ def _remove(bundle: Path) -> None:
 
 
 def _replace(bundle: Path) -> None:
-    """As the compiler does: the new bundle is renamed into the place of the old one."""
+    """Replace a bundle as the compiler does: the new one is renamed into its place."""
     old = bundle.rename(bundle.with_name("old"))
     bundle.mkdir()
     (bundle / WEIGHTS).write_bytes(b"\1" + CONTENT[1:])

@@ -1,4 +1,4 @@
-"""How bundles show themselves in notebooks."""
+"""Display of bundles in notebooks."""
 
 from __future__ import annotations
 

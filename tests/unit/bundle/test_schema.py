@@ -1,4 +1,4 @@
-"""What is whole but not of this version's schema is refused, naming the field."""
+"""Intact bundles of another schema are refused, with the field's name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is made of samples is between them, of their kind, and the same in every run."""
+"""Augmented samples are between samples, of their kind, and the same in every run."""
 
 from __future__ import annotations
 

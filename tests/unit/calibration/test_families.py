@@ -1,4 +1,4 @@
-"""Which heads fit which cut tensors, and pooling windows that cover the whole map."""
+"""Heads that fit cut tensors, and pooling windows that cover the whole map."""
 
 from __future__ import annotations
 

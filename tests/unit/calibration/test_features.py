@@ -1,4 +1,4 @@
-"""What is recorded is what the model computes, batch by batch, and what will be served."""
+"""Recorded features equal the model's values, batch by batch, and those of serving."""
 
 from __future__ import annotations
 

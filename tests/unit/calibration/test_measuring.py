@@ -1,4 +1,4 @@
-"""What a policy brings, measured on a virtual machine where every time is known."""
+"""Savings of a policy, measured on a virtual machine where every time is known."""
 
 from __future__ import annotations
 

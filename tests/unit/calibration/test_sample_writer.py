@@ -85,7 +85,7 @@ def test_large_arrays_go_to_an_unnamed_file(
 
 
 def test_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 MB in batches of 1 MB no more than a few batches are in memory at once."""
+    """At most a few batches of 1 MB, of 64 MB in total, are in memory at a time."""
     monkeypatch.setattr(data_sources, "HELD_BYTES", 2**21)
     rows, batches, alive = 2**18, 64, 0
 

@@ -103,7 +103,7 @@ def test_a_limit_is_only_kept_where_the_measurement_is_sure() -> None:
 
 
 def test_a_further_exit_must_earn_its_gain() -> None:
-    """The first exit lets nearly nobody leave beyond the second, and costs nothing."""
+    """With the first exit hardly any sample leaves in addition to the second, at no cost."""
     free = replace(COST, exits_ms=(0.0, 0.0), stages_ms=(0.0, 0.0))
     known = samples([0.004, 0.8], seed=3)  # 0.4 % of the samples leave 3 ms of 10 earlier
     assert choose_active(*known, free, **PROMISE) == (1,)

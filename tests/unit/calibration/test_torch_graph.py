@@ -357,7 +357,7 @@ def test_functions_of_a_model_are_looked_into() -> None:
 
 Reads = Callable[[onnx.ModelProto], object]
 READS = pytest.mark.parametrize("read", [TorchGraph, check_trainable])
-"""What is refused is refused the same where only operators are looked at."""
+"""Refusals are the same if only operators are checked."""
 
 
 @READS

@@ -115,7 +115,7 @@ def graph_of(
     outputs: int = 1,
     **attributes: Any,
 ) -> onnx.ModelProto:
-    """A node on some inputs; constants are initialisers, in order behind them."""
+    """Return a node on some inputs; constants are initialisers, in order after them."""
     constants = constants or {}
     given = [
         helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), a.shape)

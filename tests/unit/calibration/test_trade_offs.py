@@ -48,7 +48,9 @@ OF_SUBNET = records(
     [[0.9, 0.1, 0.1, 0.9, 0.1], [0.8, 0.8, 0.2, 0.8, 0.8]],
     [[0, 0, 0, 0, 2], [0, 1, 0, 0, 2]],
 )
-"""Its own answer agrees for samples 0, 1 and 3; of sample 4 it is right, and the full model not."""
+"""A subnet that agrees for samples 0, 1 and 3; for sample 4 it is right, and the full model is
+not.
+"""
 
 
 def full(tune: ExitRecords = OF_FULL) -> RecordedVariant:

@@ -32,8 +32,9 @@ KINDS = (
 )
 
 TOLERANCE = 2e-3
-"""Of a confidence: pooled maps are rounded to float16 (1/2048 relative) when they are recorded,
-and standardised, which enlarges that; a wrong mask, axis or scale costs ten times as much."""
+"""Tolerance of a confidence: pooled maps are rounded to float16 (1/2048 relative) when they are
+recorded, and standardised, which amplifies that; a wrong mask, axis or scale has ten times the
+effect."""
 
 
 @functools.cache

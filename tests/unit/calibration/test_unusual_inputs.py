@@ -19,7 +19,7 @@ NAN, INF = np.nan, np.inf
 
 
 def model(*, imputes: bool) -> bytes:
-    """A layer, behind an imputer or not."""
+    """Return a layer, after an imputer or without one."""
     b = Builder()
     x = b.input("x", ["batch", 3])
     if imputes:

@@ -135,7 +135,7 @@ def feed(
     rng: np.random.Generator,
     chunk: int = 64,
 ) -> list[tuple[ExitPolicy, Any]]:
-    """Serve a stream, jobs run at once; policy served and status before each chunk."""
+    """Serve a stream, with jobs run immediately; return policy and status before each chunk."""
     history = []
     for _ in range(0, samples, chunk):
         policy, status = controller.policy, controller.status()

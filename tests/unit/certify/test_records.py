@@ -1,4 +1,4 @@
-"""What thresholds bring on given records."""
+"""Effect of thresholds on given records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a status means to the caller."""
+"""Meaning of a status for the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many requests at once, calls that are tried again, and inputs in shared memory."""
+"""Concurrent requests, retried calls, and inputs in shared memory."""
 
 from __future__ import annotations
 

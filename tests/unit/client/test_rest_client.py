@@ -82,7 +82,7 @@ def test_a_connection_that_the_server_closed_is_opened_again(served: Any) -> Non
 
 
 async def _turn() -> None:
-    """Let the server's loop do what it has to do."""
+    """Let the server's loop run its pending tasks."""
 
 
 def test_threads_share_a_client(served: Any) -> None:

@@ -205,7 +205,7 @@ print("nobody asked")
 
 
 def completions(tmp_path: Path, line: str) -> set[str]:
-    """What a shell is answered, as argcomplete's code for bash asks."""
+    """Return the completions of a shell, as argcomplete's code for bash requests them."""
     out = tmp_path / "completions"
     (tmp_path / "gluon.onnx").touch()
     asking = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}

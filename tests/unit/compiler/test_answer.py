@@ -1,4 +1,4 @@
-"""How a model ends: in which form it answers, and what to do where it is no classifier."""
+"""End of a model: the form of its answers, and the handling of models without classes."""
 
 from __future__ import annotations
 

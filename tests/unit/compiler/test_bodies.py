@@ -115,7 +115,7 @@ def test_a_loop_that_nobody_can_count_is_measured(read) -> None:
 
 
 def test_shapes_from_outside_of_a_body_are_read_there(read) -> None:
-    """Exporters and optimisers put what is constant beside the other weights."""
+    """Exporters and optimisers put constants next to the other weights."""
     b, x = begun()
     apart, back = b.constant([-1, 4, WIDTH // 4], np.int64), b.constant([-1, WIDTH], np.int64)
     nodes = [

@@ -281,7 +281,7 @@ def test_readers_that_differ_leave_a_cut_tensor_as_it_is() -> None:
 
 
 def test_rounded_copies_are_cascades_too() -> None:
-    """Any graph with the same inputs and answer will do, whatever makes it smaller."""
+    """Any graph with the same inputs and answer will do, independent of its kind of reduction."""
     model = sliced("residual").model
     found = slice_cascade(sliced("residual"), Rounded(bits=4)(model), asked())
     assert len(found.cuts) == len(sliced("residual").cuts) + 1

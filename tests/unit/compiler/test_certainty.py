@@ -1,4 +1,4 @@
-"""How sure an exit's graph is, by each criterion, is what numpy finds in its answer."""
+"""Confidences of an exit's graph, by each criterion, equal numpy's for its answer."""
 
 from __future__ import annotations
 

@@ -122,7 +122,9 @@ def test_labels(form: AnswerForm, share: float, dtype: str) -> None:
 def test_a_graph_lets_label_sets_leave_by_the_count_rule(
     seed: int, labels: int, share: float
 ) -> None:
-    """At least n labels reach the threshold: exactly, also at each value; NaN reaches none."""
+    """At least n labels must reach the threshold: exactly, also at equal values; NaN reaches
+    none.
+    """
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, 3, (8, labels)).astype(np.float32)
     logits[rng.random(logits.shape) < 0.02] = np.nan

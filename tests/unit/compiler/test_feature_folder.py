@@ -1,4 +1,4 @@
-"""Features are recorded in a folder that nobody leaves behind, and nobody takes from another."""
+"""Features are recorded in a folder that is always deleted, and never shared."""
 
 from __future__ import annotations
 

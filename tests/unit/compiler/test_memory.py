@@ -1,4 +1,4 @@
-"""What a run took of memory and disk is known in the end, and said."""
+"""Memory and disk usage of a run is known and reported at the end."""
 
 from __future__ import annotations
 

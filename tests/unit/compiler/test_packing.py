@@ -1,4 +1,4 @@
-"""What the certify split says of an exit goes into the manifest; rewriting keeps all graphs."""
+"""An exit's results on the certify split are in the manifest; rewriting keeps all graphs."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_samples_that_are_left_out_are_told(
 
 
 def test_a_recording_leaves_no_names_on_the_disk(tmp_path: Path) -> None:
-    """So that nothing is left even if the process is killed."""
+    """So no file is left even if the process is killed."""
     pieces = sliced("bert")
     recorder = FeatureRecorder.of(pieces, run_of(parts_of(pieces, 120), options_for(tmp_path)))
     train, _ = recorder.record(0, tmp_path / "0", {})

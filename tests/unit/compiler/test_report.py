@@ -316,7 +316,7 @@ def test_marked_point_lies_on_the_curve_when_the_path_is_the_same() -> None:
 
 @pytest.mark.parametrize(("repeated", "few"), [(False, False), (True, True)])
 def test_classes_whose_bound_is_tested_twice_need_more_samples(repeated: bool, few: bool) -> None:
-    """Of 5 % at 95 % a class needs 59 samples, and 72 where copies let it be tested twice."""
+    """A class needs 59 samples for 5 % at 95 %, and 72 if copies allow a second test."""
     parts = make(3)
     promise = parts.policy.promise
     assert promise is not None

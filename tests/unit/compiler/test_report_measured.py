@@ -1,4 +1,4 @@
-"""What is said of a policy that was measured, and kept of it."""
+"""Report of a measured policy, and the stored part of it."""
 
 from __future__ import annotations
 

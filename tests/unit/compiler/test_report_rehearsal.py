@@ -30,7 +30,9 @@ def opacities(drawing: str, class_: str) -> list[float]:
 
 
 def test_the_first_step_by_hand() -> None:
-    """Of exits 0, 1, 2 in the first step 1, 1, 3 configurations are late; one batch never is."""
+    """In the first step 1, 1 and 3 configurations of exits 0, 1 and 2 are late; one batch never
+    is.
+    """
     drawing = str(draw_step(FOUND.steps[0]))
     assert opacities(drawing, "cell late") == [1, 1, 1]  # a box a row: neighbours are joined
     assert opacities(drawing, "cell none") == [1, 1, 1]

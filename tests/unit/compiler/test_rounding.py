@@ -27,7 +27,9 @@ from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 
 
 def halved(proto: onnx.ModelProto, *, keep_io: bool = False) -> onnx.ModelProto:
-    """In float16 throughout; with ``keep_io`` float32 outside, and casts at the wrong places."""
+    """Return the model in float16; with ``keep_io`` float32 outside, and casts at the wrong
+    places.
+    """
     half = onnx.ModelProto.FromString(proto.SerializeToString())
     graph = half.graph
     for tensor in graph.initializer:

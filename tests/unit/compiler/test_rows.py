@@ -33,7 +33,7 @@ def normalised(*, training: bool):
 
 
 def centred(axis: int):
-    """What is subtracted is a mean: over the features, or over the batch."""
+    """Return a model that subtracts a mean, over the features or over the batch."""
     b = models.Builder()
     x = b.node("Relu", b.linear(b.input("x", ["batch", 8]), 8, 8))
     mean = b.node("ReduceMean", x, out="mean", axes=[axis], keepdims=1)

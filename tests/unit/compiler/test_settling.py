@@ -1,4 +1,4 @@
-"""What of a task only data and mask can say, and options that a task does not have."""
+"""Task settings that depend on data and mask, and options that a task does not have."""
 
 from __future__ import annotations
 

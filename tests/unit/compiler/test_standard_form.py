@@ -1,4 +1,4 @@
-"""Files that ONNX Runtime runs are read, whatever the ONNX checker thinks of their form."""
+"""Files that ONNX Runtime runs are read, even if the ONNX checker rejects their form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exits end as the model does, whatever comes between its scores and its output."""
+"""Exits end like the model, with any operators between its scores and its output."""
 
 from __future__ import annotations
 

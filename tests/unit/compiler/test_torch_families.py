@@ -1,4 +1,4 @@
-"""What torch exports of models that read inputs again, turn their batch, or have other layouts."""
+"""Torch exports of models that reread inputs, transpose their batch, or have other layouts."""
 
 from __future__ import annotations
 

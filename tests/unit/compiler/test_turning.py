@@ -20,7 +20,7 @@ BUILDERS = {"batch second": models.batch_second, "recurrent": models.recurrent}
 
 
 def transposes(proto: onnx.ModelProto, folder: Path) -> int:
-    """How many ``Transpose`` ONNX Runtime executes."""
+    """Return the number of ``Transpose`` operators that ONNX Runtime executes."""
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(folder / "optimised.onnx")
     options.log_severity_level = 4

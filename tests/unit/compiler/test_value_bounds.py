@@ -183,7 +183,7 @@ def elements() -> onnx.ModelProto:
 
 
 def fused_embedding() -> onnx.ModelProto:
-    """As ONNX Runtime writes it; it takes no negative index."""
+    """Return the embedding as ONNX Runtime writes it; it accepts no negative index."""
     m = Model(TensorProto.INT32)
     words, places = (m.b.constant(np.ones((n, 8), np.float32)) for n in (ROWS, COLUMNS))
     scale, bias = (m.b.constant(np.ones(8, np.float32)) for _ in range(2))

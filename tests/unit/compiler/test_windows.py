@@ -1,4 +1,4 @@
-"""Convolutions of sound read hundreds of samples at once: shorter inputs tell nothing of them."""
+"""Audio convolutions read hundreds of samples together: shorter inputs give no information."""
 
 from __future__ import annotations
 

@@ -495,7 +495,7 @@ def _replace(seen: Any, **changes: Any) -> Any:
 
 
 def guarded(population: Population) -> CertifiedController:
-    """As it is served: with a guard of its inputs, and proposals for its exits."""
+    """Return the controller as served: with a guard of its inputs, and proposals for its exits."""
     records = population.records(np.random.default_rng(0), tune=2_000, certify=10)
     return CertifiedController(
         PROMISED,

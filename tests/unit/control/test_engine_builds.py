@@ -1,4 +1,4 @@
-"""When engines are built beside serving: once, within a budget, ever less often after failures."""
+"""Building engines while serving: once, within a budget, less and less often after failures."""
 
 from __future__ import annotations
 

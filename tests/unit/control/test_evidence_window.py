@@ -65,7 +65,7 @@ def test_a_sample_that_is_tried_again_stays_what_it_was() -> None:
 
 @given(st.data())
 def test_equal_samples_and_no_others_have_equal_fingerprints(data: st.DataObject) -> None:
-    """Whatever else is in the batch, and however its arrays lie in memory."""
+    """Fingerprints do not depend on the rest of the batch, nor on memory layouts."""
     kinds = st.sampled_from([np.uint8, np.float32, np.int64])
     shape = data.draw(st.lists(st.integers(0, 3), max_size=3))
     dtypes = data.draw(st.lists(kinds, min_size=1, max_size=3))

@@ -40,7 +40,7 @@ class Guarded:
 
 
 class Stream:
-    """Samples of two exits, under whatever policy is in force."""
+    """Samples of two exits, under any active policy."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)

@@ -133,7 +133,7 @@ def test_a_kept_policy_that_does_not_fit_is_refused(changed: dict[str, Any], mes
 
 
 def kept_of(target: StaticController) -> dict[str, Any]:
-    """What a controller with two counts of its own would keep."""
+    """Return the saved state of a controller with two counts of its own."""
     own = {"moves": 7, "raises": 2, "counters": target._counters.state()}
     return target._kept_policy() | own
 

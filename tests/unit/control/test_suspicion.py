@@ -160,8 +160,9 @@ def test_there_are_always_audits_at_other_times() -> None:
 
 @pytest.mark.parametrize("rising", [True, False])
 def test_false_alarms_are_as_rare_as_promised_when_audits_rise(rising: bool) -> None:
-    """At a = 1/1,000 and a risk of just ε, 50 streams of 1,000 audits ring about 50 times at
-    most; the alarm does not know that audits follow disagreements, and need not."""
+    """With a = 1/1,000 and a risk of exactly ε, 50 streams of 1,000 audits ring at most about 50
+    times; the alarm does not know that audits follow disagreements, and need not.
+    """
     rng = np.random.default_rng(1)
     alarms = 0
     for _ in range(50):

@@ -270,7 +270,7 @@ def test_a_region_that_could_not_grow_is_empty_and_can_be_tried_again() -> None:
 
 @pytest.mark.parametrize("failing", range(2))
 def test_memory_by_row_that_could_not_grow_is_not_believed_to_be_there(failing: int) -> None:
-    """Of row numbers and of what the stage end writes, both pinned."""
+    """Row numbers and the output of the stage end are such, both pinned."""
     driver = FakeDriver()
     with driver.current():
         arena = Arena(driver, lambda: None)

@@ -1,4 +1,4 @@
-"""What is in ``deploy/``: it parses, its commands exist, its metrics and times are the server's."""
+"""Content of ``deploy/``: it parses, its commands exist, its metrics and times are the server's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the engine's tests share: an engine over the fake backend, and a gate to hold its runs."""
+"""Shared parts of the engine's tests: an engine on the fake backend, and a gate to hold its
+runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers are compared by: for each task, when two agree, and the codes that say so."""
+"""Comparison of answers: for each task, when two agree, and their codes."""
 
 from __future__ import annotations
 

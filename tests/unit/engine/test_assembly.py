@@ -174,7 +174,7 @@ def test_an_output_that_nobody_gives() -> None:
 
 
 def answering(*, opset: int, dtype: int = TensorProto.FLOAT) -> bytes:
-    """Gives its input back as the answer."""
+    """Return a graph whose answer is its input."""
     graph = helper.make_graph(
         [helper.make_node("Identity", ["x"], ["answer"])],
         "identity",

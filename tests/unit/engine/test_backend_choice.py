@@ -1,4 +1,4 @@
-"""Which backend is taken, and what is said of it."""
+"""Choice of the backend, and its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runtime of the CPU is taken: on virtual time, with noise."""
+"""Choice of the CPU's runtime: on virtual time, with noise."""
 
 from __future__ import annotations
 

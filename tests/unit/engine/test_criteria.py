@@ -1,4 +1,4 @@
-"""Criteria on the host: patience, users' own, and what becomes of their state and mistakes."""
+"""Criteria on the host: patience, users' own, and handling of their state and errors."""
 
 from __future__ import annotations
 

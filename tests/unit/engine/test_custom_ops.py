@@ -38,7 +38,7 @@ def needing(*needed: OperatorLibrary) -> Manifest:
 
 
 def test_every_session_is_made_in_one_place() -> None:
-    """ONNX Runtime's CUDA provider and tools beside the product make their own."""
+    """ONNX Runtime's CUDA provider and tools outside the product create their own."""
     made = re.compile(r"\bort\.(SessionOptions|InferenceSession)\(")
     rooms = ("bundle", "calibration", "certify", "compiler", "engine", "server", "tools/bench")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]

@@ -1,4 +1,4 @@
-"""Where rows leave, for the batch profile: each answered row once, whatever else happens to it."""
+"""Exits of rows, for the batch profile: each answered row counts once in all cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences are relative to the size of what they are in, whatever else is in the tensor."""
+"""Differences are relative to the size of their part, not to other parts of the tensor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What ONNX Runtime fuses in the source model it fuses in the stages, exits and borders or not.
+"""ONNX Runtime's fusions in the source model also happen in the stages, with exits and borders.
 
-Held against the graphs that ONNX Runtime runs, which it writes down when asked to.
+The graphs that ONNX Runtime runs are compared; it can write them to a file.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def test_float16_is_left_alone() -> None:
 
 
 def convnext_block() -> onnx.ModelProto:
-    """Its skip connection meets a tensor that is plain whatever is done to the input."""
+    """Return a block whose skip connection adds a tensor in plain layout in any case."""
     b = Builder()
     x = b.input("x", ["batch", 16, 8, 8])
     last = b.node("Transpose", b.conv(x, (16, 16), kernel=7), perm=[0, 2, 3, 1])

@@ -45,7 +45,7 @@ def request(length: int, rows: int = 1, *, counting: int | None = None) -> Array
 
 
 def key_length(rules: LengthRules, inputs: Arrays) -> int:
-    """The length in a batch key, which is the same wherever the size stands."""
+    """Return the length in a batch key, which is the same at all places of the size."""
     ids, image, mask, pairs = rules.batch_key(inputs)
     assert image == (3,)
     assert ids == mask

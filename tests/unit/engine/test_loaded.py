@@ -1,4 +1,4 @@
-"""Systems that are measured beside each other: all loaded, or one at a time."""
+"""Systems that are measured together: all loaded, or one at a time."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def holding(plan: Plan) -> Plan:
 
 
 def answers(plan: Plan, inputs: Mapping[str, NDArray[Any]]) -> list[NDArray[Any]]:
-    """What every stage gives, of all that it computes, as if nothing left."""
+    """Return all outputs of every stage, as if no sample left."""
     backend = OnnxRuntimeBackend()
     slot = backend.open_slot()
     batch, found = slot.upload(inputs), []

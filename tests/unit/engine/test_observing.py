@@ -1,4 +1,4 @@
-"""Release and audit: answers at once, feedback afterwards, policies swapped while serving."""
+"""Release and audit: immediate answers, feedback afterwards, policies swapped while serving."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_names_and_edges_are_understood() -> None:
 
 
 def test_moved_items_keep_what_is_unknown() -> None:
-    """What assembling does: items are serialised and put into another graph."""
+    """Assembling does this: items are serialised and added to another graph."""
     model = rich()
     subset, other = ModelProto.FromString(model.SerializeToString()), ModelProto()
     for field in ("node", "initializer", "input", "output", "value_info"):

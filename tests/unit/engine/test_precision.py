@@ -61,7 +61,7 @@ UNKNOWN = CpuFeatures(machine="x86_64", names=None)
 def warned(
     caplog: pytest.LogCaptureFixture, manifest: Manifest, here: CpuFeatures, mode: Mode = Mode.AUDIT
 ) -> str:
-    """What is said of a bundle on a CPU, if anything is."""
+    """Return the warning about a bundle on a CPU, if any."""
     caplog.clear()
     warn_of_saturation("small", manifest, here, mode)
     assert all(record.levelno == logging.WARNING for record in caplog.records)

@@ -49,7 +49,7 @@ def answer(book: RequestTable, *rows: int) -> None:
 
 
 def stage(book: RequestTable) -> StageCounters:
-    """Of exit 3."""
+    """Return the counters of exit 3."""
     book.counters.put_in_force({(0, 3): 0.9})
     return book.counters.stages[0, 3]
 

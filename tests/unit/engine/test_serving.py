@@ -24,7 +24,7 @@ UNSURE, SURE = [0.5, 0.5], [0.95, 0.5]
 
 
 async def ask_at_random(engine: Engine, seed: int, model: str = "fake", stages: int = 3) -> None:
-    """Ask for a few random rows; whatever exit answers, the answer is that exit's."""
+    """Send a few random rows, and check that each answer is that of its exit."""
     first = np.random.default_rng(seed).random((1 + seed % 11, stages, 1), np.float32)
     rows = np.concatenate([first, 1 - first], axis=-1)
     result = await engine.infer(model, {SCRIPT: rows})

@@ -37,7 +37,7 @@ def sections(cubin: bytes) -> Iterator[tuple[int, int, int, int]]:
 
 
 def architecture(cubin: bytes) -> str:
-    """Which GPUs it is for, as the compilers call them."""
+    """Return the GPUs that it is for, as the compilers name them."""
     assert cubin[:5] == b"\x7fELF\x02"
     assert struct.unpack_from("<H", cubin, 18)[0] == _CUDA_MACHINE
     flags = struct.unpack_from("<I", cubin, 48)[0]

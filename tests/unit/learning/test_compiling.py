@@ -1,4 +1,4 @@
-"""The process that compiles: its priority, its progress, and how its end is told."""
+"""The compiling process: its priority, its progress, and the report of its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples get from requests into the log beside serving; what cannot be recorded is counted."""
+"""Samples are written from requests to the log while serving; dropped ones are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings are read back as they were written, whatever happens to the file in between."""
+"""Recordings are read as they were written, even if the file is changed in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduling tests share: small tables, a scheduler of any policy, a look inside it."""
+"""Shared parts of the scheduling tests: small tables, a scheduler of any policy, its internals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the policy chooses, the mechanism keeps its promises."""
+"""The mechanism keeps its guarantees under any policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that fail by themselves: found by halving, behind all others, at little cost to them."""
+"""Requests that fail alone: found by halving, after all others, at little cost to them."""
 
 from __future__ import annotations
 

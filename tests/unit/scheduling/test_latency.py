@@ -135,7 +135,7 @@ def test_observations_move_the_speed_by_a_thirty_second() -> None:
 
 
 def test_a_cost_of_every_stage_makes_no_long_one_look_slow() -> None:
-    """As exits end batches early, short stages are observed more often than long ones."""
+    """Exits end batches early, so short stages are observed more often than long ones."""
     latencies = Latencies([[0.0, 0.125], [0.0, 8.0]])
     for _ in range(200):
         for _ in range(3):

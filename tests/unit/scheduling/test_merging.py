@@ -16,7 +16,7 @@ NEVER = float("inf")
 
 
 class Scene:
-    """What waits before three stages of 0.25 s each, in batches of up to 4."""
+    """Samples that wait for three stages of 0.25 s each, in batches of up to 4."""
 
     def __init__(self, *, fresh: int = 0, max_delay_s: float = 0.0) -> None:
         self.queue = SampleQueue(64, full=4, max_delay_s=max_delay_s)

@@ -1,4 +1,4 @@
-"""PAME's τ_b: when a batch may start beside others."""
+"""PAME's τ_b: when a batch may start next to others."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def submit(s: Watched, *requests: int, now_s: float = 0.0, **how: Any) -> None:
 
 
 def finish(s: Watched, stream: int, run: Run, now_s: float) -> int | None:
-    """Nobody was sure enough; the number of the buffered batch."""
+    """End a run in which no sample left; return the number of the buffered batch."""
     return s.update(stream, none_exit(run), now_s).buffered
 
 

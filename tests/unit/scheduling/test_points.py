@@ -1,4 +1,4 @@
-"""What forcing everybody out at an exit is worth, by hand."""
+"""Value of forcing all samples out at an exit, computed by hand."""
 
 from __future__ import annotations
 

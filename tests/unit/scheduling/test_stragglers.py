@@ -1,4 +1,4 @@
-"""Stragglers: who is slow beside others of its kind, what becomes of it, and how it comes back."""
+"""Stragglers: detection relative to streams of their kind, exclusion, and return."""
 
 from __future__ import annotations
 

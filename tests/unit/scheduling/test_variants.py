@@ -257,7 +257,7 @@ def test_what_runs_on_after_its_answer_is_counted_for_its_variant() -> None:
 
 @pytest.mark.parametrize(("wanted_rate", "variant"), [(0.5, 0), (1.5, 1), (3.0, 2), (99.0, 2)])
 def test_slackfit_keeps_up_by_the_rate_of_each_variant(wanted_rate: float, variant: int) -> None:
-    """They serve 1, 2 and 4 rows a second."""
+    """The variants serve 1, 2 and 4 rows per second."""
     points = front_of(latencies_of(THREE), [1.0, 0.9, 0.8])
     policy = make_policy(PolicyName.parse("slackfit"), points, 2)
     assert isinstance(policy, SlackPolicy)

@@ -1,4 +1,4 @@
-"""A fake engine behind real sockets, on an event loop of its own thread."""
+"""A fake engine with real sockets, on an event loop in its own thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the status page says of agreement while serving."""
+"""Agreement on the status page while serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that nobody reads, calls that are reset, watchers and pings: what is closed for them."""
+"""Unread answers, reset calls, watchers and pings: the connections that are closed for them."""
 
 from __future__ import annotations
 

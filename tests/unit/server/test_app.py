@@ -50,7 +50,7 @@ class Process:
     url: str
 
     def told(self) -> str:
-        """What came on stderr after the ready line; the process has ended."""
+        """Return stderr after the ready line; the process has ended."""
         assert self.process.stderr is not None
         return self.process.stderr.read()
 

@@ -54,7 +54,7 @@ def cases() -> list[tuple[Illegal, str]]:
 
 
 def beside(row: Illegal, value: str) -> list[str]:
-    """What the command line says beside the row's option."""
+    """Return the arguments that accompany the row's option."""
     if row.beside is None:
         return []
     flag, _, _ = row.beside.partition(" ")

@@ -46,7 +46,7 @@ def test_a_watcher_is_told(served: Any) -> None:
 
 
 def test_health_follows_the_engine_while_serving(served: Any) -> None:
-    """Watchers are told, each of its own: the engine itself tells nobody."""
+    """Each watcher is notified separately, as the engine itself notifies none."""
     served.run(served.repository.change({"fake": Path(), "other": Path()}, {}))
     with grpc.insecure_channel(served.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)

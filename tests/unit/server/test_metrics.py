@@ -112,9 +112,9 @@ def families(name: str = "fake", now: ModelStatistics = STATISTICS) -> dict[str,
 
 
 def values(name: str, **labels: str) -> dict[tuple[str, ...], float]:
-    """By the labels other than ``labels`` and the model, in order of their names.
+    """Return values by the labels other than ``labels`` and the model, in order of their names.
 
-    Of two models with the same values; what is labelled by neither is counted once.
+    Two models have the same values; metrics without a model label count once.
     """
     hidden = {"model", *labels}
     return {

@@ -440,7 +440,7 @@ def test_requests_have_a_line_in_the_access_log(caplog: pytest.LogCaptureFixture
 
 
 def test_outputs_in_shared_memory_have_neither_data_nor_parameters(client: Any) -> None:
-    """As Triton has it: perf_analyzer reads parameters as those of binary data."""
+    """Triton does the same: perf_analyzer reads parameters as those of binary data."""
     region = SharedMemory(create=True, size=128)
     try:
         region.buf[:32] = X.tobytes()

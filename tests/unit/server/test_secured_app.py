@@ -105,7 +105,7 @@ def test_wrong_files_end_the_start_before_models_are_loaded(tokens: Path, tmp_pa
 def test_encrypted_connections_are_answered_while_the_server_leaves(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No frame of ours comes between the encrypted ones, and whoever has left is not waited for."""
+    """No frame of ours is sent between encrypted ones, and closed connections are not awaited."""
     monkeypatch.setattr("offramp.server.ports.grpc_listener.QUIET_S", 3600.0)
     authority = Authority(tmp_path / "ca")
     certificate, key = authority.issue()

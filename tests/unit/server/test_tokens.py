@@ -36,7 +36,7 @@ from offramp.testing.server import FakeServer
 
 X = np.zeros((1, 4), np.float32)
 ANN, BOB, EVE, ROOT = (f"{name}-0123456789abcdef" for name in ("ann", "bob", "eve", "root"))
-"""Tokens: for all models, for another model than there is, of nobody, and of an operator."""
+"""Tokens: for all models, for a missing model, of no user, and of an operator."""
 TEXT = f"# people\n\nann:{ANN}\nbob : {BOB} : other, one\n"
 LOOPBACK, REMOTE = "ipv4:127.0.0.1:5000", "ipv4:10.0.0.7:5000"
 Guarded: TypeAlias = FakeServer[FakeEngine]

@@ -13,7 +13,7 @@ from offramp.server.requests.receiving import LONG_S, Turns
 
 
 async def after(waited: Awaitable[Any], busy_s: float = 0.0) -> Any:
-    """As gRPC receives: the step after the wait is what takes long."""
+    """Wait, then work for a while: gRPC receives in this way, with a long step after the wait."""
     result = await waited
     until_s = time.monotonic() + busy_s
     while time.monotonic() < until_s:

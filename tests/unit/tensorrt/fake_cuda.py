@@ -29,7 +29,7 @@ class Cuda:
         self.broken = False
         """The next wait fails, as after a kernel that went wrong."""
         self.copy_fails = False
-        """Nothing can be copied to the host."""
+        """True if copies to the host fail."""
         self.driver = _driver(self)
         self.package = ModuleType("pycuda")
         self.package.__spec__ = ModuleSpec("pycuda", None)

@@ -18,7 +18,7 @@ class FakeDriver:
     version: int = 13000
     total_bytes: int = 140 << 30
     start: int = 0
-    """What ``cuInit`` gives."""
+    """Result of ``cuInit``."""
     calls: list[str] = field(default_factory=list)
 
     def cuInit(self, flags: int) -> int:  # noqa: N802

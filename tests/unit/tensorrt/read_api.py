@@ -1,4 +1,4 @@
-"""Reads the names and signatures of bindings off the real ones, for the fixtures beside this file.
+"""Reads names and signatures from the real bindings, for the fixtures next to this file.
 
 Run by hand, where the bindings can be imported; they need no GPU for it, and of the libraries
 below them only their symbols:

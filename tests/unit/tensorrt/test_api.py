@@ -68,7 +68,7 @@ def findings(tree: ast.Module, version: Bindings, *, by_version: bool) -> list[s
 
 
 def complaints(source: str, version: str = "10.16", *, by_version: bool = False) -> str:
-    """What the checker says of a few lines, which import both libraries."""
+    """Return the checker's findings for a few lines, which import both libraries."""
     imports = "import tensorrt as trt\nimport pycuda.driver as cuda\n"
     tree = ast.parse(imports + source)
     return "\n".join(findings(tree, tensorrt(version), by_version=by_version))

@@ -265,7 +265,7 @@ def test_an_error_of_the_progress_ends_the_build(
 def test_ctrl_c_ends_the_build_at_its_next_step(
     builder: TensorRTBuilder, fake: FakeTensorRT, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a signal to this process, which reaches its main thread, while TensorRT builds."""
+    """The signal reaches this process's main thread while TensorRT builds."""
     fake.phases = [("Building", None, 100_000)]
     handler = signal.getsignal(signal.SIGINT)
 

@@ -1,4 +1,4 @@
-"""TensorRT's messages reach logging, and its errors whoever collects them."""
+"""TensorRT's messages reach logging, and its errors reach their collectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is missing for TensorRT, in one line; without TensorRT, PyCUDA or a GPU."""
+"""One-line messages about missing parts for TensorRT; without TensorRT, PyCUDA or a GPU."""
 
 from __future__ import annotations
 

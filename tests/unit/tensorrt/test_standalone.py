@@ -1,4 +1,4 @@
-"""Running an engine once: what is called, with what, and that nothing is left behind."""
+"""Single runs of an engine: calls, their arguments, and no leaked resources."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def missing(engine: Engine) -> list[str]:
 
 
 async def exit_0_in_use(engine: Engine, serving: Serving) -> None:
-    """No threshold is reached: all answers are the model's end, through the new stages."""
+    """Wait until exit 0 is in use; no threshold is reached, so all answers are the model's end."""
     assert missing(engine) == []
     serving.controller.policy = policy_of(2, e0=0.9999, e1=0.9999)
     await until(lambda: engine._executor.deployment("m").plan.exits == (0, 1))

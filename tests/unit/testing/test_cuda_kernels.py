@@ -48,7 +48,7 @@ class Numpy:
         return address
 
     def fetch(self, memory: Guarded) -> None:
-        """It never left."""
+        """Do nothing: the memory is on the host."""
 
     def launch(self, launch: Launch, *, seed: int = 0, resident: int = 4) -> None:
         declared = cuda_kernels.ranges_of(launch)

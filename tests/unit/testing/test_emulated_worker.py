@@ -25,7 +25,7 @@ DEVICE = EmulatedDevice(
 
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Instead of sleeping, time passes at once."""
+    """Replace sleeping by virtual time; return the durations."""
     now_s, found = [0.0], []
 
     def sleep(seconds: float) -> None:

@@ -175,7 +175,7 @@ def test_help_names_every_scenario_and_controller(capsys: pytest.CaptureFixture[
 
 
 def test_recorded_answers_are_those_that_are_served(bundle: Bundle, data: Path) -> None:
-    """What the joined graph says of a sample is what the stages would answer."""
+    """The joined graph's results of a sample are the stages' answers."""
     dataset = read_dataset(data, bundle.manifest.inputs)
     population = answering(bundle, threads=1)(dataset, lambda _: None)
     # Float32 sums in another order must not decide: the threshold is in the middle of a gap.

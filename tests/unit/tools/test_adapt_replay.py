@@ -1,4 +1,4 @@
-"""The loop around a controller: what it is told and when, and what samples cost."""
+"""The loop around a controller: its inputs and their times, and the costs of samples."""
 
 from __future__ import annotations
 

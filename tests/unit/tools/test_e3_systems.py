@@ -17,7 +17,7 @@ from benchmarks.e3_systems import (
 from offramp.certify.decision import MODEL_END
 
 MODEL = model_of((0.5, 0.5, 0.25))
-"""Four layers: half leave behind the first, a quarter behind the third."""
+"""Four layers: half of the rows leave after the first, a quarter after the third."""
 CLUSTER = cluster_of({"V100": 2}, layers=4)
 
 

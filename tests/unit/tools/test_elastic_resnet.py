@@ -46,7 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[], ElasticModule]:
 
 
 def options_of(epochs: int, state: Path | None = None) -> argparse.Namespace:
-    """What the command line says of training."""
+    """Return the training options of the command line."""
     return argparse.Namespace(epochs=epochs, batch_size=16, seed=0, state=state)
 
 

@@ -1,4 +1,4 @@
-"""The frontier's page: which marks are drawn, and that it needs nothing beside it."""
+"""The frontier's page: its marks, and that it is self-contained."""
 
 from __future__ import annotations
 

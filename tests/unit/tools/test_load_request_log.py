@@ -9,7 +9,7 @@ from offramp.tools.bench.load.request_log import UNKNOWN, Reply, RequestLog, Req
 
 
 def records() -> RequestRecords:
-    """Answered, expired, never heard of, not even sent."""
+    """Return records of an answered, an expired, a lost and an unsent request."""
     log = RequestLog()
     for sample, intended_s in ((4, 0.0), (5, 1.0), (6, 2.0), (7, 3.0)):
         log.open(sample=sample, intended_s=intended_s)

@@ -33,7 +33,7 @@ from offramp.tools.bench.simulation import (
 )
 
 SECONDS = [[0.0, 1.0, 1.5], [0.0, 2.0, 3.0], [0.0, 0.5, 0.75]]
-"""Of three stages, for batches of one and of two."""
+"""Times of three stages, for batches of one and of two."""
 BEHAVIOUR = Behaviour(
     exits=(5, None, MODEL_END),
     leaves_at=np.array([0, 2]),

@@ -35,7 +35,7 @@ from offramp.tools.zoo.small_models import Parts
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """On a busy machine the threads of torch wait for each other."""
+    """Limit torch to one thread: on a busy machine its threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -49,7 +49,7 @@ TINY: dict[str, Callable[[], nn.Module]] = {
     "text": lambda: TextTransformer(words=50, tokens=TOKENS, width=16, depth=3, heads=2),
 }
 CUTS = {"vit": 3, "mobilenet": 3, "mlp": 4, "text": 3}
-"""At least: one after each block that has another block behind it, and more."""
+"""Least number of cuts: one after each block that another block follows, and more."""
 
 
 def bright_or_dark() -> Samples:

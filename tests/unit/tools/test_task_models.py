@@ -75,7 +75,7 @@ from offramp.tools.zoo.task_networks import (
 )
 
 SQUARE = (slice(4, 24), slice(8, 20))
-"""What a garment of these tests covers."""
+"""Area covered by a garment in these tests."""
 REGIONS = ((8, 2), (12, 2))
 TINY: dict[str, Callable[[], nn.Module]] = {
     "segmentation": lambda: Segmenter(REGIONS),

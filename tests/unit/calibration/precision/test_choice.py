@@ -42,7 +42,7 @@ def chosen(
     least_agreement: float = 0.5,
     **changed: Any,
 ) -> PrecisionChoice:
-    """What is chosen where kinds take these shares of float32's time at batches of 1 and 16."""
+    """Return the choice for these shares of float32's time at batches of 1 and 16."""
 
     def timed(
         *_: Any, kind: CpuPrecision, **__: Any

@@ -1,4 +1,4 @@
-"""What is said of floats of 16 bits is what ONNX Runtime does."""
+"""Documented behaviour of 16-bit floats equals ONNX Runtime's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A model of four segments and three exits, small enough to rehearse by hand.
 
-A segment takes 2 ms and 1 ms a row; exits take 1, 1 and 3 ms whatever the rows; borders nothing.
+A segment takes 2 ms and 1 ms per row; exits take 1, 1 and 3 ms for any rows; borders nothing.
 Eight samples make two batches of four:
 
     batch 0: exit 0 knows samples 0, 1, 2; exits 1 and 2 all of them

@@ -84,7 +84,7 @@ def test_an_exit_that_is_late_even_if_all_leave_there_gives_way() -> None:
 
 
 def test_no_exit_follows_one_behind_which_nothing_may_go_on() -> None:
-    """Behind exit 1 with 9.5 ms (21.5 of 24) not one row may go on; half of the batches do."""
+    """No row may go on after exit 1 at 9.5 ms (21.5 of 24); half of the batches do."""
     active = (ActiveExit(exit=1, threshold=0.5), ActiveExit(exit=2, threshold=0.5))
     found = adapt(load(), times((1.0, 9.5, 1.0)), active, settings(max_violations=0.5))
     assert found.rehearsal.steps[0].candidate(1).allowed_rows == 0

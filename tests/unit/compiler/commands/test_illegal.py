@@ -57,7 +57,7 @@ VALUES: Final[Mapping[str, str]] = {
     "--resize": "crop",
     "--resample": "nearest",
 }
-"""What is given of options that take a value."""
+"""Values of options that take one."""
 ELASTIC = ElasticSource(Path("spec.toml"))
 PLACES: Final[Mapping[str, list[str]]] = {
     "": ["model.onnx"],

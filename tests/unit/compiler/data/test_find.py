@@ -1,4 +1,4 @@
-"""Which kind of data a text names; nothing is guessed."""
+"""Kinds of data by their text form; nothing is guessed."""
 
 from __future__ import annotations
 

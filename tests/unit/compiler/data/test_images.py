@@ -119,7 +119,7 @@ def test_a_share_of_an_image_of_the_right_size_is_cropped(tmp_path: Path) -> Non
 
 
 def test_the_crop_is_that_of_torchvision(tmp_path: Path) -> None:
-    """Its usual one: the shorter side to 256, then the middle 224 × 224."""
+    """Torchvision's default: the shorter side to 256, then the middle 224 × 224."""
     smooth = np.linspace(0, 255, 300 * 400 * 3).reshape(300, 400, 3).astype(np.uint8)
     save_image(tmp_path / "a.png", smooth)
     spec = TensorSpec(name="image", dtype="uint8", shape=("batch", 224, 224, 3))

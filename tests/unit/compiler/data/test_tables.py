@@ -240,7 +240,7 @@ def test_large_tables_are_read_in_parts(
 
 
 def test_a_large_row_group_is_read_in_parts(tmp_path: Path) -> None:
-    """Of 32 MB in one row group a few are in Arrow's memory at once."""
+    """A few of the 32 MB of one row group are in Arrow's memory at a time."""
     values = np.random.default_rng(0).random(2**23, np.float32)
     table = pyarrow.table({"x": pyarrow.FixedSizeListArray.from_arrays(values, 2**10)})
     parquet.write_table(table, tmp_path / "t.parquet", row_group_size=2**13)

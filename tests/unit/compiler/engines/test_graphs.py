@@ -30,7 +30,7 @@ from offramp.engine.answers.differences import relative_difference
 from offramp.engine.stages.plan import make_plan
 
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-5, "tf32": 1e-5, "fp16": 1e-2, "int8": 0.15}
-"""As in test_halving and test_quantization."""
+"""Tolerances as in test_halving and test_quantization."""
 
 
 @pytest.fixture(scope="module", params=["residual", "bert", "text cnn"])

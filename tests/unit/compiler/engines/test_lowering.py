@@ -76,7 +76,7 @@ def test_without_axes_everything_is_reduced_before_and_after() -> None:
 
 
 def test_reduce_sum_keeps_its_axes_as_an_input() -> None:
-    """It has had them there since opset 13."""
+    """Axes are an input since opset 13."""
     b = Builder()
     proto = one("ReduceSum", b.constant([1], np.int64), opset=18, b=b).build(opset=18)
     low = lowered(proto)

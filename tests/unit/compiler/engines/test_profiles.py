@@ -108,7 +108,7 @@ def test_shapes_are_those_of_a_run(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [65, 100])
 def test_sizes_at_which_the_model_fails(bert: Bundle, size: int) -> None:
-    """It has 64 places."""
+    """The model has 64 positions."""
     shapes = ModelShapes(bert)
     assert shapes.at(Point(1, (("sequence", 64),)))["layer0/out"] == (1, 64, 16)
     with pytest.raises(EngineOptionsError) as refused:

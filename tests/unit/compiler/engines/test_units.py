@@ -1,4 +1,4 @@
-"""What of a bundle becomes an engine."""
+"""Parts of a bundle that become engines."""
 
 from __future__ import annotations
 

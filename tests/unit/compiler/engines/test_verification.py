@@ -169,7 +169,7 @@ def test_confidence_may_differ_by_what_its_logits_may(
 
 
 def test_an_engine_of_half_precision_is_held_against_true_float16(tmp_path: Path) -> None:
-    """Where float16 overflows, an engine does: ONNX Runtime by itself would not."""
+    """An engine overflows where float16 does; plain ONNX Runtime would not."""
     bundle, unit = engine_bundle("mlp", tmp_path / "b.ee"), Unit(0, 0, None)
     b = Builder()
     x = b.input("x", ["batch", 16])

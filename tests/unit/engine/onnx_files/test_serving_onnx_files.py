@@ -77,7 +77,7 @@ def test_files_are_told_from_bundles(model: Path, bundle: Path, tmp_path: Path) 
 
 
 def test_each_model_has_its_own_mode(model: Path, bundle: Path, temporary: Path) -> None:
-    """A bundle with exits keeps the engine's mode beside an ONNX file, which has none."""
+    """A bundle with exits keeps the engine's mode next to an ONNX file, which has none."""
 
     async def serve() -> None:
         async with await Engine.open({"plain": model, "exits": bundle}, OPTIONS) as engine:

@@ -1,4 +1,4 @@
-"""What is written about measurements, and what is said where there is no GPU."""
+"""Reports of measurements, and the messages without a GPU."""
 
 from __future__ import annotations
 

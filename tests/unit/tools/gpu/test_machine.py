@@ -1,4 +1,4 @@
-"""What measurements make of a GPU, with stand-ins for what only a GPU has."""
+"""Measurements on a GPU, with fakes of the parts that only a GPU has."""
 
 from __future__ import annotations
 
