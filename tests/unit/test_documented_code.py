@@ -115,7 +115,10 @@ def test_benchmarks_are_modules_with_results() -> None:
         assert "benchmarks/results/" in figures, command
 
 
-FIGURES = {"Fashion-MNIST, ResNet-56": "fashion", "sentiment, MiniLM (6 layers)": "minilm_sentiment"}
+FIGURES = {
+    "Fashion-MNIST, ResNet-56": "fashion",
+    "sentiment, MiniLM (6 layers)": "minilm_sentiment",
+}
 """Files of results that the landing page's figures are from, by model."""
 
 
