@@ -37,7 +37,7 @@ from offramp.tools.bench.common.output import (
 )
 
 
-class Load(NamedTuple):
+class TextLoad(NamedTuple):
     """Where tokens leave."""
 
     name: str
@@ -48,8 +48,8 @@ class Load(NamedTuple):
 
 
 LOADS: Final = (
-    Load("example, whole answers", (1, 1, 2, 4), (0.744, 0.203, 0.041, 0.012)),
-    Load("70 % by layer 2 of 8 (E3 5.1.3)", (2, 6), (0.7, 0.3)),
+    TextLoad("example, whole answers", (1, 1, 2, 4), (0.744, 0.203, 0.041, 0.012)),
+    TextLoad("70 % by layer 2 of 8 (E3 5.1.3)", (2, 6), (0.7, 0.3)),
 )
 SIZES: Final = ((8, 8), (16, 8), (32, 16), (48, 16))
 """Sequences at a time, and most rows of a step."""
@@ -83,7 +83,7 @@ def main() -> int:
     return 0
 
 
-def simulate(load: Load, *, texts: int, seed: int) -> list[dict[str, str | int | float]]:
+def simulate(load: TextLoad, *, texts: int, seed: int) -> list[dict[str, str | int | float]]:
     """Return the ratios of one load at all sizes."""
     rng = np.random.default_rng(seed)
     lengths = np.maximum(rng.normal(_MEAN, _DEVIATION, texts).astype(int), _LEAST)

@@ -92,6 +92,7 @@ def generation_parser() -> argparse.ArgumentParser:
                        help="layers after which exits are tried (default: seven, evenly "
                        "spread); those that save most time are used")  # fmt: skip
     exits.add_argument("--criterion", choices=sorted(CRITERIA), default="softmax-margin",
+                       metavar="NAME",
                        help="confidence of an exit (CALM): softmax-margin, the difference of its "
                        "two largest probabilities; max-probability; state-similarity, of its last "
                        "layer's input and output; learned-classifier, of the state")  # fmt: skip
@@ -147,7 +148,7 @@ class _Extension:
         "generation": Command(
             generation_parser,
             _compile,
-            "compile a model that generates text; also eecompile MODEL --task generation",
+            "compile a model that generates text (or --task generation)",
             task=True,
         )
     }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ def page() -> str:
 
 
 def _module(name: str) -> Iterator[str]:
-    module = import_module(name)
+    module = pkgutil.resolve_name(name)
     yield f"## `{name}`\n"
     yield f"{_prose(module)}\n"
     for item in sorted(module.__all__, key=str.lower):
@@ -88,7 +88,8 @@ def _callable(name: str, found: Any) -> Iterator[str]:
 def _signature(found: Any) -> str:
     """Return the signature, without modules of types, in several lines where it is long."""
     known = inspect.signature(found)
-    parts, marks = [], {inspect.Parameter.KEYWORD_ONLY: "*"}
+    parts: list[str] = []
+    marks: dict[Any, str] = {inspect.Parameter.KEYWORD_ONLY: "*"}
     before = None
     for parameter in known.parameters.values():
         if parameter.name in ("self", "cls"):

@@ -88,7 +88,7 @@ def test_a_row_is_refused_on_the_command_line(
 
 @pytest.mark.parametrize("row", EVERY, ids=identify)
 def test_a_row_says_what_to_do(row: Illegal) -> None:
-    assert re.search("leave (it|one of them) out|choose --", row.why)
+    assert re.search("omit |leave (it|one of them) out|choose --", row.why)
     assert " " not in row.option
 
 

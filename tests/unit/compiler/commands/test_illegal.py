@@ -117,7 +117,7 @@ def test_each_message_names_both_options_and_a_remedy(command: str, row: Illegal
     message = row.message(parser.values(options))
     for option in (row.option, row.beside or row.without):
         assert str(option).partition(" ")[0] in message
-    remedies = ("leave", "choose", "give", "take", "add", "use", "compile", "name")
+    remedies = ("leave", "choose", "give", "take", "add", "use", "compile", "name", "omit")
     assert any(f"{remedy} " in row.why for remedy in remedies), row.why
 
 
