@@ -316,7 +316,7 @@ def test_a_folder_without_a_file_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_encoder_decoders_need_their_folder_and_a_start_token(tmp_path: Path) -> None:
     path = write(exported(encodes=True), tmp_path)
-    with pytest.raises(ModelError, match=r"give the folder that has encoder_model\.onnx"):
+    with pytest.raises(ModelError, match=r"pass the folder with encoder_model\.onnx"):
         read_export(path / "decoder_with_past_model.onnx")
     exits = [TextExit(layer=2, threshold=0.5)]
     with pytest.raises(ModelError, match="decoder_start_token_id"):

@@ -311,7 +311,7 @@ def test_heads_and_judges_are_part_of_a_bundle(tmp_path: Path) -> None:
 
 def test_a_criterion_without_its_judge_is_refused(tmp_path: Path) -> None:
     path = write(exported(), tmp_path)
-    with pytest.raises(ModelError, match="behind layer 2 has no classifier"):
+    with pytest.raises(ModelError, match="after layer 2 has no classifier"):
         cut(path, "learned classifier", TextExit(layer=2, threshold=0.5))
     model = graphs_of().model
     facts = {name: getattr(model, name) for name in type(model).__dataclass_fields__}

@@ -285,7 +285,7 @@ def test_labels_may_teach(tmp_path: Path, always_joint: None) -> None:
     ("options", "error", "told"),
     [
         ({"precision": "int8"}, OptionsConflictError, ("--train joint with --precision int8",)),
-        ({"task": "regression"}, ModelError, ("values", "sure")),
+        ({"task": "regression"}, ModelError, ("values", "confidence")),
         ({"criterion": "patience"}, OptionsConflictError, ("--criterion", "--train joint")),
         ({"teach": "labels"}, DataError, ("no labels", "'labels'")),
         (

@@ -282,7 +282,7 @@ def test_what_cannot_be_learned_is_refused_and_the_folder_released(place: Path) 
 
     async def story() -> None:
         for _ in range(2):
-            with pytest.raises(OptionsError, match=r"give --learn-gib 0\.01 or more$"):
+            with pytest.raises(OptionsError, match=r"use --learn-gib 0\.01 or more$"):
                 await Engine.open({"m": place / "m.onnx"}, options)
 
     asyncio.run(story())

@@ -147,7 +147,7 @@ def test_a_gpu_has_a_profile_of_its_own_for_plans(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--backend cuda", ("--backend cuda", "--json", "CPU", "give")),
+        ("--backend cuda", ("--backend cuda", "--json", "CPU", "name a file")),
         ("--json a.json --device cuda:1", ("--device", "--backend tensorrt or cuda")),
         ("--json a.json --output b.ee", ("--json", "--output", "leave")),
         ("--json a.json --backend cuda --threads 2", ("--threads", "--backend cuda")),

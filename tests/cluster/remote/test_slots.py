@@ -213,7 +213,7 @@ BODY = np.arange(2, dtype=np.float32).tobytes() + bytes(56) + np.ones(1, np.floa
     [
         ((TensorForm("x", FLOATS, (1, 2)), 3968), ("'x'", "3968 to 3976", "expected within")),
         ((TensorForm("x", FLOATS, (1, 2)), 64), ("'x'", "64 to 72", "expected within")),
-        ((TensorForm("x", FLOATS, (1, 2)), GIVEN), ("passes 'x' on", "not given")),
+        ((TensorForm("x", FLOATS, (1, 2)), GIVEN), ("passes 'x' on", "not an input")),
         ((TensorForm(SCRIPT, FLOATS, (1, 1, 2)), GIVEN), ("passes 'script' on", "not")),
         ((TensorForm(SCRIPT, np.dtype(np.int32), (1, 2, 2)), GIVEN), ("passes 'script' on",)),
     ],

@@ -106,7 +106,7 @@ def test_the_head_of_a_frame_is_bounded(head: bytes, told: Told) -> None:
 @pytest.mark.parametrize(
     ("arrays", "told"),
     [
-        ((INPUT, INPUT), ("two arrays", "one name")),
+        ((INPUT, INPUT), ("two arrays", "same name")),
         ((INPUT._replace(place=-3),), ("33 bytes at -3",)),
         ((PlacedArray(TensorForm("x", FLOATS, (0, 1 << 40, 1 << 40)), 0),), ("[0, 1099511627776",)),
         ((PlacedArray(TensorForm("x", FLOATS, (2, -1)), 0),), ("[2, -1]",)),

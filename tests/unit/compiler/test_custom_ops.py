@@ -57,7 +57,7 @@ def test_with_another_library_it_is_told_that_this_has_no_such(capfd, library, t
     b.output("y", ["batch", 4])
     onnx.save(with_domain(b.build()), tmp_path / "model.onnx")
     told = fails(capfd, "inspect", tmp_path / "model.onnx", "--custom-ops", library)
-    tells(told, "Stretch", f"{DOMAIN}", "squash.so", "give")
+    tells(told, "Stretch", f"{DOMAIN}", "squash.so", "load")
 
 
 def test_where_the_extensions_of_onnx_runtime_come_from(read) -> None:

@@ -133,7 +133,7 @@ def test_a_model_of_another_size_is_refused_when_it_is_warmed_up(root: Path) -> 
         manifest["outputs"][0]["shape"][1] = 7
 
     rewrite_manifest(root, seven)
-    with pytest.raises(BackendError, match=r"by float32 \[2, 3\].*expected .*\[2, 7\]"):
+    with pytest.raises(BackendError, match=r"with float32 \[2, 3\].*expected .*\[2, 7\]"):
         opened(root, Mode.OFF)
 
 

@@ -61,7 +61,7 @@ def test_nothing_is_said_where_nothing_is_observed() -> None:
             Evidence.CONSERVATIVE,
             "No exit answers",
             (
-                "every answer is given by the whole model, until there is evidence for more "
+                "the whole model answers every sample until there is evidence for exits "
                 "(constraint: disagreement ≤ 1 % with 95 % confidence). 12,400 samples were "
                 "observed so far, 412 early answers among them audited."
             ),
@@ -72,7 +72,7 @@ def test_nothing_is_said_where_nothing_is_observed() -> None:
             "Suspicious",
             (
                 "more audited answers disagreed than the constraint of 1 % allows, too few for an "
-                "alarm so far; nothing is promised until that is settled. 12,400 samples were "
+                "alarm so far; nothing is promised until this is resolved. 12,400 samples were "
                 "observed so far, 412 early answers among them audited."
             ),
             True,
