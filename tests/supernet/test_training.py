@@ -414,7 +414,7 @@ def space_of(
     ("space", "words"),
     [
         (space_of(skip="blocks.7"), ("blocks.7", "blocks.")),
-        (space_of(skip="blocks.2"), ("[2, 6, 6, 6]", "[2, 4, 6, 6]", "name blocks")),
+        (space_of(skip="blocks.2"), ("[2, 4, 6, 6]", "[2, 6, 6, 6]", "name blocks")),
         (space_of(layer="blocks.0.conv9"), ("blocks.0.conv9", "blocks.0.conv")),
         (space_of(layer="blocks.0.norm1"), ("blocks.0.norm1 (ElasticBatchNorm2d)",)),
         (space_of(ratio=0.3), ("0.3", "8 channels of blocks.0.conv1", "2.4", "use ratios")),
