@@ -261,7 +261,7 @@ def test_another_answer_is_a_defect_that_is_found(
     monkeypatch.undo()
     taken = answer_tokens._Reduction._taken
     monkeypatch.setattr(answer_tokens._Reduction, "_taken", others)
-    with pytest.raises(ModelError, match=facts("alone", "report")):
+    with pytest.raises(ModelError, match=facts("reduced logits", "report")):
         read(summing(), answer_tokens=TOKENS)
 
 

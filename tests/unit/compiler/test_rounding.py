@@ -87,7 +87,7 @@ def test_operators_in_any_order_are_sorted_as_onnx_runtime_runs_them(read):
 def test_operators_in_a_circle_stay_refused(read):
     proto = models.mlp()
     refill(proto.graph.node[0].input, ["hidden1", *list(proto.graph.node[0].input)[1:]])
-    with pytest.raises(ModelError, match="reads 'hidden1', which only operators after it"):
+    with pytest.raises(ModelError, match="reads 'hidden1', which only later operators"):
         read(proto)
 
 

@@ -83,7 +83,7 @@ def test_external_data_elsewhere_are_refused_unread(
 ) -> None:
     (external.parents[1] / "secret").write_bytes(bytes(10_000))
     rename(external, location=location)
-    tells(refused(external, monkeypatch), "outside of its folder", "beside")
+    tells(refused(external, monkeypatch), "outside of its folder", "next to")
 
 
 def test_external_data_of_an_inner_tensor_elsewhere_are_refused_unread(

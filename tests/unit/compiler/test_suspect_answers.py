@@ -38,7 +38,7 @@ def test_labels_that_are_right_by_chance_alone_are_warned_of(
 ) -> None:
     text = warned(caplog, [0, 0, 1, 1] * 25, [0, 1, 0, 1] * 25)
     assert "right in 50.0 % of the samples, and a guess" in text
-    assert "would be in 50.0 %" in text
+    assert "would be right in 50.0 %" in text
 
 
 @pytest.mark.parametrize("labels", [None, [0, 1] * 50, [0, 1, 1, 1] * 25])

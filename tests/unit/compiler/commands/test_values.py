@@ -19,7 +19,7 @@ from offramp.compiler.commands import values
         (values.share_from_0, "0", ["1", "-0.1", "x"], ("0", "between 0 and 1")),
         (values.share_up_to_1, "1", ["0", "1.1", ""], ("above 0", "at most 1")),
         (values.distance, "0", ["-1", "inf", "far"], ("distance", "0 or more")),
-        (values.seconds, "9", ["0", "inf", "1m"], ("number of seconds", "give")),
+        (values.seconds, "9", ["0", "inf", "1m"], ("number of seconds", "use")),
         (values.gib, "0.5", ["0", "inf", "4GB"], ("GiB", "4")),
         (values.above_0, "1e3", ["0", "nan", "fast"], ("is not a number above 0",)),
         (values.positive, "1", ["0", "1.5", "many"], ("whole number above 0",)),

@@ -84,7 +84,7 @@ def test_given_buckets_need_no_note_but_many_profiles_do(bert: Bundle) -> None:
 
 
 def test_a_bucket_of_a_size_that_the_model_does_not_have(bert: Bundle, residual: Bundle) -> None:
-    with pytest.raises(EngineOptionsError, match=r"no symbolic size 'width'.*are sequence"):
+    with pytest.raises(EngineOptionsError, match=r"no symbolic size 'width'.*it has sequence"):
         sizes_of(bert, "width=8")
     with pytest.raises(EngineOptionsError, match="'batch' besides the batch; it has none"):
         sizes_of(residual, "batch=8")
