@@ -417,7 +417,7 @@ def space_of(
         (space_of(skip="blocks.2"), ("[2, 6, 6, 6]", "[2, 4, 6, 6]", "name blocks")),
         (space_of(layer="blocks.0.conv9"), ("blocks.0.conv9", "blocks.0.conv")),
         (space_of(layer="blocks.0.norm1"), ("blocks.0.norm1 (ElasticBatchNorm2d)",)),
-        (space_of(ratio=0.3), ("0.3", "8 channels of blocks.0.conv1", "2.4", "give ratios")),
+        (space_of(ratio=0.3), ("0.3", "8 channels of blocks.0.conv1", "2.4", "use ratios")),
         (space_of(layer="blocks.0.conv2"), ("smallest subnet", "inner widths")),
         (
             ElasticSpace(width=(ElasticWidth(layers=("classifier",), ratios=(1 / 3,)),)),

@@ -145,7 +145,7 @@ def test_as_many_workers_as_there_are_free_cpus_unless_told(
     use(monkeypatch, FakeRay(0, cpus=0.5))
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), "--cluster=ray"])
-    tells(capsys.readouterr().err, "no CPU free", "end what holds")
+    tells(capsys.readouterr().err, "no CPU free", "end jobs")
     with pytest.raises(SystemExit):
         parse_arguments([str(GOLDEN), "--ray-address=h:1"])
     tells(capsys.readouterr().err, "--ray-address", "--cluster ray", "cluster file")
