@@ -10,8 +10,9 @@
 Thresholds lie on one path, from none that exits to the most, fixed by other prompts; its levels are
 tested in turn, each at level δ, and the last that passed is taken (Learn then Test: CALM 4.2;
 Angelopoulos et al. 2021, fixed sequence testing). A level passes where the bound is rejected as the
-mean of what was observed: by the exact binomial tail where that is 0 or 1, else by betting
-(Waudby-Smith and Ramdas 2024): with bets that are fixed before each prompt is seen, the wealth of
+mean of what was observed: by the exact binomial tail where only 0 and 1 can be, else by betting
+(Waudby-Smith and Ramdas 2024). Which test it is has to be said before prompts are seen: two tests,
+of which losses choose one, may pass twice as often. With bets that are fixed before each prompt is seen, the wealth of
 whoever bets that the mean is below the bound reaches 1/δ with probability δ at most if it is not.
 """
 
@@ -49,6 +50,8 @@ class TextPromise:
     confidence_level: float = 0.95
     most_tokens: int = 64
     """Of an answer, at most; ``tokens`` needs to know it before prompts are seen."""
+    binary: bool = False
+    """Whether losses of ``texts`` can be 0 and 1 alone."""
 
     def __post_init__(self) -> None:
         check_promise(self.bound, self.confidence_level)
@@ -112,7 +115,9 @@ def keeps(level: TextLosses, promise: TextPromise) -> bool:
         least = bound * most
         losses = (losses - bound * level.tokens + least) / (1 + least)
         return rejects(losses, least / (1 + least), promise.confidence_level)
-    if np.isin(losses, (0.0, 1.0)).all():
+    if promise.binary:
+        if not np.isin(losses, (0.0, 1.0)).all():
+            raise ValueError("losses must be 0 or 1: the promise says that they are binary")
         allowed = allowed_errors(len(losses), bound, promise.confidence_level)
         return int(losses.sum()) <= allowed
     return rejects(losses, bound, promise.confidence_level)
