@@ -19,16 +19,20 @@ States = NDArray[np.float32]
 class RecordingBackend(OnnxTextBackend):
     """Runs as its base does, and keeps the states behind all exits of each token.
 
+    Where it is ``told`` an answer, it reads that instead of saying its own tokens.
+
     For answers in full, that is with no exit in use: then a token runs every stage once.
     """
 
     recorded: dict[bytes, tuple[States, States]]
     """By a prompt's bytes: states float32 [exits, tokens, width], and what exits without a head
     of their own say of them, confidences float32 [exits, tokens]."""
+    told: dict[bytes, Sequence[int]]
+    """Tokens of answers, by their prompts' bytes."""
 
     def record(self) -> None:
         """Begin anew."""
-        self.recorded = {}
+        self.recorded, self.told = {}, {}
         self._running: dict[int, tuple[bytes, list[list[States]], list[list[float]]]] = {}
 
     def open(self, slot: int, inputs: Tokens) -> None:
@@ -42,21 +46,33 @@ class RecordingBackend(OnnxTextBackend):
     ) -> TokenAnswers:
         """Run a stage, and keep what is behind it."""
         answers = super().run(stage, slots, limits)
-        if stage < self.stages - 1:
-            states = self.states_behind(stage, slots)
-            for slot, state, sure in zip(slots, states, answers.confidences, strict=True):
-                _, kept, confidences = self._running[slot]
-                kept[stage].append(state)
-                confidences[stage].append(float(sure))
+        if stage == self.stages - 1:
+            return answers._replace(tokens=self._as_told(slots, answers.tokens))
+        states = self.states_behind(stage, slots)
+        for slot, state, sure in zip(slots, states, answers.confidences, strict=True):
+            _, kept, confidences = self._running[slot]
+            kept[stage].append(state)
+            confidences[stage].append(float(sure))
         return answers
 
     def close_slot(self, slot: int) -> None:
         """End a sequence, and keep what was seen of it."""
         super().close_slot(slot)
+        if slot not in self._running:  # it could not be opened
+            return
         prompt, kept, confidences = self._running.pop(slot)
         if len({len(states) for states in kept}) == 1 and kept[0]:  # all of it in full
             states = np.array(kept, np.float32)
             self.recorded[prompt] = (states, np.array(confidences, np.float32))
+
+    def _as_told(self, slots: Sequence[int], tokens: Tokens) -> Tokens:
+        """Put the next tokens of told answers in the place of a model's own, int64[slots]."""
+        tokens = tokens.copy()
+        for row, slot in enumerate(slots):
+            prompt, kept, _ = self._running[slot]
+            if prompt in self.told:
+                tokens[row] = self.told[prompt][len(kept[0]) - 1]
+        return tokens
 
 
 class ExitStates:
