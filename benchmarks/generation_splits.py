@@ -131,7 +131,12 @@ def split_counts(
     path = path_differences(system, full, setup, batch)
     found = {}
     for kind in KINDS_OF_PROMISE:
-        promise = TextPromise(risk=kind.risk, bound=bound, most_tokens=setup.most_tokens)
+        promise = TextPromise(
+            risk=kind.risk,
+            bound=bound,
+            most_tokens=setup.most_tokens,
+            binary=not kind.by_edits,
+        )
         levels = [losses_for(kind, level) for level in path]
         found[kind.name] = count_splits(levels, promise, splits=splits, seed=seed)
     return found

@@ -3,7 +3,8 @@
 1. The unmodified model answers all prompts, with the backend and the scheduler used for serving.
    The states at all exits are recorded.
 2. At each exit an adapter learns to predict the model's tokens (self-distillation), or a copy of
-   the decoder learns them together with all its exits (CALM 3.2).
+   the decoder learns them together with all its exits (CALM 3.2) and then reads the model's
+   answers, for the states at its exits.
 3. Exits are chosen by the time that they save, from their predictions on tuning prompts and from
    measured costs. The path of thresholds is fixed.
 4. Tuning prompts are answered at levels of the path, with skipped layers filled when a token leaves
@@ -33,7 +34,13 @@ from offramp.generation.compiling.costs import TextCosts, measure_costs
 from offramp.generation.compiling.decoding import Decoded, decode, losses_of
 from offramp.generation.compiling.exit_states import ExitStates, RecordingBackend
 from offramp.generation.compiling.likeness import Likeness, find_likeness
-from offramp.generation.compiling.prompts import PromptSplit, Tokens, read_prompts, split_prompts
+from offramp.generation.compiling.prompts import (
+    PromptSplit,
+    Tokens,
+    check_tokens,
+    read_prompts,
+    split_prompts,
+)
 from offramp.generation.compiling.text_options import (
     TextCompileOptions,
     TextSettings,
@@ -107,9 +114,13 @@ class _Compiling:
         self._options, self._progress = options, progress
         check_place(options.output, overwrite=options.overwrite)
         self._settings: TextSettings = settle(options)
-        self._export: TextExport = read_export(options.model)
-        self._parts = split_prompts(read_prompts(options.data, ScratchSpace()), options.seed)
-        count = len(self._export.decoder.layers)
+        self._given: TextExport = read_export(options.model)
+        self._learned = self._given
+        """What exits are cut into: the model, or the copy that learned with them."""
+        prompts = read_prompts(options.data, ScratchSpace())
+        check_tokens(prompts, self._settings, self._given.decoder.vocabulary)
+        self._parts = split_prompts(prompts, options.seed)
+        count = len(self._given.decoder.layers)
         if count < 2:
             raise CompileError(
                 f"the decoder has {count} layer, expected at least 2: exits are between layers"
@@ -121,6 +132,7 @@ class _Compiling:
             bound=options.max_disagreement,
             confidence_level=options.confidence_level,
             most_tokens=self._settings.most_tokens,
+            binary=self._likeness.differing,
         )
         self._longest = max(len(prompt) for part in self._parts for prompt in part)
 
@@ -139,8 +151,8 @@ class _Compiling:
         }
         if self._options.train == "joint":
             with self._progress.step("Train the decoder with its exits", 100) as advance:
-                self._export = train_together(
-                    self._export,
+                self._learned = train_together(
+                    self._given,
                     parts.train,
                     [text.tokens for text in self._answers["train"].texts],
                     self._layers,
@@ -148,9 +160,13 @@ class _Compiling:
                     start_token=self._settings.start_token,
                     advance=advance,
                 )
-            plain, recorder = self._backend(self._cut(())), self._recorder()
-            for prompts in (parts.train, parts.tune):
-                self._decode("Answer with the copy", recorder, prompts)
+            recorder = self._recorder()
+            for name, prompts in (("train", parts.train), ("tune", parts.tune)):
+                texts = self._answers[name].texts
+                for prompt, text in zip(prompts, texts, strict=True):
+                    recorder.given[prompt.tobytes()] = text.tokens
+                self._decode("Read the answers with the copy", recorder, prompts)
+            recorder.given.clear()
         return self._compile(plain, recorder)
 
     def _compile(self, plain: OnnxTextBackend, recorder: RecordingBackend) -> CompiledText:
@@ -160,7 +176,7 @@ class _Compiling:
             for name, prompts in (("train", parts.train), ("tune", parts.tune))
         )
         with self._progress.step("Train the exits", len(self._layers)) as advance:
-            trained = train_exits(self._export, train, tune, self._options, advance)
+            trained = train_exits(self._learned, train, tune, self._options, advance)
         costs = self._measure(recorder, plain)
         chosen = choose_exits(
             trained.records(tune, self._options.criterion),
@@ -305,9 +321,10 @@ class _Compiling:
         skipped: SkippedLayers = "propagation",
         criterion: TextCriterion | None = None,
     ) -> TextGraphs:
+        """Cut exits in; without any it is the model that was given, whatever a copy learned."""
         options, settings = self._options, self._settings
         cut = cut_export(
-            self._export,
+            self._learned if exits else self._given,
             exits,
             criterion=criterion or options.criterion,
             skipped=skipped,

@@ -19,17 +19,19 @@ States = NDArray[np.float32]
 class RecordingBackend(OnnxTextBackend):
     """Backend that also keeps the states at all exits for each token.
 
-    It is for answers of the unmodified model, with no exit in use: every token then runs each stage
-    once.
+    It is for answers in full, with no exit in use: every token then runs each stage once. Where an
+    answer is ``given``, its tokens are read in place of the backend's own.
     """
 
     recorded: dict[bytes, tuple[States, States]]
     """Records by the bytes of a prompt: states float32 [exits, tokens, width], and confidences
     float32 [exits, tokens] of exits without their own head."""
+    given: dict[bytes, Sequence[int]]
+    """Tokens of answers that are read, by the bytes of their prompts."""
 
     def record(self) -> None:
         """Start recording, and drop earlier records."""
-        self.recorded = {}
+        self.recorded, self.given = {}, {}
         self._running: dict[int, tuple[bytes, list[list[States]], list[list[float]]]] = {}
 
     def open(self, slot: int, inputs: Tokens) -> None:
@@ -43,21 +45,33 @@ class RecordingBackend(OnnxTextBackend):
     ) -> TokenAnswers:
         """Run a stage, and keep the states after it."""
         answers = super().run(stage, slots, limits)
-        if stage < self.stages - 1:
-            states = self.states_behind(stage, slots)
-            for slot, state, sure in zip(slots, states, answers.confidences, strict=True):
-                _, kept, confidences = self._running[slot]
-                kept[stage].append(state)
-                confidences[stage].append(float(sure))
+        if stage == self.stages - 1:
+            return answers._replace(tokens=self._as_given(slots, answers.tokens))
+        states = self.states_behind(stage, slots)
+        for slot, state, sure in zip(slots, states, answers.confidences, strict=True):
+            _, kept, confidences = self._running[slot]
+            kept[stage].append(state)
+            confidences[stage].append(float(sure))
         return answers
 
     def close_slot(self, slot: int) -> None:
         """End a sequence, and keep its records."""
         super().close_slot(slot)
+        if slot not in self._running:  # it could not be opened
+            return
         prompt, kept, confidences = self._running.pop(slot)
         if len({len(states) for states in kept}) == 1 and kept[0]:  # every token ran all stages
             states = np.array(kept, np.float32)
             self.recorded[prompt] = (states, np.array(confidences, np.float32))
+
+    def _as_given(self, slots: Sequence[int], tokens: Tokens) -> Tokens:
+        """Replace the model's tokens, int64[slots], by the next ones of answers that are given."""
+        tokens = tokens.copy()
+        for row, slot in enumerate(slots):
+            prompt, kept, _ = self._running[slot]
+            if prompt in self.given:
+                tokens[row] = self.given[prompt][len(kept[0]) - 1]
+        return tokens
 
 
 class ExitStates:

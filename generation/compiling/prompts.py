@@ -12,7 +12,9 @@ from offramp.bundle import TensorSpec
 from offramp.calibration.data.data_sources import DataSource
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.scratch import ScratchSpace
+from offramp.compiler.common.errors import CompileError
 from offramp.generation.bundle.tensor_names import IDS, MASK
+from offramp.generation.compiling.text_options import TextSettings
 
 Tokens: TypeAlias = NDArray[np.int64]
 """int64[tokens]."""
@@ -54,6 +56,25 @@ def read_prompts(source: DataSource, scratch: ScratchSpace) -> list[Tokens]:
         )
     rows = (row[kept != 0].astype(np.int64) for row, kept in zip(ids, mask, strict=True))
     return [row for row in rows if row.size]
+
+
+def check_tokens(prompts: Sequence[Tokens], settings: TextSettings, vocabulary: int) -> None:
+    """Check that all tokens are of the model's vocabulary; CompileError or DataError if not."""
+    special = [*settings.stop_tokens]
+    if settings.start_token is not None:
+        special.append(settings.start_token)
+    if any(not 0 <= token < vocabulary for token in special):
+        raise CompileError(
+            f"start and stop tokens {special} must be in the vocabulary, 0 to {vocabulary - 1}: see "
+            "--start-token and --stop-tokens, or the model's configuration"
+        )
+    wrong = [prompt for prompt in prompts if prompt.min() < 0 or prompt.max() >= vocabulary]
+    if wrong:
+        raise DataError(
+            f"{len(wrong)} prompts have tokens that the model does not know, the first from "
+            f"{wrong[0].min()} to {wrong[0].max()}: expected 0 to {vocabulary - 1}; make them with "
+            "the model's own tokenizer"
+        )
 
 
 def split_prompts(prompts: Sequence[Tokens], seed: int) -> PromptSplit:

@@ -94,15 +94,13 @@ def settle(options: TextCompileOptions) -> TextSettings:
     known: dict[str, Any] = {}
     for name in reversed(_CONFIGS):
         known |= _config(folder / name)
-    stops = known.get("eos_token_id")
-    ends = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
-    length = known.get("max_new_tokens") or known.get("max_length") or 128
+    length = _first(*_whole(known, "max_new_tokens"), *_whole(known, "max_length"))
     beside = folder / "tokenizer.json"
     tokenizer = options.tokenizer or (beside if beside.is_file() else None)
     return TextSettings(
-        start_token=_first(options.start_token, known.get("decoder_start_token_id")),
-        stop_tokens=options.stop_tokens or ends,
-        most_tokens=options.most_tokens or int(length),
+        start_token=_first(options.start_token, *_whole(known, "decoder_start_token_id")),
+        stop_tokens=options.stop_tokens or _whole(known, "eos_token_id"),
+        most_tokens=options.most_tokens or length or 128,
         tokenizer=None if tokenizer is None else _read(tokenizer),
     )
 
@@ -117,6 +115,18 @@ def exact_parts(pattern: str) -> re.Pattern[str]:
 
 def _first(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
+
+
+def _whole(known: dict[str, Any], name: str) -> tuple[int, ...]:
+    """Return the whole numbers, one or a list, of a configuration; none if it does not say."""
+    found = known.get(name, [])
+    numbers = tuple(found) if isinstance(found, list) else (found,)
+    if not all(type(number) is int for number in numbers):
+        raise CompileError(
+            f"the model's configuration has {name} {found!r}, expected whole numbers; mend "
+            f"{' or '.join(_CONFIGS)}"
+        )
+    return numbers
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -11,8 +11,9 @@
 Thresholds are levels of one path, from no exits to the most, fixed on other prompts. Levels are
 tested in turn, each at level δ, and the last that passed is taken (Learn then Test: CALM 4.2;
 Angelopoulos et al. 2021, fixed sequence testing). A level passes if the test rejects that the mean
-observation is at or above the bound: by the exact binomial tail where observations are 0 or 1, else
-by betting (Waudby-Smith and Ramdas 2024). There, each bet is fixed before its prompt is seen; if
+observation is at or above the bound: by the exact binomial tail where observations can only be 0 or
+1, else by betting (Waudby-Smith and Ramdas 2024); which of them is fixed before prompts are seen. In betting,
+each bet is fixed before its prompt is seen; if
 the mean is not below the bound, the wealth of bets that it is reaches 1/δ with probability at most
 δ.
 """
@@ -52,6 +53,8 @@ class TextPromise:
     confidence_level: float = 0.95
     most_tokens: int = 64
     """Limit on the tokens of an answer; ``tokens`` needs it before prompts are seen."""
+    binary: bool = False
+    """Whether losses of ``texts`` can only be 0 and 1."""
 
     def __post_init__(self) -> None:
         check_promise(self.bound, self.confidence_level)
@@ -115,7 +118,9 @@ def keeps(level: TextLosses, promise: TextPromise) -> bool:
         least = bound * most
         losses = (losses - bound * level.tokens + least) / (1 + least)
         return rejects(losses, least / (1 + least), promise.confidence_level)
-    if np.isin(losses, (0.0, 1.0)).all():
+    if promise.binary:
+        if not np.isin(losses, (0.0, 1.0)).all():
+            raise ValueError("losses must be 0 or 1: the promise says that they are binary")
         allowed = allowed_errors(len(losses), bound, promise.confidence_level)
         return int(losses.sum()) <= allowed
     return rejects(losses, bound, promise.confidence_level)

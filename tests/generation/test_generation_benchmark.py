@@ -101,7 +101,7 @@ def losses(rate: float, prompts: int, *, seed: int) -> TextLosses:
 @pytest.mark.parametrize("risk", list(TextRisk))
 def test_few_splits_break_a_promise_that_is_certified(risk: TextRisk) -> None:
     scale = 1.0 if risk is TextRisk.TEXTS else 10.0  # of ten tokens of an answer one is wrong
-    promise = TextPromise(risk=risk, bound=0.02, most_tokens=10)
+    promise = TextPromise(risk=risk, bound=0.02, most_tokens=10, binary=True)
     rates = [scale * rate for rate in (0.001, 0.005, 0.01, 0.019, 0.021, 0.03, 0.06)]
     levels = [losses(rate, 4000, seed=n) for n, rate in enumerate(rates)]
     counts = count_splits(levels, promise, splits=200)
@@ -113,14 +113,14 @@ def test_few_splits_break_a_promise_that_is_certified(risk: TextRisk) -> None:
 
 def test_a_promise_that_is_broken_is_seen() -> None:
     """Splits whose testing half is worse than the certifying half are counted."""
-    promise = TextPromise(risk=TextRisk.TEXTS, bound=0.02, confidence_level=0.51)
+    promise = TextPromise(risk=TextRisk.TEXTS, bound=0.02, confidence_level=0.51, binary=True)
     counts = count_splits([losses(0.02, 600, seed=1)], promise, splits=200)
     assert 0 < counts.above_on_test <= counts.certified < 200
     assert Counter(counts.levels) == {counts.certified: 1}
 
 
 def test_nothing_is_certified_of_too_few_prompts() -> None:
-    promise = TextPromise(risk=TextRisk.TEXTS, bound=0.01)
+    promise = TextPromise(risk=TextRisk.TEXTS, bound=0.01, binary=True)
     counts = count_splits([losses(0.0, 100, seed=0)], promise, splits=10)
     assert (counts.certified, counts.above_on_test, counts.failing) == (0, 0, 0.0)
 

@@ -18,7 +18,7 @@ from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.commands.arguments import Command, command_of
 from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import CompileError
-from offramp.generation.bundle.generating_bundle import GeneratingBundle
+from offramp.generation.bundle.generating_bundle import GENERATION_HASH, GeneratingBundle
 from offramp.generation.bundle.text_model import TextCriterion, TextEvidence
 from offramp.generation.compiling import compile_text as steps
 from offramp.generation.compiling.choosing import choose_exits, risk_on_records
@@ -48,6 +48,7 @@ from tests.text_models import (
     LAYERS,
     PLACES,
     START,
+    VOCABULARY,
     WIDTH,
     cut_at,
     drawn_prompts,
@@ -220,6 +221,64 @@ def test_without_gain_or_certificate_the_model_is_served_as_it_is(
     assert len(done.bundle.model.stages) == 1
 
 
+def test_without_exits_in_use_nothing_of_a_copy_that_learned_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dear = TextCosts(layers=np.ones(LAYERS), check=9.0, leaving=np.zeros(LAYERS))
+    monkeypatch.setattr(steps, "measure_costs", lambda *_: dear)
+    made = []
+    for more in ({"train": "none"}, {"train": "joint", "minutes": 0.02}):
+        done = compile_text(asked(tmp_path, overwrite=True, **more))
+        assert done.early is None
+        made.append((done.bundle.path / GENERATION_HASH).read_bytes())
+    assert made[0] == made[1]
+
+
+def test_told_answers_are_read_and_recorded() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        graphs = cut_at(write(exported(), Path(name)), (1, 3))
+    backend = RecordingBackend(graphs.model, graphs.graphs.__getitem__, slots=4, length=PLACES)
+    prompts, off = drawn_prompts(6), TokenThresholds.off(3)
+    backend.record()
+    own = decode(backend, prompts, off, stop=(), most_tokens=MOST).texts
+    seen = ExitStates(backend, prompts, own)
+    backend.record()
+    told = [[(token + 1) % VOCABULARY for token in text.tokens[:place]] + [3]
+            for place, text in enumerate(own, 1)]  # fmt: skip
+    for prompt, tokens in zip(prompts, told, strict=True):
+        backend.told[prompt.tobytes()] = tokens
+    read = decode(backend, prompts, off, stop=(3,), most_tokens=MOST).texts
+    ends = [tokens.index(3) + 1 for tokens in told]
+    assert [text.tokens for text in read] == [
+        tokens[:end] for tokens, end in zip(told, ends, strict=True)
+    ]
+    others = ExitStates(backend, prompts, read)
+    assert others.states.shape[1] == sum(ends) == len(others.tokens)
+    first, second = others.starts[-2], seen.starts[-2]
+    np.testing.assert_allclose(others.states[:, first], seen.states[:, second], atol=1e-5)
+    assert not np.allclose(others.states[:, first + 1], seen.states[:, second + 1], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("more", "facts"),
+    [
+        ({"stop_tokens": (3, VOCABULARY)}, (str(VOCABULARY), "39", "--stop-tokens")),
+        ({"start_token": -4}, ("-4", "39", "--start-token")),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_refused(
+    tmp_path: Path, more: dict[str, Any], facts: tuple[str, ...]
+) -> None:
+    with pytest.raises(CompileError) as refused:
+        compile_text(asked(tmp_path, **more))
+    tells(str(refused.value), *facts)
+    options = asked(tmp_path)
+    np.savez(tmp_path / "prompts.npz", input_ids=np.array([[1, 2], [VOCABULARY, 4]]))
+    with pytest.raises(DataError) as unknown:
+        compile_text(options)
+    tells(str(unknown.value), "1 prompts", f"from 4 to {VOCABULARY}", str(VOCABULARY - 1))
+
+
 def test_prompts_are_read_without_their_padding(tmp_path: Path) -> None:
     source = NpzSource(saved_prompts(tmp_path / "prompts.npz", 50))
     found = read_prompts(source, ScratchSpace())
@@ -272,6 +331,10 @@ def test_a_configuration_beside_the_model_fills_in(tmp_path: Path) -> None:
     )
     own = settle(replace(options, start_token=0, stop_tokens=(1,), most_tokens=4))
     assert (own.start_token, own.stop_tokens, own.most_tokens) == (0, (1,), 4)
+    (folder / "config.json").write_text('{"decoder_start_token_id": "<s>"}')
+    with pytest.raises(CompileError) as wrong:
+        settle(options)
+    tells(str(wrong.value), "decoder_start_token_id", "'<s>'", "config.json")
     (folder / "config.json").write_text("[]")
     with pytest.raises(CompileError) as refused:
         settle(options)

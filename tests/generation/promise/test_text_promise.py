@@ -65,7 +65,7 @@ def level(losses: FloatArray, tokens: int | IntArray = 20) -> TextLosses:
 
 
 def test_whole_outputs_are_certified_as_the_binomial_tail_says() -> None:
-    promise = TextPromise(risk=TextRisk.TEXTS, bound=0.01)
+    promise = TextPromise(risk=TextRisk.TEXTS, bound=0.01, binary=True)
     losses = np.zeros(2000)
     losses[:12] = 1.0
     assert keeps(level(losses), promise)
@@ -74,7 +74,7 @@ def test_whole_outputs_are_certified_as_the_binomial_tail_says() -> None:
 
 
 def test_the_last_level_that_passes_in_turn_is_taken() -> None:
-    promise = TextPromise(risk=TextRisk.TEXTS, bound=0.1)
+    promise = TextPromise(risk=TextRisk.TEXTS, bound=0.1, binary=True)
     counts = iter((0, 10, 200, 0))
     asked = []
 
@@ -127,6 +127,17 @@ def test_lengths_beyond_what_was_said_are_refused() -> None:
     promise = TextPromise(risk=TextRisk.TOKENS, bound=0.1, most_tokens=9)
     with pytest.raises(ValueError, match=r"10 tokens.*9"):
         keeps(level(np.zeros(2), np.array([3, 10])), promise)
+
+
+def test_losses_do_not_choose_their_test() -> None:
+    """By the binomial tail 300 answers without any loss pass, by betting 500."""
+    binary = TextPromise(risk=TextRisk.TEXTS, bound=0.01, binary=True)
+    some = TextPromise(risk=TextRisk.TEXTS, bound=0.01)
+    nothing = [level(np.zeros(count)) for count in (300, 500)]
+    assert [keeps(losses, binary) for losses in nothing] == [True, True]
+    assert [keeps(losses, some) for losses in nothing] == [False, True]
+    with pytest.raises(ValueError, match="binary"):
+        keeps(level(np.array([0.5])), binary)
 
 
 def test_losses_must_be_shares() -> None:
