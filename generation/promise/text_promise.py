@@ -12,10 +12,9 @@ Thresholds are levels of one path, from no exits to the most, fixed on other pro
 tested in turn, each at level δ, and the last that passed is taken (Learn then Test: CALM 4.2;
 Angelopoulos et al. 2021, fixed sequence testing). A level passes if the test rejects that the mean
 observation is at or above the bound: by the exact binomial tail where observations can only be 0 or
-1, else by betting (Waudby-Smith and Ramdas 2024); which of them is fixed before prompts are seen. In betting,
-each bet is fixed before its prompt is seen; if
-the mean is not below the bound, the wealth of bets that it is reaches 1/δ with probability at most
-δ.
+1, else by betting (Waudby-Smith and Ramdas 2024); which of them is fixed before prompts are seen.
+In betting, each bet is fixed before its prompt is seen; if the mean is not below the bound, the
+wealth of bets that it is reaches 1/δ with probability at most δ.
 """
 
 from __future__ import annotations

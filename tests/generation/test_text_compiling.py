@@ -234,7 +234,7 @@ def test_without_exits_in_use_nothing_of_a_copy_that_learned_is_served(
     assert made[0] == made[1]
 
 
-def test_told_answers_are_read_and_recorded() -> None:
+def test_given_answers_are_read_and_recorded() -> None:
     with tempfile.TemporaryDirectory() as name:
         graphs = cut_at(write(exported(), Path(name)), (1, 3))
     backend = RecordingBackend(graphs.model, graphs.graphs.__getitem__, slots=4, length=PLACES)
@@ -246,7 +246,7 @@ def test_told_answers_are_read_and_recorded() -> None:
     told = [[(token + 1) % VOCABULARY for token in text.tokens[:place]] + [3]
             for place, text in enumerate(own, 1)]  # fmt: skip
     for prompt, tokens in zip(prompts, told, strict=True):
-        backend.told[prompt.tobytes()] = tokens
+        backend.given[prompt.tobytes()] = tokens
     read = decode(backend, prompts, off, stop=(3,), most_tokens=MOST).texts
     ends = [tokens.index(3) + 1 for tokens in told]
     assert [text.tokens for text in read] == [
