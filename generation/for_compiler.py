@@ -88,7 +88,7 @@ def generation_parser() -> argparse.ArgumentParser:
                        "model's states, for a model that learnt with its exits")  # fmt: skip
     exits.add_argument("--minutes", type=values.seconds, default=5.0, metavar="N",
                        help="most processor time of --train joint")  # fmt: skip
-    exits.add_argument("--exits", type=values.tokens, default=(), metavar="A,B,…",
+    exits.add_argument("--exits", type=values.layers, default=(), metavar="A,B,…",
                        help="layers behind which exits are tried (default: seven, evenly "
                        "spread); those that net most are used")  # fmt: skip
     exits.add_argument("--criterion", choices=sorted(CRITERIA), default="softmax-margin",

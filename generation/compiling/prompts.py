@@ -65,8 +65,8 @@ def check_tokens(prompts: Sequence[Tokens], settings: TextSettings, vocabulary: 
         special.append(settings.start_token)
     if any(not 0 <= token < vocabulary for token in special):
         raise CompileError(
-            f"start and stop tokens {special} must be in the vocabulary, 0 to {vocabulary - 1}: see "
-            "--start-token and --stop-tokens, or the model's configuration"
+            f"start and stop tokens {special} must be in the vocabulary, 0 to {vocabulary - 1}: "
+            "see --start-token and --stop-tokens, or the model's configuration"
         )
     wrong = [prompt for prompt in prompts if prompt.min() < 0 or prompt.max() >= vocabulary]
     if wrong:

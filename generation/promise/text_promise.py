@@ -12,8 +12,9 @@ tested in turn, each at level δ, and the last that passed is taken (Learn then 
 Angelopoulos et al. 2021, fixed sequence testing). A level passes where the bound is rejected as the
 mean of what was observed: by the exact binomial tail where only 0 and 1 can be, else by betting
 (Waudby-Smith and Ramdas 2024). Which test it is has to be said before prompts are seen: two tests,
-of which losses choose one, may pass twice as often. With bets that are fixed before each prompt is seen, the wealth of
-whoever bets that the mean is below the bound reaches 1/δ with probability δ at most if it is not.
+of which losses choose one, may pass twice as often. With bets that are fixed before each prompt is
+seen, the wealth of whoever bets that the mean is below the bound reaches 1/δ with probability δ at
+most if it is not.
 """
 
 from __future__ import annotations
