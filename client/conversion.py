@@ -40,6 +40,8 @@ _OF_SAMPLES = (
     "offramp_forced", "offramp_variants",
 )  # fmt: skip
 """Parameters that become fields of results."""
+_MOST_TOKENS = 2**31 - 1
+"""Largest number of tokens that a request can ask for: it is sent as an int32."""
 
 
 def build_request(
@@ -153,7 +155,11 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
 def text_inputs(prompt: str | ArrayLike, max_tokens: int | None) -> dict[str, NDArray[Any]]:
     """Return the inputs of a text request whose prompt is a text or token ids."""
     if isinstance(prompt, str):
-        inputs = {"text_input": np.array([prompt.encode()], np.object_)}
+        try:
+            text = prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(f"the prompt cannot be sent as UTF-8: {error}") from error
+        inputs = {"text_input": np.array([text], np.object_)}
     else:
         ids = np.asarray(prompt)
         if ids.dtype.kind not in "iu":
@@ -162,6 +168,8 @@ def text_inputs(prompt: str | ArrayLike, max_tokens: int | None) -> dict[str, ND
             )
         inputs = {"input_ids": ids.astype(np.int64)}
     if max_tokens is not None:
+        if not 0 < max_tokens <= _MOST_TOKENS:
+            raise InvalidInputError(f"max_tokens is {max_tokens}, expected 1 to {_MOST_TOKENS}")
         inputs["max_tokens"] = np.array([max_tokens], np.int32)
     return inputs
 

@@ -88,7 +88,7 @@ def generation_parser() -> argparse.ArgumentParser:
                        "model's states, for a model that was trained with its exits")  # fmt: skip
     exits.add_argument("--minutes", type=values.seconds, default=5.0, metavar="N",
                        help="limit on the processor time of --train joint, in minutes")  # fmt: skip
-    exits.add_argument("--exits", type=values.tokens, default=(), metavar="A,B,…",
+    exits.add_argument("--exits", type=values.layers, default=(), metavar="A,B,…",
                        help="layers after which exits are tried (default: seven, evenly "
                        "spread); those that save most time are used")  # fmt: skip
     exits.add_argument("--criterion", choices=sorted(CRITERIA), default="softmax-margin",

@@ -53,9 +53,16 @@ seed = _reader(
 
 def tokens(text: str) -> tuple[int, ...]:
     """Parse ids of tokens, separated by commas."""
+    return _whole_numbers(text, "ids of tokens; use for instance 2152,9693")
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Parse numbers of layers, separated by commas."""
+    return _whole_numbers(text, "numbers of layers; use for instance 2,4")
+
+
+def _whole_numbers(text: str, expected: str) -> tuple[int, ...]:
     try:
-        return tuple(int(token) for token in text.split(","))
+        return tuple(int(number) for number in text.split(","))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r:.80} is not ids of tokens; use for instance 2152,9693"
-        ) from error
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not {expected}") from error

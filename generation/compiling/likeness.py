@@ -36,8 +36,8 @@ def find_likeness(options: TextCompileOptions, settings: TextSettings) -> Likene
         return Likeness(name=name, dissimilarity=found, differing=found is differs)
     if settings.tokenizer is None:
         raise CompileError(
-            "--exact needs the text of answers: pass --tokenizer, or put tokenizer.json next to "
-            "the model"
+            "--exact needs the text of answers: put tokenizer.json next to the model, or use texts "
+            "as --data, and --tokenizer"
         )
     parts, tokens = exact_parts(options.exact), TextTokens(settings.tokenizer)
 

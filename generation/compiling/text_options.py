@@ -74,7 +74,7 @@ class TextCompileOptions:
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
-        check_numbers(self, "batch", "head_size", "most_tokens", "exits", least=1)
+        check_numbers(self, "batch", "head_size", "most_tokens", least=1)
         check_numbers(self, "minutes", above=0)
 
 

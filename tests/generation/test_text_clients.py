@@ -150,6 +150,11 @@ def test_wrong_prompts_are_refused(server: FakeServer[TextEngine]) -> None:
     with Client(server.address) as client:
         with pytest.raises(InvalidInputError, match="expected a string or token ids"):
             list(client.generate("text", [0.5]))
+        for most in (0, 2**31):
+            with pytest.raises(InvalidInputError, match=f"max_tokens is {most}, expected 1 to"):
+                list(client.generate("text", PROMPT, max_tokens=most))
+        with pytest.raises(InvalidInputError, match="UTF-8"):
+            list(client.generate("text", "half \ud800"))
         with pytest.raises(InvalidInputError, match="send at most 31"):
             list(client.generate("text", "a" * 40))
         with pytest.raises(UnknownModelError):

@@ -346,8 +346,8 @@ def test_layers_are_spread_evenly_unless_they_are_named() -> None:
     assert layers_to_try(24, ()) == (3, 6, 9, 12, 15, 18, 21)
     assert layers_to_try(24, (5, 2, 5)) == (2, 5)
     with pytest.raises(CompileError) as refused:
-        layers_to_try(4, (2, 4))
-    tells(str(refused.value), "[4]", "4", "1", "3")
+        layers_to_try(4, (2, 4, 0))
+    tells(str(refused.value), "[4, 0]", "4", "1", "3")
 
 
 def test_a_function_of_one_s_own_says_how_unlike_texts_are(tmp_path: Path) -> None:
@@ -461,6 +461,11 @@ def test_the_command_writes_a_bundle_and_tells_of_it(
     assert main(words) == 1
     tells(capsys.readouterr().err, "text.ee", "--overwrite")
     assert main([*words, "--overwrite"]) == 0
+    assert main([*words, "--overwrite", "--exits", "0"]) == 1
+    tells(capsys.readouterr().err, "[0]", "1 to 3")
+    with pytest.raises(SystemExit):
+        main([*words, "--exits", "1,x"])
+    tells(capsys.readouterr().err, "'1,x'", "layers")
 
 
 def test_a_bundle_that_is_there_is_kept_before_anything_runs(tmp_path: Path) -> None:
