@@ -87,7 +87,7 @@ def test_samples_that_are_left_out_are_told(
     assert recorder.made is not None
     assert len(recorder.made) == plan.counts.made - 10
     tells(caplog.text, f"{plan.counts.train:,} of {plan.counts.train:,} real")
-    tells(caplog.text, f"{plan.counts.made - 10:,} of {plan.counts.made:,} made")
+    tells(caplog.text, f"{plan.counts.made - 10:,} of {plan.counts.made:,} generated")
 
 
 def test_a_recording_leaves_no_names_on_the_disk(tmp_path: Path) -> None:
