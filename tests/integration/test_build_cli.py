@@ -375,7 +375,7 @@ def test_an_engine_that_the_bundle_cannot_have_is_refused(
     refused = run("build", "mlp.ee", f"--units={name}")
     assert refused.status == 1
     (line,) = refused.err
-    tells(line, "--units", repr(name), "00 to 03", "exit0 behind 00, exit1 behind 01", "00-03")
+    tells(line, "--units", repr(name), "00 to 03", "exit0 after 00, exit1 after 01", "00-03")
     assert fake.builds == []
 
 
