@@ -83,7 +83,7 @@ def test_one_library_does_not_stand_for_two(library) -> None:
 
 def test_a_graph_says_what_it_lacks_as_long_as_nobody_gives_it(library) -> None:
     model = squash_mlp().SerializeToString()
-    with pytest.raises(BackendError, match=facts("Squash", DOMAIN, "give the lib")):
+    with pytest.raises(BackendError, match=facts("Squash", DOMAIN, "load the lib")):
         make_session(model, 1)
     with using_libraries([library]):
         assert [tensor.name for tensor in make_session(model, 1).get_outputs()] == ["logits"]

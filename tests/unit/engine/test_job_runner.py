@@ -359,7 +359,7 @@ def test_a_limit_is_a_time(limit_s: float) -> None:
     [
         ("/nonexistent/python", "No such file"),
         ("/bin/false", "exit status 1"),
-        ("/bin/echo", "something else speaks"),
+        ("/bin/echo", "something else writes"),
         ("", "unknown"),
     ],
 )

@@ -46,7 +46,7 @@ def test_each_worker_is_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--workers 4 --streams 2", ("worker", "one stream", "leave streams out")),
+        ("--workers 4 --streams 2", ("worker", "one stream", "omit streams")),
         ("--workers 2 --backend cuda", ("backend is cuda", "CPU", "give")),
         ("--workers 9999", ("workers is 9999", "at most 4096")),
         ("--workers=-1", ("--workers",)),

@@ -68,7 +68,7 @@ def test_a_fault_is_told_and_leaves_with_1(
     told = capsys.readouterr().out.splitlines()
     (line,) = [line for line in told if line.startswith("failed")]
     assert " merge " in line
-    assert "rows were asked for" in line
+    assert "rows requested" in line
     assert told[-2] == "11 passed, 1 failed, 3 skipped: merge"
     document = json.loads(report.read_text())
     assert not document["passed"]
