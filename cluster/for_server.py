@@ -27,7 +27,7 @@ from offramp.engine.models.options import refuse_unless
 from offramp.engine.requests.statistics import ModelStatistics
 from offramp.server.arguments.extension import SettingError
 
-_NO_EXIT: Final = "no exit runs in that mode; omit it, or choose another --mode"
+_NO_EXIT: Final = "no exit runs in that mode; leave it out, or choose another --mode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,24 +66,24 @@ class _Extension:
             option="--plan",
             without="--cluster",
             why="a plan needs the workers of a cluster file; name it with --cluster "
-            "FILE, or omit --plan",
+            "FILE, or leave it out",
         ),
         Illegal(
             option="--plan",
             beside="--cluster ray",
             why="each Ray worker holds the whole model; name a cluster file with --cluster "
-            "(Ray may start its workers), or omit --plan",
+            "(Ray may start its workers), or leave it out",
         ),
         Illegal(
             option="--learn",
             beside="--cluster",
             why="a model that is split among workers cannot be replaced by one with exits while it "
-            "is served; omit one of them, or use --workers",
+            "is served; leave one of them out, or use --workers",
         ),
         Illegal(
             option="--ray-address",
             without="--cluster ray",
-            why="a cluster file has the address, as ray_address; omit --ray-address",
+            why="a cluster file has the address, as ray_address; leave it out",
         ),
     )
 

@@ -7,7 +7,7 @@ from typing import Final
 from offramp.commands.combinations import Illegal
 from offramp.compiler.common.options import depends_on_earlier
 
-_NOT_ELASTIC = "subnets do not work with it yet; omit one of the two"
+_NOT_ELASTIC = "subnets do not work with it yet; leave one of them out"
 COMBINATIONS: Final = (
     *(Illegal(option="--elastic", beside=other, why=_NOT_ELASTIC)
       for other in ("--precision int8|auto", "--train joint", "--heads bridges|both",

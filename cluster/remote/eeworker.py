@@ -72,7 +72,7 @@ ILLEGAL: Final = (
     Illegal(
         option="--insecure",
         beside="--tls-cert",
-        why="the certificate makes the connection secure; omit one of the two",
+        why="the certificate makes the connection secure; leave one of them out",
     ),
 )
 
