@@ -29,8 +29,10 @@ _VARIES: Final = re.compile(r"b?'[^']*'|b?\"[^\"]*\"|\[[^]]*\]")
 READY: Final = "ready: gRPC on "
 START_LIMIT_S: Final = 600.0
 """Far more than a start takes on a machine that does ten other things."""
+_SOCKETS: Final = tuple(Path("/proc/net", name) for name in ("tcp", "tcp6"))
+"""Tables of the sockets of this machine; a dual-stack server listens on one of IPv6."""
 _LISTENS: Final = "0A"
-"""A socket's state, in /proc/net/tcp."""
+"""A socket's state, in these tables."""
 LEAVE_LIMIT_S: Final = 60.0
 """Time limit of a server that was asked to leave: its own limit is 30 s."""
 AFTERWARDS_S: Final = {
@@ -211,9 +213,11 @@ class Supervisor:
 
     def _port_is_open(self) -> bool:
         place = f":{self.grpc_port:04X}"
-        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
         return any(
-            (fields := line.split())[1].endswith(place) and fields[3] == _LISTENS for line in lines
+            (fields := line.split())[1].endswith(place) and fields[3] == _LISTENS
+            for table in _SOCKETS
+            if table.exists()
+            for line in table.read_text().splitlines()[1:]
         )
 
     @contextmanager

@@ -304,6 +304,20 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return bundle.path, inputs
 
 
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::")]
+)
+def test_a_server_that_is_not_ready_yet_listens_once_its_port_is_open(
+    family: socket.AddressFamily, host: str, tmp_path: Path
+) -> None:
+    server = Supervisor(tmp_path / "m.ee", tmp_path)
+    server._is_gone()
+    assert not server.listens()
+    with socket.create_server((host, server.grpc_port), family=family):
+        assert server.listens()
+    assert not server.listens()
+
+
 def test_no_server_is_there_until_the_next_one_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
