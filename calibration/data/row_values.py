@@ -35,11 +35,14 @@ class RowValues(NamedTuple):
         """Return some of the values."""
         return RowValues(self.row[kept], self.value[kept], self.place[kept])
 
-    def shares(self, first: IntArray, second: IntArray, count: int) -> NDArray[np.float64]:
+    def shares(
+        self, first: IntArray, second: IntArray, count: int, *, least: int = LEAST_VALUES
+    ) -> NDArray[np.float64]:
         """Return the share of values that pairs of rows have at different places, float64[pairs].
 
-        0 where there are fewer than eight. ``count`` is the number of all rows. Values at the same
-        place do not show a series: for example, the columns of one user in a table of purchases.
+        0 where there are fewer than ``least``. ``count`` is the number of all rows. Values at the
+        same place do not show a series: for example, the columns of one user in a table of
+        purchases.
         """
         starts = np.searchsorted(self.row, np.arange(count + 1))
         sizes = np.diff(starts)
@@ -57,7 +60,7 @@ class RowValues(NamedTuple):
         twice &= places[1:] != places[:-1]
         common = np.bincount(pairs[1:][twice], minlength=len(first))
         smaller = np.maximum(np.minimum(sizes[first], sizes[second]), 1)
-        return np.where(common >= LEAST_VALUES, common / smaller, 0.0)
+        return np.where(common >= least, common / smaller, 0.0)
 
     def overlapping(self, others: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Return whether each row overlaps with any of ``others``: bool[rows]; both [rows]."""

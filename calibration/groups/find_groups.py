@@ -265,7 +265,7 @@ def _telling_values(rows: RowSketch, chosen: IntArray) -> RowValues | None:
     rng = np.random.default_rng(4)
     one = rng.integers(0, len(chosen), 500)
     other = (one + rng.integers(1, len(chosen), 500)) % len(chosen)
-    by_chance = float(np.median(known.shares(one, other, len(chosen))))
+    by_chance = float(np.median(known.shares(one, other, len(chosen), least=1)))
     return None if by_chance > _MOST_BY_CHANCE else known
 
 

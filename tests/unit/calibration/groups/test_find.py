@@ -59,6 +59,13 @@ def clusters(rng: Rng, spread: float) -> NDArray[np.float32]:
     return (centres[of] + spread * rng.standard_normal((3000, 20))).astype(np.float32)
 
 
+def shades(rng: Rng, rows: int) -> NDArray[np.float32]:
+    """Return pictures whose pixels have 256 possible values, half of which occur in each."""
+    allowed = np.argsort(rng.random((rows, 256)), axis=1)[:, :128]
+    picked = np.take_along_axis(allowed, rng.integers(0, 128, (rows, 28 * 28)), axis=1)
+    return (picked.reshape(rows, 1, 28, 28) / 255).astype(np.float32)
+
+
 INDEPENDENT: dict[str, Callable[[Rng], NDArray]] = {
     "many dimensions": lambda rng: rng.standard_normal((3000, 60)).astype(np.float32),
     "two dimensions": lambda rng: rng.standard_normal((5000, 2)),
@@ -69,6 +76,8 @@ INDEPENDENT: dict[str, Callable[[Rng], NDArray]] = {
     "sorted by class, tight": lambda rng: clusters(rng, 0.3),
     "few values": lambda rng: rng.integers(0, 3, (3000, 40)).astype(np.float32),
     "pictures": lambda rng: rng.integers(0, 256, (600, 1, 16, 16), np.uint8),
+    "pictures as floats": lambda rng: shades(rng, 1200),
+    "few pictures as floats": lambda rng: shades(rng, 400),
     "smooth pictures": lambda rng: np.cumsum(rng.standard_normal((600, 1, 16, 16)), axis=3),
     "columns of all scales": lambda rng: rng.standard_normal((3000, 6)) * [1e6, 1e3, 9, 1, 0.1, 1],
     "an outlier": lambda rng: np.where(
