@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from types import ModuleType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import grpc
 import grpc.aio
@@ -26,6 +26,9 @@ from offramp.client.conversion import (
 )
 from offramp.client.results import GeneratedToken, InferResult, ModelMetadata, StreamedResult
 from offramp.proto import messages
+
+_ENDED: Final = (grpc.aio.InternalError, asyncio.InvalidStateError)
+"""Errors of ``grpc.aio`` on sending over a call that has ended; they state no cause."""
 
 
 class AsyncClient(ClientBase):
@@ -107,8 +110,9 @@ class AsyncClient(ClientBase):
         )
         try:
             async with asyncio.timeout(timeout_s):
-                await call.write(request)
-                await call.done_writing()
+                with suppress(*_ENDED):  # reading raises the status that the call ended with
+                    await call.write(request)
+                    await call.done_writing()
                 response = await call.read()
             while isinstance(response, messages.ModelStreamInferResponse):  # otherwise EOF
                 result = parse_streamed(response, address=self._settings.address)

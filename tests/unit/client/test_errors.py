@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
+import grpc.aio
+import numpy as np
 import pytest
 from tests.facts import Told, facts, tells
 
 from offramp import client
-from offramp.client import Client, ConnectionFailedError, OfframpError, RequestError
+from offramp.client import AsyncClient, Client, ConnectionFailedError, OfframpError, RequestError
 from offramp.client.connection import ConnectionSettings
 from offramp.client.errors import error_from_status
 
@@ -48,6 +52,43 @@ def test_a_connection_that_broke_while_sending_is_no_fault_of_the_server() -> No
     assert type(lost) is client.ConnectionFailedError
     said = error_from_status(status, told, address="a:1", from_server=True)
     assert type(said) is client.ServerError
+
+
+class EndedCall:
+    """Stream that ended before the request was sent: reading raises its status."""
+
+    def __init__(self, sending: type[Exception]) -> None:
+        self.sending = sending
+        self.cancelled = False
+
+    async def write(self, _request: object) -> None:
+        pass
+
+    async def done_writing(self) -> None:
+        raise self.sending("Failed")
+
+    async def read(self) -> object:
+        none = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, none, none, "Socket closed")
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.mark.parametrize("sending", [grpc.aio.InternalError, asyncio.InvalidStateError])
+def test_a_stream_that_ended_while_the_request_was_sent_raises_its_status(
+    sending: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = EndedCall(sending)
+
+    async def scenario() -> None:
+        async with AsyncClient("127.0.0.1:1") as asking:
+            monkeypatch.setattr(asking, "_stream", lambda **_: call)
+            with pytest.raises(ConnectionFailedError, match="Socket closed"):
+                await anext(asking.infer_stream("m", {"x": np.zeros(1, np.float32)}))
+
+    asyncio.run(scenario())
+    assert call.cancelled
 
 
 def test_the_callers_own_faults_are_request_errors() -> None:
