@@ -98,10 +98,10 @@ def plan_splits(
 
 def check_plan(plan: ClusterPlan, model: ModelFacts) -> None:
     """Raise PlanError if a plan does not cover all of a model's segments, or has other exits."""
-    segments = (plan.splits[0].first_segment, plan.splits[-1].last_segment)
-    if segments != (0, model.segments - 1):
+    first, last = plan.splits[0].first_segment, plan.splits[-1].last_segment
+    if first not in (0, model.begins) or last != model.segments - 1:
         raise PlanError(
-            f"the plan has segments {segments[0]} to {segments[1]}, expected 0 to "
+            f"the plan has segments {first} to {last}, expected 0 to "
             f"{model.segments - 1} as the bundle has; plan again for this bundle"
         )
     unknown = sorted(plan.exits() - {*model.exit_names})

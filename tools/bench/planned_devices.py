@@ -7,10 +7,11 @@ from pathlib import Path
 
 from offramp.bundle import Bundle
 from offramp.cluster.planning.cluster_file import MOST_FILE_BYTES, parse_cluster
-from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
+from offramp.cluster.planning.cluster_plan import PlanError
 from offramp.cluster.planning.cluster_times import make_cluster
 from offramp.cluster.planning.facts import facts_of, recorded_shares
 from offramp.cluster.planning.placing import roles_for, stage_times
+from offramp.cluster.serving.cluster_serving import check_plan
 from offramp.cluster.serving.planning_files import read_plan, read_planning, read_profiles
 from offramp.cluster.serving.served_splits import ServedSplits
 from offramp.engine.scheduling import DeviceKind, Placement, StreamPlacement
@@ -24,7 +25,12 @@ def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> Se
     fit.
     """
     planned = read_plan(plan)
-    _check_segments(planned, bundle, plan)
+    shares = recorded_shares(bundle)
+    model = facts_of(bundle, exits=[*shares], going_on=[*shares.values()])
+    try:
+        check_plan(planned, model)
+    except PlanError as error:
+        raise PlanError(f"{plan}: {error}") from error
     file = parse_cluster(read_planning(cluster, MOST_FILE_BYTES), str(cluster))
     rows = max(most_rows, planned.batch_size)
     devices = make_cluster(file, bundle.profile(), read_profiles(file, cluster.parent), rows)
@@ -35,10 +41,9 @@ def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> Se
                 f"{plan}: takes {count} devices of type {name!r}, of which {cluster} has "
                 f"{there.get(name, 0)}; plan again for this cluster"
             )
-    shares = recorded_shares(bundle)
     return ServedSplits(
         plan=planned,
-        model=facts_of(bundle, exits=[*shares], going_on=[*shares.values()]),
+        model=model,
         cluster=devices,
         goal=file.goal.goal([planned.batch_size], wrapper=False),
         roles=roles_for(planned, devices.device_types),
@@ -73,13 +78,3 @@ def slowed(placement: Placement, slowdown: float) -> Placement:
     """Return a placement with all times multiplied by a factor."""
     kinds = tuple(replace(kind, speed=slowdown * kind.speed) for kind in placement.kinds)
     return replace(placement, kinds=kinds)
-
-
-def _check_segments(planned: ClusterPlan, bundle: Bundle, where: Path) -> None:
-    first, last = planned.splits[0].first_segment, planned.splits[-1].last_segment
-    segments = len(bundle.manifest.segments)
-    if last != segments - 1 or first not in (0, bundle.manifest.source_begins):
-        raise PlanError(
-            f"{where}: splits segments {first} to {last}, expected 0 to {segments - 1} as "
-            f"{bundle.path} has; plan again for this bundle"
-        )
