@@ -27,6 +27,9 @@ from offramp.engine.stages.backend_protocol import (
 from offramp.engine.stages.plan import Mode, Plan, StageSpec
 
 
+_ONE_ROW = (uniform(1, value=False), uniform(1, value=True))
+
+
 class StageStep(NamedTuple):
     """The result of a stage on a batch of b rows, and the rows that exit."""
 
@@ -80,8 +83,12 @@ class Pipeline:
         rows = len(batch)
         if carry is None:
             return StageStep(result, uniform(rows, value=True), rows)
-        # Python detects an empty exit set faster than numpy, whose first call after a stage is
-        # slow. A NaN is never the largest, or is the first: then numpy decides below.
+        # Each call of numpy takes some µs between two stages, whose code has replaced it in the
+        # caches: a single row needs one call, and Python detects an empty exit set faster. A NaN
+        # is never the largest, or is the first: then numpy decides below.
+        if rows == 1 and answer is not None:
+            leaving = int(confidence.item() >= self._thresholds[index])
+            return StageStep(result, _ONE_ROW[leaving], leaving)
         if answer is None or max(confidence.tolist(), default=0.0) < self._thresholds[index]:
             return StageStep(result, uniform(rows, value=False), 0)
         exited = leaves(confidence, self._at_least[index])
