@@ -371,11 +371,12 @@ class _Compiling:
         *,
         reason: str = "",
     ) -> CompiledText:
+        tokenizer = self._settings.tokenizer
         bundle = write_generating_bundle(
             self._options.output,
             graphs.model,
             graphs.graphs,
-            tokenizer=self._settings.tokenizer,
+            tokenizer=None if tokenizer is None else tokenizer.content,
             overwrite=self._options.overwrite,
         )
         return CompiledText(
