@@ -14,7 +14,7 @@ from offramp.bundle.schema.serde import check_numbers
 from offramp.calibration.data.data_sources import DataSource
 from offramp.compiler.common.errors import CompileError
 from offramp.generation.bundle.generating_bundle import TOKENIZER
-from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion
+from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion, TextModel
 from offramp.generation.bundle.text_tokens import BundleTokenizer
 
 TextTraining: TypeAlias = Literal["adapters", "joint", "none"]
@@ -160,6 +160,17 @@ def _read(path: Path) -> bytes:
         raise CompileError(
             f"{path} cannot be read: {error.strerror}; check the path and its permissions"
         ) from error
+
+
+def check_head(options: TextCompileOptions, model: TextModel) -> None:
+    """Check that a head of exits is smaller than the model's; CompileError if not."""
+    whole = {"subset": model.vocabulary, "low-rank": model.width}.get(options.head)
+    if whole is not None and options.head_size >= whole:
+        what = "tokens" if options.head == "subset" else "dimensions of its state"
+        raise CompileError(
+            f"--head-size {options.head_size} is no smaller head: the model's own has {whole} "
+            f"{what}, expected 1 to {whole - 1}; choose a smaller --head-size, or --head full"
+        )
 
 
 def layers_to_try(count: int, asked: Sequence[int], most: int = 7) -> tuple[int, ...]:

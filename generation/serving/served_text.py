@@ -139,6 +139,11 @@ class ServedText:
                 f"{name}: caches of {asked.text_slots} sequences of {length} tokens do not fit "
                 "into memory; choose smaller --text-slots or --text-length"
             ) from error
+        if backend.length < length:
+            _log.warning(
+                "%s: the model has positions for %d tokens of %s, not for %d; they end there",
+                name, backend.length, "an answer" if model.encoder else "prompt and answer", length,
+            )  # fmt: skip
         info = describe_text(name, model, options.mode, codec, tuple(notes))
         served = cls(info, model, backend, options, of_model=of_model, codec=codec)
         _log.info(

@@ -44,6 +44,7 @@ from offramp.generation.stages.text_backend import NO_TOKEN, TokenAnswers
 
 _CLOSED: Final = -1
 _ZERO: Final = np.float32(0)
+_SLOT_0: Final = np.zeros(1, np.int64)
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 
 
@@ -86,8 +87,9 @@ class OnnxTextBackend:
 
         ``read`` returns a graph by its file; ``weights`` is the folder of the weights that graphs
         refer to. ``length`` is in tokens of prompt and answer, or of the answer only for an
-        encoder-decoder, with ``source_length`` for its prompt. Raise BackendError if a graph cannot
-        be loaded.
+        encoder-decoder, with ``source_length`` for its prompt. Where the model takes fewer, as its
+        table of positions ends, the attributes ``length`` and ``longest_prompt`` are what it takes.
+        Raise BackendError if a graph cannot be loaded.
         """
         if slots < 1 or length < 2 or (model.encoder and source_length < 1):
             raise BackendError(
@@ -95,9 +97,8 @@ class OnnxTextBackend:
                 "expected at least 1 slot of 2 tokens, and prompts of 1 for an encoder-decoder"
             )
         self.model = model
-        self.stages, self.slots, self.length = len(model.stages), slots, length
+        self.stages, self.slots = len(model.stages), slots
         self.prompt_in_slot = not model.encoder
-        self.longest_prompt = source_length if model.encoder else length - 1
         self.vocabulary = model.vocabulary
         self.ragged = model.ragged
         self._start = 0 if model.start_token is None else model.start_token
@@ -122,6 +123,18 @@ class OnnxTextBackend:
             None if self._catches_up else load(stage.propagation) for stage in model.stages
         ]
         self._head, self._encoder = _present(load(model.head)), load(model.encoder)
+        self._allocate(1, length, source_length)
+        self.longest_prompt = (
+            0 if self.prompt_in_slot else self._most(self._try_prompt, source_length)
+        )
+        self.length = self._most(self._try_place, length, least=2)
+        if self.prompt_in_slot:
+            self.longest_prompt = self.length - 1
+        self._allocate(slots, self.length, self.longest_prompt)
+
+    def _allocate(self, slots: int, length: int, source_length: int) -> None:
+        """Allocate the caches of free slots."""
+        model = self.model
         self._caches = CacheSlots([(x.heads, x.size) for x in model.layers], past_name,
                                   slots=slots, length=length)  # fmt: skip
         crossed = [(x.cross_heads, x.cross_size) for x in model.layers if x.cross_heads]
@@ -275,6 +288,45 @@ class OnnxTextBackend:
         held += sum(states.nbytes for states in self._states)
         return {**self._counts, "stage_rows": list(self._run_rows), "slots_used": used,
                 "cache_bytes": held}  # fmt: skip
+
+    # -----------------------------------------------------------------------------------------
+    # The longest sequence
+
+    def _most(self, attempt: Callable[[int], None], most: int, *, least: int = 1) -> int:
+        """Return the most tokens, up to ``most``, with which an attempt does not fail.
+
+        Exports differ in where positions end: a table of them, angles of rotations, a causal mask.
+        All layers have them alike, so that one step of the first stage finds any of them.
+        """
+        try:
+            attempt(most)
+        except BackendError as error:
+            works, fails, reason = least - 1, most, error
+        else:
+            return most
+        while fails - works > 1:
+            middle = (works + fails) // 2
+            try:
+                attempt(middle)
+            except BackendError as error:
+                fails, reason = middle, error
+            else:
+                works = middle
+        if works < least:
+            raise reason
+        return works
+
+    def _try_prompt(self, tokens: int) -> None:
+        """Run the encoder on some tokens."""
+        with _failures(f"a prompt of {tokens} tokens"):
+            self._prompts[0] = np.zeros(tokens, np.int64)
+            self._encode(Span(_SLOT_0, np.zeros_like(_SLOT_0), np.array([tokens])))
+
+    def _try_place(self, tokens: int) -> None:
+        """Run the last of some tokens through the first stage."""
+        with _failures(f"a sequence of {tokens} tokens"):
+            span = Span(_SLOT_0, np.array([tokens - 1]), np.ones_like(_SLOT_0))
+            self._step(0, span, {IDS: np.zeros((1, 1), np.int64)})
 
     # -----------------------------------------------------------------------------------------
     # Steps

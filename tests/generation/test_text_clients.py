@@ -24,10 +24,12 @@ from offramp.client import (
     RestClient,
     UnknownModelError,
 )
+from offramp.engine.common.errors import BadInputError
 from offramp.generation.serving.text_engine import TextEngine
 from offramp.generation.serving.text_status import text_status
 from offramp.testing.server import FakeServer
 from tests.e2e.conftest import wait_until
+from tests.facts import tells
 from tests.generation.scripted_backend import ScriptedTextBackend
 from tests.generation.test_text_engine import expected, of_letters
 from tests.generation.texts import served_text
@@ -159,6 +161,23 @@ def test_wrong_prompts_are_refused(server: FakeServer[TextEngine]) -> None:
             list(client.generate("text", "a" * 40))
         with pytest.raises(UnknownModelError):
             list(client.generate("other", PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("text_input", np.zeros(1, np.int64), ("int64 [1]", "bytes [1]", "UTF-8")),
+        ("input_ids", np.array([b"a"], np.object_), ("bytes [1]", "int64 [prompt]", "numbers")),
+        ("input_ids", np.zeros(3, np.int32), ("int32 [3]", ".astype('int64')")),
+        ("input_ids", np.zeros((1, 3), np.int64), ("int64 [1, 3]", "int64 [prompt]")),
+    ],
+)
+def test_inputs_of_another_kind_are_refused(
+    server: FakeServer[TextEngine], name: str, values: Any, told: tuple[str, ...]
+) -> None:
+    with pytest.raises(BadInputError) as refused:
+        server.run(server.engine.infer("text", {name: values}))
+    tells(str(refused.value), f"input '{name}' is", *told)
 
 
 def triton_stream(address: str, count: int, **inputs: Any) -> list[Any]:

@@ -373,6 +373,31 @@ def settle_refused(options: TextCompileOptions) -> str:
     return str(refused.value)
 
 
+def test_prompts_that_the_model_has_no_positions_for_are_refused(
+    tmp_path: Path, *, encodes: bool
+) -> None:
+    options = asked(tmp_path, encodes=encodes)
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (40, PLACES + 3))
+    mask = np.zeros_like(ids)
+    mask[:, :5] = mask[7] = 1
+    np.savez(tmp_path / "prompts.npz", input_ids=ids, attention_mask=mask)
+    with pytest.raises(DataError) as refused:
+        compile_text(options)
+    most = PLACES if encodes else PLACES - 1
+    tells(str(refused.value), "1 of 40 prompts", f"{PLACES + 3} tokens", f"at most {most}", "cut")
+
+
+@pytest.mark.parametrize(
+    ("head", "size", "whole"), [("subset", VOCABULARY, VOCABULARY), ("low-rank", 1024, WIDTH)]
+)
+def test_a_head_of_exits_that_is_not_smaller_is_refused(
+    tmp_path: Path, head: Any, size: int, whole: int
+) -> None:
+    with pytest.raises(CompileError) as refused:
+        compile_text(asked(tmp_path, train="adapters", head=head, head_size=size))
+    tells(str(refused.value), f"--head-size {size}", str(whole), f"1 to {whole - 1}", "--head full")
+
+
 def test_layers_are_spread_evenly_unless_they_are_named() -> None:
     assert layers_to_try(4, ()) == (1, 2, 3)
     assert layers_to_try(24, ()) == (3, 6, 9, 12, 15, 18, 21)
