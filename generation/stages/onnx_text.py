@@ -123,29 +123,33 @@ class OnnxTextBackend:
             None if self._catches_up else load(stage.propagation) for stage in model.stages
         ]
         self._head, self._encoder = _present(load(model.head)), load(model.encoder)
-        self._allocate(1, length, source_length)
-        self.longest_prompt = (
-            0 if self.prompt_in_slot else self._most(self._try_prompt, source_length)
-        )
+        self._allocate(slots, length, source_length)  # too many fail here, before any step
+        if model.encoder:
+            source_length = self._most(self._try_prompt, source_length)
         self.length = self._most(self._try_place, length, least=2)
-        if self.prompt_in_slot:
-            self.longest_prompt = self.length - 1
-        self._allocate(slots, self.length, self.longest_prompt)
+        self.longest_prompt = source_length if model.encoder else self.length - 1
+        self._allocate(slots, self.length, source_length)
+
+    def _release(self) -> None:
+        """Release all caches."""
+        self._sources: dict[int, _Source] = {}
+        """Inputs from prompts by stage."""
+        self._states: list[NDArray[np.float32]] = []
+        """Inputs of stages 1 and later: of all positions, or of the last token only."""
+        self._caches = self._cross = CacheSlots([], past_name, slots=0, length=0)
 
     def _allocate(self, slots: int, length: int, source_length: int) -> None:
-        """Allocate the caches of free slots."""
+        """Allocate the caches of free slots, in place of those that are there."""
+        self._release()
         model = self.model
         self._caches = CacheSlots([(x.heads, x.size) for x in model.layers], past_name,
                                   slots=slots, length=length)  # fmt: skip
         crossed = [(x.cross_heads, x.cross_size) for x in model.layers if x.cross_heads]
         self._cross = CacheSlots(crossed, cross_name, slots=slots, length=source_length)
-        self._sources: dict[int, _Source] = {}
-        """Inputs from prompts by stage."""
         self._source = np.zeros(slots, np.int64)
         """Prompt tokens of an encoder-decoder, by slot."""
         kept = length if self._catches_up else 1
         self._states = [np.zeros((slots, kept, model.width), np.float32) for _ in model.stages[1:]]
-        """Inputs of stages 1 and later: of all positions, or of the last token only."""
         self._place = np.full(slots, _CLOSED)
         """Position of the running token, by slot."""
         self._filled = np.zeros((self.stages, slots), np.int64)
@@ -271,11 +275,10 @@ class OnnxTextBackend:
 
     def close(self) -> None:
         """Release all graphs and caches; nothing can run afterwards."""
-        self._segments, self._adapters, self._fills, self._states = [], [], [], []
+        self._segments, self._adapters, self._fills = [], [], []
         self._heads, self._judges = [], []
         del self._head, self._encoder
-        self._sources = {}
-        self._caches = self._cross = CacheSlots([], past_name, slots=0, length=0)
+        self._release()
 
     def statistics(self) -> dict[str, Any]:
         """Return counts of tokens: prefilled, propagated and caught up with, and rows by stage.
@@ -298,22 +301,18 @@ class OnnxTextBackend:
         Exports differ in where positions end: a table of them, angles of rotations, a causal mask.
         All layers have them alike, so that one step of the first stage finds any of them.
         """
-        try:
-            attempt(most)
-        except BackendError as error:
-            works, fails, reason = least - 1, most, error
-        else:
-            return most
+        works, fails = least - 1, most + 1
         while fails - works > 1:
-            middle = (works + fails) // 2
+            # From few tokens on, as caches of the most may be larger than the memory.
+            tokens = min(max(least, 2 * works), most) if fails > most else (works + fails) // 2
             try:
-                attempt(middle)
-            except BackendError as error:
-                fails, reason = middle, error
+                attempt(tokens)
+            except BackendError:
+                if tokens == least:  # the number of tokens is not the reason
+                    raise
+                fails = tokens
             else:
-                works = middle
-        if works < least:
-            raise reason
+                works = tokens
         return works
 
     def _try_prompt(self, tokens: int) -> None:
