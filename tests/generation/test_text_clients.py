@@ -27,6 +27,7 @@ from offramp.client import (
 from offramp.engine.common.errors import BadInputError
 from offramp.generation.serving.text_engine import TextEngine
 from offramp.generation.serving.text_status import text_status
+from offramp.server.arguments.options import ServerOptions
 from offramp.testing.server import FakeServer
 from tests.e2e.conftest import wait_until
 from tests.facts import tells
@@ -39,11 +40,11 @@ TOKENS, EXITS = expected((2, 0, 3))
 TEXT = of_letters(TOKENS)
 
 
-def serving(**more: Any) -> Iterator[FakeServer[TextEngine]]:
+def serving(*, frontends: int = 0, **more: Any) -> Iterator[FakeServer[TextEngine]]:
     backend = ScriptedTextBackend(length=more.pop("length", 32))
     engine = TextEngine()
     engine.put("text", served_text(backend, **more))
-    server = FakeServer(engine)
+    server = FakeServer(engine, ServerOptions(frontends=frontends))
 
     async def opened() -> None:
         for served in engine._served.values():
@@ -60,10 +61,11 @@ def server() -> Iterator[FakeServer[TextEngine]]:
     yield from serving()
 
 
-@pytest.fixture
-def endless() -> Iterator[FakeServer[TextEngine]]:
+@pytest.fixture(params=[0, 1], ids=["one process", "front end"])
+def endless(request: pytest.FixtureRequest) -> Iterator[FakeServer[TextEngine]]:
     """Answers that do not end."""
-    yield from serving(length=1_000_000, longest_answer=900_000, stop_tokens=())
+    endless: Any = {"length": 1_000_000, "longest_answer": 900_000, "stop_tokens": ()}
+    yield from serving(frontends=request.param, **endless)
 
 
 def slots_in_use(server: FakeServer[TextEngine]) -> int:
@@ -256,6 +258,7 @@ def test_generate_refuses_and_fails(endless: FakeServer[TextEngine]) -> None:
     refused: list[tuple[Callable[[], Any], int, str]] = [
         (lambda: post(endless, "text/generate_stream", max_tokens=4), 400, "the prompt is missing"),
         (lambda: post(endless, "text/generate", text_input=5), 400, "expected a flat list of str"),
+        (lambda: post(endless, "text/generate", input_ids="a"), 400, "elements such as 'a'"),
         (lambda: post(endless, "text/generate", text_input=PROMPT, more={}), 400, "'more' is an o"),
         (lambda: post(endless, "other/generate", text_input=PROMPT), 404, "no model 'other'"),
     ]
