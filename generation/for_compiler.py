@@ -121,7 +121,8 @@ def generation_parser() -> argparse.ArgumentParser:
                        help="sequences that run together in measurements")  # fmt: skip
     add_seed(parser, "seed of the split and of training")
     add_data(parser, "prompts like those that will be served: npz with input_ids and "
-             "attention_mask, or texts with --tokenizer; see docs/data.md")  # fmt: skip
+             "attention_mask, or texts with --tokenizer, which becomes part of the bundle in "
+             "either case; see docs/data.md", besides=("tokenizer",))  # fmt: skip
     return parser
 
 

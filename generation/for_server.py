@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from offramp.commands.combinations import Illegal
 from offramp.engine.models.options import EngineOptions
 from offramp.engine.requests.statistics import ModelStatistics
-from offramp.generation.bundle.generating_bundle import GENERATION
+from offramp.generation.bundle.generating_bundle import GENERATION, GENERATION_HASH
 from offramp.generation.serving.serving_options import NAME, TextServingOptions
 from offramp.generation.serving.text_engine import TextEngine
 
@@ -71,8 +71,8 @@ class _Extension:
         return [] if section is None else [section]
 
     def opens(self, path: Path) -> bool:
-        """Return whether a path is a generating bundle."""
-        return (path / GENERATION).is_file()
+        """Return whether a path is a generating bundle, or was one before it lost its manifest."""
+        return any((path / name).is_file() for name in (GENERATION, GENERATION_HASH))
 
     async def open_models(self, models: Mapping[str, Path], options: EngineOptions) -> TextEngine:
         """Load generating bundles."""

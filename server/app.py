@@ -298,8 +298,11 @@ async def _listen(
         frontends=FrontendOptions.of(options),
     )
     stack.push_async_callback(endpoint.stop, 0.0)
-    http_port = await http.start(options.host, options.http_port)
+    # Whoever finds either port ready may use both, so clients can connect to both before either
+    # says so: front ends take seconds to listen.
+    http_port = http.listen(options.host, options.http_port)
     grpc_port = await endpoint.start(options.host, options.grpc_port)
+    await http.start()
     models = ", ".join(services.repository.catalog.names()) or "no model yet"
     await endpoint.serving()
     listening = Listening(

@@ -113,8 +113,9 @@ class FakeServer(Generic[_Engine]):
         )
         self.http = HttpEndpoint(self._services, max_message_bytes=limit, tls=self._tls)
         scheme = "http" if self._tls is None else "https"
+        self.url = f"{scheme}://127.0.0.1:{self.http.listen('127.0.0.1', 0)}"
         self.address = f"127.0.0.1:{await self.grpc.start('127.0.0.1', 0)}"
-        self.url = f"{scheme}://127.0.0.1:{await self.http.start('127.0.0.1', 0)}"
+        await self.http.start()
         await self.grpc.serving()
 
     async def _stop(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from offramp.calibration.data.data_sources import DataSource
@@ -26,8 +27,18 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
                            default=argparse.SUPPRESS)  # fmt: skip
 
 
-def add_data(parser: argparse.ArgumentParser, help_: str, *, required: bool = True) -> None:
-    """Add ``--data``, to be read by :func:`source_of`, and the options of reading."""
+def add_data(
+    parser: argparse.ArgumentParser,
+    help_: str,
+    *,
+    required: bool = True,
+    besides: Sequence[str] = (),
+) -> None:
+    """Add ``--data``, to be read by :func:`source_of`, and the options of reading.
+
+    ``besides`` are fields of options that the command uses for more than reading.
+    """
+    parser.set_defaults(besides_reading=besides)
     parser.add_argument("--data", required=required, metavar="DATA", help=help_)
     add_data_arguments(parser)
 
@@ -42,4 +53,4 @@ def spec_of(options: argparse.Namespace) -> PreprocessingSpec:
 
 def source_of(text: str, options: argparse.Namespace) -> DataSource:
     """Return the source of the data that a flag names; DataError as in :func:`.find_source`."""
-    return find_source(text, spec_of(options))
+    return find_source(text, spec_of(options), besides=getattr(options, "besides_reading", ()))

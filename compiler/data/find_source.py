@@ -154,11 +154,12 @@ KINDS: Final[tuple[DataKind, ...]] = (
 """All kinds; a text must fit exactly one of them."""
 
 
-def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
+def find_source(text: str, spec: PreprocessingSpec, *, besides: Collection[str] = ()) -> DataSource:
     """Return the source of the data that a text names.
 
     A folder's own ``preprocessing.toml`` completes the options. DataError if no kind fits, or more
-    than one, as nothing is guessed; or if an option does not apply to the kind.
+    than one, as nothing is guessed; or if an option does not apply to the kind. Options named in
+    ``besides`` may be given with any kind, as the caller uses them as well.
     """
     data = NamedData(text)
     found = [kind for kind in KINDS if kind.fits(data)]
@@ -175,7 +176,7 @@ def find_source(text: str, spec: PreprocessingSpec) -> DataSource:
     (kind,) = found
     if data.is_folder and data.has(TOML_NAME):
         spec = spec.filled_from(read_toml(data.path / TOML_NAME))
-    spec.check_used(kind.families, text)
+    spec.check_used(kind.families, text, besides=besides)
     return kind.make(data, spec)
 
 

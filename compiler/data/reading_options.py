@@ -60,10 +60,15 @@ class PreprocessingSpec:
         missing = {name: getattr(other, name) for name in _names() if getattr(self, name) is None}
         return replace(self, **missing)
 
-    def check_used(self, families: Collection[Family], what: str) -> None:
-        """Raise DataError for options that do not apply to data called ``what``."""
+    def check_used(
+        self, families: Collection[Family], what: str, *, besides: Collection[str] = ()
+    ) -> None:
+        """Raise DataError for options that do not apply to data called ``what``.
+
+        Fields named in ``besides`` are used for more than reading, and apply to all data.
+        """
         for option in OPTIONS:
-            used = option.family in {"samples", *families}
+            used = option.family in {"samples", *families} or option.field in besides
             if getattr(self, option.field) is not None and not used:
                 raise DataError(
                     f"{what}: {option.flag} is for {option.family}, and is not used here; leave "

@@ -86,10 +86,7 @@ def _check_tensor(
     spec: TensorSpec, tensor: NDArray[Any], bound: dict[str, tuple[int, str]]
 ) -> str | None:
     if tensor.dtype != np.dtype(spec.dtype):
-        scaled = ""
-        if tensor.dtype.kind in "iu" and np.dtype(spec.dtype).kind == "f":
-            scaled = ", and scale its values as in training"
-        return f"{_differs(spec, tensor)}; convert it with .astype({spec.dtype!r}){scaled}"
+        return f"{_differs(spec, tensor)}; {_conversion(spec, tensor)}"
     if tensor.ndim != len(spec.shape):
         hint = ""
         if tensor.ndim == len(spec.shape) - 1:
@@ -114,6 +111,18 @@ def _check_tensor(
     return None
 
 
+def _conversion(spec: TensorSpec, tensor: NDArray[Any]) -> str:
+    """Return the remedy for another dtype."""
+    if spec.dtype == "object":
+        return "send texts, encoded in UTF-8"
+    if tensor.dtype == np.object_:
+        return "send numbers"
+    scaled = ""
+    if tensor.dtype.kind in "iu" and np.dtype(spec.dtype).kind == "f":
+        scaled = ", and scale its values as in training"
+    return f"convert it with .astype({spec.dtype!r}){scaled}"
+
+
 def _layout_hint(spec: TensorSpec, tensor: NDArray[Any]) -> str:
     """Return the remedy where the channels of images are last and the model wants them first."""
     if tensor.ndim != 4 or not all(
@@ -132,4 +141,5 @@ def _differs(spec: TensorSpec, tensor: NDArray[Any]) -> str:
 
 
 def _found(spec: TensorSpec, tensor: NDArray[Any]) -> str:
-    return f"input {spec.name!r} is {tensor.dtype} {list(tensor.shape)}"
+    dtype = "bytes" if tensor.dtype == np.object_ else tensor.dtype
+    return f"input {spec.name!r} is {dtype} {list(tensor.shape)}"

@@ -64,8 +64,8 @@ class GeneratingBundle:
         root = Path(path)
         if not (root / GENERATION).is_file():
             raise BundleNotFoundError(
-                f"{root} is not a generating bundle (no {GENERATION} there); create one from a "
-                "model that was exported with past keys and values"
+                f"{root} is not a generating bundle (no {GENERATION} there); {MEND}: "
+                "eecompile generation MODEL --data DATA"
             )
         files = CheckedFolder(root, listing=GENERATION)
         document = files.read_regular(GENERATION)

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from offramp.bundle import BundleError
+from offramp.bundle.optional_imports import optional_import
 
-_INSTALL = "pip install 'offramp[text]'"
+_INSTALL: Final = "pip install 'offramp[text]'"
 
 
-class TextTokens:
-    """A tokenizer of the package tokenizers."""
+class BundleTokenizer:
+    """A tokenizer of the package tokenizers, without padding and truncation."""
 
-    def __init__(self, content: bytes) -> None:
-        """Read ``tokenizer.json``; BundleError if it is invalid or the package is not installed."""
-        try:
+    def __init__(self, content: bytes, *, name: str = "tokenizer.json") -> None:
+        """Read a ``tokenizer.json``; ``name`` is its place, for messages.
+
+        Raise BundleError if it is no tokenizer, or the package is not installed.
+        """
+        with optional_import("tokenizers", install=_INSTALL, raises=BundleError):
             from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
-        except ImportError as error:
-            raise BundleError(f"text needs the package tokenizers: {_INSTALL}") from error
         try:
             self._tokenizer: Any = Tokenizer.from_buffer(content)
         except Exception as error:  # the package raises Exception itself
-            raise BundleError(f"tokenizer.json cannot be read: {error}") from error
+            reason = " ".join(str(error).split())
+            raise BundleError(
+                f"{name} is no tokenizer of Hugging Face ({reason:.150}); expected a "
+                "tokenizer.json, as Tokenizer.save writes it"
+            ) from error
+        self.content: Final = content
+        """The bytes that were read."""
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 

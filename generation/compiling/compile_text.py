@@ -37,6 +37,7 @@ from offramp.generation.compiling.likeness import Likeness, find_likeness
 from offramp.generation.compiling.prompts import (
     PromptSplit,
     Tokens,
+    check_lengths,
     check_tokens,
     read_prompts,
     split_prompts,
@@ -44,6 +45,7 @@ from offramp.generation.compiling.prompts import (
 from offramp.generation.compiling.text_options import (
     TextCompileOptions,
     TextSettings,
+    check_head,
     layers_to_try,
     settle,
 )
@@ -140,6 +142,8 @@ class _Compiling:
         """Run all steps."""
         parts = self._parts
         plain = self._backend(self._cut(()))
+        check_head(self._options, plain.model)
+        check_lengths([prompt for part in parts for prompt in part], plain.longest_prompt)
         recorder = self._recorder()
         self._answers = {
             name: self._decode(f"Answer in full: {name}", backend, prompts)
@@ -371,11 +375,12 @@ class _Compiling:
         *,
         reason: str = "",
     ) -> CompiledText:
+        tokenizer = self._settings.tokenizer
         bundle = write_generating_bundle(
             self._options.output,
             graphs.model,
             graphs.graphs,
-            tokenizer=self._settings.tokenizer,
+            tokenizer=None if tokenizer is None else tokenizer.content,
             overwrite=self._options.overwrite,
         )
         return CompiledText(

@@ -9,7 +9,6 @@ from runpy import run_path
 from typing import Any
 
 from offramp.compiler.common.errors import CompileError
-from offramp.generation.bundle.text_tokens import TextTokens
 from offramp.generation.compiling.text_options import (
     TextCompileOptions,
     TextSettings,
@@ -36,10 +35,10 @@ def find_likeness(options: TextCompileOptions, settings: TextSettings) -> Likene
         return Likeness(name=name, dissimilarity=found, differing=found is differs)
     if settings.tokenizer is None:
         raise CompileError(
-            "--exact needs the text of answers: put tokenizer.json next to the model, or use texts "
-            "as --data, and --tokenizer"
+            "--exact needs the text of answers: put tokenizer.json next to the model, or name it "
+            "with --tokenizer"
         )
-    parts, tokens = exact_parts(options.exact), TextTokens(settings.tokenizer)
+    parts, tokens = exact_parts(options.exact), settings.tokenizer
 
     def with_exact_parts(one: Sequence[int], other: Sequence[int]) -> float:
         texts = tokens.decode(one), tokens.decode(other)

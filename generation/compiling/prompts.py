@@ -77,6 +77,17 @@ def check_tokens(prompts: Sequence[Tokens], settings: TextSettings, vocabulary: 
         )
 
 
+def check_lengths(prompts: Sequence[Tokens], most: int) -> None:
+    """Check that the model takes prompts of these lengths; DataError if not."""
+    longer = [len(prompt) for prompt in prompts if len(prompt) > most]
+    if longer:
+        raise DataError(
+            f"{len(longer)} of {len(prompts)} prompts are too long, the longest has {max(longer)} "
+            f"tokens: expected at most {most}, as the model has no positions for more with an "
+            "answer; cut them, or leave them out"
+        )
+
+
 def split_prompts(prompts: Sequence[Tokens], seed: int) -> PromptSplit:
     """Draw the three parts; repeated prompts count once.
 

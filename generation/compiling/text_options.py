@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
+from offramp.bundle import BundleError
 from offramp.bundle.schema.serde import check_numbers
 from offramp.calibration.data.data_sources import DataSource
 from offramp.compiler.common.errors import CompileError
-from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion
+from offramp.generation.bundle.generating_bundle import TOKENIZER
+from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion, TextModel
+from offramp.generation.bundle.text_tokens import BundleTokenizer
 
 TextTraining: TypeAlias = Literal["adapters", "joint", "none"]
 """Trained parts: a small adapter per exit, a copy of the decoder with its exits, or nothing."""
@@ -65,7 +68,7 @@ class TextCompileOptions:
     start_token: int | None = None
     stop_tokens: tuple[int, ...] = ()
     tokenizer: Path | None = None
-    """A ``tokenizer.json``; by default the one next to the model, if there is one."""
+    """A ``tokenizer.json`` for the bundle; by default the one next to the model, if any."""
     batch: int = 16
     """Rows of a measured step."""
     minutes: float = 5.0
@@ -85,7 +88,7 @@ class TextSettings:
     start_token: int | None
     stop_tokens: tuple[int, ...]
     most_tokens: int
-    tokenizer: bytes | None
+    tokenizer: BundleTokenizer | None
 
 
 def settle(options: TextCompileOptions) -> TextSettings:
@@ -95,13 +98,15 @@ def settle(options: TextCompileOptions) -> TextSettings:
     for name in reversed(_CONFIGS):
         known |= _config(folder / name)
     length = _first(*_whole(known, "max_new_tokens"), *_whole(known, "max_length"))
-    beside = folder / "tokenizer.json"
-    tokenizer = options.tokenizer or (beside if beside.is_file() else None)
+    beside = folder / TOKENIZER
+    # A link that leads nowhere is there as well, and is refused.
+    there = beside.exists() or beside.is_symlink()
+    tokenizer = options.tokenizer or (beside if there else None)
     return TextSettings(
         start_token=_first(options.start_token, *_whole(known, "decoder_start_token_id")),
         stop_tokens=options.stop_tokens or _whole(known, "eos_token_id"),
         most_tokens=options.most_tokens or length or 128,
-        tokenizer=None if tokenizer is None else _read(tokenizer),
+        tokenizer=None if tokenizer is None else _tokenizer(tokenizer),
     )
 
 
@@ -141,11 +146,31 @@ def _config(path: Path) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def _tokenizer(path: Path) -> BundleTokenizer:
+    try:
+        return BundleTokenizer(_read(path), name=str(path))
+    except BundleError as error:
+        raise CompileError(str(error)) from error
+
+
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CompileError(f"{path} cannot be read: {error.strerror}") from error
+        raise CompileError(
+            f"{path} cannot be read: {error.strerror}; check the path and its permissions"
+        ) from error
+
+
+def check_head(options: TextCompileOptions, model: TextModel) -> None:
+    """Check that a head of exits is smaller than the model's; CompileError if not."""
+    whole = {"subset": model.vocabulary, "low-rank": model.width}.get(options.head)
+    if whole is not None and options.head_size >= whole:
+        what = "tokens" if options.head == "subset" else "dimensions of its state"
+        raise CompileError(
+            f"--head-size {options.head_size} is no smaller head: the model's own has {whole} "
+            f"{what}, expected 1 to {whole - 1}; choose a smaller --head-size, or --head full"
+        )
 
 
 def layers_to_try(count: int, asked: Sequence[int], most: int = 7) -> tuple[int, ...]:

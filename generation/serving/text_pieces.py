@@ -1,12 +1,9 @@
-"""Conversion between text and tokens: a bundle's tokenizer, and incremental text of an answer."""
+"""Conversion between text and tokens, and incremental text of an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
-
-from offramp.bundle.optional_imports import optional_import
-from offramp.engine.common.errors import BackendError
 
 _BROKEN: Final = "\ufffd"
 """Replacement character for bytes that are not a complete character, perhaps not yet."""
@@ -22,32 +19,6 @@ class TextCodec(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
         ...
-
-
-class BundleTokenizer:
-    """A tokenizer of the package ``tokenizers``: a :class:`TextCodec`."""
-
-    def __init__(self, content: bytes) -> None:
-        """Read the content of a ``tokenizer.json``; BackendError if that fails."""
-        remedy = "pip install 'offramp[text]'"
-        with optional_import("tokenizers", install=remedy, raises=BackendError):
-            from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
-        try:
-            self._tokenizer = Tokenizer.from_str(content.decode())
-        except Exception as error:  # tokenizers raises Exception itself
-            raise BackendError(f"tokenizer.json cannot be read: {error}") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the tokens of a prompt."""
-        tokens: list[int] = self._tokenizer.encode(text).ids
-        return tokens
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-        text: str = self._tokenizer.decode(list(tokens))
-        return text
 
 
 class TextPieces:

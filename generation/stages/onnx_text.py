@@ -44,6 +44,7 @@ from offramp.generation.stages.text_backend import NO_TOKEN, TokenAnswers
 
 _CLOSED: Final = -1
 _ZERO: Final = np.float32(0)
+_SLOT_0: Final = np.zeros(1, np.int64)
 Arrays: TypeAlias = dict[str, NDArray[Any]]
 
 
@@ -86,8 +87,9 @@ class OnnxTextBackend:
 
         ``read`` returns a graph by its file; ``weights`` is the folder of the weights that graphs
         refer to. ``length`` is in tokens of prompt and answer, or of the answer only for an
-        encoder-decoder, with ``source_length`` for its prompt. Raise BackendError if a graph cannot
-        be loaded.
+        encoder-decoder, with ``source_length`` for its prompt. Where the model takes fewer, as its
+        table of positions ends, the attributes ``length`` and ``longest_prompt`` are what it takes.
+        Raise BackendError if a graph cannot be loaded.
         """
         if slots < 1 or length < 2 or (model.encoder and source_length < 1):
             raise BackendError(
@@ -95,9 +97,8 @@ class OnnxTextBackend:
                 "expected at least 1 slot of 2 tokens, and prompts of 1 for an encoder-decoder"
             )
         self.model = model
-        self.stages, self.slots, self.length = len(model.stages), slots, length
+        self.stages, self.slots = len(model.stages), slots
         self.prompt_in_slot = not model.encoder
-        self.longest_prompt = source_length if model.encoder else length - 1
         self.vocabulary = model.vocabulary
         self.ragged = model.ragged
         self._start = 0 if model.start_token is None else model.start_token
@@ -122,17 +123,33 @@ class OnnxTextBackend:
             None if self._catches_up else load(stage.propagation) for stage in model.stages
         ]
         self._head, self._encoder = _present(load(model.head)), load(model.encoder)
+        self._allocate(slots, length, source_length)  # too many fail here, before any step
+        if model.encoder:
+            source_length = self._most(self._try_prompt, source_length)
+        self.length = self._most(self._try_place, length, least=2)
+        self.longest_prompt = source_length if model.encoder else self.length - 1
+        self._allocate(slots, self.length, source_length)
+
+    def _release(self) -> None:
+        """Release all caches."""
+        self._sources: dict[int, _Source] = {}
+        """Inputs from prompts by stage."""
+        self._states: list[NDArray[np.float32]] = []
+        """Inputs of stages 1 and later: of all positions, or of the last token only."""
+        self._caches = self._cross = CacheSlots([], past_name, slots=0, length=0)
+
+    def _allocate(self, slots: int, length: int, source_length: int) -> None:
+        """Allocate the caches of free slots, in place of those that are there."""
+        self._release()
+        model = self.model
         self._caches = CacheSlots([(x.heads, x.size) for x in model.layers], past_name,
                                   slots=slots, length=length)  # fmt: skip
         crossed = [(x.cross_heads, x.cross_size) for x in model.layers if x.cross_heads]
         self._cross = CacheSlots(crossed, cross_name, slots=slots, length=source_length)
-        self._sources: dict[int, _Source] = {}
-        """Inputs from prompts by stage."""
         self._source = np.zeros(slots, np.int64)
         """Prompt tokens of an encoder-decoder, by slot."""
         kept = length if self._catches_up else 1
         self._states = [np.zeros((slots, kept, model.width), np.float32) for _ in model.stages[1:]]
-        """Inputs of stages 1 and later: of all positions, or of the last token only."""
         self._place = np.full(slots, _CLOSED)
         """Position of the running token, by slot."""
         self._filled = np.zeros((self.stages, slots), np.int64)
@@ -258,11 +275,10 @@ class OnnxTextBackend:
 
     def close(self) -> None:
         """Release all graphs and caches; nothing can run afterwards."""
-        self._segments, self._adapters, self._fills, self._states = [], [], [], []
+        self._segments, self._adapters, self._fills = [], [], []
         self._heads, self._judges = [], []
         del self._head, self._encoder
-        self._sources = {}
-        self._caches = self._cross = CacheSlots([], past_name, slots=0, length=0)
+        self._release()
 
     def statistics(self) -> dict[str, Any]:
         """Return counts of tokens: prefilled, propagated and caught up with, and rows by stage.
@@ -275,6 +291,41 @@ class OnnxTextBackend:
         held += sum(states.nbytes for states in self._states)
         return {**self._counts, "stage_rows": list(self._run_rows), "slots_used": used,
                 "cache_bytes": held}  # fmt: skip
+
+    # -----------------------------------------------------------------------------------------
+    # The longest sequence
+
+    def _most(self, attempt: Callable[[int], None], most: int, *, least: int = 1) -> int:
+        """Return the most tokens, up to ``most``, with which an attempt does not fail.
+
+        Exports differ in where positions end: a table of them, angles of rotations, a causal mask.
+        All layers have them alike, so that one step of the first stage finds any of them.
+        """
+        works, fails = least - 1, most + 1
+        while fails - works > 1:
+            # From few tokens on, as caches of the most may be larger than the memory.
+            tokens = min(max(least, 2 * works), most) if fails > most else (works + fails) // 2
+            try:
+                attempt(tokens)
+            except BackendError:
+                if tokens == least:  # the number of tokens is not the reason
+                    raise
+                fails = tokens
+            else:
+                works = tokens
+        return works
+
+    def _try_prompt(self, tokens: int) -> None:
+        """Run the encoder on some tokens."""
+        with _failures(f"a prompt of {tokens} tokens"):
+            self._prompts[0] = np.zeros(tokens, np.int64)
+            self._encode(Span(_SLOT_0, np.zeros_like(_SLOT_0), np.array([tokens])))
+
+    def _try_place(self, tokens: int) -> None:
+        """Run the last of some tokens through the first stage."""
+        with _failures(f"a sequence of {tokens} tokens"):
+            span = Span(_SLOT_0, np.array([tokens - 1]), np.ones_like(_SLOT_0))
+            self._step(0, span, {IDS: np.zeros((1, 1), np.int64)})
 
     # -----------------------------------------------------------------------------------------
     # Steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeAlias
 
@@ -68,20 +69,30 @@ class HttpEndpoint:
         )
         application.middlewares.append(self._connections.note_use)
         self._closing_idle: asyncio.Task[None] | None = None
+        self._sockets: list[socket.socket] = []
         self._listeners: list[asyncio.Server] = []
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen, or raise StartError; return the port, which the system chooses for port 0."""
-        sockets = bind(host, port, option="--http-port")
+    def listen(self, host: str, port: int) -> int:
+        """Let clients connect, or raise StartError; return the port (port 0: any free port).
+
+        Nothing is answered before :meth:`start`, as others take an answer as a sign that the server
+        is ready.
+        """
+        self._sockets.extend(bind(host, port, option="--http-port"))
+        for one in self._sockets:
+            one.listen(self._backlog)
+        return int(self._sockets[0].getsockname()[1])
+
+    async def start(self) -> None:
+        """Answer, also those who have connected before."""
         await self._runner.setup()
         loop = asyncio.get_running_loop()
-        for one in sockets:
+        for one in self._sockets:
             listener = await loop.create_server(
                 self._connections.accept, sock=one, backlog=self._backlog, **self._secure
             )
             self._listeners.append(listener)
         self._closing_idle = asyncio.create_task(self._connections.close_idle(), name="idle HTTP")
-        return int(sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         """Close all connections; harmless if it never started."""
@@ -89,6 +100,8 @@ class HttpEndpoint:
             self._closing_idle.cancel()
         for listener in self._listeners:
             listener.close()
+        for one in self._sockets:
+            one.close()
         left = self._connections.transports()
         await self._runner.cleanup()
         for each in left:  # close() would wait for the peer to read

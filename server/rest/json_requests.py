@@ -189,7 +189,8 @@ def _converted(what: str, datatype: str, dtype: np.dtype[Any], array: NDArray[An
     allowed = {"b": "b", "i": "iuO", "u": "iuO", "f": "iufO"}[dtype.kind]
     wrong = array.dtype.kind == "O" and not all(type(value) is int for value in array.flat)
     if array.size and (wrong or array.dtype.kind not in allowed):
-        raise BadInputError(f"{what} is {datatype}, and has elements such as {array.flat[0]!r:.60}")
+        first = array.flat[:1].tolist()[0]  # of Python, which prints without numpy's type
+        raise BadInputError(f"{what} is {datatype}, and has elements such as {first!r:.60}")
     try:
         with np.errstate(all="ignore"):
             converted = array.astype(dtype)

@@ -30,6 +30,7 @@ from offramp.generation.bundle.generating_bundle import (
 )
 from offramp.generation.bundle.text_model import TextModel
 from offramp.generation.bundle.writing import write_generating_bundle
+from offramp.generation.for_server import EXTENSION
 from offramp.generation.stages.onnx_text import OnnxTextBackend
 from tests.text_loops import write_all
 from tests.text_models import (
@@ -194,6 +195,17 @@ def test_a_damaged_bundle_is_refused_by_name(
     damage(path)
     with pytest.raises(error, match=facts):
         GeneratingBundle.open(path)
+
+
+def test_a_bundle_without_its_manifest_is_one_that_lacks_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "text.ee"
+    written(path)
+    (path / GENERATION).unlink()
+    assert EXTENSION.opens(path)
+    with pytest.raises(BundleNotFoundError, match=r"no generation\.json there.*compile the model"):
+        GeneratingBundle.open(path)
+    (path / GENERATION_HASH).unlink()
+    assert not EXTENSION.opens(path)
 
 
 def test_weights_that_change_after_the_opening_are_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from offramp.engine.common.errors import BackendError
 from offramp.generation.bundle.tensor_names import KINDS, past_name
+from offramp.generation.stages.onnx_text import OnnxTextBackend
 from tests.text_loops import PlainModel, write_all
 from tests.text_models import (
     LAYERS,
@@ -266,6 +267,43 @@ def test_a_sequence_beyond_its_room_fails_and_others_do_not(tmp_path: Path) -> N
     backend.close_slot(0)
     right = PlainModel(path).greedy(np.array([5]), 3)
     assert backend.run(0, [1]).tokens.tolist() == right[2:]
+
+
+@pytest.mark.parametrize("skipped", ["propagation", "catch-up"])
+def test_a_slot_is_no_longer_than_the_models_positions(
+    export: str, skipped: Any, tmp_path: Path
+) -> None:
+    graphs = graphs_of(**EXPORTS[export], skipped=skipped)
+    encodes = bool(graphs.model.encoder)
+    longer = OnnxTextBackend(
+        graphs.model, graphs.graphs.__getitem__, slots=2, length=3 * PLACES,
+        source_length=2 * PLACES if encodes else 0,
+    )  # fmt: skip
+    assert (longer.length, longer.longest_prompt) == (PLACES, PLACES if encodes else PLACES - 1)
+    assert longer.statistics() == backend_of(graphs, slots=2).statistics(), "nothing is left"
+    prompt = drawn_prompts(1)[0]
+    most = PLACES if encodes else PLACES + 1 - len(prompt)
+    plain = PlainModel(write(exported(**EXPORTS[export]), tmp_path))
+    longer.open(0, prompt)
+    longer.prefill([0])
+    found: list[int] = []
+    while len(found) < most:
+        for stage in range(longer.stages):
+            tokens = longer.run(stage, [0]).tokens
+        found += tokens.tolist()
+        longer.accept([0], tokens.tolist())
+    assert found == plain.greedy(prompt, most)
+
+
+def test_a_model_that_takes_no_token_fails_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(OnnxTextBackend, "_step", fail)
+    with pytest.raises(BackendError, match="a sequence of 2 tokens failed: no such kernel"):
+        backend_of(graphs_of())
 
 
 def test_a_failing_graph_is_named() -> None:

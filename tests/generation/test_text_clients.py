@@ -24,10 +24,13 @@ from offramp.client import (
     RestClient,
     UnknownModelError,
 )
+from offramp.engine.common.errors import BadInputError
 from offramp.generation.serving.text_engine import TextEngine
 from offramp.generation.serving.text_status import text_status
+from offramp.server.arguments.options import ServerOptions
 from offramp.testing.server import FakeServer
 from tests.e2e.conftest import wait_until
+from tests.facts import tells
 from tests.generation.scripted_backend import ScriptedTextBackend
 from tests.generation.test_text_engine import expected, of_letters
 from tests.generation.texts import served_text
@@ -37,11 +40,11 @@ TOKENS, EXITS = expected((2, 0, 3))
 TEXT = of_letters(TOKENS)
 
 
-def serving(**more: Any) -> Iterator[FakeServer[TextEngine]]:
+def serving(*, frontends: int = 0, **more: Any) -> Iterator[FakeServer[TextEngine]]:
     backend = ScriptedTextBackend(length=more.pop("length", 32))
     engine = TextEngine()
     engine.put("text", served_text(backend, **more))
-    server = FakeServer(engine)
+    server = FakeServer(engine, ServerOptions(frontends=frontends))
 
     async def opened() -> None:
         for served in engine._served.values():
@@ -58,10 +61,11 @@ def server() -> Iterator[FakeServer[TextEngine]]:
     yield from serving()
 
 
-@pytest.fixture
-def endless() -> Iterator[FakeServer[TextEngine]]:
+@pytest.fixture(params=[0, 1], ids=["one process", "front end"])
+def endless(request: pytest.FixtureRequest) -> Iterator[FakeServer[TextEngine]]:
     """Answers that do not end."""
-    yield from serving(length=1_000_000, longest_answer=900_000, stop_tokens=())
+    endless: Any = {"length": 1_000_000, "longest_answer": 900_000, "stop_tokens": ()}
+    yield from serving(frontends=request.param, **endless)
 
 
 def slots_in_use(server: FakeServer[TextEngine]) -> int:
@@ -161,6 +165,23 @@ def test_wrong_prompts_are_refused(server: FakeServer[TextEngine]) -> None:
             list(client.generate("other", PROMPT))
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "told"),
+    [
+        ("text_input", np.zeros(1, np.int64), ("int64 [1]", "bytes [1]", "UTF-8")),
+        ("input_ids", np.array([b"a"], np.object_), ("bytes [1]", "int64 [prompt]", "numbers")),
+        ("input_ids", np.zeros(3, np.int32), ("int32 [3]", ".astype('int64')")),
+        ("input_ids", np.zeros((1, 3), np.int64), ("int64 [1, 3]", "int64 [prompt]")),
+    ],
+)
+def test_inputs_of_another_kind_are_refused(
+    server: FakeServer[TextEngine], name: str, values: Any, told: tuple[str, ...]
+) -> None:
+    with pytest.raises(BadInputError) as refused:
+        server.run(server.engine.infer("text", {name: values}))
+    tells(str(refused.value), f"input '{name}' is", *told)
+
+
 def triton_stream(address: str, count: int, **inputs: Any) -> list[Any]:
     """All responses to requests on one stream of Triton's client, unmodified."""
     arrived: queue.Queue[tuple[Any, Any]] = queue.Queue()
@@ -237,6 +258,7 @@ def test_generate_refuses_and_fails(endless: FakeServer[TextEngine]) -> None:
     refused: list[tuple[Callable[[], Any], int, str]] = [
         (lambda: post(endless, "text/generate_stream", max_tokens=4), 400, "the prompt is missing"),
         (lambda: post(endless, "text/generate", text_input=5), 400, "expected a flat list of str"),
+        (lambda: post(endless, "text/generate", input_ids="a"), 400, "elements such as 'a'"),
         (lambda: post(endless, "text/generate", text_input=PROMPT, more={}), 400, "'more' is an o"),
         (lambda: post(endless, "other/generate", text_input=PROMPT), 404, "no model 'other'"),
     ]

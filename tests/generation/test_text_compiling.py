@@ -20,6 +20,7 @@ from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import CompileError
 from offramp.generation.bundle.generating_bundle import GENERATION_HASH, GeneratingBundle
 from offramp.generation.bundle.text_model import TextCriterion, TextEvidence
+from offramp.generation.bundle.text_tokens import BundleTokenizer
 from offramp.generation.compiling import compile_text as steps
 from offramp.generation.compiling.choosing import choose_exits, risk_on_records
 from offramp.generation.compiling.compile_text import CompiledText, compile_text
@@ -58,6 +59,7 @@ from tests.text_models import (
 from tests.text_models import (
     backend_of as backend_of_graphs,
 )
+from tests.unit.compiler.data.making import save_tokenizer
 
 MOST = 8
 
@@ -325,10 +327,13 @@ def test_a_configuration_beside_the_model_fills_in(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [6, 7], "max_new_tokens": 9, "max_length": None})
     )
-    (folder / "tokenizer.json").write_bytes(b"{}")
     assert settle(options) == TextSettings(
-        start_token=2, stop_tokens=(6, 7), most_tokens=9, tokenizer=b"{}"
+        start_token=2, stop_tokens=(6, 7), most_tokens=9, tokenizer=None
     )
+    beside = save_tokenizer(folder / "tokenizer.json")
+    found = settle(options).tokenizer
+    assert found is not None
+    assert found.content == beside.read_bytes()
     own = settle(replace(options, start_token=0, stop_tokens=(1,), most_tokens=4))
     assert (own.start_token, own.stop_tokens, own.most_tokens) == (0, (1,), 4)
     (folder / "config.json").write_text('{"decoder_start_token_id": "<s>"}')
@@ -339,6 +344,58 @@ def test_a_configuration_beside_the_model_fills_in(tmp_path: Path) -> None:
     with pytest.raises(CompileError) as refused:
         settle(options)
     tells(str(refused.value), "config.json", "list", "object")
+
+
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+    options = asked(tmp_path)
+    beside = options.model.parent / "tokenizer.json"
+    refusals = {}
+    beside.write_text("{}")
+    refusals["no tokenizer of Hugging Face"] = settle_refused(options)
+    beside.write_bytes(b"\xff")
+    refusals["Tokenizer.save"] = settle_refused(options)
+    beside.unlink()
+    beside.mkdir()
+    refusals["Is a directory"] = settle_refused(options)
+    beside.rmdir()
+    beside.symlink_to("nowhere")
+    refusals["No such file"] = settle_refused(options)
+    for facts, text in refusals.items():
+        tells(text, str(beside), facts)
+    beside.unlink()
+    absent = tmp_path / "absent.json"
+    tells(settle_refused(replace(options, tokenizer=absent)), str(absent), "check the path")
+
+
+def settle_refused(options: TextCompileOptions) -> str:
+    with pytest.raises(CompileError) as refused:
+        settle(options)
+    return str(refused.value)
+
+
+def test_prompts_that_the_model_has_no_positions_for_are_refused(
+    tmp_path: Path, *, encodes: bool
+) -> None:
+    options = asked(tmp_path, encodes=encodes)
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (40, PLACES + 3))
+    mask = np.zeros_like(ids)
+    mask[:, :5] = mask[7] = 1
+    np.savez(tmp_path / "prompts.npz", input_ids=ids, attention_mask=mask)
+    with pytest.raises(DataError) as refused:
+        compile_text(options)
+    most = PLACES if encodes else PLACES - 1
+    tells(str(refused.value), "1 of 40 prompts", f"{PLACES + 3} tokens", f"at most {most}", "cut")
+
+
+@pytest.mark.parametrize(
+    ("head", "size", "whole"), [("subset", VOCABULARY, VOCABULARY), ("low-rank", 1024, WIDTH)]
+)
+def test_a_head_of_exits_that_is_not_smaller_is_refused(
+    tmp_path: Path, head: Any, size: int, whole: int
+) -> None:
+    with pytest.raises(CompileError) as refused:
+        compile_text(asked(tmp_path, train="adapters", head=head, head_size=size))
+    tells(str(refused.value), f"--head-size {size}", str(whole), f"1 to {whole - 1}", "--head full")
 
 
 def test_layers_are_spread_evenly_unless_they_are_named() -> None:
@@ -377,9 +434,8 @@ def test_parts_that_are_to_be_exact_count_as_a_whole(tmp_path: Path) -> None:
 
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "1": 2, "2": 3, "?": 4}, unk_token="?"))
     words.decoder = decoders.Fuse()
-    settings = TextSettings(
-        start_token=0, stop_tokens=(), most_tokens=4, tokenizer=words.to_str().encode()
-    )
+    tokenizer = BundleTokenizer(words.to_str().encode())
+    settings = TextSettings(start_token=0, stop_tokens=(), most_tokens=4, tokenizer=tokenizer)
     likeness = find_likeness(asked(tmp_path, exact="[0-9]"), settings)
     assert likeness.dissimilarity([0, 2], [1, 2]) == 0.5, "the digit is the same"
     assert likeness.dissimilarity([0, 2], [0, 3]) == 1.0
@@ -460,7 +516,10 @@ def test_the_command_writes_a_bundle_and_tells_of_it(
     tells(printed, f"{evidence.observed:.2%}", "79", "×", "eeserve")
     assert main(words) == 1
     tells(capsys.readouterr().err, "text.ee", "--overwrite")
-    assert main([*words, "--overwrite"]) == 0
+    tokenizer = save_tokenizer(tmp_path / "own.json")
+    assert main([*words, "--overwrite", "--tokenizer", str(tokenizer)]) == 0
+    kept = GeneratingBundle.open(tmp_path / "text.ee").tokenizer()
+    assert kept == tokenizer.read_bytes(), "although the prompts are token ids"
     assert main([*words, "--overwrite", "--exits", "0"]) == 1
     tells(capsys.readouterr().err, "[0]", "1 to 3")
     with pytest.raises(SystemExit):

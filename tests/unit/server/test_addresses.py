@@ -63,7 +63,8 @@ def test_every_interface_is_served_by_ipv4_and_ipv6_on_both_ports(host: str) -> 
         services = ProtocolServices(FakeEngine())
         grpc = GrpcEndpoint(services, max_message_bytes=MIB)
         http = HttpEndpoint(services, max_message_bytes=MIB)
-        grpc_port, http_port = await grpc.start(host, 0), await http.start(host, 0)
+        grpc_port, http_port = await grpc.start(host, 0), http.listen(host, 0)
+        await http.start()
         await grpc.serving()
         for address in ("127.0.0.1", "[::1]"):
             assert await asyncio.to_thread(ready, address, grpc_port)

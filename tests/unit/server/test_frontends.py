@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from tests.unit.server.test_tls import Authority
 from offramp.client import AuthenticationError, Client
 from offramp.proto.descriptors import method_path
 from offramp.proto.messages import ModelInferRequest
+from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.common.errors import StartError
 from offramp.server.frontends import frontends
@@ -167,6 +169,41 @@ def test_they_encrypt_and_the_engines_process_knows_the_tokens(tmp_path: Path) -
         ):
             client.infer("fake", {"x": X})
         assert server.reception.refused["UNAUTHENTICATED", "unauthenticated"] == 1
+
+
+def test_a_server_is_ready_once_its_front_ends_listen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as grpc_port, ExitStack() as stack:
+        http_port = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        grpc_, http = (one.getsockname()[1] for one in (grpc_port, http_port))
+
+    def first_answer() -> int:
+        """Poll the readiness over HTTP, and ask over gRPC as soon as it is there."""
+        url = f"http://127.0.0.1:{http}/v2/health/ready"
+        assert wait_until(lambda: answers(url))
+        with Client(f"127.0.0.1:{grpc_}", retries=0) as client:
+            return len(client.infer("fake", {"x": X}, timeout_s=30).exits)
+
+    async def opened() -> FakeEngine:
+        return FakeEngine()
+
+    async def scenario() -> int:
+        stop = StopSignals()
+        options = ServerOptions(grpc_port=grpc_, http_port=http, frontends=1, drain_delay_s=0)
+        asking = asyncio.create_task(asyncio.to_thread(first_answer))
+        asking.add_done_callback(lambda _: stop.request("SIGTERM"))
+        assert await serve_until_stopped(opened, options, stop) == 0
+        return await asking
+
+    assert asyncio.run(scenario()) == 2
+
+
+def answers(url: str) -> bool:
+    """Whether a page is answered; an answer may take long."""
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 def test_what_keeps_them_from_starting_is_said(tmp_path: Path) -> None:

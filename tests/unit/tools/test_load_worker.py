@@ -69,7 +69,8 @@ async def transport_to(engine: FakeEngine, given: Task) -> AsyncIterator[Transpo
     endpoint = GrpcEndpoint(services, max_message_bytes=MIB)
     pages = HttpEndpoint(services, max_message_bytes=MIB)
     rest = given.settings.protocol == "rest"
-    ports = await endpoint.start("127.0.0.1", 0), await pages.start("127.0.0.1", 0)
+    ports = await endpoint.start("127.0.0.1", 0), pages.listen("127.0.0.1", 0)
+    await pages.start()
     try:
         transport = make_transport(
             given.settings.protocol, f"127.0.0.1:{ports[rest]}", given.requests, given.access
