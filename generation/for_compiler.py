@@ -99,8 +99,9 @@ def generation_parser() -> argparse.ArgumentParser:
     exits.add_argument("--head", choices=HEADS, default="full",
                        help="head of exits: the model's own; or, for large vocabularies, one that "
                        "is trained: subset, of the most frequent tokens; low-rank")  # fmt: skip
-    exits.add_argument("--head-size", type=values.positive, default=1024, metavar="N",
-                       help="tokens of the subset, or the rank")  # fmt: skip
+    exits.add_argument("--head-size", type=values.positive, metavar="N",
+                       help="tokens of the subset, or the rank (default: 1024, or half of the "
+                       "model's own number where that is less)")  # fmt: skip
     exits.add_argument("--skipped", choices=SKIPPED, default="auto",
                        help="keys and values of layers that a token skips: propagation, computed "
                        "from the exit's state as it leaves; catch-up, in full when a later token "

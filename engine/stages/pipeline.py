@@ -26,7 +26,6 @@ from offramp.engine.stages.backend_protocol import (
 )
 from offramp.engine.stages.plan import Mode, Plan, StageSpec
 
-
 _ONE_ROW = (uniform(1, value=False), uniform(1, value=True))
 
 

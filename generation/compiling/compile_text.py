@@ -45,9 +45,9 @@ from offramp.generation.compiling.prompts import (
 from offramp.generation.compiling.text_options import (
     TextCompileOptions,
     TextSettings,
-    check_head,
     layers_to_try,
     settle,
+    with_head_size,
 )
 from offramp.generation.compiling.trained_exits import TrainedExits, train_exits, train_together
 from offramp.generation.graphs.text_graphs import (
@@ -142,7 +142,7 @@ class _Compiling:
         """Run all steps."""
         parts = self._parts
         plain = self._backend(self._cut(()))
-        check_head(self._options, plain.model)
+        self._options = with_head_size(self._options, plain.model)
         check_lengths([prompt for part in parts for prompt in part], plain.longest_prompt)
         recorder = self._recorder()
         self._answers = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
@@ -30,6 +30,7 @@ CRITERIA: Final[dict[str, TextCriterion]] = {
     "learned-classifier": "learned classifier",
 }
 """Criteria by their names on the command line."""
+_HEAD_SIZE: Final = 1024
 _CONFIGS: Final = ("generation_config.json", "config.json")
 
 
@@ -58,8 +59,9 @@ class TextCompileOptions:
     criterion: TextCriterion = "softmax margin"
     head: TextHead = "full"
     """Head of exits: the model's own, or a smaller one that is trained."""
-    head_size: int = 1024
-    """Tokens of the subset, or the rank."""
+    head_size: int | None = None
+    """Tokens of the subset, or the rank; by default 1,024, or half of the model's own number where
+    that is less."""
     skipped: SkippedLayers | Literal["auto"] = "auto"
     decay: float | None = None
     """τ of CALM's thresholds, which fall along an answer."""
@@ -162,15 +164,20 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def check_head(options: TextCompileOptions, model: TextModel) -> None:
-    """Check that a head of exits is smaller than the model's; CompileError if not."""
+def with_head_size(options: TextCompileOptions, model: TextModel) -> TextCompileOptions:
+    """Return the options with the size of a smaller head; CompileError if it is not smaller."""
     whole = {"subset": model.vocabulary, "low-rank": model.width}.get(options.head)
-    if whole is not None and options.head_size >= whole:
+    if whole is None:
+        return options
+    if options.head_size is None:
+        return replace(options, head_size=max(min(_HEAD_SIZE, whole // 2), 1))
+    if options.head_size >= whole:
         what = "tokens" if options.head == "subset" else "dimensions of its state"
         raise CompileError(
             f"--head-size {options.head_size} is no smaller head: the model's own has {whole} "
             f"{what}, expected 1 to {whole - 1}; choose a smaller --head-size, or --head full"
         )
+    return options
 
 
 def layers_to_try(count: int, asked: Sequence[int], most: int = 7) -> tuple[int, ...]:

@@ -92,6 +92,7 @@ def _train_exit(
     seen, tuning = train.samples(number), tune.samples(number)
     parts, logits = ExitParts(), logits_graph(cut)
     if options.head != "full":
+        assert options.head_size is not None
         size = {"tokens" if options.head == "subset" else "rank": options.head_size}
         criterion = options.criterion
         made = small_heads.train_small_head(

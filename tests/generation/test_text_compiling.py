@@ -152,7 +152,7 @@ def thresholds_of(done: CompiledText) -> TokenThresholds:
         {"train": "adapters"},
         {"train": "joint", "minutes": 0.02},
         {"criterion": "learned classifier", "train": "adapters"},
-        {"train": "adapters", "head": "subset", "head_size": 20},
+        {"train": "adapters", "head": "subset"},
         {"skipped": "catch-up", "decay": 2.0},
     ],
     ids=lambda more: " ".join(map(str, more.values())),
