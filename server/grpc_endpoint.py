@@ -42,7 +42,7 @@ class GrpcEndpoint:
         """Without ``tls`` nothing is encrypted, but ``frontends`` have their own TLS."""
         methods = GrpcMethods(services)
         self._health = methods.health
-        self._reception = services.reception
+        self._admission = services.admission
         listener = ListenerOptions(
             max_message_bytes=max_message_bytes,
             max_connections=max_connections,
@@ -51,14 +51,14 @@ class GrpcEndpoint:
         self._port: GrpcPort
         if frontends is None:
             table = MethodTable(methods.handlers)
-            self._port = GrpcListener(table, services.reception, listener, tls)
+            self._port = GrpcListener(table, services.admission, listener, tls)
         else:
-            self._port = Frontends(methods.handlers, services.reception, listener, frontends)
+            self._port = Frontends(methods.handlers, services.admission, listener, frontends)
 
     @property
     def requests(self) -> int:
         """Inference requests that are being answered."""
-        return self._reception.requests
+        return self._admission.requests
 
     async def start(self, host: str, port: int) -> int:
         """Listen, or raise StartError; return the port, which the system chooses for port 0."""

@@ -27,7 +27,7 @@ from offramp.cluster.serving.plan_status import PlanStatus, SplitStatus
 from offramp.cluster.serving.profile_loop import ProfileLoop
 from offramp.cluster.serving.split_change import SplitChange, SplitServing
 from offramp.engine.models.served_model import ServedModel
-from offramp.engine.scheduling.stragglers import Standing
+from offramp.engine.scheduling.stragglers import ReplicaStatus
 from offramp.engine.serving.periodic import FailureLog, PeriodicLoop
 
 _log = logging.getLogger(__name__)
@@ -122,8 +122,8 @@ class PlanLoop(PeriodicLoop):
         served, known, splits = self._served, self._known, self._served.splits
         there = served.workers.there
         placed = served.executor.placed(served.name)
-        standings = [
-            placed.stragglers.standing(stream) if placed else Standing.USUAL
+        statuses = [
+            placed.stragglers.status(stream) if placed else ReplicaStatus.USUAL
             for stream in range(len(splits.roles))
         ]
         found = []
@@ -135,8 +135,8 @@ class PlanLoop(PeriodicLoop):
                     last_segment=segments[1],
                     devices=tuple((r.device_type, r.count) for r in planned.replicas),
                     in_service=sum(there[n] for n in mine),
-                    slow=sum(standings[n] is Standing.REDUCED for n in mine),
-                    excluded=sum(standings[n] is Standing.EXCLUDED for n in mine),
+                    slow=sum(statuses[n] is ReplicaStatus.REDUCED for n in mine),
+                    excluded=sum(statuses[n] is ReplicaStatus.EXCLUDED for n in mine),
                 )
             )
         observed, _ = self._observed()
@@ -277,8 +277,8 @@ class PlanLoop(PeriodicLoop):
         if placed is None:
             return frozenset()
         streams = range(len(self._served.splits.roles))
-        standing = placed.stragglers.standing
-        return frozenset(n for n in streams if standing(n) is Standing.EXCLUDED)
+        status = placed.stragglers.status
+        return frozenset(n for n in streams if status(n) is ReplicaStatus.EXCLUDED)
 
     def _cluster(self, without: frozenset[int]) -> Cluster | None:
         """Return the devices of the other workers; ``None`` if there are none."""

@@ -128,10 +128,10 @@ def find_scratch(named: Path | None) -> Path:
     return folder
 
 
-def check_room(folder: Path, size_bytes: int) -> None:
+def check_space(folder: Path, size_bytes: int) -> None:
     """Raise DataError if a folder has no space for features."""
     try:
-        ScratchSpace(folder).check_room(size_bytes, "features", "bound them by --scratch-limit")
+        ScratchSpace(folder).check_space(size_bytes, "features", "bound them by --scratch-limit")
     except ScratchError as error:
         raise DataError(str(error)) from error
 

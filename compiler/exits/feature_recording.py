@@ -24,7 +24,7 @@ from offramp.calibration.heads.features import (
 )
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import Progress
-from offramp.compiler.common.resources import check_room
+from offramp.compiler.common.resources import check_space
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.heads import attach_poolings
 from offramp.compiler.exits.timed_model import CompileRun
@@ -94,7 +94,7 @@ class FeatureRecorder:
 
     def check(self, directory: Path) -> None:
         """Raise DataError if a pass does not fit into a folder."""
-        check_room(directory.parent, self.size_bytes)
+        check_space(directory.parent, self.size_bytes)
 
     def fit(self) -> Projections:
         """Compute the components of tokens, of all candidates in one run over some samples."""

@@ -104,9 +104,9 @@ _Responder: TypeAlias = Callable[[web.Request], web.Response]
 
 def make_application(services: ProtocolServices, max_message_bytes: int) -> web.Application:
     """Return an application with the pages and the protocol over HTTP."""
-    engine, reception = services.engine, services.reception
-    application = web.Application(middlewares=[token_check(reception), _one_a_turn()])
-    recorder = HistoryRecorder(engine, reception.refused)
+    engine, admission = services.engine, services.admission
+    application = web.Application(middlewares=[token_check(admission), _one_a_turn()])
+    recorder = HistoryRecorder(engine, admission.refused)
     application.cleanup_ctx.append(recorder.recorded)
     routes: dict[str, _Responder] = {
         "/": lambda request: _status(engine, recorder.history, request),
@@ -114,7 +114,7 @@ def make_application(services: ProtocolServices, max_message_bytes: int) -> web.
         "/health/live": lambda _: _liveness(engine),
         "/health/ready": lambda _: _readiness(engine),
         "/metrics": lambda _: web.Response(
-            body=render_metrics(engine, reception.refused),
+            body=render_metrics(engine, admission.refused),
             headers={"Content-Type": CONTENT_TYPE},
         ),
     }

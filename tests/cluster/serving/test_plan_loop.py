@@ -18,7 +18,7 @@ from offramp.cluster.planning.replanning import ReplanGuard, ReplanRules
 from offramp.cluster.serving.cluster_statistics import plan_of
 from offramp.cluster.serving.plan_loop import GONE_AFTER_S, PlanLoop
 from offramp.cluster.serving.plan_status import PlanStatus
-from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
+from offramp.engine.scheduling.stragglers import ReplicaStatus, StragglerMonitor
 
 RULES = ReplanRules(window_s=120.0, pause_s=1200.0, least_rows=100)
 SPEEDS = {"slow": 1.0, "fast": 1.0}
@@ -28,7 +28,7 @@ SPEEDS = {"slow": 1.0, "fast": 1.0}
 @pytest.fixture(autouse=True)
 def nobody_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat streams slowed by a busy machine as usual, unless a test sets it."""
-    monkeypatch.setattr(StragglerMonitor, "standing", lambda _monitor, _stream: Standing.USUAL)
+    monkeypatch.setattr(StragglerMonitor, "status", lambda _monitor, _stream: ReplicaStatus.USUAL)
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +190,11 @@ def test_a_straggler_is_left_out_and_serves_to_the_switch(
         roles = planning.serving.segments()
         slow = next(n for n, role in enumerate(roles) if role and roles.count(role) > 1)
 
-        def excluded(_monitor: StragglerMonitor, stream: int) -> Standing:
-            return Standing.EXCLUDED if stream == slow else Standing.USUAL
+        def excluded(_monitor: StragglerMonitor, stream: int) -> ReplicaStatus:
+            return ReplicaStatus.EXCLUDED if stream == slow else ReplicaStatus.USUAL
 
         with monkeypatch.context() as patched:
-            patched.setattr(StragglerMonitor, "standing", excluded)
+            patched.setattr(StragglerMonitor, "status", excluded)
             assert sum(split.excluded for split in planning.status.splits) == 1
             await planning.look()
             assert planning.status.changes == 1

@@ -19,7 +19,7 @@ from offramp.engine.scheduling import (
     StepOutcome,
     Wait,
 )
-from offramp.engine.scheduling.stragglers import Standing
+from offramp.engine.scheduling.stragglers import ReplicaStatus
 
 Flags: TypeAlias = NDArray[np.bool_]
 
@@ -237,7 +237,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         buffered = [sample for sample, place in account.place.items() if place == "buffered"]
         old = [sample for sample in buffered if account.origin[sample].plan != run.plan]
         assert not any(self.prefers(stream, *self.wanted(sample)) for sample in old) or (
-            self.placements and self.standing(stream)
+            self.placements and self.status(stream)
         ), "old plans first"
         assert all(account.place[sample] == "queued" for sample in samples)
         batch_key = account.asked[samples[0][0]].batch_key
@@ -350,10 +350,10 @@ class CheckedScheduler(RuleBasedStateMachine):
         """Other streams in service that can run a stage."""
         return [other for other in self.others(stream) if self.holds(other, plan, stage)]
 
-    def standing(self, stream: int) -> Standing:
+    def status(self, stream: int) -> ReplicaStatus:
         placed = self.s._current.placed
         assert placed is not None
-        return placed.stragglers.standing(stream)
+        return placed.stragglers.status(stream)
 
     def left_to_it(self, stream: int) -> list[Sample]:
         """Return samples that wait at a split held by an idle stream, and that only it should take.
@@ -369,14 +369,14 @@ class CheckedScheduler(RuleBasedStateMachine):
             if place != "buffered" or not self.holds(stream, *self.wanted(sample)):
                 continue
             able = self.able(stream, *self.wanted(sample))
-            if self.standing(stream) is Standing.EXCLUDED:
-                theirs = [other for other in able if self.standing(other) < Standing.EXCLUDED]
+            if self.status(stream) is ReplicaStatus.EXCLUDED:
+                theirs = [other for other in able if self.status(other) < ReplicaStatus.EXCLUDED]
             else:
-                mine = self.prefers(stream, *self.wanted(sample)) and not self.standing(stream)
+                mine = self.prefers(stream, *self.wanted(sample)) and not self.status(stream)
                 theirs = [
                     other
                     for other in able
-                    if not (mine or other in busy or self.standing(other))
+                    if not (mine or other in busy or self.status(other))
                     and self.prefers(other, *self.wanted(sample))
                 ]
             if not theirs:

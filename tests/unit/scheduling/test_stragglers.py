@@ -8,7 +8,7 @@ from offramp.engine.scheduling.stragglers import (
     LONGEST_PAUSE_S,
     PAUSE_S,
     WINDOW,
-    Standing,
+    ReplicaStatus,
     StragglerMonitor,
 )
 
@@ -22,7 +22,7 @@ def run(monitor: StragglerMonitor, ratios: dict[int, float], windows: int = 1) -
 
 
 def standings(monitor: StragglerMonitor, streams: int) -> list[str]:
-    return [monitor.standing(stream).name for stream in range(streams)]
+    return [monitor.status(stream).name for stream in range(streams)]
 
 
 def test_a_slow_replica_goes_down_by_one_standing_after_every_window() -> None:
@@ -88,4 +88,4 @@ def test_what_makes_no_sense_is_refused() -> None:
         StragglerMonitor([], factor=1.0)
     with pytest.raises(ValueError, match="window 0: expected 1 run at least"):
         StragglerMonitor([], window=0)
-    assert Standing.USUAL < Standing.REDUCED < Standing.EXCLUDED
+    assert ReplicaStatus.USUAL < ReplicaStatus.REDUCED < ReplicaStatus.EXCLUDED

@@ -15,7 +15,7 @@ import pytest
 from offramp.engine.common import errors as engine_errors
 from offramp.engine.common.errors import EngineError
 from offramp.server.common.errors import REFUSALS, refusal_of, shortened
-from offramp.server.requests.reception import Reception, answering_errors
+from offramp.server.requests.admission import RequestAdmission, answering_errors
 
 
 def family(cls: type[EngineError]) -> Iterator[type[EngineError]]:
@@ -74,7 +74,7 @@ def abort_of(error: Exception) -> tuple[Any, ...]:
 
     context: Any = Context()
     with pytest.raises(AbortedError):
-        asyncio.run(answering_errors(Reception(), "Method", method)(None, context))
+        asyncio.run(answering_errors(RequestAdmission(), "Method", method)(None, context))
     return tuple(context.aborted)
 
 
