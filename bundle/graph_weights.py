@@ -159,7 +159,7 @@ def _named_place(tensor: memoryview, size_bytes: int) -> Place | None:
     if not any(f.number == _EXTERNAL or _says_external(tensor, f) for f in fields):
         return None
     name = _tensor_name(tensor, fields)
-    told = _told_place(tensor, fields, name)
+    told = _external_place(tensor, fields, name)
     if told["location"] != WEIGHTS:
         raise WireError(
             f"the weight {name} is in the file {told['location']!r:.100}, expected {WEIGHTS}"
@@ -187,7 +187,7 @@ def _says_external(tensor: memoryview, field: WireField) -> bool:
     return field.wire != VARINT or varint_at(tensor, field.start)[0] != 0
 
 
-def _told_place(tensor: memoryview, fields: Sequence[WireField], name: str) -> dict[str, str]:
+def _external_place(tensor: memoryview, fields: Sequence[WireField], name: str) -> dict[str, str]:
     """Read ``external_data``, which must have location, offset and length once each."""
     told: dict[str, str] = {}
     located = False

@@ -58,10 +58,10 @@ class _Extension:
     combinations = (
         Illegal(
             option="--profile-window-s",
-            beside="--mode off",
+            other="--mode off",
             why=_NO_EXIT,
         ),
-        Illegal(option="--forecast", beside="--mode off", why=_NO_EXIT),
+        Illegal(option="--forecast", other="--mode off", why=_NO_EXIT),
         Illegal(
             option="--plan",
             without="--cluster",
@@ -70,13 +70,13 @@ class _Extension:
         ),
         Illegal(
             option="--plan",
-            beside="--cluster ray",
+            other="--cluster ray",
             why="each Ray worker holds the whole model; name a cluster file with --cluster "
             "(Ray may start its workers), or leave it out",
         ),
         Illegal(
             option="--learn",
-            beside="--cluster",
+            other="--cluster",
             why="a model that is split among workers cannot be replaced by one with exits while it "
             "is served; leave one of them out, or use --workers",
         ),

@@ -372,7 +372,7 @@ async def _drain(
     ends_s = time.monotonic() + options.shutdown_timeout_s
     if options.shutdown_timeout_s > 0:
         engine.flush()
-        await endpoint.send_away(options.shutdown_timeout_s)
+        await endpoint.send_goaway(options.shutdown_timeout_s)
     return await engine.drain(max(0.0, ends_s - time.monotonic()))
 
 

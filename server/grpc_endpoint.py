@@ -19,7 +19,7 @@ class GrpcPort(Protocol):
     async def start(self, host: str, port: int) -> int:
         """Listen, or raise StartError; return the port, which the system chooses for port 0."""
 
-    async def send_away(self, limit_s: float) -> None:
+    async def send_goaway(self, limit_s: float) -> None:
         """Ask all clients to open their calls elsewhere; calls that still arrive are answered."""
 
     async def stop(self, grace_s: float) -> None:
@@ -72,9 +72,9 @@ class GrpcEndpoint:
         """Report everything as not serving, permanently; calls are still answered."""
         await self._health.leave()
 
-    async def send_away(self, limit_s: float) -> None:
+    async def send_goaway(self, limit_s: float) -> None:
         """Ask all clients to open their calls elsewhere; calls that still arrive are answered."""
-        await self._port.send_away(limit_s)
+        await self._port.send_goaway(limit_s)
 
     async def stop(self, grace_s: float) -> None:
         """Close all connections, after at most ``grace_s`` for the last answers to be written."""

@@ -289,7 +289,7 @@ class _Optimiser:
 
     def _fewest_splits(self, period_s: float, most: Limits) -> ClusterPlan:
         """Return the best plan within the limits: fewest splits, then cost, then latency."""
-        found = self._best_whole(period_s, most)
+        found = self._best_unsplit(period_s, most)
         if found is not None:
             return found
         searches = [
@@ -345,7 +345,7 @@ class _Optimiser:
                 best_cost, best_latency_s = cost, float(alike[place])
         return best
 
-    def _best_whole(self, period_s: float, most: Limits) -> ClusterPlan | None:
+    def _best_unsplit(self, period_s: float, most: Limits) -> ClusterPlan | None:
         best, best_rank = None, (math.inf, math.inf)
         for whole in self._wholes:
             fine = self._fine(whole, most) & (whole.rate_rps * period_s >= 1 - ROUNDING)

@@ -221,7 +221,7 @@ class ProfileLoop(PeriodicLoop):
 
 
 def _file_of(name: str, model: ServedModel) -> ProfileFile | None:
-    return None if model.kept_beside is None else ProfileFile.of(model.kept_beside, name)
+    return None if model.state_bundle is None else ProfileFile.of(model.state_bundle, name)
 
 
 def _make(

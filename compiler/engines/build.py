@@ -27,7 +27,7 @@ from offramp.compiler.engines.engine_verification import (
     measure_precision,
     part_data,
 )
-from offramp.compiler.engines.like_there import like_there
+from offramp.compiler.engines.existing_build_options import existing_build_options
 from offramp.compiler.engines.profiles import ModelShapes, Sizes, profile_notes, profile_sizes
 from offramp.compiler.engines.units import UnitGraphs, named_units, ranges_of, units_of
 from offramp.engine.common.errors import BackendError
@@ -58,7 +58,7 @@ class BuildOptions:
     """True to remove engines that this run does not ask for, including those of other targets."""
     dry_run: bool = False
     """True to build nothing."""
-    beside_serving: bool = False
+    while_serving: bool = False
     """True to build for the sizes and settings of the existing engines, in little GPU memory,
     without keeping TensorRT's timings, which other users of the GPU disturb."""
 
@@ -219,8 +219,8 @@ def _asked(
 ) -> tuple[EngineBuildOptions, tuple[Sizes, ...]]:
     """Return the settings and sizes of the engines to build."""
     engines, manifest = options.engines, bundle.manifest
-    if options.beside_serving:
-        return like_there(manifest, EngineStore.open(bundle.path, target), engines)
+    if options.while_serving:
+        return existing_build_options(manifest, EngineStore.open(bundle.path, target), engines)
     buckets = dict(engines.buckets)
     sizes = profile_sizes(manifest, engines.batches, buckets)
     for note in profile_notes(manifest, sizes, buckets):
@@ -243,7 +243,7 @@ def _prepare(
         sizes=sizes,
         shapes=ModelShapes(bundle),
         samples=data.dataset,
-        keep_timings=not options.beside_serving,
+        keep_timings=not options.while_serving,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.calibration.data.augmentation import MadeSamples, Method, makes_sense, method_for
+from offramp.calibration.data.augmentation import AugmentedSamples, Method, makes_sense, method_for
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.scratch import describe_bytes
 from offramp.calibration.heads.feature_plan import GIB, FeaturePlan, SampleCounts, plan_features
@@ -44,7 +44,7 @@ class FeatureRecorder:
     """Names of the graph's outputs, by candidate and grid."""
     train: Dataset
     tune: Dataset
-    made: MadeSamples | None
+    made: AugmentedSamples | None
     plan: FeaturePlan
     progress: Progress
 
@@ -55,7 +55,11 @@ class FeatureRecorder:
         graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
         sizes = sample_sizes(graph, outputs, sliced.cuts, parts.train, threads=available_cores())
         method = augmentation(sliced, parts.train, options)
-        made = None if method is None else MadeSamples.draw(parts.train, method, seed=options.seed)
+        made = (
+            None
+            if method is None
+            else AugmentedSamples.draw(parts.train, method, seed=options.seed)
+        )
         counts = SampleCounts(
             train=len(parts.train), made=0 if made is None else len(made), tune=len(parts.tune)
         )

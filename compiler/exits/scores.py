@@ -71,7 +71,7 @@ class ScoreScale:
     or no."""
 
 
-def settle_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceModel:
+def resolve_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceModel:
     """Find the scores that heads imitate, and complete the answer by measurements of them.
 
     ``asked`` is true if the user named the task.

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
 from offramp.bundle.schema.answers import DENSE
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.graphs.graph import Dataflow, Operator, integer, refill, rename_tensor
 from offramp.compiler.graphs.shapes import (
     BATCH,
@@ -133,7 +133,7 @@ def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
     return f"name the answer, for instance --answer {scores[0]} (from Python answer={scores[0]!r})"
 
 
-def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answer:  # noqa: B008
+def find_answer(proto: onnx.ModelProto, asked: TaskOptions = TaskOptions()) -> Answer:  # noqa: B008
     """Describe an annotated model's one output, for the requested or the inferred task.
 
     ModelError if the output does not fit the task: classification needs floating-point [batch,
@@ -296,7 +296,7 @@ _HEAT_MAPS: Final = re.compile(
 
 
 def find_kind(
-    asked: AskedTask, shape: tuple[int | str, ...], last: Operator | None, *, are_labels: bool
+    asked: TaskOptions, shape: tuple[int | str, ...], last: Operator | None, *, are_labels: bool
 ) -> TaskKind:
     """Infer the task from the shape of the answer and its last operator.
 

@@ -203,8 +203,8 @@ class _Repair(BatchEdits):
         if self.flow.is_constant(op):
             self.freed.follow(node)
         else:
-            if (mend := self._repairs.get(op.kind)) is not None:
-                mend(node)
+            if (repair := self._repairs.get(op.kind)) is not None:
+                repair(node)
             self.freed.follow(node)
             self._locate(op)
         self.nodes.append(node)

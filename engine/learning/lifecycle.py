@@ -98,7 +98,7 @@ class ExitWatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progressed:
+class RecordingProgress:
     """Progress of a recording."""
 
     recorded: int
@@ -126,7 +126,7 @@ class LifeCycle:
         self.exits = ExitWatch()
 
     def step(
-        self, now_s: float, sample: Progressed, *, may_compile: bool = True
+        self, now_s: float, sample: RecordingProgress, *, may_compile: bool = True
     ) -> LearnAction | None:
         """Return the next action; ``may_compile`` is ``False`` while another model compiles."""
         exits, enough, action = self.exits, sample.full and may_compile, None

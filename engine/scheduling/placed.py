@@ -47,11 +47,11 @@ class PlacedPlan:
         self,
         placement: Placement,
         kinds: Mapping[str, KindPolicy],
-        going_on_to: Sequence[frozenset[int]],
+        continued_stages: Sequence[frozenset[int]],
     ) -> None:
         """Serve a placement with the policies of its kinds; their tables must have equal sizes.
 
-        ``going_on_to`` is the result of :meth:`Placement.going_on_to`.
+        ``continued_stages`` is the result of :meth:`Placement.continued_stages`.
         """
         sizes = {kind: k.latencies.max_batch_size for kind, k in kinds.items()}
         if len(set(sizes.values())) > 1:
@@ -59,7 +59,7 @@ class PlacedPlan:
         self.placement = placement
         self.latencies = {kind: k.latencies for kind, k in kinds.items()}
         """Latencies by kind."""
-        self._going_on_to = going_on_to
+        self._continued_stages = continued_stages
         self._kinds = [kinds[stream.kind] for stream in placement.streams]
         self._starting = {stream.kind for stream in placement.streams if 0 in stream.prefers}
         self.stragglers = StragglerMonitor([stream.kind for stream in placement.streams])
@@ -108,9 +108,9 @@ class PlacedPlan:
         """Return whether a stream has the weights of a stage."""
         return stage in self.placement.streams[stream].holds
 
-    def goes_on_to(self, stream: int, stage: int) -> bool:
-        """Return whether a batch may go on to a stage there: see :meth:`Placement.going_on_to`."""
-        return stage in self._going_on_to[stream]
+    def continues_on(self, stream: int, stage: int) -> bool:
+        """Return whether a batch may go on to a stage (:meth:`Placement.continued_stages`)."""
+        return stage in self._continued_stages[stream]
 
     def show(self, waiting: Waiting) -> None:
         """Set the waiting samples of this plan from now on."""

@@ -37,7 +37,7 @@ from offramp.engine.tensorrt.probe import parse_devices
 
 SECONDS: Final = 45.0
 """Seconds for all checks, without loading stages and the reference's answers."""
-HANGS_AFTER_S: Final = 120.0
+HANG_TIMEOUT_S: Final = 120.0
 """Additional seconds after which a check counts as hanging, beyond its share of :data:`SECONDS`. A
 check runs its first case, and warms up, in any case."""
 _LOADING: Final = 10
@@ -58,7 +58,7 @@ def run_self_check(
     make: BackendMaker = backend_for,
     say: Say = lambda _: None,
     seconds: float = SECONDS,
-    hangs_after_s: float = HANGS_AFTER_S,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
 ) -> SelfCheckReport:
     """Check the backend of the options, with the stages of bundles, and close it.
 
@@ -68,7 +68,7 @@ def run_self_check(
         make: Makes the backend.
         say: Called with each line of progress.
         seconds: Seconds for all checks together.
-        hangs_after_s: Additional seconds after which a check counts as hanging; the remaining
+        hang_timeout_s: Additional seconds after which a check counts as hanging; the remaining
             checks are then skipped.
 
     Raises:
@@ -91,7 +91,7 @@ def run_self_check(
     )
     device = environment["device"]
     say(f"checking {backend.name} on {device['name'] if device else environment['cpu']}")
-    runner = _Runner(say, hangs_after_s)
+    runner = _Runner(say, hang_timeout_s)
     subjects: list[CheckSubject] = []
     for name, bundle in bundles.items():
         load = partial(_load, subjects, name, bundle, backend, options)
@@ -236,12 +236,12 @@ def tolerance_of(bundle: Bundle, backend: Backend, options: EngineOptions) -> fl
 class _Runner:
     """Runs checks one after the other, each on a thread that can be abandoned."""
 
-    def __init__(self, say: Say, hangs_after_s: float) -> None:
+    def __init__(self, say: Say, hang_timeout_s: float) -> None:
         self.results: list[CheckResult] = []
         self.hanging: str | None = None
         """Name of the check that does not end."""
         self._say = say
-        self._hangs_after_s = hangs_after_s
+        self._hangs_after_s = hang_timeout_s
 
     def run(self, check: Check, seconds: float) -> None:
         """Run a check, and report its result."""

@@ -59,7 +59,7 @@ class EngineUpgrades:
         self._missing: dict[str, tuple[MissingEngine, ...]] = {}
         """Missing engines by model, at the last look."""
         self._next_look_s: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         """Models for which the log already states that nothing can be built."""
 
     def step(self) -> None:
@@ -127,8 +127,8 @@ class EngineUpgrades:
         """Return whether a server can build an engine: int8 needs data for activation ranges."""
         if engine.precision != "int8":
             return True
-        if model not in self._told:
-            self._told.add(model)
+        if model not in self._logged:
+            self._logged.add(model)
             _log.warning(
                 "%s: int8 engines need data to build: eecompile build %s --precision int8 --data "
                 "NPZ --units %s", model, engine.bundle, engine.unit,

@@ -107,9 +107,9 @@ class Frontends:
         self._watching = [asyncio.create_task(self._watch(end, settings)) for end in new]
         return port
 
-    async def send_away(self, limit_s: float) -> None:
-        """See :meth:`GrpcListener.send_away`."""
-        await self._order_all("send_away", limit_s, within_s=limit_s)
+    async def send_goaway(self, limit_s: float) -> None:
+        """See :meth:`GrpcListener.send_goaway`."""
+        await self._order_all("send_goaway", limit_s, within_s=limit_s)
 
     async def stop(self, grace_s: float) -> None:
         """See :meth:`GrpcListener.stop`."""

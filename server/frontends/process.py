@@ -29,7 +29,7 @@ from offramp.server.requests.admission import RequestAdmission
 from offramp.server.requests.message_memory import keep_large_blocks
 from offramp.server.security.tls import open_tls
 
-_ROOM: Final = 2
+_MEMORY_FACTOR: Final = 2
 """Factor on the engine process's memory limit, so that the engine's limit is reached first."""
 
 
@@ -53,7 +53,7 @@ class FrontendSettings:
             link,
             ServerOptions(
                 max_concurrent_requests=MAX_COUNT,
-                max_queue_mib=min(_ROOM * self.max_queue_mib, MAX_COUNT),
+                max_queue_mib=min(_MEMORY_FACTOR * self.max_queue_mib, MAX_COUNT),
             ),
         )
         relay = Relay(link, admission, self.methods)
@@ -135,8 +135,8 @@ class FrontendProcess:
         self._relay, self._listener = settings.start(self._link)
         return await self._listener.start(settings.host, settings.port)
 
-    async def _send_away(self, limit_s: float) -> None:
-        await self._listener.send_away(limit_s)
+    async def _send_goaway(self, limit_s: float) -> None:
+        await self._listener.send_goaway(limit_s)
 
     async def _stop(self, grace_s: float) -> None:
         await self._listener.stop(grace_s)

@@ -17,11 +17,11 @@ from offramp.server.ports.sockets import (
     HANDSHAKE_S,
     addresses_of,
     close_connections,
-    hang_up,
+    close_port_connections,
     join_address,
     open_connections,
     refuse_connections,
-    send_away,
+    send_goaway,
 )
 from offramp.server.requests.admission import RequestAdmission
 from offramp.server.security.tls import ServerTls
@@ -83,7 +83,7 @@ class GrpcListener:
         self._closing = asyncio.create_task(self._close_offenders(port), name="offenders")
         return port
 
-    async def send_away(self, limit_s: float) -> None:
+    async def send_goaway(self, limit_s: float) -> None:
         """Ask all clients to open their calls elsewhere; calls that still arrive are answered.
 
         With TLS, clients are not notified: only gRPC encrypts, so no frame can be added to its own.
@@ -99,7 +99,7 @@ class GrpcListener:
         while (there := open_connections(self._port)).peers and now_s < min(ends_s, quiet_s):
             if self._tls is None and (untold := there.greeted - told):
                 async with self._admission.answers.held() as writing:
-                    told |= send_away(self._port, untold - addresses_of(writing))
+                    told |= send_goaway(self._port, untold - addresses_of(writing))
             if self._admission.requests or self._admission.admitted != admitted:
                 admitted, quiet_s = self._admission.admitted, time.monotonic() + QUIET_S
             await asyncio.sleep(_PAUSE_S)
@@ -128,7 +128,7 @@ class GrpcListener:
             ends_s = time.monotonic() + grace_s
             while self._admission.requests and time.monotonic() < ends_s:  # noqa: ASYNC110
                 await asyncio.sleep(_PAUSE_S)
-            hang_up(port)
+            close_port_connections(port)
         await self._server.stop(None)
 
 

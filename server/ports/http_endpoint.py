@@ -105,7 +105,7 @@ _Responder: TypeAlias = Callable[[web.Request], web.Response]
 def make_application(services: ProtocolServices, max_message_bytes: int) -> web.Application:
     """Return an application with the pages and the protocol over HTTP."""
     engine, admission = services.engine, services.admission
-    application = web.Application(middlewares=[token_check(admission), _one_a_turn()])
+    application = web.Application(middlewares=[token_check(admission), _yield_between_pages()])
     recorder = HistoryRecorder(engine, admission.refused)
     application.cleanup_ctx.append(recorder.recorded)
     routes: dict[str, _Responder] = {
@@ -124,7 +124,7 @@ def make_application(services: ProtocolServices, max_message_bytes: int) -> web.
     return application
 
 
-def _one_a_turn() -> Middleware:
+def _yield_between_pages() -> Middleware:
     """Return a middleware that lets other work of the event loop run between two pages.
 
     Many connections may send requests together, and each may send many without waiting. Requests

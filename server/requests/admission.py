@@ -295,7 +295,7 @@ class RequestAdmission:
             RequestCountError: The limit of requests is reached.
             HeldBytesError: The message exceeds the memory left.
         """
-        self._memory.grew(size_bytes, self.held_bytes + size_bytes)
+        self._memory.record_growth(size_bytes, self.held_bytes + size_bytes)
         self._check_count(self.requests, "requests are being answered")
         if self.held_bytes + size_bytes > self._max_bytes:
             raise self._full(size_bytes)
@@ -340,7 +340,7 @@ class RequestAdmission:
 
     def passed(self, size_bytes: int) -> None:
         """Record a message that is not held, of a method whose messages only have names."""
-        self._memory.grew(size_bytes, self.held_bytes + size_bytes)
+        self._memory.record_growth(size_bytes, self.held_bytes + size_bytes)
 
     async def answer(
         self, state: CallState, size_bytes: int, when_done: Callable[[Any], None]
@@ -352,13 +352,13 @@ class RequestAdmission:
         await self.answers.turn()
         answer = self.answers.add(state.peer, size_bytes, time.monotonic())
         self.held_bytes += size_bytes - state.size_bytes
-        self._memory.grew(size_bytes, self.held_bytes)
+        self._memory.record_growth(size_bytes, self.held_bytes)
         state.size_bytes, state.answer = size_bytes, answer
 
         def written(_: object) -> None:
             self.answers.remove(answer)
             if time.monotonic() - answer.since_s > CROWDED_S:
-                self._memory.grew(0, self.held_bytes, left_bytes=_CALL_BYTES)
+                self._memory.record_growth(0, self.held_bytes, left_bytes=_CALL_BYTES)
             self._release(state)
 
         when_done(written)
@@ -397,11 +397,11 @@ class RequestAdmission:
         elif state.admitted:
             self._watches -= Counter((state.peer,))  # drops peers without watches
         self.held_bytes -= state.size_bytes
-        self._memory.shrank(self.held_bytes)
+        self._memory.record_shrink(self.held_bytes)
 
     def reset(self, state: CallState) -> None:
         """Record a call that was cancelled before its message was taken."""
-        self._memory.grew(0, self.held_bytes, left_bytes=_CALL_BYTES)
+        self._memory.record_growth(0, self.held_bytes, left_bytes=_CALL_BYTES)
         if state.peer:
             self._resets.add(state.peer, time.monotonic())
             if self._resets.excessive(state.peer):

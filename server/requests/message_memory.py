@@ -59,7 +59,7 @@ class MemoryReturn:
         self._waiting = False
         self._running: asyncio.Future[object] | None = None
 
-    def grew(self, size_bytes: int, held_bytes: int, *, left_bytes: int = 0) -> None:
+    def record_growth(self, size_bytes: int, held_bytes: int, *, left_bytes: int = 0) -> None:
         """Record a new message of ``size_bytes``; ``held_bytes`` includes it.
 
         ``left_bytes`` stay behind in gRPC regardless of the message's size.
@@ -70,7 +70,7 @@ class MemoryReturn:
             self._large_bytes += size_bytes
             self._another_came = True
 
-    def shrank(self, held_bytes: int) -> None:
+    def record_shrink(self, held_bytes: int) -> None:
         """Record a smaller ``held_bytes``; a peak is over once it has fallen by half."""
         peak_over = self._peak_bytes >= PEAK_BYTES and held_bytes <= self._peak_bytes // 2
         if peak_over:

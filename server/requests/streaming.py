@@ -113,7 +113,7 @@ class RequestStream:
         if self._is_decoupled(message.head):
             return self._answer_at_once(message, size_bytes)
         before, self._written = self._written, asyncio.Event()
-        return self._answer_in_turn(message, size_bytes, before, self._written)
+        return self._answer_in_order(message, size_bytes, before, self._written)
 
     def _is_decoupled(self, request: ModelInferRequest) -> bool:
         """Return whether a request, or the model that it is for, is decoupled."""
@@ -124,7 +124,7 @@ class RequestStream:
         except ModelNotServedError:  # it is answered with that error
             return False
 
-    async def _answer_in_turn(
+    async def _answer_in_order(
         self,
         message: InferMessage,
         size_bytes: int,

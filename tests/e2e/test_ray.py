@@ -187,7 +187,7 @@ def answered(engine: Engine) -> int:
 
 def kill(backend: RemoteBackend, how: str) -> None:
     """End one of the actors that are there, in one way or the other."""
-    worker = backend._seats[0].worker
+    worker = backend._pool[0].worker
     assert isinstance(worker, RayWorker)
     if how == "SIGKILL":
         os.kill(worker.pid, signal.SIGKILL)

@@ -114,7 +114,7 @@ def answers(
                 {"small": bundle.path}, options, backend=workers if kinds else backend
             ) as engine:
                 asked = [engine.infer("small", {"x": rows}) for rows in requests]
-                held = [len(seat.worker.stages) for seat in workers._seats if seat.worker]
+                held = [len(seat.worker.stages) for seat in workers._pool if seat.worker]
                 return list(await asyncio.gather(*asked)), held
         finally:
             workers.close()
@@ -212,7 +212,7 @@ def check_held(engine: Engine, backend: RemoteBackend) -> None:
     """Each worker has the stages that it is to hold, and no others."""
     splits = plans_of(engine)._served.splits
     stages = engine._executor.deployment("small").plan.stages
-    for number, seat in enumerate(backend._seats):
+    for number, seat in enumerate(backend._pool):
         held = [spec for spec in stages if splits.holds(number, spec)]
         assert seat.worker is not None
         assert len(seat.worker.stages) == len(held) > 0

@@ -122,10 +122,10 @@ def test_addresses_are_read_and_shown(text: str, loopback: bool) -> None:
 @pytest.mark.parametrize("row", ILLEGAL, ids=lambda row: row.option)
 def test_a_combination_that_is_refused(row: Illegal, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"{row.option}=x"] if row.option != "--insecure" else [row.option]
-    words += [f"{row.beside}=x", "--tls-key=x"] if row.beside else []
+    words += [f"{row.other}=x", "--tls-key=x"] if row.other else []
     with pytest.raises(SystemExit) as ended:
         main([str(GOLDEN), "--listen=127.0.0.1:0", "--token-file=t", *words])
     assert ended.value.code == 2
-    other = f"with {row.beside}" if row.beside else f"without {row.without}"
+    other = f"with {row.other}" if row.other else f"without {row.without}"
     told = f"eeworker: error: {row.option} {other}: {row.why}\nsee eeworker --help\n"
     assert capsys.readouterr().err == told

@@ -25,7 +25,7 @@ from offramp.cluster.planning.batch_profile import (
     dump_batch_profile,
     parse_recorded,
 )
-from offramp.cluster.planning.forecasting import LastValue, forecast_going_on
+from offramp.cluster.planning.forecasting import LastValue, forecast_continue_shares
 from offramp.cluster.serving.cluster_statistics import profile_of
 from offramp.cluster.serving.profile_file import ProfileFile
 from offramp.cluster.serving.profile_loop import ProfileLoop
@@ -62,7 +62,7 @@ class Serving:
 
     def __init__(self, file: ProfileFile | None = None) -> None:
         self.counting, self.now_s = Counting(), 1000.0
-        model = fake_model(FakeBackend(), (0.9, 0.9), kept_beside=beside(file))
+        model = fake_model(FakeBackend(), (0.9, 0.9), state_bundle=beside(file))
         self.loop = ProfileLoop(
             cast(Executor, self.counting),
             {"m": model},
@@ -115,7 +115,7 @@ def test_windows_have_what_left_in_them_and_no_more(file: ProfileFile) -> None:
     assert (second.windows, second.going_on) == (2, (0.75, 0.75))
     # What was forecast for it is what a plan made before it would have been made on.
     before = BatchProfile(window_s=120.0, exits=2, windows=kept.profile.windows[:1])
-    assert second.forecast == forecast_going_on(before, LastValue())
+    assert second.forecast == forecast_continue_shares(before, LastValue())
     assert second.method == "last value"
 
 
@@ -301,7 +301,7 @@ def test_an_engine_records_and_tells(tmp_path: Path) -> None:
         status = profile_of(engine.statistics()["fake"])
         assert status == ProfileStatus(window_s=120.0, windows=1, going_on=(0.75,))
 
-    with_engine(body, kept_beside=tmp_path / "x.ee")
+    with_engine(body, state_bundle=tmp_path / "x.ee")
     assert len(parse_recorded(file.path.read_text()).profile.windows) == 1
 
 
@@ -311,7 +311,7 @@ def test_a_model_that_is_added_takes_the_file_of_the_one_that_it_replaces(
     serving = begun(file)
     serving.counting.snapshot = lambda model: Counting.snapshot(serving.counting, "m")  # type: ignore[method-assign]
     serving.window(50, 30, 20)
-    model = fake_model(FakeBackend(), (0.9, 0.9), kept_beside=beside(file))
+    model = fake_model(FakeBackend(), (0.9, 0.9), state_bundle=beside(file))
     serving.loop.add("m2", "m", model)
     status = serving.loop.status("m2")
     assert status is not None and status.windows == 1, "the same bundle goes on"
@@ -329,7 +329,7 @@ def test_a_model_that_is_added_takes_the_file_of_the_one_that_it_replaces(
 
 def test_a_model_that_was_added_in_vain_returns_the_file(file: ProfileFile) -> None:
     serving = begun(file)
-    model = fake_model(FakeBackend(), (0.9, 0.9), kept_beside=beside(file))
+    model = fake_model(FakeBackend(), (0.9, 0.9), state_bundle=beside(file))
     serving.loop.add("m2", "m", model)
     serving.loop.remove("m2", save=False)
     serving.loop.remove("m2", save=False)  # it is gone already

@@ -208,8 +208,8 @@ def test_what_stood_at_a_name_is_found_by_that_name_alone(tmp_path: Path) -> Non
     (tmp_path / ".resnet.ee.abc_1x.old").mkdir()
     (tmp_path / ".resnet..old").mkdir()
     (tmp_path / ".resnet.file.old").touch()
-    assert files.moved_aside(tmp_path / "resnet") is None
-    assert files.moved_aside(tmp_path / "resnet.ee") == tmp_path / ".resnet.ee.abc_1x.old"
+    assert files.interrupted_backup(tmp_path / "resnet") is None
+    assert files.interrupted_backup(tmp_path / "resnet.ee") == tmp_path / ".resnet.ee.abc_1x.old"
 
 
 def test_a_bundle_in_its_place_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from offramp.bundle.schema.serde import from_plain, to_plain
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.cuts.cuts import find_cuts
 from offramp.compiler.frontend import answer, answer_tokens
 from offramp.compiler.frontend.answer_tokens import check_lengths
@@ -319,5 +319,5 @@ def test_without_the_flag_the_error_names_it(read: Read, monkeypatch: pytest.Mon
     monkeypatch.setattr(answer, "_MOST_TAGS", 39)
     with pytest.raises(ModelError, match=told):
         read(decoder(), simplify=False)
-    asked = AskedTask(kind="token-classification")
+    asked = TaskOptions(kind="token-classification")
     assert read(decoder(), simplify=False, task=asked).answer.classes == 40

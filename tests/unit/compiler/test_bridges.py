@@ -112,7 +112,7 @@ def test_a_short_bridge_leaves_the_last_block_out(name: str) -> None:
         assert one.reads[0] == other.reads[0]
     # What is left of the last one is what the model has behind its last block.
     flow = Dataflow(pieces.model.proto.graph)
-    end = flow.behind([pieces.model.answer.output], stop=frozenset(pieces.analysis.end.tensors))
+    end = flow.upstream([pieces.model.answer.output], stop=frozenset(pieces.analysis.end.tensors))
     found = [op.kind for op in Dataflow(short[-1].proto.graph).operators]
     assert found == [op.kind for op in end]
 

@@ -51,7 +51,7 @@ def test_looking_at_bodies_does_not_change_the_model():
 )
 def test_behind_stops_at_what_is_given(stop, kinds):
     graph = Dataflow(models.mlp().graph)
-    assert [op.kind for op in graph.behind(["hidden1"], stop=stop)] == kinds
+    assert [op.kind for op in graph.upstream(["hidden1"], stop=stop)] == kinds
 
 
 def test_constants_depend_on_no_input():

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from tests.sliced import BUILDERS, Sliced, inputs_of, sliced
 
 from offramp.bundle import Answer, Head
-from offramp.bundle.schema.parts import given_behind
+from offramp.bundle.schema.parts import outputs_after
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.calibration.heads.families import joined_width, masks_of
 from offramp.compiler.exits.heads import build_exit
@@ -46,7 +46,7 @@ def stages(pieces: Sliced, borders: list[int]) -> list[bytes]:
     starts = [0, *borders]
     segments = [segment.described() for segment in pieces.segments]
     return [
-        assemble(pieces.graphs[start:end], given_behind(segments, start, end - 1))
+        assemble(pieces.graphs[start:end], outputs_after(segments, start, end - 1))
         for start, end in zip(starts, ends, strict=True)
     ]
 
@@ -56,7 +56,7 @@ def exit_of(cut: CutTensor, index: int, classes: int) -> tuple[bytes, str]:
     rng = np.random.default_rng(index)
     head = {4: Head(kind="grid", grid=2), 3: Head(kind="mean"), 2: Head(kind="vector")}[cut.rank]
     features = cut.width * max(head.grid, 1) ** 2
-    if cut.beside:
+    if cut.others:
         head, features = Head(kind="joined"), joined_width(cut)
     weights = {
         "weight": rng.standard_normal((features, classes)).astype(np.float32),

@@ -441,7 +441,7 @@ def test_what_fails_before_the_switch_leaves_the_old_version_whole(
 
     def model(version: int) -> ServedModel:
         made = controlled(backend, path, version)
-        return replace(made, kept_beside=tmp_path / "same.ee")
+        return replace(made, state_bundle=tmp_path / "same.ee")
 
     backend = FakeBackend()
 

@@ -10,12 +10,12 @@ from offramp.engine.learning.lifecycle import (
     LearnAction,
     LifeCycle,
     Phase,
-    Progressed,
+    RecordingProgress,
     retry_delay_s,
 )
 
-FULL = Progressed(recorded=100, wanted=100)
-HALF = Progressed(recorded=50, wanted=100)
+FULL = RecordingProgress(recorded=100, wanted=100)
+HALF = RecordingProgress(recorded=50, wanted=100)
 
 
 def compiling(now_s: float = 0.0) -> LifeCycle:

@@ -163,12 +163,12 @@ class CheckedScheduler(RuleBasedStateMachine):
     def go_on(self, stream: int, run: Run, outcome: StepOutcome) -> None:
         rows = outcome.survivors
         survivors = [pairs(run)[row] for row in rows]
-        makes_way = bool(survivors) and self.makes_way(survivors)
-        assert outcome.buffered is not None or not makes_way, "feedback went before an answer"
+        yields_first = bool(survivors) and self.yields_first(survivors)
+        assert outcome.buffered is not None or not yields_first, "feedback went before an answer"
         if outcome.buffered is not None:
             assert outcome.buffered not in self.numbers, "a number was given again"
             self.numbers.add(outcome.buffered)
-            alone = stream in self.failed_on or makes_way
+            alone = stream in self.failed_on or yields_first
             place = "interrupted" if alone else "buffered"
             self.account.keep(outcome.buffered, dict(enumerate(survivors)), place)
             if alone:  # it goes on by itself, on a stream that holds its next stage
@@ -181,7 +181,7 @@ class CheckedScheduler(RuleBasedStateMachine):
             assert self.may_stay(stream, run.plan, run.stage + 1), "another stream's split began"
             self.before[stream] = run._replace(samples=run.samples.take(rows))
 
-    def makes_way(self, survivors: list[Sample]) -> bool:
+    def yields_first(self, survivors: list[Sample]) -> bool:
         """Return True if a fully answered batch lets waiting samples go first."""
         places = Counter(self.account.place.values())
         few = places["interrupted"] + len(survivors) <= SIZE

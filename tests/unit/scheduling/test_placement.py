@@ -370,9 +370,11 @@ def test_a_batch_goes_on_to_what_its_stream_holds_and_is_no_slower_at() -> None:
     """Splits of stages 0 and 1, and of 2, which a slow stream prefers."""
     seconds = table(first_s=1.0, more_s=0.0).profiled_s
     streams = on([0, 1], [2]), on([0, 1]), on([2], [0, 1], kind="slow")
-    assert placement(*streams).going_on_to(seconds) == [{0, 1, 2}, {0, 1}, {1, 2}]
+    assert placement(*streams).continued_stages(seconds) == [{0, 1, 2}, {0, 1}, {1, 2}]
     turned = on([0, 1], [2], kind="slow"), on([2])
-    assert placement(*turned).going_on_to(seconds) == [{0, 1}, {2}], "fast streams prefer stage 2"
+    assert placement(*turned).continued_stages(seconds) == [{0, 1}, {2}], (
+        "fast streams prefer stage 2"
+    )
     s = placed(*streams)
     submit(s, 0, 1, 2, 3)
     for stage in range(2):

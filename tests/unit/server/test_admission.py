@@ -326,7 +326,7 @@ def test_a_call_that_outlives_the_server_is_no_refusal(caplog: pytest.LogCapture
     async def run() -> None:
         entered, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-        async def late(_visit: CallState, _request: object, context: Any) -> None:
+        async def late(_state: CallState, _request: object, context: Any) -> None:
             entered.set()
             try:
                 await asyncio.sleep(60)

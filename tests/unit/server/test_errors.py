@@ -69,7 +69,7 @@ class Context:
 
 
 def abort_of(error: Exception) -> tuple[Any, ...]:
-    async def method(_visit: Any, _request: None, _context: Any) -> None:
+    async def method(_state: Any, _request: None, _context: Any) -> None:
         raise error
 
     context: Any = Context()

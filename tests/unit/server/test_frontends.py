@@ -188,7 +188,7 @@ def test_they_end_with_the_server() -> None:
         with Client(server.address) as client:
             client.infer("fake", {"x": X})
         server.run(server.grpc.leaving())
-        server.run(server.grpc.send_away(5.0))
+        server.run(server.grpc.send_goaway(5.0))
         assert len(ours & processes()) == 2
     assert wait_until(lambda: not ours & processes())
 

@@ -316,7 +316,7 @@ def test_a_stage_says_what_it_takes(fake: FakeRuntime, device: FakeDriver, bundl
         assert stage.scratch_bytes == 1024  # of TensorRT's 1000; one engine has nothing between
         assert stage.capturable
         assert stage.pads
-        assert [stage.room(rows) for rows in (1, 2, 8)] == [1, 8, 8]  # profiles 1,2-8
+        assert [stage.padding_limit(rows) for rows in (1, 2, 8)] == [1, 8, 8]  # profiles 1,2-8
 
 
 @pytest.mark.parametrize("bundle", ["bert"], indirect=True)

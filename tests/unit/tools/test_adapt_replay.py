@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
+from benchmarks.adapt.replay import ComparedController, ReplaySettings, ReplayTrace, replay
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
 from offramp.bundle import NEVER
@@ -16,7 +16,7 @@ from offramp.engine.stages.plan import Mode
 
 def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> ReplayTrace:
     given = {"chunk": 4, "delay_chunks": 0, "tuning_delay": 0, **settings}
-    contender = Contender(label="x", description="", controller=controller, mode=mode)
+    contender = ComparedController(label="x", description="", controller=controller, mode=mode)
     sequence = in_order(("all", repeated(FOUR, times)))
     return replay(sequence, contender, COSTS, ReplaySettings(**given))
 

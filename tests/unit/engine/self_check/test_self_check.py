@@ -148,7 +148,7 @@ def test_a_kernel_that_is_sure_of_nan_fails_the_kernels_check() -> None:
 def test_a_check_that_does_not_end_is_given_up(residual: Path) -> None:
     comes = threading.Event()
     kind = type("Never", (faults.NeverEnds,), {"comes": comes})
-    report = checked(faults.SlotMaker(kind), residual, seconds=0.1, hangs_after_s=5.0)
+    report = checked(faults.SlotMaker(kind), residual, seconds=0.1, hang_timeout_s=5.0)
     comes.set()
     assert report.hangs
     assert failed(report) == {"answers"}
