@@ -100,7 +100,7 @@ def test_two_actors_answer_as_one_process_does_while_they_are_killed(cluster: Lo
         assert backend.restarts >= 1
 
 
-def test_a_worker_comes_when_there_is_room_and_goes_with_its_node(
+def test_a_worker_starts_when_resources_are_free_and_ends_with_its_node(
     cluster: LocalRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_health, "LONGEST_PAUSE_S", 0.1)

@@ -197,7 +197,7 @@ def test_no_bundle(run: Shell, fake: FakeBuilder) -> None:
     tells(line, "eecompile: nowhere.ee", "manifest.json", "make")
 
 
-def test_a_failing_engine_is_said_last_and_is_an_exit_status(
+def test_a_failing_engine_is_printed_last_and_sets_the_exit_status(
     run: Shell, mlp: Bundle, fake: FakeBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = FakeBuilder(alter=lambda outputs: {n: -a for n, a in outputs.items()})
@@ -379,7 +379,7 @@ def test_an_engine_that_the_bundle_cannot_have_is_refused(
     assert fake.builds == []
 
 
-def test_beside_serving_engines_are_like_those_that_are_there(
+def test_engines_built_while_serving_match_the_existing_ones(
     run: Shell, fake: FakeBuilder, tmp_path: Path
 ) -> None:
     engine_bundle("bert", tmp_path / "bert.ee")

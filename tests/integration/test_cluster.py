@@ -163,7 +163,7 @@ def test_plans_are_of_what_is_served(small: tuple[Bundle, Path]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["fixed:final", "cheapest"])
-def test_a_policy_that_says_who_answers_is_not_replaced(policy: str) -> None:
+def test_a_policy_that_chooses_exits_is_not_replaced(policy: str) -> None:
     options = ModelOptions(scheduling=PolicyName.parse(policy))
     with pytest.raises(OptionsError, match=f"m: policy {policy} says which exit answers"):
         merging_options("m", options)

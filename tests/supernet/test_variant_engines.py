@@ -152,7 +152,7 @@ def test_no_variant_is_built_in_a_precision_that_rounds(
 
 
 @pytest.mark.usefixtures("quick_variants")
-def test_engines_run_variants_and_one_full_model_behind_them(
+def test_engines_run_variants_and_one_full_model_for_audits(
     compiled: Compiled, bundle: Bundle, fake: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evidence, "AUDITED_SHARE", 1.0)

@@ -78,7 +78,7 @@ def test_two_splits_on_four_workers_answer_as_one_process(kills: bool, faults: P
     assert left(faults) == []
 
 
-def test_a_split_without_workers_is_told_so_until_one_is_back(
+def test_a_split_without_workers_is_reported_until_one_returns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream_health, "FIRST_PAUSE_S", 0.001)

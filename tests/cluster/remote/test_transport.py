@@ -195,7 +195,7 @@ def test_a_network_that_the_system_gave_up_is_lost_and_not_late() -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_an_end_that_leaves_is_noticed_while_nobody_receives(leaves: bool) -> None:
+def test_a_closed_peer_is_detected_without_a_pending_receive(leaves: bool) -> None:
     ours, theirs = Connection.pair()
     gone = threading.Event()
     theirs.sendall(b"EEW1")  # what is there to be read is no sign of it
@@ -231,7 +231,7 @@ def test_descriptors_travel_and_memory_is_shared() -> None:
     other.close()
 
 
-def test_parts_are_taken_once_and_free_when_nobody_has_them() -> None:
+def test_parts_are_taken_once_and_freed_when_unreferenced() -> None:
     regions = Regions(256)
     first, second = regions.take(1), regions.take(65)
     assert first is not None

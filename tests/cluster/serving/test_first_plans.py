@@ -62,7 +62,7 @@ def where_an_exit_costs(bundle: Bundle, dear: int, *, factor: float) -> ServedCl
     )
 
 
-def test_an_exit_that_earns_nothing_is_off_and_the_others_are_certified_anew(
+def test_an_exit_that_costs_more_than_it_saves_is_off_and_the_others_are_certified_again(
     golden: Bundle,
 ) -> None:
     active = [a.exit for a in golden.policy.active]

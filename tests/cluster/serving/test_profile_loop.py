@@ -254,7 +254,7 @@ def test_a_time_that_no_calendar_knows_is_said_in_seconds(file: ProfileFile) -> 
     assert profile.describe() == "1 window of 120 s, second 1e+300 to 1e+300"
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(
+def test_an_unwritable_folder_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "place").mkdir()

@@ -75,7 +75,7 @@ def test_folders_are_exchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError, AttributeError, TypeError])
-def test_other_systems_move_the_old_one_aside(
+def test_without_renameat2_the_old_folder_is_moved_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def refuse(_: None) -> NoReturn:

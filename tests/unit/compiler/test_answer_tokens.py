@@ -95,7 +95,7 @@ def test_padded_prompts_are_answered_as_alone(read: Read, *, left: bool) -> None
 
 @pytest.mark.parametrize("simplify", [False, True])
 @pytest.mark.parametrize("cache", [False, True])
-def test_a_decoder_has_a_cut_behind_every_layer_but_the_last(
+def test_a_decoder_has_a_cut_after_every_layer_except_the_last(
     read: Read, *, cache: bool, simplify: bool
 ) -> None:
     model = read(decoder(cache=cache), answer_tokens=TOKENS, simplify=simplify)

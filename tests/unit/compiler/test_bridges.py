@@ -75,7 +75,7 @@ def test_untrained_a_bridge_is_its_torch_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_behind_the_last_block_a_bridge_is_the_model_itself(name: str) -> None:
+def test_after_the_last_block_a_bridge_is_the_model_itself(name: str) -> None:
     """A bridge there drops nothing, and untrained it answers like the model."""
     pieces, bridges = made(name)
     last = whole(bridges)[-1]

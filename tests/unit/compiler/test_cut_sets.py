@@ -100,7 +100,7 @@ def test_blocks_of_which_there_are_many_are_not_cut_inside(read: Read, blocks: i
     assert not any(cut.others for cut in find_cuts(read(models.residual_cnn(blocks=blocks))).cuts)
 
 
-def test_a_wide_block_beside_others_is_cut_inside(read: Read) -> None:
+def test_a_dominant_residual_branch_is_cut_inside(read: Read) -> None:
     """The branch of a single residual block that does nearly all the work."""
     b = models.Builder()
     x = b.node("Relu", b.linear(b.input("x", ["batch", 16]), 16, 16), out="stem")

@@ -40,7 +40,7 @@ def test_the_peak_stays_when_memory_is_given_back() -> None:
     assert peak > size
 
 
-def test_a_process_counts_with_what_this_one_has_beside_it() -> None:
+def test_peak_memory_adds_another_process_to_this_one() -> None:
     before = peak_bytes()
     assert before is not None
     count_process(2**50)

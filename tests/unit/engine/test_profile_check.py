@@ -130,7 +130,7 @@ def test_what_was_measured_is_kept_by_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "{", "\x00", "[" * 200_000, '{"a":' * 100_000, "\xff", "9" * 5_000]
 )
-def test_a_file_that_cannot_be_read_is_measured_anew(tmp_path: Path, content: str) -> None:
+def test_an_unreadable_profile_is_measured_again(tmp_path: Path, content: str) -> None:
     path = tmp_path / "kept.json"
     path.write_text(content)
     assert read_kept(path, HERE, parse) is None
@@ -184,7 +184,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, here: float, compiled: float, bundle
     return record
 
 
-def test_it_is_said_loudly_when_exits_do_not_pay(
+def test_a_warning_is_printed_when_exits_save_nothing(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = saving(monkeypatch, -0.031, 0.4, bundle, caplog)
@@ -313,7 +313,7 @@ def test_a_machine_that_is_slow_in_int8(cascade: Bundle) -> None:
     assert np.array(early.segments_ms) == pytest.approx(np.array([[3.0], [3.0], [8.0]]))
 
 
-def test_a_cascade_without_exits_says_nothing_of_its_quantised_model(cascade: Bundle) -> None:
+def test_a_cascade_without_exits_prints_no_quantised_model(cascade: Bundle) -> None:
     found = of_cascade(cascade, policy_of(), 1.0)
     assert np.array(found.segments_ms) == pytest.approx(np.array([[1.0], [1.0], [8.0]]))
 

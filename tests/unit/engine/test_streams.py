@@ -70,7 +70,7 @@ def test_a_stream_vouches_for_a_failure_once_something_else_succeeded() -> None:
     assert health.is_batch_fault(0, 0.5 * TRUST_S)
 
 
-def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_start() -> None:
+def test_pauses_double_up_to_a_limit_and_reset_after_a_start() -> None:
     health = StreamHealth(1)
     pauses = [health.start_failed(0) for _ in range(10)]
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
@@ -233,7 +233,7 @@ def test_bad_requests_do_not_cost_a_device_its_slot() -> None:
     assert len(slots) == 1
 
 
-def test_a_device_that_fails_its_probe_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_fails_its_probe_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
     broken = threading.Event()
 
@@ -306,7 +306,7 @@ def test_a_slot_that_cannot_be_warmed_up_is_a_stream_that_cannot_start(
     assert "out of memory on the device" in caplog.text
 
 
-def test_a_stream_that_never_opens_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_never_opens_fails_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
 
     class CannotOpen(FakeBackend):

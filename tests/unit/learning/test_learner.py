@@ -268,7 +268,7 @@ def test_nothing_that_pays_is_said_with_its_reason(
         (0, "", "it wrote no complete bundle"),
     ],
 )
-def test_a_compilation_that_fails_is_told_and_tried_again(
+def test_a_failed_compilation_is_logged_and_retried(
     play: Callable[[Story], Scene], bundle: Bundle, status: int, said: str, reason: str
 ) -> None:
     async def story(scene: Scene) -> None:
@@ -475,7 +475,7 @@ def test_a_damaged_bundle_is_not_served(
     assert any("cannot be used any more" in record.message for record in caplog.records)
 
 
-def test_another_model_begins_anew(
+def test_learning_restarts_for_another_model(
     play: Callable[[Story], Scene], bundle: Bundle, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(scene: Scene) -> None:
@@ -491,7 +491,7 @@ def test_another_model_begins_anew(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"phase": "x"}', '{"model_sha256": 3}'])
-def test_a_state_that_is_of_no_use_begins_anew(
+def test_learning_restarts_from_unusable_state(
     play: Callable[[Story], Scene], bundle: Bundle, content: str
 ) -> None:
     async def story(scene: Scene) -> None:
@@ -504,7 +504,7 @@ def test_a_state_that_is_of_no_use_begins_anew(
     play(story)
 
 
-def test_drift_for_good_is_learned_from_what_is_asked_since(
+def test_permanent_drift_is_learned_from_later_requests(
     play: Callable[[Story], Scene], bundle: Bundle
 ) -> None:
     async def story(scene: Scene) -> None:

@@ -284,7 +284,7 @@ def test_a_straggler_gets_what_is_left_then_a_probe_now_and_then() -> None:
     assert monitor.status(1) is ReplicaStatus.EXCLUDED, "three times as long as the other"
 
 
-def test_an_excluded_straggler_runs_what_nobody_else_can() -> None:
+def test_an_excluded_straggler_runs_stages_that_no_other_replica_can() -> None:
     s = placed(on([0, 1]), on([2]), on([0, 1]))
     plan = s._current.placed
     assert plan is not None

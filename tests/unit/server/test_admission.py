@@ -255,7 +255,7 @@ def test_a_stream_that_breaks_off_gives_back_what_it_held(
         assert wait_until(lambda: server.admission.requests == server.admission.held_bytes == 0)
 
 
-def test_a_request_without_room_is_refused_before_its_message_is_received() -> None:
+def test_a_request_beyond_capacity_is_refused_before_its_message_is_received() -> None:
     """The limit is checked before reading: unread data wait at the client."""
     admission = RequestAdmission(ServerOptions(max_message_mib=1, max_queue_mib=1))
     first = admission.enter("ModelInfer", str)
@@ -267,7 +267,7 @@ def test_a_request_without_room_is_refused_before_its_message_is_received() -> N
     admission.check_capacity()
 
 
-def test_calls_whose_message_never_comes_keep_nobody_out(
+def test_calls_without_a_message_block_no_other_call(
     two_at_once: FakeServer[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = two_at_once

@@ -53,7 +53,7 @@ def test_only_answers_that_wait_too_long_are_unread(old: list[bool], crowded: bo
     assert list(unread) == [f"peer {number}" for number in range(sum(old))]
 
 
-def test_a_large_answer_may_take_longer_and_a_stream_as_long_as_it_likes() -> None:
+def test_a_large_answer_gets_more_time_and_a_stream_has_no_limit() -> None:
     pending = PendingAnswers()
     pending.add("large", 2**20, 0.0)
     pending.add("streamed", 0, 0.0, streamed=True)
@@ -143,7 +143,7 @@ def test_a_connection_that_reads_no_answers_is_closed(
         assert client.infer("fake", {"x": X}).exits.tolist() == [0]
 
 
-def test_others_get_their_room_back_from_those_who_read_nothing(
+def test_clients_that_read_nothing_lose_their_capacity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission, "CROWDED_S", 0.1)

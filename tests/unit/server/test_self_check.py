@@ -58,7 +58,7 @@ def test_the_command_says_what_passed_and_leaves_with_0(tmp_path: Path) -> None:
     assert {check["verdict"] for check in document["checks"]} == {"passed", "skipped"}
 
 
-def test_a_fault_is_told_and_leaves_with_1(
+def test_a_fault_is_printed_and_exits_with_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "found.json"

@@ -647,7 +647,7 @@ def test_a_decoupled_request_does_not_wait_for_those_before(served: Any) -> None
     assert asyncio.run(asyncio.wait_for(talk(), 20)) == ["decoupled", "held", "in turn"]
 
 
-def test_a_response_that_waits_for_its_turn_holds_no_request() -> None:
+def test_a_response_that_waits_for_earlier_ones_keeps_no_request_alive() -> None:
     alive: set[int] = set()
     arrays: list[weakref.ref[Any]] = []
 

@@ -569,7 +569,7 @@ def test_an_altered_file_is_not_loaded(
     assert "eecompile build" in told
 
 
-def test_a_chain_that_lacks_a_link_is_told(
+def test_an_incomplete_engine_chain_names_the_missing_unit(
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle
 ) -> None:
     store = build(fake, bundle, ["segments"])

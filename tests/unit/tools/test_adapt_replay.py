@@ -111,7 +111,7 @@ def test_a_result_comes_late_and_a_policy_holds_for_whole_chunks() -> None:
     assert trace.latency_ms[12:16].tolist() == [3, 11, 3, 11]
 
 
-def test_a_job_at_once_is_in_force_with_the_next_chunk() -> None:
+def test_an_immediate_job_is_active_from_the_next_chunk() -> None:
     trace = run(Scripted(jobs=True), Mode.RELEASE, times=3, tuning_delay=0)
     assert [c.at for c in trace.changes] == [0, 4, 8]
 

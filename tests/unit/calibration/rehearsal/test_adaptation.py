@@ -92,7 +92,7 @@ def test_no_exit_follows_one_behind_which_nothing_may_go_on() -> None:
     assert found.least == active[:1]
 
 
-def test_behind_such_an_exit_no_later_candidate_is_tried() -> None:
+def test_after_such_an_exit_no_later_candidate_is_tried() -> None:
     """Exit 0 with 16 ms (22 of 24) lets not one row on; half of the batches are late by it."""
     known = KNOWN.copy()
     known[0, :4] = True
