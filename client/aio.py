@@ -66,10 +66,10 @@ class AsyncClient(ClientBase):
         in_flight: deque[asyncio.Task[InferResult]] = deque()
         try:
             for inputs in requests:
-                asking = self.infer(
+                inference = self.infer(
                     model, inputs, outputs=outputs, timeout_s=timeout_s, priority=priority
                 )
-                in_flight.append(asyncio.create_task(asking))
+                in_flight.append(asyncio.create_task(inference))
                 if len(in_flight) >= concurrency:
                     yield await in_flight.popleft()
             while in_flight:

@@ -82,7 +82,7 @@ def self_check(arguments: Arguments) -> int:
 
     with closing(WrappedFiles()) as wrapped:  # ONNX files are wrapped as for serving
         bundles = asyncio.run(bundles_of(arguments.models, arguments.engine, wrapped))
-        report = run_self_check(bundles, arguments.engine, say=_print_line)
+        report = run_self_check(bundles, arguments.engine, print_line=_print_line)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report.document(), indent=1) + "\n")
         _print_line(f"the report is in {arguments.json}")

@@ -209,13 +209,13 @@ def read_samples(
 
     The default ``group`` is the one of the compilation, if the data have it.
     """
-    known, asked = manifest.calibration.distinct, None
+    known, group_key = manifest.calibration.distinct, None
     if group is not None:
-        asked = GroupKey(key=group)
+        group_key = GroupKey(key=group)
     elif known is not None and known.key is not None:
-        asked = GroupKey(key=known.key, needed=False)
+        group_key = GroupKey(key=known.key, needed=False)
     return read_dataset(
-        source, manifest.inputs, unread=manifest.unread, answer=manifest.answer, group=asked
+        source, manifest.inputs, unread=manifest.unread, answer=manifest.answer, group=group_key
     )
 
 

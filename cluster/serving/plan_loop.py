@@ -112,9 +112,9 @@ class PlanLoop(PeriodicLoop):
         """Return the period, which is short while rows drain."""
         return PERIOD_S if self._change is None else _DRAINING_PERIOD_S
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look once."""
-        if not self._failures.run(self._look):
+        if not self._failures.run(self._poll):
             self._change = None
 
     def status(self, key: str) -> PlanStatus:  # noqa: ARG002 - there is one model
@@ -156,7 +156,7 @@ class PlanLoop(PeriodicLoop):
             changed_for=known.changed_for,
         )
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._served.splits.kept:
             return
         now_s = self._clock()

@@ -174,7 +174,7 @@ class ProfileLoop(PeriodicLoop):
         """Return the seconds until the window ends."""
         return max(self._begin_s + self._window_s - self._clock(), 0.0)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """End the window of every model."""
         begun_s, now_s = self._begin_s, self._clock()
         due_s = begun_s + self._window_s

@@ -43,7 +43,7 @@ def resolve_task(model: SourceModel, train: Dataset, options: CompileOptions) ->
     ModelError if an option does not fit the task, or the task has to be named; DataError if the
     model fails on a sample, or its values do not vary.
     """
-    model = resolve_scores(model, train, asked=options.reading.task != "auto")
+    model = resolve_scores(model, train, user_requested=options.reading.task != "auto")
     task = model.answer.task
     _check_asked(task, options)
     _check_size(model, options)

@@ -126,7 +126,7 @@ class ModelLearner:
         )  # fmt: skip
         await self._save()
 
-    async def look(self, *, may_compile: bool) -> None:
+    async def poll(self, *, may_compile: bool) -> None:
         """Check once, and do the next action if one is due; errors do not stop serving."""
         try:
             await self._step(may_compile=may_compile)
@@ -179,7 +179,7 @@ class ModelLearner:
         if self._compilation is not None:
             await self._look_after(self._compilation)
             return
-        self._idle.look()
+        self._idle.update()
         counts = self._counts()
         self._tell(counts)
         if self._recorder is not None and counts.wanted < self._least:  # the size limit is reached
@@ -332,7 +332,7 @@ class ModelLearner:
         *exits, end = statistics.stages
         early = sum(stage.answered for stage in exits)
         alarms = 0 if statistics.control is None else statistics.control.alarms
-        self._life.exits.look(alarms=alarms, answered=early + end.answered, early=early)
+        self._life.exits.update(alarms=alarms, answered=early + end.answered, early=early)
 
     def _fit(self, info: ModelInfo) -> None:
         """Reduce the number of samples to the size limit; OptionsError if these are too few."""

@@ -85,7 +85,7 @@ class ExitWatch:
         """Consider only requests that are answered from now on."""
         self.alarmed, self.withheld = False, None
 
-    def look(self, *, alarms: int, answered: int, early: int) -> None:
+    def update(self, *, alarms: int, answered: int, early: int) -> None:
         """Update from the counters: drift alarms, all answers, and answers by exits."""
         if self._alarms is None or alarms > self._alarms:
             self.alarmed = self._alarms is not None

@@ -48,7 +48,7 @@ _CPU_TOLERANCE: Final = 1e-4
 _LOG = logging.getLogger(__name__)
 
 BackendMaker = Callable[[Mapping[str, Path], EngineOptions], Backend]
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 def run_self_check(
@@ -56,7 +56,7 @@ def run_self_check(
     options: EngineOptions,
     *,
     make: BackendMaker = backend_for,
-    say: Say = lambda _: None,
+    print_line: PrintLine = lambda _: None,
     seconds: float = SECONDS,
     hang_timeout_s: float = HANG_TIMEOUT_S,
 ) -> SelfCheckReport:
@@ -66,7 +66,7 @@ def run_self_check(
         models: Bundles by name, as they would be served.
         options: Options as for serving.
         make: Makes the backend.
-        say: Called with each line of progress.
+        print_line: Called with each line of progress.
         seconds: Seconds for all checks together.
         hang_timeout_s: Additional seconds after which a check counts as hanging; the remaining
             checks are then skipped.
@@ -90,8 +90,8 @@ def run_self_check(
         models={name: str(bundle.path) for name, bundle in bundles.items()},
     )
     device = environment["device"]
-    say(f"checking {backend.name} on {device['name'] if device else environment['cpu']}")
-    runner = _Runner(say, hang_timeout_s)
+    print_line(f"checking {backend.name} on {device['name'] if device else environment['cpu']}")
+    runner = _Runner(print_line, hang_timeout_s)
     subjects: list[CheckSubject] = []
     for name, bundle in bundles.items():
         load = partial(_load, subjects, name, bundle, backend, options)
@@ -106,7 +106,7 @@ def run_self_check(
     report = SelfCheckReport(
         environment=environment, results=tuple(runner.results), hangs=runner.hanging is not None
     )
-    say(report.summary())
+    print_line(report.summary())
     return report
 
 
@@ -236,11 +236,11 @@ def tolerance_of(bundle: Bundle, backend: Backend, options: EngineOptions) -> fl
 class _Runner:
     """Runs checks one after the other, each on a thread that can be abandoned."""
 
-    def __init__(self, say: Say, hang_timeout_s: float) -> None:
+    def __init__(self, print_line: PrintLine, hang_timeout_s: float) -> None:
         self.results: list[CheckResult] = []
         self.hanging: str | None = None
         """Name of the check that does not end."""
-        self._say = say
+        self._print_line = print_line
         self._hangs_after_s = hang_timeout_s
 
     def run(self, check: Check, seconds: float) -> None:
@@ -260,7 +260,7 @@ class _Runner:
             seconds=round(time.monotonic() - began_s, 2),
         )
         self.results.append(result)
-        self._say(result.line())
+        self._print_line(result.line())
 
     def _outcome(self, check: Check, seconds: float) -> _Outcome:
         found: list[_Outcome] = []

@@ -182,7 +182,7 @@ class ControlLoop(PeriodicLoop):
         """Return the period."""
         return self._period_s
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look at every model once."""
         self._upgrade_failures.run(self._upgrades.step)
         with self._turn:
@@ -287,7 +287,7 @@ class ControlLoop(PeriodicLoop):
             self._hot_swap(state, self._executor.deployment(state.key).policy)
         current = self._executor.deployment(state.key)
         missing = [m for m in current.pipeline.missing if m.unit not in state.not_renewed]
-        if self._upgrades.look(state.name, missing):
+        if self._upgrades.check_missing(state.name, missing):
             units = frozenset(engine.unit for engine in missing if engine.is_built())
             renew: Callable[[tuple[int, ...]], None] = state.control.deployments.renew
             state.renewing = (units, self._builder.submit(renew, current.plan.exits))

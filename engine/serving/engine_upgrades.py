@@ -72,7 +72,7 @@ class EngineUpgrades:
         elif (request := self._decisions.start(now_s)) is not None:
             self._begin(self._decisions, request, now_s)
 
-    def look(self, model: str, missing: Sequence[MissingEngine]) -> bool:
+    def check_missing(self, model: str, missing: Sequence[MissingEngine]) -> bool:
         """Record the active deployment's missing engines; return whether any exists now."""
         now_s, unchanged = self._clock(), self._missing.get(model, ()) == tuple(missing)
         if unchanged and now_s < self._next_look_s.get(model, now_s):

@@ -165,7 +165,7 @@ class AnswerEvidence:
                 step = StageStep(result, exited, int(np.count_nonzero(exited)))
         if result.answer is not None:
             log = self._logs[run.variant]
-            log.say(run.sample_ids, stage.answered_by, result.answer, result.confidence)
+            log.record_answers(run.sample_ids, stage.answered_by, result.answer, result.confidence)
         return step, self._recorder.runs_on(run.sample_ids)
 
     def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:

@@ -290,14 +290,14 @@ def test_a_plan_follows_the_shares_while_requests_run(small: tuple[Bundle, Path]
                     expected = whole.outputs[name][n : n + 1]
                     np.testing.assert_allclose(result.outputs[name], expected, rtol=1e-5, atol=1e-6)
 
-            loop.look()
+            loop.poll()
             before = seen()
             assert before.changes == 0
             await ask([*late[:10]] * 20)
-            looking = asyncio.create_task(asyncio.to_thread(loop.look))
+            looking = asyncio.create_task(asyncio.to_thread(loop.poll))
             while not looking.done() or seen().changing:
                 if looking.done():
-                    looking = asyncio.create_task(asyncio.to_thread(loop.look))
+                    looking = asyncio.create_task(asyncio.to_thread(loop.poll))
                 await ask(range(0, 200, 5))
             await looking
             after = seen()

@@ -83,8 +83,10 @@ def built(
     monkeypatch.setattr(build, "make_builder", lambda _device: FakeBuilder(version=version))
     monkeypatch.setattr(build, "load_kernels", lambda *_, **__: b"cubin")
     engines = EngineBuildOptions(batches=parse_batches("1,2-8"), precision=precision)
-    say = (said if said is not None else []).append
-    return build_bundle(BuildOptions(bundle=bundle.path, engines=engines), Reports(say=say))
+    print_line = (said if said is not None else []).append
+    return build_bundle(
+        BuildOptions(bundle=bundle.path, engines=engines), Reports(print_line=print_line)
+    )
 
 
 def build_for(fake: FakeRuntime, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Building:

@@ -120,7 +120,7 @@ def test_a_given_plan_is_served_as_it_stands(small: Small, tmp_path: Path) -> No
         before = serving.plan
         for _ in range(3):
             loop._clock = lambda: 1e9
-            await asyncio.to_thread(loop.look)
+            await asyncio.to_thread(loop.poll)
         assert serving.plan == before
         status = plan_status_of(serving.engine.statistics()["small"])
         assert status is not None

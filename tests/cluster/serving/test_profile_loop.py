@@ -75,7 +75,7 @@ class Serving:
         """Pass a window in which these numbers of rows left at exit 0, exit 1 and the end."""
         self.counting.left += left or (0, 0, 0)
         self.now_s += 120.0 + late_s
-        self.loop.look()
+        self.loop.poll()
         return self.status
 
     @property
@@ -297,7 +297,7 @@ def test_an_engine_records_and_tells(tmp_path: Path) -> None:
     async def body(engine: Engine, _backend: FakeBackend) -> None:
         rows = script([0.95, 0.1], [0.5, 0.1], [0.5, 0.2], [0.5, 0.3])
         await engine.infer("fake", {SCRIPT: rows})
-        profiles_of(engine).look()
+        profiles_of(engine).poll()
         status = profile_of(engine.statistics()["fake"])
         assert status == ProfileStatus(window_s=120.0, windows=1, going_on=(0.75,))
 
@@ -322,7 +322,7 @@ def test_a_model_that_is_added_takes_the_file_of_the_one_that_it_replaces(
     assert [window.decided[0] for window in windows] == [100, 140]
     serving.counting.left += (1, 1, 1)
     serving.now_s += 120.0
-    serving.loop.look()
+    serving.loop.poll()
     assert len(parse_recorded(file.path.read_text()).profile.windows) == 3
     serving.loop.stop()
 

@@ -269,7 +269,7 @@ def test_control_changes_exits_while_splits_change(
 
         def change_exits() -> int:
             while not ended.is_set():
-                loop.look()
+                loop.poll()
                 current = served.executor.deployment("small").policy
                 if current == controller.policy:
                     active = more if len(current.active) == 1 else first.active
@@ -286,7 +286,7 @@ def test_control_changes_exits_while_splits_change(
         ended.set()
         assert await changing > 3
         while served.executor.deployment("small").policy != controller.policy:
-            await asyncio.to_thread(loop.look)
+            await asyncio.to_thread(loop.poll)
         loop.stop()
 
     with caplog.at_level(logging.ERROR):

@@ -44,7 +44,7 @@ def settled(proto: onnx.ModelProto, task: Any = "auto") -> SourceModel:
         onnx.save(proto, path)
         model = read_model(path, task=TaskOptions(kind=task), simplify=False)
     data = Dataset(inputs={"x": vectors()}, labels=None, sha256="")
-    return resolve_scores(model, data, asked=task != "auto")
+    return resolve_scores(model, data, user_requested=task != "auto")
 
 
 def tensors(model: SourceModel, x: np.ndarray) -> dict[str, np.ndarray]:

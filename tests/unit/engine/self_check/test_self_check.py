@@ -174,7 +174,7 @@ def test_a_bundle_that_cannot_be_loaded_does_not_hinder_others(residual: Path) -
 
 def test_the_report_is_json_with_what_was_measured(residual: Path) -> None:
     lines: list[str] = []
-    report = checked(fake_cuda()[0], residual, say=lines.append)
+    report = checked(fake_cuda()[0], residual, print_line=lines.append)
     document = json.loads(json.dumps(report.document()))
     assert document["passed"] is True
     assert document["environment"]["device"]["name"] == "Fake GPU"
