@@ -34,13 +34,13 @@ class CutTensor:
     sees no other."""
     is_answer: bool = False
     """True if it is the quantised model's answer, which needs no head."""
-    others: tuple[CutTensor, ...] = ()
+    beside: tuple[CutTensor, ...] = ()
     """Other tensors of the cut point, where it has several."""
 
     @property
     def tensors(self) -> tuple[CutTensor, ...]:
         """All tensors of the cut point, as separate cut tensors."""
-        return (replace(self, others=()) if self.others else self, *self.others)
+        return (replace(self, beside=()) if self.beside else self, *self.beside)
 
     @property
     def read(self) -> tuple[CutTensor, ...]:
@@ -61,7 +61,7 @@ class CutTensor:
     @property
     def form(self) -> Form | None:
         """Form of the cut; ``None`` if no kind of head can read it."""
-        return "set" if self.others else self.own_form
+        return "set" if self.beside else self.own_form
 
     @property
     def own_form(self) -> Form | None:

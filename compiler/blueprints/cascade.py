@@ -100,12 +100,12 @@ def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Casca
 
 def _moved(point: CutPoint) -> CutPoint:
     """Return a cut point of the source model under the copy's names."""
-    return replace(point, tensor=PREFIX + point.tensor, others=tuple(map(_in_front, point.others)))
+    return replace(point, tensor=PREFIX + point.tensor, beside=tuple(map(_in_front, point.beside)))
 
 
 def _in_front(cut: CutTensor) -> CutTensor:
     """Return a cut tensor of the source model under the copy's names."""
-    return replace(cut, name=PREFIX + cut.name, others=tuple(map(_in_front, cut.others)))
+    return replace(cut, name=PREFIX + cut.name, beside=tuple(map(_in_front, cut.beside)))
 
 
 def _before_source(
@@ -216,7 +216,7 @@ def _surviving(analysis: CutAnalysis, front: SourceModel) -> CutAnalysis:
     kept = [
         cut
         for cut in analysis.cuts
-        if not cut.others
+        if not cut.beside
         and (gate := gates.get(PREFIX + cut.tensor)) is not None
         and gate.side_inputs <= set(cut.side_inputs)
         and (found := looked_at.types.get(gate.tensor)) is not None

@@ -225,7 +225,7 @@ class GraphAnalysis:
             flops_share_before=1 - self.fitness.share_after(flow, gate),
             side_inputs=tuple(i for i in self.graph.inputs if i in gate.side_inputs),
             channels=first.channels,
-            others=tuple(others),
+            beside=tuple(others),
         )
 
     def end(self, flow: Flow, kept: Sequence[Gate]) -> CutPoint | None:
@@ -360,13 +360,13 @@ class CutPoint:
     """Graph inputs that later segments need in addition to the tensor, in the model's order."""
     channels: int | None = None
     """Dimension of the channels, if the operators around the tensor show it."""
-    others: tuple[CutTensor, ...] = ()
+    beside: tuple[CutTensor, ...] = ()
     """Other tensors of a set."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of all its tensors."""
-        return (self.tensor, *(other.name for other in self.others))
+        return (self.tensor, *(other.name for other in self.beside))
 
     def head_input(self) -> CutTensor:
         """Return a description of the tensors for building heads."""
@@ -375,7 +375,7 @@ class CutPoint:
             dtype=self.dtype,
             shape=self.shape,
             channels=self.channels,
-            others=self.others,
+            beside=self.beside,
         )
 
 

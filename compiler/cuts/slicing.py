@@ -168,9 +168,9 @@ def _cut_tensor(
 ) -> CutTensor:
     cut = point.head_input()
     others = tuple(
-        replace(_masked(other, masks), answers_last=answers_last) for other in cut.others
+        replace(_masked(other, masks), answers_last=answers_last) for other in cut.beside
     )
-    return replace(_masked(cut, masks), answers_last=answers_last, others=others)
+    return replace(_masked(cut, masks), answers_last=answers_last, beside=others)
 
 
 def _masked(cut: CutTensor, masks: Mapping[int | str, TensorSpec]) -> CutTensor:

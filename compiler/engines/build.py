@@ -58,7 +58,7 @@ class BuildOptions:
     """True to remove engines that this run does not ask for, including those of other targets."""
     dry_run: bool = False
     """True to build nothing."""
-    while_serving: bool = False
+    beside_serving: bool = False
     """True to build for the sizes and settings of the existing engines, in little GPU memory,
     without keeping TensorRT's timings, which other users of the GPU disturb."""
 
@@ -219,7 +219,7 @@ def _asked(
 ) -> tuple[EngineBuildOptions, tuple[Sizes, ...]]:
     """Return the settings and sizes of the engines to build."""
     engines, manifest = options.engines, bundle.manifest
-    if options.while_serving:
+    if options.beside_serving:
         return existing_build_options(manifest, EngineStore.open(bundle.path, target), engines)
     buckets = dict(engines.buckets)
     sizes = profile_sizes(manifest, engines.batches, buckets)
@@ -243,7 +243,7 @@ def _prepare(
         sizes=sizes,
         shapes=ModelShapes(bundle),
         samples=data.dataset,
-        keep_timings=not options.while_serving,
+        keep_timings=not options.beside_serving,
     )
 
 

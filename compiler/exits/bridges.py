@@ -355,7 +355,7 @@ def _alike(before: CutPoint, after: CutPoint) -> dict[str, str]:
 
 def _described(point: CutPoint) -> dict[str, tuple[str, tuple[int | str, ...]]]:
     found = {point.tensor: (point.dtype, point.shape)}
-    return found | {other.name: (other.dtype, other.shape) for other in point.others}
+    return found | {other.name: (other.dtype, other.shape) for other in point.beside}
 
 
 def _info(name: str, types: Mapping[str, TensorType]) -> onnx.ValueInfoProto:

@@ -161,9 +161,9 @@ def blocks_until(net: TwoRegions, image: Tensor, cut: np.ndarray) -> int:
 
 
 def test_after_the_third_region_bridges_read_both_tensors(made: Made) -> None:
-    sets = [cut for cut in made.pieces.analysis.cuts if cut.others]
+    sets = [cut for cut in made.pieces.analysis.cuts if cut.beside]
     assert sets
-    found = {(c.shape[1], *(b.shape[1] for b in c.others)) for c in sets}
+    found = {(c.shape[1], *(b.shape[1] for b in c.beside)) for c in sets}
     assert found <= {(32, 24), (32, 16)}, (
         "the fourth region's, and the third's or what is made of it"
     )

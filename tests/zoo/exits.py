@@ -135,7 +135,7 @@ class _Maker:
     def _weights(self) -> Arrays:
         """Draw weights of a head as it is served."""
         width, head = self.cut.width, self.head
-        if self.cut.others:
+        if self.cut.beside:
             features = joined_width(self.cut)
         else:
             assert width, "the cut has a fixed width"

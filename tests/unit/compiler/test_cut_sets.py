@@ -97,7 +97,7 @@ def test_what_would_take_too_many_tensors_says_so(read: Read) -> None:
 
 @pytest.mark.parametrize("blocks", [3, 5])
 def test_blocks_of_which_there_are_many_are_not_cut_inside(read: Read, blocks: int) -> None:
-    assert not any(cut.others for cut in find_cuts(read(models.residual_cnn(blocks=blocks))).cuts)
+    assert not any(cut.beside for cut in find_cuts(read(models.residual_cnn(blocks=blocks))).cuts)
 
 
 def test_a_dominant_residual_branch_is_cut_inside(read: Read) -> None:

@@ -96,5 +96,5 @@ def test_the_graphs_have_all_that_they_are_to_have():
     cuts = [cut for analysis in found for cut in analysis.cuts]
     assert sum(cut.tensor.endswith("/batch_first") for cut in cuts) >= 5
     assert sum(bool(cut.side_inputs) for cut in cuts) >= 10
-    assert sum(bool(cut.others) for cut in cuts) >= 10
+    assert sum(bool(cut.beside) for cut in cuts) >= 10
     assert sum(any(t.endswith("/batch_first") for t in cut.tensors[1:]) for cut in cuts) >= 3

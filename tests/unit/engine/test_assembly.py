@@ -56,7 +56,7 @@ def exit_of(cut: CutTensor, index: int, classes: int) -> tuple[bytes, str]:
     rng = np.random.default_rng(index)
     head = {4: Head(kind="grid", grid=2), 3: Head(kind="mean"), 2: Head(kind="vector")}[cut.rank]
     features = cut.width * max(head.grid, 1) ** 2
-    if cut.others:
+    if cut.beside:
         head, features = Head(kind="joined"), joined_width(cut)
     weights = {
         "weight": rng.standard_normal((features, classes)).astype(np.float32),
