@@ -147,14 +147,14 @@ def compile(  # noqa: A001 - the name that users expect
         ImportError: A package of the extra ``compile`` is missing.
     """
     check_keywords("compile", options, CompileKeywords, named=_ARGUMENTS)
-    asked = _options(
+    compile_options = _options(
         output=_output_of(model, output),
         overwrite=overwrite,
         max_disagreement=max_disagreement,
         **options,
     )
     spec = _preprocessing(options)
-    check_target(asked.output, overwrite=overwrite)
+    check_target(compile_options.output, overwrite=overwrite)
     with _needing_extra():
         from offramp.compiler.data import as_source  # noqa: PLC0415 - needs the extra
         from offramp.compiler.steps.compile import compile_model  # noqa: PLC0415
@@ -163,8 +163,8 @@ def compile(  # noqa: A001 - the name that users expect
             example_inputs, data = _first_batch(model, data)
         source = as_source(data, spec)
         with _shown(progress) as steps, _as_file(model, example_inputs, steps) as file:
-            asked = dataclasses.replace(asked, model=file, data=source)
-            return compile_model(asked, steps)
+            compile_options = dataclasses.replace(compile_options, model=file, data=source)
+            return compile_model(compile_options, steps)
 
 
 def _options(**given: Any) -> CompileOptions:
@@ -177,7 +177,7 @@ def _options(**given: Any) -> CompileOptions:
     try:
         training = options_from(TrainingOptions, given, {}, threads=available_cores())
         nowhere = {"model": Path(), "data": Path()}
-        asked = options_from(
+        compile_options = options_from(
             CompileOptions.of,
             given,
             _FIELDS,
@@ -185,10 +185,10 @@ def _options(**given: Any) -> CompileOptions:
             training=training,
             **nowhere,
         )
-        check_options(asked)
+        check_options(compile_options)
     except (ValueError, OptionsConflictError) as error:
         raise ValueError(without_flags(str(error))) from error
-    return asked
+    return compile_options
 
 
 def _preprocessing(given: Mapping[str, Any]) -> PreprocessingSpec:

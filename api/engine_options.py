@@ -66,9 +66,9 @@ def engine_options(
         from offramp.server.arguments.combinations import ONNX_FILE, combinations  # noqa: PLC0415
 
         # Without exits there is no state, so this option is harmless in every combination.
-        asked = {name: value for name, value in given.items() if name != "state"}
+        given_options = {name: value for name, value in given.items() if name != "state"}
         files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
-        refuse_illegal_keywords(combinations(), asked, _DEFAULTS, also=files)
+        refuse_illegal_keywords(combinations(), given_options, _DEFAULTS, also=files)
     values = dict(given)
     mode = Mode(values.pop("mode", Mode.AUDIT))
     try:

@@ -158,10 +158,10 @@ def _compile(options: argparse.Namespace) -> None:
         training=TrainingOptions(epochs=options.epochs, threads=2),
         seed=options.seed,
     )
-    compile_model(asked, _Told())
+    compile_model(asked, _PrintedProgress())
 
 
-class _Told:
+class _PrintedProgress:
     """Progress as lines that the measuring process reads."""
 
     @contextmanager

@@ -339,7 +339,7 @@ def false_alarms(given: tuple[float, str], *, streams: int, seed: int) -> dict[s
                 alarms += 1
                 alarm.reset()
                 suspicion.reset()
-            suspicion.pass_by(CHUNK)
+            suspicion.count_samples(CHUNK)
             suspicion.observe(loss, coins)
             suspicion.account(coins, budgeted)
             made, answers = made + CHUNK * q, answers + CHUNK

@@ -51,7 +51,7 @@ from offramp.engine.stages.plan import Plan, StageSpec, make_plan
 from offramp.tools.bench import compare_command
 from offramp.tools.bench.cli import add_own_code, run_command
 from offramp.tools.bench.common.bench_flags import look_up
-from offramp.tools.bench.compare_command import FurtherPlans, add_arguments
+from offramp.tools.bench.compare_command import AdditionalPlans, add_arguments
 
 TUNING_SHARE: Final = 0.25
 """Share of the data for tuning, if records are not enough."""
@@ -347,7 +347,7 @@ def run(options: argparse.Namespace) -> int:
     """Tune, compare, and print the report; return the exit status."""
     named = parse_methods(options.method)
 
-    def tuned(bundle: Bundle, dataset: Dataset) -> FurtherPlans:
+    def tuned(bundle: Bundle, dataset: Dataset) -> AdditionalPlans:
         compiled_with = None
         if options.method_data is not None:
             compiled_with = read_samples(source_of(options.method_data, options), bundle.manifest)
@@ -360,7 +360,7 @@ def run(options: argparse.Namespace) -> int:
             seed=options.method_seed,
         )
         promise = f"{', '.join(named)}: no certificate; what holds holds of what tuned them."
-        return FurtherPlans(
+        return AdditionalPlans(
             measured,
             plans={method.name: method.plan for method in methods},
             facts={method.name: _described(method) for method in methods},

@@ -69,7 +69,7 @@ def make_bundles(folder: Path) -> list[Path]:
 
 
 @dataclass(slots=True)
-class SteadyAskers:
+class SteadyClients:
     """Clients that ask all the time."""
 
     address: str
@@ -137,10 +137,10 @@ def reload_often(folder: Path, reloads: int, clients: int) -> dict[str, Any]:
     add_version(model, 1, bundles)
     memory_mib, took_s = [], []
     with serving(model.parent, folder / "log") as (process, address):
-        load = SteadyAskers(address)
-        askers = [threading.Thread(target=load.ask) for _ in range(clients)]
-        for asker in askers:
-            asker.start()
+        load = SteadyClients(address)
+        senders = [threading.Thread(target=load.ask) for _ in range(clients)]
+        for sender in senders:
+            sender.start()
         with triton.InferenceServerClient(address) as client:
             for version in range(2, reloads + 2):
                 add_version(model, version, bundles)
@@ -153,8 +153,8 @@ def reload_often(folder: Path, reloads: int, clients: int) -> dict[str, Any]:
                     sys.stdout.write(f"{version - 1} reloads: {memory_mib[-1]} MiB\n")
                     sys.stdout.flush()
         load.stopped.set()
-        for asker in askers:
-            asker.join()
+        for sender in senders:
+            sender.join()
     return {
         "reloads": reloads,
         "clients": clients,

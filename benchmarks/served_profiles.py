@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from benchmarks.adapt.contenders import Workplace, make_contender
+from benchmarks.adapt.contenders import ControllerInputs, make_contender
 from benchmarks.adapt.replay import (
-    Contender,
+    ComparedController,
     ReplaySettings,
     ReplayTrace,
     replay,
 )
 from benchmarks.adapt.scenarios import (
-    Material,
+    ScenarioData,
     ScenarioSettings,
     answering,
     scenarios_of,
@@ -48,7 +48,7 @@ def served_profiles(
     record = answering(bundle, threads=1)
     dataset = read_samples(data, bundle.manifest)
     settings = ScenarioSettings(samples=0, corruption="noise", severity=3, seed=seed)
-    material = Material({data.stem: dataset}, lambda d: record(d, lambda _: None), settings)
+    material = ScenarioData({data.stem: dataset}, lambda d: record(d, lambda _: None), settings)
     workplace = workplace_of(bundle)
     found = {}
     for name, scenario in scenarios_of(("all",), material).items():
@@ -69,10 +69,10 @@ def served_profiles(
     return found
 
 
-def workplace_of(bundle: Bundle) -> Workplace:
+def workplace_of(bundle: Bundle) -> ControllerInputs:
     """Return the default workplace of `python -m benchmarks.adapt`."""
     promise = bundle.policy.promise
-    return Workplace(
+    return ControllerInputs(
         bundle=bundle,
         batch_size=BATCH,
         costs=CostModel.of(bundle.manifest, bundle.profile(), BATCH),
@@ -85,7 +85,7 @@ def workplace_of(bundle: Bundle) -> Workplace:
 
 def profile_of(
     trace: ReplayTrace,
-    contender: Contender,
+    contender: ComparedController,
     rows: NDArray[np.int64],
     window_s: float,
     *,

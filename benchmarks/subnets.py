@@ -33,13 +33,13 @@ from rich.console import Console
 from offramp.bundle import Bundle, ExitPolicy
 from offramp.calibration.choose.exit_records import ExitRecords, record_answers
 from offramp.calibration.choose.trade_offs import (
-    WAYS,
+    TRADE_OFF_KINDS,
     Judged,
+    QualityMeasure,
     TradeOff,
-    Way,
-    Worth,
-    accuracy_worth,
-    agreement_worth,
+    TradeOffKind,
+    accuracy_quality,
+    agreement_quality,
     cheapest_at,
     front_of,
     kept_variants,
@@ -64,21 +64,24 @@ LOWEST_DROP: Final = 0.06
 GOAL: Final = 0.9
 WIDTH: Final = 160
 """Columns of a console on which no table is cut."""
-GROUPS: Final[Mapping[str, tuple[Way, ...]]] = {
+GROUPS: Final[Mapping[str, tuple[TradeOffKind, ...]]] = {
     "exits": ("exits",),
     "subnets": ("subnets",),
     "both": ("exits", "subnets", "both"),
-    "handing on too": WAYS,
+    "handing on too": TRADE_OFF_KINDS,
 }
 """Compared groups, and the ways that each may take its points from."""
-WORTHS: Final[Mapping[str, Worth]] = {"accuracy": accuracy_worth, "agreement": agreement_worth}
+QUALITY_MEASURES: Final[Mapping[str, QualityMeasure]] = {
+    "accuracy": accuracy_quality,
+    "agreement": agreement_quality,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenPoint:
     """A trade-off that was chosen without the test data for a batch size."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[TradeOffKind, ...]
     """Ways that chose it."""
     chosen: TradeOff
     """Trade-off as predicted, and counted on the certify split."""
@@ -88,7 +91,7 @@ class ChosenPoint:
 class MeasuredPoint:
     """A trade-off, with its results on the test data."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[TradeOffKind, ...]
     chosen: TradeOff
     counted: TradeOff
     """Trade-off as predicted, and counted on all of the test data."""
@@ -97,7 +100,7 @@ class MeasuredPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EqualWorth:
+class EqualQuality:
     """The least measured time of each group where they answer equally well."""
 
     batch_size: int
@@ -164,11 +167,11 @@ def choose(judged: Judged, most: int) -> list[ChosenPoint]:
     """Choose points of every way on the certify split; the full model comes first."""
     (variant, records), *_ = judged
     full = variant.judge((), MODEL_END, records)
-    ways: dict[tuple[object, ...], list[Way]] = {_key(full): [*WAYS]}
+    ways: dict[tuple[object, ...], list[TradeOffKind]] = {_key(full): [*TRADE_OFF_KINDS]}
     chosen = {_key(full): full}
-    for way in WAYS:
+    for way in TRADE_OFF_KINDS:
         points = trade_offs(judged, way)
-        for worth in WORTHS.values():
+        for worth in QUALITY_MEASURES.values():
             for point in _spread(front_of(points, worth), worth, worth(full), most):
                 chosen.setdefault(_key(point), point)
                 mine = ways.setdefault(_key(point), [])
@@ -178,7 +181,7 @@ def choose(judged: Judged, most: int) -> list[ChosenPoint]:
 
 
 def _spread(
-    front: Sequence[TradeOff], worth: Worth, of_full: float, most: int
+    front: Sequence[TradeOff], worth: QualityMeasure, of_full: float, most: int
 ) -> Iterator[TradeOff]:
     """Yield points of a front, evenly spread over their worth, down to a largest loss."""
     best = worth(front[-1])
@@ -258,13 +261,13 @@ def runners_of(
     return runners
 
 
-def at_equal_worth(points: Sequence[MeasuredPoint], size: int) -> list[EqualWorth]:
+def at_equal_worth(points: Sequence[MeasuredPoint], size: int) -> list[EqualQuality]:
     """Compare the groups at the levels of ``DROPS``; the first point, the full model, is in each.
 
     By accuracy where there are labels, and by agreement.
     """
     full, rows = points[0].counted, []
-    for name, worth in WORTHS.items():
+    for name, worth in QUALITY_MEASURES.items():
         if name == "accuracy" and full.accuracy is None:
             continue
         for drop in DROPS:
@@ -273,14 +276,14 @@ def at_equal_worth(points: Sequence[MeasuredPoint], size: int) -> list[EqualWort
                 group: min(p.measured.busy.value for p in good if set(p.ways) & set(ways))
                 for group, ways in GROUPS.items()
             }
-            rows.append(EqualWorth(batch_size=size, worth=name, drop=drop, times=times))
+            rows.append(EqualQuality(batch_size=size, worth=name, drop=drop, times=times))
     return rows
 
 
 def to_json(
     bundle: Bundle,
     points: Sequence[MeasuredPoint],
-    rows: Sequence[EqualWorth],
+    rows: Sequence[EqualQuality],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Return JSON values: predicted, counted and measured figures, each under its own name."""
@@ -320,7 +323,7 @@ def print_points(
     for point in sorted(points, key=lambda p: -p.measured.busy.value):
         counted, busy, mean = point.counted, point.measured.busy, point.measured.mean
         table.add_row(
-            "all" if point.ways == WAYS else "+".join(point.ways),
+            "all" if point.ways == TRADE_OFF_KINDS else "+".join(point.ways),
             names[counted.variant],
             "model" if counted.deepest == MODEL_END else f"E{counted.deepest}",
             "–" if counted.accuracy is None else f"{counted.accuracy:.2%}",
@@ -333,7 +336,7 @@ def print_points(
     console.print(table)
 
 
-def print_equal(console: Console, rows: Sequence[EqualWorth], size: int) -> None:
+def print_equal(console: Console, rows: Sequence[EqualQuality], size: int) -> None:
     """Print the times of each group at equally good answers."""
     for worth in dict.fromkeys(row.worth for row in rows):
         table = figure_table(

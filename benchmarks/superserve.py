@@ -181,14 +181,14 @@ def simulated(
 ) -> SimulatedOutcomes:
     """Simulate a scheduler under a trace."""
     full, *smaller = ([row] for row in reversed(table))
-    nobody_early = Behaviour(
+    without_exits = Behaviour(
         exits=(MODEL_END,),
         leaves_at=np.zeros(RECORDS, np.int64),
         agrees=np.ones((1, RECORDS), np.bool_),
     )
     load = draw_load(trace.arrivals_s, trace.duration_s, RECORDS, slo_s=SLO_MS / 1e3, seed=seed)
-    variants = [SimulatedVariant(behaviour=nobody_early, seconds=rows) for rows in smaller]
-    return simulate(nobody_early, scheduler, full, load, streams=WORKERS, smaller=variants)
+    variants = [SimulatedVariant(behaviour=without_exits, seconds=rows) for rows in smaller]
+    return simulate(without_exits, scheduler, full, load, streams=WORKERS, smaller=variants)
 
 
 def table_points(table: SubnetTable) -> OperatingPoints:

@@ -147,7 +147,7 @@ def batch_times(
     ]
 
 
-def put_in_force(engine: Engine, max_batch_size: int, seed: int) -> RandomVariant:
+def activate(engine: Engine, max_batch_size: int, seed: int) -> RandomVariant:
     """Make an engine draw the variant of every batch from now on."""
     executor = engine._executor  # noqa: SLF001 - no policy of the product draws
     deployment = executor.deployment(MODEL)
@@ -169,7 +169,7 @@ async def served(
     requests = requests_of(dataset, batch_size)
     try:
         async with await Engine.open({MODEL: bundle}, options, backend=backend) as engine:
-            policy = put_in_force(engine, batch_size, seed)
+            policy = activate(engine, batch_size, seed)
             prepared = backend.prepared
             backend.runs.clear()
             for number in range(WARM_UP + batches):

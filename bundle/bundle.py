@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from offramp.bundle.engines import ENGINES, PrecisionEvidence
 from offramp.bundle.files import (
-    MEND,
+    REMEDY,
     CheckedFolder,
-    moved_aside,
+    interrupted_backup,
     names_under,
     parse_json,
     parse_versioned,
@@ -201,7 +201,7 @@ class Bundle:
         if parts != expected:
             raise BundleSchemaError(
                 f"{name}: has rows for {parts[0]} segments and {parts[1]} exits, the {MANIFEST} "
-                f"has {expected[0]} and {expected[1]}; {MEND}"
+                f"has {expected[0]} and {expected[1]}; {REMEDY}"
             )
         return profile
 
@@ -220,7 +220,7 @@ class Bundle:
         unknown = {seen.name for seen in ranges.inputs} - {i.name for i in self.manifest.inputs}
         if unknown:
             raise BundleSchemaError(
-                f"{INPUT_RANGES}: names {sorted(unknown)}, no inputs of the model; {MEND}"
+                f"{INPUT_RANGES}: names {sorted(unknown)}, no inputs of the model; {REMEDY}"
             )
         for length in ranges.lengths:
             having = [i for i in self.manifest.inputs if length.size in i.shape[1:]]
@@ -228,7 +228,7 @@ class Bundle:
             if not having or length.mask not in ("", *masks):
                 raise BundleSchemaError(
                     f"{INPUT_RANGES}: lengths of {length.size!r:.50} by the mask "
-                    f"{length.mask!r:.50} are none of the model's inputs; {MEND}"
+                    f"{length.mask!r:.50} are none of the model's inputs; {REMEDY}"
                 )
         return ranges
 
@@ -257,7 +257,7 @@ class Bundle:
         try:
             return parse_records(content, self.manifest)
         except ValueError as error:
-            raise BundleSchemaError(f"{self.path / name}: {error}; {MEND}") from error
+            raise BundleSchemaError(f"{self.path / name}: {error}; {REMEDY}") from error
 
     def under(self, evidence: PrecisionEvidence, records: bytes) -> Bundle:
         """Return the bundle with policy and records of the precision that it is served in.
@@ -283,7 +283,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _read_manifest(root: Path) -> Manifest:
-    if not root.exists() and (kept := moved_aside(root)) is not None:
+    if not root.exists() and (kept := interrupted_backup(root)) is not None:
         raise BundleNotFoundError(
             f"{root} is not there: overwriting it was killed before the new one was in place; "
             f"the old one is complete, put it back: mv {kept} {root}"
@@ -301,7 +301,7 @@ def _read_manifest(root: Path) -> Manifest:
     document, expected = files.read_regular(MANIFEST), files.read_regular(MANIFEST_HASH)
     if expected != hash_line(document):
         raise BundleIntegrityError(
-            f"{root / MANIFEST} or {MANIFEST_HASH} was altered (SHA-256 differs); {MEND}"
+            f"{root / MANIFEST} or {MANIFEST_HASH} was altered (SHA-256 differs); {REMEDY}"
         )
     remedy = "compile the model again, or install the Offramp that wrote it"
     plain = parse_versioned(document, MANIFEST, SCHEMA_VERSION, remedy)

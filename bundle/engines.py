@@ -105,7 +105,7 @@ class EngineStore:
         if index.target != target:
             raise BundleIntegrityError(
                 f"{root / name} is for {index.target.describe()}, not for {target.describe()}; "
-                f"{_files(root).mend}"
+                f"{_files(root).remedy}"
             )
         return cls(root, index)
 
@@ -345,16 +345,16 @@ def _remove(place: Path) -> None:
 def _read_index(root: Path, name: str) -> EngineIndex:
     files = _files(root)
     document = files.read_regular(name)
-    plain = parse_versioned(document, str(root / name), ENGINES_SCHEMA_VERSION, files.mend)
+    plain = parse_versioned(document, str(root / name), ENGINES_SCHEMA_VERSION, files.remedy)
     try:
         return from_plain(EngineIndex, plain, name)
     except BundleSchemaError as error:
-        raise BundleSchemaError(f"{root / name} is damaged: {error}; {files.mend}") from error
+        raise BundleSchemaError(f"{root / name} is damaged: {error}; {files.remedy}") from error
 
 
 def _files(root: Path) -> CheckedFolder:
-    mend = f"build the engines again: eecompile build {root}"
-    return CheckedFolder(root, listing=INDEX, mend=mend)
+    remedy = f"build the engines again: eecompile build {root}"
+    return CheckedFolder(root, listing=INDEX, remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from offramp.bundle.schema.serde import to_plain
 
 MAX_JSON_BYTES: Final = 2**26
 """Limit on the size of a JSON file; parsed, it takes about ten times as much memory."""
-MEND: Final = "copy the bundle again, or compile the model again"
+REMEDY: Final = "copy the bundle again, or compile the model again"
 _PIECE_BYTES: Final = 2**20
 
 FileContent: TypeAlias = bytes | Iterable[bytes]
@@ -40,12 +40,12 @@ class CheckedFolder:
 
     BundleIntegrityError for a file that is missing, altered, outside the folder, or not a regular
     file: reading a pipe or a device could go on forever. Messages name ``listing``, the file that
-    has the entries, and the remedy ``mend``.
+    has the entries, and the remedy ``remedy``.
     """
 
-    def __init__(self, root: Path, *, listing: str = "manifest", mend: str = MEND) -> None:
+    def __init__(self, root: Path, *, listing: str = "manifest", remedy: str = REMEDY) -> None:
         self.root = root
-        self.mend = mend
+        self.remedy = remedy
         self._listing = listing
 
     def inside(self, name: str) -> Path:
@@ -61,7 +61,7 @@ class CheckedFolder:
             unsafe = True
         if unsafe:
             raise BundleIntegrityError(
-                f"{self.root}: the path {name!r} leaves the bundle; {self.mend}"
+                f"{self.root}: the path {name!r} leaves the bundle; {self.remedy}"
             )
         return place
 
@@ -98,10 +98,10 @@ class CheckedFolder:
         if found.size_bytes != entry.size_bytes:
             raise BundleIntegrityError(
                 f"{place} has {found.size_bytes} bytes, the {self._listing} says "
-                f"{entry.size_bytes}; {self.mend}"
+                f"{entry.size_bytes}; {self.remedy}"
             )
         if found.sha256 != entry.sha256:
-            raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {self.mend}")
+            raise BundleIntegrityError(f"{place} was altered (SHA-256 differs); {self.remedy}")
 
     def opened(self, name: str) -> BinaryIO | FileIO:
         """Open a file for reading at offsets, without a check."""
@@ -114,16 +114,16 @@ class CheckedFolder:
         try:
             found = place.stat()
             if not stat.S_ISREG(found.st_mode):
-                raise BundleIntegrityError(f"{place} is not a regular file; {self.mend}")
+                raise BundleIntegrityError(f"{place} is not a regular file; {self.remedy}")
             if found.st_size > most_bytes:
                 raise BundleIntegrityError(
                     f"{place} has {found.st_size} bytes, at most {most_bytes} are expected; "
-                    f"{self.mend}"
+                    f"{self.remedy}"
                 )
             with place.open("rb") as file:
                 yield file
         except OSError as error:
-            raise BundleIntegrityError(f"{place}: {error.strerror}; {self.mend}") from error
+            raise BundleIntegrityError(f"{place}: {error.strerror}; {self.remedy}") from error
 
 
 def read_limited(path: Path, most_bytes: int) -> bytes:
@@ -246,7 +246,7 @@ def put_in_place(scratch: Path, target: Path) -> None:
 
     All of it is on the disk before its name is. At any moment there is either the old folder or the
     new one, complete. Where the file system cannot exchange two names, the old one is moved aside
-    first; see :func:`moved_aside`.
+    first; see :func:`interrupted_backup`.
     """
     for folder, _, files in os.walk(scratch):
         for name in files:
@@ -286,7 +286,7 @@ def exchange(one: Path, other: Path) -> bool:
     return bool(rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
 
 
-def moved_aside(target: Path) -> Path | None:
+def interrupted_backup(target: Path) -> Path | None:
     """Return the old folder if an overwriting of ``target`` was killed between its two steps."""
     ours = re.compile(rf"\.{re.escape(target.name)}\.[^.]+{re.escape(RETIRED)}")
     with suppress(OSError):

@@ -142,9 +142,10 @@ def moved(graph: bytes, size_bytes: int, move: Callable[[Place | memoryview], in
 
 def reference(place: Place) -> bytes:
     """Return the fields of a tensor whose bytes are at a place of ``weights.bin``."""
-    told = {"location": WEIGHTS, "offset": str(place.offset), "length": str(place.length)}
+    external = {"location": WEIGHTS, "offset": str(place.offset), "length": str(place.length)}
     entries = [
-        message_of(_EXTERNAL, text_of(1, key) + text_of(2, value)) for key, value in told.items()
+        message_of(_EXTERNAL, text_of(1, key) + text_of(2, value))
+        for key, value in external.items()
     ]
     return b"".join([*entries, varint(_LOCATION << 3 | VARINT), b"\x01"])
 
@@ -159,14 +160,14 @@ def _named_place(tensor: memoryview, size_bytes: int) -> Place | None:
     if not any(f.number == _EXTERNAL or _says_external(tensor, f) for f in fields):
         return None
     name = _tensor_name(tensor, fields)
-    told = _told_place(tensor, fields, name)
-    if told["location"] != WEIGHTS:
+    external = _external_place(tensor, fields, name)
+    if external["location"] != WEIGHTS:
         raise WireError(
-            f"the weight {name} is in the file {told['location']!r:.100}, expected {WEIGHTS}"
+            f"the weight {name} is in the file {external['location']!r:.100}, expected {WEIGHTS}"
         )
     if not size_bytes:
         raise WireError(f"the weight {name} is in {WEIGHTS}, which is not there")
-    offset, length = (_number(told[key], key, name) for key in ("offset", "length"))
+    offset, length = (_number(external[key], key, name) for key in ("offset", "length"))
     expected = _tensor_bytes(tensor, fields, name)
     if length != expected:
         raise WireError(
@@ -187,9 +188,9 @@ def _says_external(tensor: memoryview, field: WireField) -> bool:
     return field.wire != VARINT or varint_at(tensor, field.start)[0] != 0
 
 
-def _told_place(tensor: memoryview, fields: Sequence[WireField], name: str) -> dict[str, str]:
+def _external_place(tensor: memoryview, fields: Sequence[WireField], name: str) -> dict[str, str]:
     """Read ``external_data``, which must have location, offset and length once each."""
-    told: dict[str, str] = {}
+    external: dict[str, str] = {}
     located = False
     for field in fields:
         if field.number in (_RAW, 4, 5, 6, 7, 10, 11):
@@ -203,18 +204,18 @@ def _told_place(tensor: memoryview, fields: Sequence[WireField], name: str) -> d
             inner = tensor[field.start : field.end]
             entry = {f.number: bytes(inner[f.start : f.end]) for f in graph_fields(inner)}
         key, value = (entry.get(n, b"").decode("utf-8", "replace") for n in (1, 2))
-        if len(entry) != 2 or key not in ("location", "offset", "length") or key in told:
+        if len(entry) != 2 or key not in ("location", "offset", "length") or key in external:
             raise WireError(
                 f"the weight {name} has {key!r:.100} in external_data, expected location, offset "
                 "and length once each"
             )
-        told[key] = value
-    if not located or len(told) != 3:
+        external[key] = value
+    if not located or len(external) != 3:
         raise WireError(
-            f"the weight {name} names its place by {sorted(told)} only, expected data_location 1, "
-            "and location, offset and length"
+            f"the weight {name} names its place by {sorted(external)} only, expected "
+            "data_location 1, and location, offset and length"
         )
-    return told
+    return external
 
 
 def _number(text: str, key: str, name: str) -> int:

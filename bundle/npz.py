@@ -93,7 +93,7 @@ def read_npz(
     others may be; without it all arrays of numbers, strings and times are read. ``NpzError`` for
     every defect that an archive can have.
     """
-    with _told(), zipfile.ZipFile(file) as archive:
+    with _converted_errors(), zipfile.ZipFile(file) as archive:
         members = _members(archive, max_bytes)
         if expected is not None:
             _check_forms(members, expected)
@@ -111,7 +111,7 @@ class NpzBytes(NamedTuple):
 
 def measure_npz(file: BinaryIO | IO[bytes]) -> NpzBytes:
     """Return the bytes that an archive's arrays take; ``NpzError`` as :func:`read_npz`."""
-    with _told(), zipfile.ZipFile(file) as archive:
+    with _converted_errors(), zipfile.ZipFile(file) as archive:
         members = _members(archive, _ANY_SIZE)
     packed = sum(member.info.file_size for member in members if member.packed)
     return NpzBytes(arrays=sum(member.info.file_size for member in members), packed=packed)
@@ -126,7 +126,7 @@ def map_npz(
     Compressed ones are written to ``unpacked``, a file with space for :attr:`NpzBytes.packed`
     bytes. ``NpzError`` as :func:`read_npz`.
     """
-    with _told(), zipfile.ZipFile(file) as archive:
+    with _converted_errors(), zipfile.ZipFile(file) as archive:
         return {
             member.name: _map_member(archive, member, file, unpacked)
             for member in _members(archive, _ANY_SIZE)
@@ -170,7 +170,7 @@ def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
     ``NpzError`` for a file without an array of numbers; OSError where it cannot be opened.
     """
     name = Path(path).name
-    with open_regular(path) as file, _told():
+    with open_regular(path) as file, _converted_errors():
         shape, fortran, dtype = _header(file, name)
         start = file.tell()
         _check_header(name, (shape, fortran, dtype), os.fstat(file.fileno()).st_size - start)
@@ -178,7 +178,7 @@ def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def _converted_errors() -> Iterator[None]:
     """Convert any exception that a damaged archive causes to an ``NpzError``."""
     try:
         yield
@@ -323,7 +323,7 @@ def is_mapped(array: NDArray[Any]) -> bool:
     return _mapping(array) is not None
 
 
-def let_go(array: NDArray[Any]) -> None:
+def release_pages(array: NDArray[Any]) -> None:
     """Release the pages read from, or written to, an array in a mapped file."""
     mapping = _mapping(array)
     if mapping is not None and hasattr(mapping, "madvise"):  # Windows has none
@@ -340,7 +340,7 @@ def copy_rows(array: NDArray[Any], rows: slice | NDArray[np.intp]) -> NDArray[An
         return found
     # Indexing with an array copies already, a slice does not.
     copied = np.array(found, order="C") if is_mapped(found) else np.ascontiguousarray(found)
-    let_go(array)
+    release_pages(array)
     return copied
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle.npz import ArrayForm, read_npz
-from offramp.bundle.schema.answers import WHOLE_SETS, Answer
+from offramp.bundle.schema.answers import MOST_LABELS, Answer
 from offramp.bundle.schema.manifest import Manifest
 from offramp.bundle.schema.policy import NEVER, ExitPolicy
 from offramp.certify import IntArray, Stratum, allowed_errors, binomial_cdf, first_exit
@@ -107,7 +107,7 @@ class _Members:
 def has_classes(answer: Answer) -> bool:
     """Return whether codes of recorded answers determine classes or labels."""
     kind = answer.task.kind
-    return kind == "classification" or (kind == "multi-label" and answer.classes <= WHOLE_SETS)
+    return kind == "classification" or (kind == "multi-label" and answer.classes <= MOST_LABELS)
 
 
 def _members(answer: Answer, codes: NDArray[np.integer[Any]]) -> _Members:

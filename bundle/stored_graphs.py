@@ -45,7 +45,7 @@ def check_graph(files: CheckedFolder, name: str, graph: bytes, size_bytes: int) 
     try:
         named_weights(graph, size_bytes)
     except WireError as error:
-        raise BundleSchemaError(f"{files.root / name}: {error}; {files.mend}") from error
+        raise BundleSchemaError(f"{files.root / name}: {error}; {files.remedy}") from error
 
 
 def fill(files: CheckedFolder, entry: FileEntry, graph: bytes, size_bytes: int) -> bytes:
@@ -69,7 +69,7 @@ def fill(files: CheckedFolder, entry: FileEntry, graph: bytes, size_bytes: int) 
     if digest.hexdigest() != entry.filled_sha256:
         raise BundleIntegrityError(
             f"{files.root / entry.path} has other weights in {WEIGHTS} than the manifest says "
-            f"(SHA-256 of both differs); {files.mend}"
+            f"(SHA-256 of both differs); {files.remedy}"
         )
     return whole.getvalue()
 
@@ -99,7 +99,7 @@ def _filled(files: CheckedFolder, name: str, graph: bytes, size_bytes: int) -> l
     try:
         return filled_parts(graph, size_bytes)
     except WireError as error:
-        raise BundleSchemaError(f"{files.root / name}: {error}; {files.mend}") from error
+        raise BundleSchemaError(f"{files.root / name}: {error}; {files.remedy}") from error
 
 
 def _read(files: CheckedFolder, parts: Sequence[Part]) -> Iterator[bytes | memoryview]:
@@ -116,12 +116,12 @@ def _read(files: CheckedFolder, parts: Sequence[Part]) -> Iterator[bytes | memor
                     piece = os.pread(file.fileno(), min(_PIECE_BYTES, end - at), at)
                     if not piece:
                         raise BundleIntegrityError(
-                            f"{weights} ends at byte {at}, expected {end}; {files.mend}"
+                            f"{weights} ends at byte {at}, expected {end}; {files.remedy}"
                         )
                     at += len(piece)
                     yield piece
     except OSError as error:
-        raise BundleIntegrityError(f"{weights}: {error.strerror}; {files.mend}") from error
+        raise BundleIntegrityError(f"{weights}: {error.strerror}; {files.remedy}") from error
 
 
 _SMALL_BYTES: Final = 2**20
@@ -154,7 +154,7 @@ class HeldFolder(CheckedFolder):
             try:
                 self._open[entry.path] = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise BundleIntegrityError(f"{place}: {error.strerror}; {self.mend}") from error
+                raise BundleIntegrityError(f"{place}: {error.strerror}; {self.remedy}") from error
 
     def read(self, entry: FileEntry) -> bytes:
         """Read a whole file and check it."""

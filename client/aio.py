@@ -66,21 +66,21 @@ class AsyncClient(ClientBase):
         """Send many requests as ``Client.infer_many``; use ``contextlib.aclosing`` to end early."""
         if concurrency < 1:
             raise ValueError(f"concurrency {concurrency} is below 1")
-        under_way: deque[asyncio.Task[InferResult]] = deque()
+        in_flight: deque[asyncio.Task[InferResult]] = deque()
         try:
             for inputs in requests:
-                asking = self.infer(
+                inference = self.infer(
                     model, inputs, outputs=outputs, timeout_s=timeout_s, priority=priority
                 )
-                under_way.append(asyncio.create_task(asking))
-                if len(under_way) >= concurrency:
-                    yield await under_way.popleft()
-            while under_way:
-                yield await under_way.popleft()
+                in_flight.append(asyncio.create_task(inference))
+                if len(in_flight) >= concurrency:
+                    yield await in_flight.popleft()
+            while in_flight:
+                yield await in_flight.popleft()
         finally:
-            for task in under_way:
+            for task in in_flight:
                 task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def infer_stream(
         self,

@@ -98,17 +98,17 @@ class Client(ClientBase):
         """
         if concurrency < 1:
             raise ValueError(f"concurrency {concurrency} is below 1")
-        under_way: deque[Any] = deque()
+        in_flight: deque[Any] = deque()
         try:
             for inputs in requests:
                 request = build_request(model, inputs, outputs=outputs, priority=priority)
-                under_way.append(self._infer.future(request, **self._settings.limit(timeout_s)))
-                if len(under_way) >= concurrency:
-                    yield self._result_of(under_way.popleft())
-            while under_way:
-                yield self._result_of(under_way.popleft())
+                in_flight.append(self._infer.future(request, **self._settings.limit(timeout_s)))
+                if len(in_flight) >= concurrency:
+                    yield self._result_of(in_flight.popleft())
+            while in_flight:
+                yield self._result_of(in_flight.popleft())
         finally:
-            for call in under_way:
+            for call in in_flight:
                 call.cancel()
 
     def _result_of(self, call: Any) -> InferResult:

@@ -31,8 +31,11 @@ class _Extension:
         options: EngineOptions,
     ) -> Mapping[str, BackgroundTask]:
         """Return the loop of batch profiles, and the plan loop if a model is split."""
-        asked = cluster_options(options)
-        window_s, forecaster = asked.profile_window_s, METHODS[asked.forecast]()
+        cluster_settings = cluster_options(options)
+        window_s, forecaster = (
+            cluster_settings.profile_window_s,
+            METHODS[cluster_settings.forecast](),
+        )
         profiles = ProfileLoop(executor, models, window_s=window_s, forecaster=forecaster)
         split = [name for name, model in models.items() if model.split_by is not None]
         if not split or not isinstance(backend, RemoteBackend):

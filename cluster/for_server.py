@@ -58,10 +58,10 @@ class _Extension:
     combinations = (
         Illegal(
             option="--profile-window-s",
-            beside="--mode off",
+            other="--mode off",
             why=_NO_EXIT,
         ),
-        Illegal(option="--forecast", beside="--mode off", why=_NO_EXIT),
+        Illegal(option="--forecast", other="--mode off", why=_NO_EXIT),
         Illegal(
             option="--plan",
             without="--cluster",
@@ -70,13 +70,13 @@ class _Extension:
         ),
         Illegal(
             option="--plan",
-            beside="--cluster ray",
+            other="--cluster ray",
             why="each Ray worker holds the whole model; name a cluster file with --cluster "
             "(Ray may start its workers), or leave it out",
         ),
         Illegal(
             option="--learn",
-            beside="--cluster",
+            other="--cluster",
             why="a model that is split among workers cannot be replaced by one with exits while it "
             "is served; leave one of them out, or use --workers",
         ),
@@ -145,18 +145,20 @@ class _Extension:
         if file.get("cluster") == RAY and line.get("cluster", RAY) != RAY:
             # These workers would be started by Ray.
             file = {name: value for name, value in file.items() if name != "workers"}
-        asked = ClusterSettings(**{**file, **line})
-        options = ClusterOptions(profile_window_s=asked.profile_window_s, forecast=asked.forecast)
+        requested = ClusterSettings(**{**file, **line})
+        options = ClusterOptions(
+            profile_window_s=requested.profile_window_s, forecast=requested.forecast
+        )
         found = [
             folder if folder and name in file and name not in line else Path()
             for name in ("cluster", "plan")
         ]
         try:
-            METHODS[asked.forecast]()
+            METHODS[requested.forecast]()
         except PlanError as error:
             raise SettingError(str(error), "forecast") from error
         try:
-            devices = _devices(asked, *found)
+            devices = _devices(requested, *found)
         except (BackendError, PlanError) as error:
             raise SettingError(str(error), "cluster") from error
         extensions = {} if options == ClusterOptions() else {NAME: options}
@@ -177,18 +179,19 @@ class _Extension:
         return [_template().render(plan=plan, profile=profile)] if plan or profile else []
 
 
-def _devices(asked: ClusterSettings, folder: Path, plans: Path) -> WorkerDevices | None:
+def _devices(requested: ClusterSettings, folder: Path, plans: Path) -> WorkerDevices | None:
     """Return the requested workers; files are relative to ``folder`` and ``plans``."""
-    if asked.cluster is None:
-        return LocalWorkers(asked.workers) if asked.workers else None
-    if asked.cluster == RAY:
-        return ray_workers(asked.ray_address, asked.workers or None)
-    if asked.workers:
+    if requested.cluster is None:
+        return LocalWorkers(requested.workers) if requested.workers else None
+    if requested.cluster == RAY:
+        return ray_workers(requested.ray_address, requested.workers or None)
+    if requested.workers:
         raise ValueError(
-            f"workers is {asked.workers}, and a cluster has its own workers; omit one of the two"
+            f"workers is {requested.workers}, and a cluster has its own workers; omit one of "
+            "the two"
         )
-    plan = None if asked.plan is None else plans / asked.plan
-    return read_cluster_workers(folder / asked.cluster, plan)
+    plan = None if requested.plan is None else plans / requested.plan
+    return read_cluster_workers(folder / requested.cluster, plan)
 
 
 @cache

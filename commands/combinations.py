@@ -20,7 +20,7 @@ class Illegal:
     """
 
     option: str
-    beside: str | None = None
+    other: str | None = None
     """Option that excludes it."""
     without: str | None = None
     """Option that it needs."""
@@ -31,22 +31,22 @@ class Illegal:
 
     def __post_init__(self) -> None:
         """Check that one other option is named."""
-        assert (self.beside is None) != (self.without is None), self
+        assert (self.other is None) != (self.without is None), self
 
     def matches(self, values: Mapping[str, object], given: Collection[str]) -> bool:
         """Return whether a command line has this combination."""
         if not _is_given(self.option, values, given):
             return False
-        if self.beside is not None:
-            other = _is_given(self.beside, values, given)
+        if self.other is not None:
+            other = _is_given(self.other, values, given)
         else:
             other = not _is_given(str(self.without), values, given)
         return other and (self.when is None or self.when(values))
 
     def message(self, values: Mapping[str, object]) -> str:
         """Return the error: the options with their values, the reason, the remedy."""
-        if self.beside is not None:
-            other = f"with {_as_found(self.beside, values)}"
+        if self.other is not None:
+            other = f"with {_as_found(self.other, values)}"
         else:
             other = f"without {str(self.without).replace('|', ' or ')}"
         return f"{_as_found(self.option, values)} {other}: {self.why}"

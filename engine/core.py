@@ -93,8 +93,8 @@ class Engine:
         for extension in extensions_for("engine"):
             made = extension.background_tasks(models, self._executor, backend, options)
             self._background.update(made)
-        beside = (*self._background.values(), self._control)
-        self._versions = ModelVersions(models, self._executor, beside, load)
+        background = (*self._background.values(), self._control)
+        self._versions = ModelVersions(models, self._executor, background, load)
         self._executor.start(asyncio.get_running_loop())
         self._control.start()
         for task in self._background.values():
@@ -462,7 +462,7 @@ class Engine:
         snapshot = self._executor.snapshot(key)
         counts = {item.name: getattr(snapshot, item.name) for item in fields(snapshot)}
         health, parallel = self._executor.health, self._parallel
-        extended = [(name, beside.status(key)) for name, beside in self._background.items()]
+        extended = [(name, background.status(key)) for name, background in self._background.items()]
         there = self._backend.there if isinstance(self._backend, StreamBackend) else ()
         return ModelStatistics(
             version=version.number,

@@ -38,17 +38,17 @@ decoder_with_past_model.onnx), named as transformers or optimum do."""
 _SHORT: Final = ("--data", "--output", "--overwrite", "--promise", "--max-disagreement",
                  "--confidence", "--dissimilarity", "--train", "--tokenizer", "--seed")  # fmt: skip
 _COMBINATIONS: Final = (
-    Illegal(option="--dissimilarity", beside="--promise tokens",
+    Illegal(option="--dissimilarity", other="--promise tokens",
             why="tokens are equal or not; leave it out, or promise texts"),
-    Illegal(option="--exact", beside="--promise tokens",
+    Illegal(option="--exact", other="--promise tokens",
             why="tokens are equal or not; leave it out, or promise texts"),
     Illegal(option="--minutes", without="--train joint",
             why="it limits that training; leave it out"),
     Illegal(option="--head-size", without="--head subset|low-rank",
             why="the model's own head has its size; leave it out"),
-    Illegal(option="--train none", beside="--head subset|low-rank",
+    Illegal(option="--train none", other="--head subset|low-rank",
             why="a smaller head has to learn; leave out one of them"),
-    Illegal(option="--train none", beside="--criterion learned-classifier",
+    Illegal(option="--train none", other="--criterion learned-classifier",
             why="the classifier has to learn; leave out one of them"),
 )  # fmt: skip
 

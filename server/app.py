@@ -34,8 +34,8 @@ from offramp.server.grpc_endpoint import GrpcEndpoint
 from offramp.server.ports.http_endpoint import HttpEndpoint
 from offramp.server.ports.sockets import check_free, fit_limits, join_address, raise_descriptors
 from offramp.server.repository.repository import ModelRepository
+from offramp.server.requests.admission import RequestAdmission
 from offramp.server.requests.message_memory import keep_large_blocks
-from offramp.server.requests.reception import Reception
 from offramp.server.requests.tracing import RequestTraces
 from offramp.server.security.access import AccessRules
 from offramp.server.security.tls import ServerTls, open_tls
@@ -217,7 +217,7 @@ async def serve_until_stopped(
             stop.reload = ConfigurationReload(repository, models, read_again).request
         services = ProtocolServices(
             engine,
-            reception=Reception(options, access=access, traces=_traces(stack, options)),
+            admission=RequestAdmission(options, access=access, traces=_traces(stack, options)),
             repository=repository,
             read_options=model_options,
         )
@@ -375,7 +375,7 @@ async def _drain(
     ends_s = time.monotonic() + options.shutdown_timeout_s
     if options.shutdown_timeout_s > 0:
         engine.flush()
-        await endpoint.send_away(options.shutdown_timeout_s)
+        await endpoint.send_goaway(options.shutdown_timeout_s)
     return await engine.drain(max(0.0, ends_s - time.monotonic()))
 
 

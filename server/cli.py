@@ -82,12 +82,14 @@ def self_check(arguments: Arguments) -> int:
 
     with closing(WrappedFiles()) as wrapped:  # ONNX files are wrapped as for serving
         bundles = asyncio.run(bundles_of(arguments.models, arguments.engine, wrapped))
-        report = run_self_check(bundles, arguments.engine, say=_say)
+        report = run_self_check(bundles, arguments.engine, print_line=_print_line)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report.document(), indent=1) + "\n")
-        _say(f"the report is in {arguments.json}")
+        _print_line(f"the report is in {arguments.json}")
     elif not report.passed:
-        _say("with --json FILE everything that was measured is written: please send it to us")
+        _print_line(
+            "with --json FILE everything that was measured is written: please send it to us"
+        )
     status = EXIT_PASSED if report.passed else EXIT_FAILED
     if report.hangs:
         sys.stderr.flush()
@@ -95,7 +97,7 @@ def self_check(arguments: Arguments) -> int:
     return status
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()  # the check takes a minute; each line is shown as it comes
 

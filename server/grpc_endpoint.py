@@ -19,7 +19,7 @@ class GrpcPort(Protocol):
     async def start(self, host: str, port: int) -> int:
         """Listen, or raise StartError; return the port, which the system chooses for port 0."""
 
-    async def send_away(self, limit_s: float) -> None:
+    async def send_goaway(self, limit_s: float) -> None:
         """Ask all clients to open their calls elsewhere; calls that still arrive are answered."""
 
     async def stop(self, grace_s: float) -> None:
@@ -42,7 +42,7 @@ class GrpcEndpoint:
         """Without ``tls`` nothing is encrypted, but ``frontends`` have their own TLS."""
         methods = GrpcMethods(services)
         self._health = methods.health
-        self._reception = services.reception
+        self._admission = services.admission
         listener = ListenerOptions(
             max_message_bytes=max_message_bytes,
             max_connections=max_connections,
@@ -51,14 +51,14 @@ class GrpcEndpoint:
         self._port: GrpcPort
         if frontends is None:
             table = MethodTable(methods.handlers)
-            self._port = GrpcListener(table, services.reception, listener, tls)
+            self._port = GrpcListener(table, services.admission, listener, tls)
         else:
-            self._port = Frontends(methods.handlers, services.reception, listener, frontends)
+            self._port = Frontends(methods.handlers, services.admission, listener, frontends)
 
     @property
     def requests(self) -> int:
         """Inference requests that are being answered."""
-        return self._reception.requests
+        return self._admission.requests
 
     async def start(self, host: str, port: int) -> int:
         """Listen, or raise StartError; return the port, which the system chooses for port 0."""
@@ -72,9 +72,9 @@ class GrpcEndpoint:
         """Report everything as not serving, permanently; calls are still answered."""
         await self._health.leave()
 
-    async def send_away(self, limit_s: float) -> None:
+    async def send_goaway(self, limit_s: float) -> None:
         """Ask all clients to open their calls elsewhere; calls that still arrive are answered."""
-        await self._port.send_away(limit_s)
+        await self._port.send_goaway(limit_s)
 
     async def stop(self, grace_s: float) -> None:
         """Close all connections, after at most ``grace_s`` for the last answers to be written."""

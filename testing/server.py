@@ -20,7 +20,7 @@ from offramp.server.frontends.frontends import FrontendOptions
 from offramp.server.grpc_endpoint import GrpcEndpoint
 from offramp.server.ports.http_endpoint import HttpEndpoint
 from offramp.server.repository.repository import ModelRepository
-from offramp.server.requests.reception import Reception
+from offramp.server.requests.admission import RequestAdmission
 from offramp.server.security.tls import open_tls
 from offramp.server.services.protocol_services import ProtocolServices
 from offramp.testing.engine import FakeEngine
@@ -50,7 +50,7 @@ class FakeServer(Generic[_Engine]):
         """The fake engine; its settings may be changed at any time."""
         security = options.security if options else SecurityOptions()
         self._tls = open_tls(security)
-        self.reception = Reception(options)
+        self.admission = RequestAdmission(options)
         """Admission, with the counts of refusals."""
         self._repository_options = options.repository if options else ModelRepositoryOptions()
         self._max_message_mib = options.max_message_mib if options else 1
@@ -103,7 +103,7 @@ class FakeServer(Generic[_Engine]):
         await self.repository.start()
         self._services = ProtocolServices(
             self.engine,
-            reception=self.reception,
+            admission=self.admission,
             repository=self.repository,
             read_options=model_options,
         )

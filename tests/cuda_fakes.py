@@ -42,7 +42,7 @@ class FakeExecutables:
     """True if stages ask to be captured."""
     pads: bool = False
     """True if stages ask for batches of few sizes."""
-    room: Callable[[int], int] = lambda _: 1 << 30
+    padding_limit: Callable[[int], int] = lambda _: 1 << 30
     """Up to how many rows a batch of so many may be filled up."""
     refuse_capture: bool = False
     """True if a stage raises during capture, as TensorRT does for some engines."""
@@ -103,9 +103,9 @@ class FakePrepared:
         self.capturable = factory.capturable
         self.pads = factory.pads
 
-    def room(self, rows: int) -> int:
+    def padding_limit(self, rows: int) -> int:
         """Return the limit of rows, by the factory."""
-        return min(self.max_rows, self.factory.room(rows))
+        return min(self.max_rows, self.factory.padding_limit(rows))
 
     def open(self, slot: SlotResources) -> FakeExecutable:
         """Open it in a slot."""

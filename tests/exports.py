@@ -23,7 +23,7 @@ from tests.sliced import inputs_of, sliced
 Arrays = dict[str, NDArray[Any]]
 
 
-class Said(NamedTuple):
+class ExportOutputs(NamedTuple):
     """Results for each of b samples."""
 
     answer: NDArray[Any]
@@ -76,17 +76,17 @@ def stock_session(path: Path, *, optimised: bool = True) -> ort.InferenceSession
     return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def run_file(path: Path, inputs: Arrays, **overridden: float) -> Said:
+def run_file(path: Path, inputs: Arrays, **overridden: float) -> ExportOutputs:
     """Answer, exit and confidence that a file gives; thresholds may be overridden."""
     session = stock_session(path)
     wanted = {i.name for i in session.get_inputs()}
     feeds = {name: array for name, array in inputs.items() if name in wanted}
     feeds |= {name: np.array(value, np.float32) for name, value in overridden.items()}
     answer, *rest = session.run(None, feeds)
-    return Said(answer, *rest)
+    return ExportOutputs(answer, *rest)
 
 
-def run_bundle(bundle: Bundle, inputs: Arrays) -> Said:
+def run_bundle(bundle: Bundle, inputs: Arrays) -> ExportOutputs:
     """The same of the bundle's stages, in ``leave`` mode."""
     plan = make_plan(bundle)
     pipeline = Pipeline(OnnxRuntimeBackend(), plan)
@@ -94,7 +94,7 @@ def run_bundle(bundle: Bundle, inputs: Arrays) -> Said:
     rows = np.argsort(np.concatenate([d.rows for d in departures]))
     exits = [np.full(len(d.rows), plan.stages[d.stage].exit, object) for d in departures]
     found = [-1 if e is None else e for e in np.concatenate(exits)]
-    return Said(
+    return ExportOutputs(
         np.concatenate([d.answer for d in departures])[rows],
         np.array(found)[rows],
         np.concatenate([d.confidence for d in departures])[rows],
@@ -109,7 +109,7 @@ def nodes_of(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 __all__ = [
     "Arrays",
-    "Said",
+    "ExportOutputs",
     "engine_bundle",
     "exported",
     "nodes_of",

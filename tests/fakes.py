@@ -206,7 +206,7 @@ def fake_model(
     controller: ScriptedController | None = None,
     state_path: Path | None = None,
     guard: InputGuard | None = None,
-    kept_beside: Path | None = None,
+    state_bundle: Path | None = None,
     window: EvidenceWindow | None = None,
     release: bool = True,
     **options: Any,
@@ -263,7 +263,7 @@ def fake_model(
         guard=guard,
         bundle=FAKE_HASH,
         exits=len(thresholds),
-        kept_beside=kept_beside,
+        state_bundle=state_bundle,
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from benchmarks.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
+from benchmarks.adapt.contenders import KINDS, ControllerInputs, contenders_of, make_contender
 from benchmarks.adapt.corruptions import KINDS as CORRUPTIONS
 from benchmarks.adapt.corruptions import WORST
 from benchmarks.adapt.page import write_page
@@ -24,7 +24,7 @@ from benchmarks.adapt.report import (
 )
 from benchmarks.adapt.scenarios import (
     SCENARIOS,
-    Material,
+    ScenarioData,
     ScenarioSettings,
     answering,
     scenarios_of,
@@ -219,7 +219,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(
-    sequence: SampleSequence, names: list[str], workplace: Workplace, settings: ReplaySettings
+    sequence: SampleSequence,
+    names: list[str],
+    workplace: ControllerInputs,
+    settings: ReplaySettings,
 ) -> Comparison:
     """Serve a sequence under one controller after another."""
     bound, runs = workplace.max_disagreement, []
@@ -243,7 +246,7 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",")]
 
 
-def _workplace(bundle: Bundle, options: argparse.Namespace) -> Workplace:
+def _workplace(bundle: Bundle, options: argparse.Namespace) -> ControllerInputs:
     promise = bundle.policy.promise
     constraint = options.max_disagreement
     if constraint is None:
@@ -252,7 +255,7 @@ def _workplace(bundle: Bundle, options: argparse.Namespace) -> Workplace:
         if value >= 1:
             raise ValueError(f"--{name} is {value:g}, expected a share below 1")
     costs = CostModel.of(bundle.manifest, bundle.profile(), options.batch_size)
-    return Workplace(
+    return ControllerInputs(
         bundle=bundle,
         batch_size=options.batch_size,
         costs=costs,
@@ -317,14 +320,14 @@ def _sequences(
         finally:
             bars.remove_task(task)
 
-    material = Material(datasets, record, settings)
+    material = ScenarioData(datasets, record, settings)
     for name, scenario in scenarios_of(_names(options.scenario), material).items():
         rng = np.random.default_rng(options.seed)
         yield draw(name, scenario.description, scenario.segments(material), rng)
 
 
 def _write(
-    comparisons: list[Comparison], workplace: Workplace, options: argparse.Namespace
+    comparisons: list[Comparison], workplace: ControllerInputs, options: argparse.Namespace
 ) -> None:
     environment = describe_environment(
         bundle=options.bundle.name,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from benchmarks.adapt.replay import Contender
+from benchmarks.adapt.replay import ComparedController
 
 from offramp.baselines.apparate import ApparateController, ApparateSettings
 from offramp.baselines.pame import PameController, PameSettings
@@ -31,7 +31,7 @@ from offramp.tools.bench.common.bench_flags import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workplace:
+class ControllerInputs:
     """The bundle and the limits that every compared controller is made from."""
 
     bundle: Bundle
@@ -74,7 +74,7 @@ class Kind:
 
     description: str
     mode: Mode
-    make: Callable[[Workplace], Controller]
+    make: Callable[[ControllerInputs], Controller]
 
 
 def contenders_of(names: Sequence[str]) -> dict[str, Kind]:
@@ -82,15 +82,15 @@ def contenders_of(names: Sequence[str]) -> dict[str, Kind]:
     return look_up("controller", KINDS if tuple(names) == ("all",) else names, KINDS)
 
 
-def make_contender(name: str, workplace: Workplace) -> Contender:
+def make_contender(name: str, workplace: ControllerInputs) -> ComparedController:
     """Make a fresh one."""
     kind = KINDS[name]
-    return Contender(
+    return ComparedController(
         label=name, description=kind.description, controller=kind.make(workplace), mode=kind.mode
     )
 
 
-def _fixed(workplace: Workplace, policy: ExitPolicy) -> Controller:
+def _fixed(workplace: ControllerInputs, policy: ExitPolicy) -> Controller:
     return StaticController(
         policy,
         max_disagreement=workplace.max_disagreement,
@@ -98,12 +98,12 @@ def _fixed(workplace: Workplace, policy: ExitPolicy) -> Controller:
     )
 
 
-def _static(workplace: Workplace, tune: Callable[[Records, float], Tuning]) -> Controller:
+def _static(workplace: ControllerInputs, tune: Callable[[Records, float], Tuning]) -> Controller:
     tuned = tune(workplace.tuning_records(), workplace.max_disagreement)
     return _fixed(workplace, always_active(tuned.thresholds))
 
 
-def _apparate(workplace: Workplace, window: int) -> Controller:
+def _apparate(workplace: ControllerInputs, window: int) -> Controller:
     """Apparate as it serves, but for the number of samples that it tunes on."""
     options = workplace.options("apparate")
     settings = ApparateSettings(
@@ -117,7 +117,7 @@ def _apparate(workplace: Workplace, window: int) -> Controller:
     return ApparateController.as_published(workplace.costs, settings)
 
 
-def _pame(workplace: Workplace) -> Controller:
+def _pame(workplace: ControllerInputs) -> Controller:
     """PAME's controller: its thresholds never fall again, so feedback spares it needless rises."""
     settings = PameSettings(
         max_disagreement=workplace.max_disagreement,
@@ -129,7 +129,7 @@ def _pame(workplace: Workplace) -> Controller:
     return PameController(bundle.policy, times, settings)
 
 
-def _certified(workplace: Workplace, mode: Mode) -> Controller:
+def _certified(workplace: ControllerInputs, mode: Mode) -> Controller:
     """The one that is served."""
     options = workplace.options("certified")
     controller, _ = make_controller(workplace.bundle, workplace.bundle.profile(), mode, options)

@@ -29,7 +29,7 @@ _AGREEMENT_SPANS: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Lengths of the agreement axis of a scenario, below its top of 100 %."""
 _EVERY: Final = 2
 """Every n-th window is drawn: more would be indistinguishable."""
-_LABEL_ROOM: Final = 7.0
+_LETTER_WIDTH: Final = 7.0
 """Pixels that a letter of a segment's name takes, about."""
 
 
@@ -175,7 +175,7 @@ def _draw(
         if number % 2:
             shades.append(svg.box(left, y.end, right - left, y.start - y.end, class_="shade"))
         name = span.segment.name
-        if len(name) * _LABEL_ROOM < right - left:
+        if len(name) * _LETTER_WIDTH < right - left:
             names.append(svg.text((left + right) / 2, _TOP - 5, name, "tick", "middle"))
     values = svg.nice_values(0, len(sequence), 6)
     times = [(v, f"{v / 1000:g}k" if v else "0") for v in values]

@@ -32,7 +32,7 @@ from offramp.engine.stages.plan import Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class ComparedController:
     """A controller, and how samples are treated that an exit answers."""
 
     label: str
@@ -136,7 +136,10 @@ class _Served:
 
 
 def replay(
-    sequence: SampleSequence, contender: Contender, costs: CostModel, settings: ReplaySettings
+    sequence: SampleSequence,
+    contender: ComparedController,
+    costs: CostModel,
+    settings: ReplaySettings,
 ) -> ReplayTrace:
     """Serve a sequence under a controller, which is fresh, and is used up.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.adapt.replay import Contender, ReplayTrace
-from benchmarks.adapt.scores import WINDOW, Course, Hindsight, Score, SegmentScore
+from benchmarks.adapt.replay import ComparedController, ReplayTrace
+from benchmarks.adapt.scores import WINDOW, ControllerSeries, HindsightMetrics, Score, SegmentScore
 from benchmarks.adapt.sequence import SampleSequence
 from rich.console import Console
 
@@ -20,10 +20,10 @@ WIDTH = 124
 class ControllerRun:
     """One controller on one sequence."""
 
-    contender: Contender
+    contender: ComparedController
     trace: ReplayTrace
     score: Score
-    course: Course
+    course: ControllerSeries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +32,7 @@ class Comparison:
 
     sequence: SampleSequence
     runs: tuple[ControllerRun, ...]
-    hindsight: tuple[Hindsight, ...]
+    hindsight: tuple[HindsightMetrics, ...]
     """Hindsight by segment; empty if there is nothing to tune."""
 
 

@@ -66,7 +66,7 @@ class ScenarioSettings:
     seed: int
 
 
-class Material:
+class ScenarioData:
     """Data sets by name, and the model's answers to them, each found out once.
 
     The first is the one that most scenarios use.
@@ -120,7 +120,7 @@ class Material:
         return [name for name, array in first.inputs.items() if _holds_images(array.shape)]
 
 
-_Make: TypeAlias = Callable[[Material], Sequence[ShiftSegment]]
+_Make: TypeAlias = Callable[[ScenarioData], Sequence[ShiftSegment]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,12 +130,12 @@ class Scenario:
     description: str
     """One line, for help and report."""
     segments: _Make
-    applies: Callable[[Material], bool] = lambda _: True
+    applies: Callable[[ScenarioData], bool] = lambda _: True
     needs: str = ""
     """Missing option, if the scenario does not apply."""
 
 
-def scenarios_of(names: Sequence[str], material: Material) -> dict[str, Scenario]:
+def scenarios_of(names: Sequence[str], material: ScenarioData) -> dict[str, Scenario]:
     """Look scenarios up, ValueError if one does not fit; ``all`` is every one that does."""
     if tuple(names) == ("all",):
         return {name: s for name, s in SCENARIOS.items() if s.applies(material)}
@@ -160,7 +160,7 @@ def is_easy(population: Population) -> BoolArray:
     return easy
 
 
-def _difficulty(material: Material) -> list[ShiftSegment]:
+def _difficulty(material: ScenarioData) -> list[ShiftSegment]:
     population = material.population()
     easy = is_easy(population)
     return [
@@ -174,7 +174,7 @@ def _difficulty(material: Material) -> list[ShiftSegment]:
     ]
 
 
-def _classes(material: Material) -> list[ShiftSegment]:
+def _classes(material: ScenarioData) -> list[ShiftSegment]:
     population = material.population()
     classes = population.final if population.labels is None else population.labels
     middle = int(np.unique(classes)[len(np.unique(classes)) // 2])
@@ -193,24 +193,24 @@ def _classes(material: Material) -> list[ShiftSegment]:
     ]
 
 
-def _corruption(material: Material) -> list[ShiftSegment]:
+def _corruption(material: ScenarioData) -> list[ShiftSegment]:
     kind, worst = material.settings.corruption, material.settings.severity
     steps = [(f"{kind} {severity}", severity) for severity in range(1, worst + 1)]
     return _corrupted(material, [("clean", 0), *steps])
 
 
-def _abrupt(material: Material) -> list[ShiftSegment]:
+def _abrupt(material: ScenarioData) -> list[ShiftSegment]:
     kind, worst = material.settings.corruption, material.settings.severity
     return _corrupted(material, [("clean", 0), (f"{kind} {worst}", worst), ("clean again", 0)])
 
 
-def _corrupted(material: Material, steps: Sequence[tuple[str, int]]) -> list[ShiftSegment]:
+def _corrupted(material: ScenarioData, steps: Sequence[tuple[str, int]]) -> list[ShiftSegment]:
     return [
         _segment(material, name, material.population(severity=severity)) for name, severity in steps
     ]
 
 
-def _domain(material: Material) -> list[ShiftSegment]:
+def _domain(material: ScenarioData) -> list[ShiftSegment]:
     return [_segment(material, name, material.population(name)) for name in material.names]
 
 
@@ -249,7 +249,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = {
 
 
 def _segment(
-    material: Material, name: str, population: Population, weights: FloatArray | None = None
+    material: ScenarioData, name: str, population: Population, weights: FloatArray | None = None
 ) -> ShiftSegment:
     """Return a segment of a population; by default all samples are equally likely."""
     even = np.full(len(population), 1.0 / len(population))

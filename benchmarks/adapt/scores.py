@@ -23,7 +23,7 @@ _ROUNDING: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conduct:
+class ControllerMetrics:
     """The figures of a controller over some samples. Shares are of these unless said."""
 
     samples: int
@@ -46,8 +46,8 @@ class SegmentScore:
     """One segment under one controller."""
 
     name: str
-    whole: Conduct
-    settled: Conduct | None
+    whole: ControllerMetrics
+    settled: ControllerMetrics | None
     """From ``settled_after`` on; ``None`` if it never settled."""
     settled_after: int | None
     """Samples of the segment until no policy in force exceeds the constraint any more."""
@@ -74,7 +74,7 @@ class SegmentScore:
 class Score:
     """One controller on one sequence."""
 
-    whole: Conduct
+    whole: ControllerMetrics
     segments: tuple[SegmentScore, ...]
     policies: int
     """Number of policies that were active."""
@@ -88,7 +88,7 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Course:
+class ControllerSeries:
     """One controller over time: a point for every window of :data:`WINDOW` samples."""
 
     ends: IntArray
@@ -107,7 +107,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hindsight:
+class HindsightMetrics:
     """The figures of the best thresholds for a segment, had they been known before."""
 
     agreement: float
@@ -117,7 +117,7 @@ class Hindsight:
 
 def hindsight(
     sequence: SampleSequence, costs: CostModel, active: Sequence[int], max_disagreement: float
-) -> tuple[Hindsight, ...]:
+) -> tuple[HindsightMetrics, ...]:
     """Tune thresholds of exits on each segment's own samples, within the constraint there."""
     exits, drawn, found = list(active), sequence.drawn, []
     latency_ms, source_ms = costs.latency_ms(active), costs.source_ms
@@ -125,7 +125,9 @@ def hindsight(
         rows = slice(span.start, span.end)
         known = drawn.confidence[exits, rows], drawn.agrees[exits, rows]
         best = tune(*known, latency_ms, max_disagreement, vanilla_ms=source_ms)
-        found.append(Hindsight(agreement=1 - best.disagreement, latency_savings=best.savings))
+        found.append(
+            HindsightMetrics(agreement=1 - best.disagreement, latency_savings=best.savings)
+        )
     return tuple(found)
 
 
@@ -159,7 +161,7 @@ def risks(sequence: SampleSequence, trace: ReplayTrace) -> FloatArray:
     return risk
 
 
-def course(sequence: SampleSequence, trace: ReplayTrace) -> Course:
+def course(sequence: SampleSequence, trace: ReplayTrace) -> ControllerSeries:
     """Look at a trace over time."""
     starts = _window_starts(0, len(sequence))
     ends = starts + min(WINDOW, len(sequence))
@@ -173,7 +175,7 @@ def course(sequence: SampleSequence, trace: ReplayTrace) -> Course:
     for row, change in zip(thresholds, trace.changes, strict=True):
         for active in change.policy.active:
             row[active.exit] = active.threshold
-    return Course(
+    return ControllerSeries(
         ends=ends,
         agreement=mean(trace.agrees),
         latency_savings=1 - mean(trace.latency_ms) / trace.source_ms,
@@ -227,8 +229,8 @@ def _segment(
 
 def _conduct(
     trace: ReplayTrace, risk: FloatArray, rows: IntArray, max_disagreement: float
-) -> Conduct:
-    return Conduct(
+) -> ControllerMetrics:
+    return ControllerMetrics(
         samples=len(rows),
         agreement=float(trace.agrees[rows].mean()),
         risk=float(risk[rows].mean()),

@@ -32,9 +32,9 @@ from offramp.tools.bench.common.dynamics import plain, stroke
 
 _WIDTH, _HEIGHT = 520.0, 330.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 26.0, 42.0, 40.0
-_ROOM = 34.0
+_LABEL_SPACING = 34.0
 """Pixels between two labels of bounds, at least."""
-_BESIDE = 12.0
+_ZERO_OFFSET = 12.0
 """Pixels between the axis and systems without disagreement."""
 _TOGETHER = 20.0
 """Pixels within which the marks of a system have one label."""
@@ -91,7 +91,7 @@ def plots(frontier: Frontier) -> list[FrontierPlot]:
     right = 1.12 * max([*frontier.bounds, *(point.disagreement for point in points)])
     top = max(1.1, *(1.05 * (point.busy.value + point.busy.half_width) for point in points))
     width = _WIDTH - _RIGHT - _LEFT
-    left = -right * _BESIDE / (width - _BESIDE)
+    left = -right * _ZERO_OFFSET / (width - _ZERO_OFFSET)
     x = Scale(low=left, high=right, start=_LEFT, end=_WIDTH - _RIGHT)
     y = Scale(low=0.0, high=top, start=_HEIGHT - _BOTTOM, end=_TOP)
     return [
@@ -129,7 +129,7 @@ def _bounds(bounds: Sequence[float], x: Scale, y: Scale) -> Markup:
     for bound in bounds:
         at = x(bound)
         parts.append(svg.line(at, y.start, at, y.end, "bound"))
-        if at - last >= _ROOM:
+        if at - last >= _LABEL_SPACING:
             last = at
             parts.append(
                 svg.text(at, y.end - 6, f"≤ {numbers.plain_percent(bound)}", "tick", "middle")

@@ -36,7 +36,7 @@ DENSE: Final[frozenset[TaskKind]] = frozenset({"token-classification", "segmenta
 """Tasks whose answer has places: tokens, pixels, or key points."""
 
 
-WHOLE_SETS: Final = 31
+MOST_LABELS: Final = 31
 """Most labels whose sets are numbered; larger sets are distinguished by a checksum."""
 
 
@@ -80,7 +80,7 @@ class AnswerTask:
             return 2
         if self.kind == "classification":
             return classes
-        return 1 << min(classes, WHOLE_SETS)
+        return 1 << min(classes, MOST_LABELS)
 
     def describe(self) -> str:
         """Return the condition of agreement, as in ``it agrees if …``."""

@@ -56,7 +56,7 @@ def last_beginning(segments: Sequence[Segment]) -> int:
     return 0
 
 
-def given_behind(segments: Sequence[Segment], first: int, last: int) -> tuple[str, ...]:
+def outputs_after(segments: Sequence[Segment], first: int, last: int) -> tuple[str, ...]:
     """Return tensors of segments ``first`` to ``last`` that later ones read, or their answer."""
     read = {name for segment in segments[last + 1 :] for name in segment.inputs}
     written = [name for segment in segments[first : last + 1] for name in segment.outputs]

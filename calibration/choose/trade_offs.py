@@ -22,8 +22,8 @@ from offramp.calibration.choose.selection import Candidates
 from offramp.certify import MODEL_END, tuning_path, walk
 from offramp.engine.control.costs import CostModel
 
-Way: TypeAlias = Literal["exits", "subnets", "both", "handing-on"]
-WAYS: Final[tuple[Way, ...]] = ("exits", "subnets", "both", "handing-on")
+TradeOffKind: TypeAlias = Literal["exits", "subnets", "both", "handing-on"]
+TRADE_OFF_KINDS: Final[tuple[TradeOffKind, ...]] = ("exits", "subnets", "both", "handing-on")
 """Ways to make a model faster: the full model's exits; subnets without exits; the full model and
 every subnet, each with its exits; subnets with exits of which the last one, the subnet's answer,
 passes samples with too little confidence on to the full model."""
@@ -226,7 +226,7 @@ Judged: TypeAlias = Sequence[tuple[RecordedVariant, ExitRecords]]
 """Variants, the full model first, each with the records that its trade-offs are counted on."""
 
 
-Worth: TypeAlias = Callable[[TradeOff], float]
+QualityMeasure: TypeAlias = Callable[[TradeOff], float]
 """Quality of a trade-off's answers; more is better."""
 
 
@@ -244,7 +244,7 @@ def same_samples(judged: Judged) -> bool:
     )
 
 
-def trade_offs(judged: Judged, way: Way) -> list[TradeOff]:
+def trade_offs(judged: Judged, way: TradeOffKind) -> list[TradeOff]:
     """Evaluate all choices of one way; the unmodified full model is one of each.
 
     ValueError if the full model is not the first.
@@ -266,17 +266,19 @@ def trade_offs(judged: Judged, way: Way) -> list[TradeOff]:
     return found
 
 
-def agreement_worth(point: TradeOff) -> float:
+def agreement_quality(point: TradeOff) -> float:
     """Return the quality of a trade-off's answers as agreement."""
     return point.agreement
 
 
-def accuracy_worth(point: TradeOff) -> float:
+def accuracy_quality(point: TradeOff) -> float:
     """Return the quality of a trade-off's answers as accuracy; as agreement without labels."""
     return point.agreement if point.accuracy is None else point.accuracy
 
 
-def front_of(points: Iterable[TradeOff], worth: Worth = agreement_worth) -> tuple[TradeOff, ...]:
+def front_of(
+    points: Iterable[TradeOff], worth: QualityMeasure = agreement_quality
+) -> tuple[TradeOff, ...]:
     """Return the points that no other dominates, cheapest first, so in rising order of worth."""
     front: list[TradeOff] = []
     for point in sorted(points, key=lambda p: (p.cost, -worth(p), p.variant, len(p.active))):
@@ -286,7 +288,7 @@ def front_of(points: Iterable[TradeOff], worth: Worth = agreement_worth) -> tupl
 
 
 def cheapest_at(
-    points: Iterable[TradeOff], level: float, worth: Worth = agreement_worth
+    points: Iterable[TradeOff], level: float, worth: QualityMeasure = agreement_quality
 ) -> TradeOff | None:
     """Return the point of least time with at least a worth of ``level``; ``None`` if none has."""
     reaching = (p for p in points if worth(p) >= level - 1e-12)

@@ -51,7 +51,7 @@ def makes_sense(method: Method, dataset: Dataset) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MadeSamples:
+class AugmentedSamples:
     """Samples made from two real ones each, computed when they are read."""
 
     base: Dataset
@@ -64,7 +64,7 @@ class MadeSamples:
     """[n]: contribution of the first one, 0 to 1."""
 
     @classmethod
-    def draw(cls, base: Dataset, method: Method, *, seed: int) -> MadeSamples:
+    def draw(cls, base: Dataset, method: Method, *, seed: int) -> AugmentedSamples:
         """Draw a pair for each sample, and the share that the first of each contributes."""
         rng, samples = np.random.default_rng(seed), len(base)
         order = rng.permutation(samples)
@@ -83,7 +83,7 @@ class MadeSamples:
     def __len__(self) -> int:
         return len(self.first)
 
-    def subset(self, rows: NDArray[np.intp]) -> MadeSamples:
+    def subset(self, rows: NDArray[np.intp]) -> AugmentedSamples:
         """Return some of the samples."""
         return replace(
             self, first=self.first[rows], partner=self.partner[rows], share=self.share[rows]

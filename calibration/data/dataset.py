@@ -36,7 +36,7 @@ _BLOCK_BYTES: Final = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TakenInputs(Mapping[str, NDArray[Any]]):
+class InputView(Mapping[str, NDArray[Any]]):
     """The inputs of some samples of a data set, without a copy.
 
     An input is copied when it is read as a whole; :meth:`Dataset.take` copies the rows it returns.
@@ -79,7 +79,7 @@ class Dataset:
         return np.arange(len(self)) if self.taken is None else self.taken
 
     def __len__(self) -> int:
-        if isinstance(self.inputs, TakenInputs):
+        if isinstance(self.inputs, InputView):
             return len(self.inputs.rows)
         return len(next(iter(self.inputs.values())))
 
@@ -88,9 +88,9 @@ class Dataset:
         labels = None if self.labels is None else self.labels[rows]
         group = None if self.group is None else self.group[rows]
         copies = None if self.copies is None else self.copies[rows]
-        inputs = TakenInputs(whole=self.inputs, rows=rows)
-        if isinstance(self.inputs, TakenInputs):
-            inputs = TakenInputs(whole=self.inputs.whole, rows=self.inputs.rows[rows])
+        inputs = InputView(whole=self.inputs, rows=rows)
+        if isinstance(self.inputs, InputView):
+            inputs = InputView(whole=self.inputs.whole, rows=self.inputs.rows[rows])
         return replace(
             self, inputs=inputs, labels=labels, group=group, copies=copies, taken=self.rows[rows]
         )
@@ -105,7 +105,7 @@ class Dataset:
 
     def column(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
         """Return one input of some samples."""
-        if isinstance(self.inputs, TakenInputs):
+        if isinstance(self.inputs, InputView):
             return copy_rows(self.inputs.whole[name], self.inputs.rows[rows])
         return copy_rows(self.inputs[name], rows)
 
@@ -209,13 +209,13 @@ def read_samples(
 
     The default ``group`` is the one of the compilation, if the data have it.
     """
-    known, asked = manifest.calibration.distinct, None
+    known, group_key = manifest.calibration.distinct, None
     if group is not None:
-        asked = GroupKey(key=group)
+        group_key = GroupKey(key=group)
     elif known is not None and known.key is not None:
-        asked = GroupKey(key=known.key, needed=False)
+        group_key = GroupKey(key=known.key, needed=False)
     return read_dataset(
-        source, manifest.inputs, unread=manifest.unread, answer=manifest.answer, group=asked
+        source, manifest.inputs, unread=manifest.unread, answer=manifest.answer, group=group_key
     )
 
 

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
-from offramp.calibration.data.augmentation import MadeSamples
+from offramp.calibration.data.augmentation import AugmentedSamples
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.engine.answers.agreement import agreement_of
 from offramp.engine.backends.onnxruntime import make_session
@@ -54,7 +54,7 @@ class _Part(NamedTuple):
 def run_over(
     model: Graphs,
     outputs: Sequence[str],
-    dataset: Dataset | MadeSamples,
+    dataset: Dataset | AugmentedSamples,
     *,
     threads: int,
     batch_size: int = BATCH_SIZE,

@@ -162,13 +162,13 @@ class _StoredColumn:
             if self._file is None and self._bytes <= data_sources.HELD_BYTES:
                 self._held.append(block.copy())  # the caller may reuse its array
                 continue
-            file = self._with_room()
+            file = self._extended_file()
             for each in (*self._held, block):
                 file.write(each.data)
             self._held.clear()
         self._rows += len(array)
 
-    def _with_room(self) -> IO[bytes]:
+    def _extended_file(self) -> IO[bytes]:
         """Return the file, with space for all bytes so far."""
         what, remedy = f"the arrays of {self._writer.name}", "read fewer samples (--max-samples)"
         lacking = max(self._bytes - self._allocated, 0)

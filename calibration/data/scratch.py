@@ -34,7 +34,7 @@ class ScratchSpace:
         """The folder, also if it is the system's."""
         return self.folder or Path(tempfile.gettempdir())
 
-    def check_room(self, size_bytes: int, what: str, remedy: str) -> None:
+    def check_space(self, size_bytes: int, what: str, remedy: str) -> None:
         """Check that the disk has space for ``size_bytes``; ScratchError if not."""
         free = shutil.disk_usage(self.place).free
         if size_bytes > free:
@@ -63,7 +63,7 @@ class ScratchSpace:
 
         ScratchError if there is no space for it.
         """
-        self.check_room(size_bytes, what, remedy)
+        self.check_space(size_bytes, what, remedy)
         with self._reporting(size_bytes, what, remedy):
             file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - the caller closes it
         try:
@@ -78,7 +78,7 @@ class ScratchSpace:
 
         ScratchError if there is no space for them.
         """
-        self.check_room(size_bytes, what, remedy)
+        self.check_space(size_bytes, what, remedy)
         with self._reporting(start + size_bytes, what, remedy):
             if hasattr(os, "posix_fallocate"):  # macOS has none
                 os.posix_fallocate(file.fileno(), start, size_bytes)

@@ -287,9 +287,9 @@ def _copy_distance(position: Float32Array, within: float) -> float:
     copies but tight classes.
     """
     distances = 2 * within / 2 ** (np.arange(_STEPS) / _STEPS_OF_TWO)
-    pairs, asked = _count_pairs(position, distances)
+    pairs, drawn = _count_pairs(position, distances)
     wide = _is_wide(position)
-    most = max(_MOST_SHARE * len(position), 1) * asked
+    most = max(_MOST_SHARE * len(position), 1) * drawn
     for distance, near, around in zip(
         distances[_STEPS_OF_TWO:], pairs[_STEPS_OF_TWO:], pairs, strict=False
     ):
@@ -316,16 +316,16 @@ def _count_pairs(
     rng = np.random.default_rng(2)
     rows = len(position)
     most = min(max(_COMPARED // rows, _FEWEST_ASKED), _ASKED, rows)
-    asked = rng.choice(rows, most, replace=False)
+    drawn = rng.choice(rows, most, replace=False)
     counts = np.zeros(len(distances), np.int64)
     size = max(_AT_ONCE // max(position.size, 1), 1)
-    for start in range(0, len(asked), size):
-        some = asked[start : start + size]
+    for start in range(0, len(drawn), size):
+        some = drawn[start : start + size]
         squares = ((position[some][:, None] - position[None]) ** 2).sum(axis=2)
         squares[np.arange(len(some)), some] = np.inf
         apart = np.sqrt(squares[squares <= distances[0] ** 2])
         counts += np.searchsorted(np.sort(apart), distances, side="right")
-    return counts, len(asked)
+    return counts, len(drawn)
 
 
 def _near_pairs(

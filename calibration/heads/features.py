@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
-from offramp.bundle.npz import let_go
-from offramp.calibration.data.augmentation import MadeSamples
+from offramp.bundle.npz import release_pages
+from offramp.calibration.data.augmentation import AugmentedSamples
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.data.running import BATCH_SIZE, Graphs, check_answers, run_over
 from offramp.calibration.heads.cut_tensors import CutTensor
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _FLOAT16_MAX = 65504.0
 
-WHOLE = 0
+FULL_TENSOR = 0
 """Key, in place of a grid, of a tensor that is recorded unchanged."""
 LAST = -1
 """Key of the last token that counts."""
@@ -51,8 +51,8 @@ class Recording:
     """The recorded features of every candidate exit, and the source model's answers."""
 
     features: tuple[Mapping[int, NDArray[np.float16]], ...]
-    """Features per candidate, by grid: [n, channels · grid^sides]; by :data:`WHOLE`: [n, tokens,
-    width] or [n, width]; by :data:`LAST`: [n, width]."""
+    """Features per candidate, by grid: [n, channels · grid^sides]; by :data:`FULL_TENSOR`:
+    [n, tokens, width] or [n, width]; by :data:`LAST`: [n, width]."""
     masks: Mapping[str, NDArray[Any]]
     """Masks that heads use, by graph input: [n, tokens]."""
     answers: NDArray[np.float32]
@@ -76,7 +76,7 @@ def record(
     answer: Answer,
     dataset: Dataset,
     *,
-    made: MadeSamples | None = None,
+    made: AugmentedSamples | None = None,
     projections: Projections | None = None,
     masks: Collection[str] = (),
     threads: int,
@@ -96,7 +96,9 @@ def record(
     store = _FeatureStore(
         directory=directory,
         names=[name for per_exit in outputs for name in per_exit.values()],
-        projected={outputs[candidate][WHOLE]: p for candidate, p in (projections or {}).items()},
+        projected={
+            outputs[candidate][FULL_TENSOR]: p for candidate, p in (projections or {}).items()
+        },
         answers=np.full((len(dataset) + made_rows, answer.classes), np.nan, np.float32),
         progress=progress,
     )
@@ -150,7 +152,7 @@ class _FeatureStore:
             self._make_files({n: (len(self.answers), *v.shape[1:]) for n, v in stored.items()})
         for name, value in stored.items():
             self.files[name][place] = np.clip(value, -_FLOAT16_MAX, _FLOAT16_MAX)
-            let_go(self.files[name])
+            release_pages(self.files[name])
         self.progress(len(answered))
 
     def _stored(self, name: str, value: NDArray[Any]) -> NDArray[Any]:
@@ -221,7 +223,7 @@ def sample_sizes(
     shapes = {name: value.shape[1:] for name, value in zip(names, values, strict=True)}
 
     def values_of(candidate: int, key: int, shape: tuple[int, ...]) -> int:
-        projected = candidate in wide and key == WHOLE
+        projected = candidate in wide and key == FULL_TENSOR
         return math.prod((*shape[:-1], TOKEN_COMPONENTS) if projected else shape)
 
     itemsize = np.dtype(np.float16).itemsize
@@ -249,7 +251,7 @@ def fit_projections(
     if not wide:
         return {}
     part = dataset.subset(_projected_rows(len(dataset)))
-    names = [outputs[candidate][WHOLE] for candidate in wide]
+    names = [outputs[candidate][FULL_TENSOR] for candidate in wide]
     some = {candidate: _SomeTokens(part, cuts[candidate].mask) for candidate in wide}
     for rows, values in run_over(model, names, part, threads=threads):
         for candidate, value in zip(wide, values, strict=True):
@@ -306,7 +308,7 @@ def _wide_tokens(outputs: tuple[Mapping[int, str], ...], cuts: Sequence[CutTenso
 
 
 def _masks(
-    directory: Path, names: Collection[str], dataset: Dataset, made: MadeSamples | None
+    directory: Path, names: Collection[str], dataset: Dataset, made: AugmentedSamples | None
 ) -> dict[str, NDArray[Any]]:
     """Copy masks to files, by name; DataError if the disk is full."""
     try:
@@ -321,7 +323,7 @@ def _masks(
         ) from error
 
 
-def _mask(path: Path, name: str, dataset: Dataset, made: MadeSamples | None) -> NDArray[Any]:
+def _mask(path: Path, name: str, dataset: Dataset, made: AugmentedSamples | None) -> NDArray[Any]:
     """Copy a mask [n, tokens] to a new file, those of made samples after the others."""
     total = len(dataset) + (0 if made is None else len(made))
     first = dataset.column(name, slice(1))
@@ -332,5 +334,5 @@ def _mask(path: Path, name: str, dataset: Dataset, made: MadeSamples | None) -> 
             found = part.column(name, slice(begin, begin + BATCH_SIZE))
             mask[start : start + len(found)] = found
             start += len(found)
-            let_go(mask)
+            release_pages(mask)
     return mask

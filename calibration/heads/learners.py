@@ -21,7 +21,7 @@ from torch import Tensor
 from offramp.bundle.npz import copy_rows
 from offramp.bundle.schema.parts import Head, HeadKind
 from offramp.calibration.heads.families import FAR_BELOW, POOLINGS
-from offramp.calibration.heads.features import LAST, WHOLE, Recording
+from offramp.calibration.heads.features import FULL_TENSOR, LAST, Recording
 from offramp.calibration.heads.preconditioning import Preconditioner, moments
 
 FloatArray = NDArray[np.float32]
@@ -184,7 +184,7 @@ class _FixedLearner(Learner):
 
     def _seen(self, recording: Recording) -> NDArray[np.floating]:
         """Return the features [n, inputs] before preconditioning."""
-        key = LAST if self._pooling.recorded else self._group.view.grid or WHOLE
+        key = LAST if self._pooling.recorded else self._group.view.grid or FULL_TENSOR
         recorded = recording.features[self._group.view.candidate][key]
         if self._pooling.form != "tokens" or self._pooling.recorded:
             return recorded
@@ -225,7 +225,7 @@ class _AttentionLearner(Learner):
         return [self.queries[index], *super().parameters(index)]
 
     def load(self, recording: Recording) -> _Tokens:
-        tokens = recording.features[self._group.view.candidate][WHOLE]
+        tokens = recording.features[self._group.view.candidate][FULL_TENSOR]
         return tokens, self._group.mask_in(recording)
 
     def pool(self, loaded: _Tokens, rows: Tensor) -> list[Tensor]:

@@ -59,10 +59,10 @@ class Rewrite:
 
     replaced: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
     """New nodes by the first output of the node that they replace."""
-    behind: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
+    following: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
     """New nodes by the tensor that they follow."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """Tensor that is read instead of each tensor, except by nodes in ``behind``."""
+    """Tensor that is read instead of each tensor, except by nodes in ``following``."""
 
 
 class Editor:
@@ -187,12 +187,12 @@ class Editor:
     def _nodes(self, rewrites: Sequence[Rewrite]) -> Iterator[onnx.NodeProto]:
         replaced = {y: nodes for r in rewrites for y, nodes in r.replaced.items()}
         renamed = {x: name for r in rewrites for x, name in r.renamed.items()}
-        behind: dict[str, list[onnx.NodeProto]] = {}
+        following: dict[str, list[onnx.NodeProto]] = {}
         for rewrite in rewrites:
-            for x, nodes in rewrite.behind.items():
-                behind.setdefault(x, []).extend(nodes)
+            for x, nodes in rewrite.following.items():
+                following.setdefault(x, []).extend(nodes)
         for given in self.proto.graph.input:
-            yield from behind.get(given.name, ())
+            yield from following.get(given.name, ())
         for node in self.proto.graph.node:
             for new in replaced.get(node.output[0], (node,)) if node.output else (node,):
                 read = onnx.NodeProto()
@@ -201,7 +201,7 @@ class Editor:
                 read.input.extend(renamed.get(name, name) for name in new.input)
                 yield read
             for name in node.output:
-                yield from behind.get(name, ())
+                yield from following.get(name, ())
 
 
 def make(

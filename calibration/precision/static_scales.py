@@ -77,7 +77,9 @@ def quantise_static(
     rewrite = Rewrite()
     for tensor, limits in ranges.items():
         pair = _pair(editor, tensor, limits, signed=signed)
-        rewrite.behind[tensor] = pair if tensor in inside else pair[:1]  # products read the steps
+        rewrite.following[tensor] = (
+            pair if tensor in inside else pair[:1]
+        )  # products read the steps
     # Readers of a convolution's output must read it rounded, or the kernel would not be int8.
     rewrite.renamed.update((t, _dequantised(t)) for t in inside)
     for y, node in convolved.items():

@@ -4,7 +4,7 @@ The package may import :mod:`offramp.certify`, bundles, the rest of calibration 
 cost models.
 """
 
-from offramp.calibration.rehearsal.adaptation import Move, adapt, raising_path
+from offramp.calibration.rehearsal.adaptation import ExitMove, adapt, raising_path
 from offramp.calibration.rehearsal.load import (
     REHEARSAL,
     Candidate,
@@ -24,8 +24,8 @@ from offramp.calibration.rehearsal.rehearsal import (
 __all__ = [
     "REHEARSAL",
     "Candidate",
+    "ExitMove",
     "Forecast",
-    "Move",
     "Rehearsal",
     "RehearsalSettings",
     "RehearsalStep",

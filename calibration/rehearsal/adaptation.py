@@ -37,7 +37,7 @@ from offramp.certify.binomial import count_allowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class ExitMove:
     """The move of an exit that made too many batches late to a later place."""
 
     exit: int
@@ -48,7 +48,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Late:
+class LateExit:
     """An exit in use that makes too many batches late."""
 
     exit: int
@@ -64,7 +64,7 @@ class Adaptation:
 
     least: tuple[ActiveExit, ...]
     """Exits after all moves, with their thresholds before raising, which are lower limits."""
-    moves: tuple[Move, ...]
+    moves: tuple[ExitMove, ...]
     """Moves in order."""
     rehearsal: Rehearsal
     """Result with the raised thresholds; its steps are those of the exits in use."""
@@ -87,7 +87,7 @@ def adapt(
     if allowed_errors is None:
         allowed_errors = count_allowed(settings.max_disagreement, load.samples)
     least = {a.exit: a.threshold for a in active if a.threshold < NEVER}
-    moves: list[Move] = []
+    moves: list[ExitMove] = []
     while True:
         raised = raise_thresholds(load, least, allowed_errors)
         steps, late = look_at(load, times, raised, settings, allowed_errors=allowed_errors)
@@ -146,7 +146,7 @@ def look_at(
     settings: RehearsalSettings,
     *,
     allowed_errors: int,
-) -> tuple[tuple[RehearsalStep, ...], Late | None]:
+) -> tuple[tuple[RehearsalStep, ...], LateExit | None]:
     """Compute both matrices at each exit in use, until one makes too many batches late.
 
     Returns a step for each exit before that one, and that exit, or ``None``. Other candidates are
@@ -155,24 +155,29 @@ def look_at(
     at, steps = Position.start(load), list[RehearsalStep]()
     for used in active:
         if at.rows < 1:
-            return tuple(steps), Late(exit=used.exit, violations=1.0, at=at)
+            return tuple(steps), LateExit(exit=used.exit, violations=1.0, at=at)
         later = rehearsal.later_exits(times, at)
         thresholds = {e: rehearsal.configure(load, at, e, allowed_errors) for e in later}
         thresholds[used.exit] = used.threshold
         step = rehearsal.characterise(load, times, at, thresholds, settings)
         found = step.candidate(used.exit)
         if found.violations > settings.max_violations:
-            return tuple(steps), Late(exit=used.exit, violations=found.violations, at=at)
+            return tuple(steps), LateExit(exit=used.exit, violations=found.violations, at=at)
         judged = [rehearsal.judge(c, math.inf, settings) for c in step.candidates]
         marked = (replace(c, verdict="chosen") if c.exit == used.exit else c for c in judged)
         steps.append(replace(step, candidates=tuple(marked), chosen=used.exit))
-        at = at.behind(load, used.exit, used.threshold, found.allowed_rows)
+        at = at.advance(load, used.exit, used.threshold, found.allowed_rows)
     return tuple(steps), None
 
 
 def _move(
-    load: RehearsalLoad, late: Late, least: Mapping[int, float], *, exits: int, allowed_errors: int
-) -> tuple[dict[int, float], Move]:
+    load: RehearsalLoad,
+    late: LateExit,
+    least: Mapping[int, float],
+    *,
+    exits: int,
+    allowed_errors: int,
+) -> tuple[dict[int, float], ExitMove]:
     """Replace an exit by the next later candidate before the next exit in use."""
     kept = {e: threshold for e, threshold in least.items() if e != late.exit}
     behind = min([e for e in kept if e > late.exit], default=exits)
@@ -181,8 +186,8 @@ def _move(
             threshold = rehearsal.configure(load, late.at, candidate, allowed_errors)
             if threshold < NEVER:
                 moved = dict(sorted({**kept, candidate: threshold}.items()))
-                return moved, Move(exit=late.exit, to=candidate, violations=late.violations)
-    return kept, Move(exit=late.exit, to=None, violations=late.violations)
+                return moved, ExitMove(exit=late.exit, to=candidate, violations=late.violations)
+    return kept, ExitMove(exit=late.exit, to=None, violations=late.violations)
 
 
 def _as_active(thresholds: Mapping[int, float]) -> tuple[ActiveExit, ...]:

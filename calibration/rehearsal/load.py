@@ -101,7 +101,7 @@ class Position:
         """Last exit found, or ``None``."""
         return self.active[-1].exit if self.active else None
 
-    def behind(self, load: RehearsalLoad, exit_: int, threshold: float, rows: int) -> Position:
+    def advance(self, load: RehearsalLoad, exit_: int, threshold: float, rows: int) -> Position:
         """Return the position after one more exit, where at most ``rows`` rows may go on."""
         leaving = self.waiting & leaves(load.confidence[exit_], np.float32(threshold))
         return Position(
@@ -123,7 +123,7 @@ def forecast(load: RehearsalLoad, times: StageTimes, active: Sequence[ActiveExit
         elapsed_ms += stage_ms[arriving]
         going_on = np.zeros_like(arriving)
         if exit_ is not None:
-            at = at.behind(load, exit_.exit, exit_.threshold, rows=0)
+            at = at.advance(load, exit_.exit, exit_.threshold, rows=0)
             going_on = load.rows(at.waiting)
         answered_ms += float(((arriving - going_on) * elapsed_ms).sum())
         arriving = going_on

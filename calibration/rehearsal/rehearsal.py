@@ -79,7 +79,7 @@ def rehearse(
             ended = _ending(step)
             continue
         found = step.candidate(step.chosen)
-        at = at.behind(load, found.exit, found.threshold, found.allowed_rows)
+        at = at.advance(load, found.exit, found.threshold, found.allowed_rows)
         if not any(found.pattern[1:]) or found.allowed_rows < 1:
             ended = "all left"
         elif not later_exits(times, at):
@@ -172,7 +172,7 @@ def batching_pattern(
     pattern: IntArray = np.zeros(matrix.ms.shape, dtype=np.int64)
     disagreement, moving_on = np.empty(len(thresholds)), np.empty(len(thresholds))
     for row, (exit_, threshold) in enumerate(thresholds.items()):
-        behind = at.behind(load, exit_, threshold, rows=0)
+        behind = at.advance(load, exit_, threshold, rows=0)
         columns = matrix.column_of(load.rows(behind.waiting))
         columns = np.where(late, last, columns)
         pattern[row] = np.bincount(columns, minlength=last + 1)

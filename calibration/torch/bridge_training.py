@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from offramp.bundle import Answer
-from offramp.calibration.data.augmentation import MadeSamples, Method
+from offramp.calibration.data.augmentation import AugmentedSamples, Method
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.running import Graphs, run_over
 from offramp.calibration.data.training_options import TrainingOptions, rate_after
@@ -187,17 +187,17 @@ def _sizes_of_epoch(samples: int, made: Method | None) -> tuple[int, int]:
 
 def _of_epoch(
     train: Dataset, made: Method | None, shuffler: np.random.Generator
-) -> list[Dataset | MadeSamples]:
+) -> list[Dataset | AugmentedSamples]:
     """Return the samples of an epoch: all real ones, or half of them and as many made ones."""
     order = shuffler.permutation(len(train))
     if made is None:
         return [train.subset(order)]
     _, half = _sizes_of_epoch(len(order), made)
-    joined = MadeSamples.draw(train, made, seed=int(shuffler.integers(2**31)))
+    joined = AugmentedSamples.draw(train, made, seed=int(shuffler.integers(2**31)))
     return [train.subset(order[half:]), joined.subset(order[:half])]
 
 
-def _interleaved(parts: Iterable[Iterator[_TaughtBatch]]) -> Iterator[_TaughtBatch]:
+def _interleaved(parts: Iterable[Iterator[_TargetBatch]]) -> Iterator[_TargetBatch]:
     """Yield from all parts in turn, until all are used up."""
     for turn in zip_longest(*parts):
         yield from (batch for batch in turn if batch is not None)
@@ -216,7 +216,7 @@ _Side: TypeAlias = tuple[BridgeToTrain, TorchGraph]
 """A bridge, and the module that trains it."""
 
 
-class _TaughtBatch(NamedTuple):
+class _TargetBatch(NamedTuple):
     """Inputs and targets of bridges for b samples."""
 
     feeds: dict[str, Tensor]
@@ -234,9 +234,9 @@ class _Run:
         self.objective = BridgeObjective(answer)
         self._read = sorted({name for bridge in bridges for name in bridge.reads})
 
-    def batches(self, dataset: Dataset | MadeSamples, size: int) -> Iterator[_TaughtBatch]:
+    def batches(self, dataset: Dataset | AugmentedSamples, size: int) -> Iterator[_TargetBatch]:
         """Run the source model over some samples."""
-        given = (dataset.base if isinstance(dataset, MadeSamples) else dataset).inputs
+        given = (dataset.base if isinstance(dataset, AugmentedSamples) else dataset).inputs
         inputs = [name for name in self._read if name in given]
         wanted = [name for name in self._read if name not in given]
         outputs = list(dict.fromkeys([self._answer.output, *wanted]))
@@ -246,16 +246,16 @@ class _Run:
             feeds = {name: tensor_of(found[name]) for name in wanted}
             feeds |= {name: tensor_of(dataset.column(name, rows)) for name in inputs}
             mask = None if mask_name is None else tensor_of(dataset.column(mask_name, rows))
-            yield _TaughtBatch(feeds, tensor_of(found[self._answer.output]), mask)
+            yield _TargetBatch(feeds, tensor_of(found[self._answer.output]), mask)
 
-    def learn(self, batch: _TaughtBatch, side: _Side) -> None:
+    def learn(self, batch: _TargetBatch, side: _Side) -> None:
         """Compute the gradients of a bridge."""
         bridge, module = side
         scores = module(batch.feeds)[bridge.scores]
         self.objective.loss(scores, batch.taught, batch.mask).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def read(self, batch: _TaughtBatch, side: _Side) -> _ReadBatch:
+    def read(self, batch: _TargetBatch, side: _Side) -> _ReadBatch:
         """Answer a batch with a bridge."""
         bridge, module = side
         found = module(batch.feeds)

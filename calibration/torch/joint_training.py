@@ -145,7 +145,7 @@ def train_jointly(
     return JointlyTrained(proto=module.write_back(joined.proto), training=training)
 
 
-class _Taught(NamedTuple):
+class _TrainingBatch(NamedTuple):
     """Inputs of b samples, with the model's answers and the targets."""
 
     feeds: dict[str, Tensor]
@@ -155,13 +155,13 @@ class _Taught(NamedTuple):
     """[b, …]: the unmodified model's answers."""
     mask: NDArray[Any] | None
 
-    def shards(self) -> list[_Taught]:
+    def shards(self) -> list[_TrainingBatch]:
         """Divide the samples into shards."""
         starts = range(0, len(self.ends), _SHARD)
         return [self._rows(slice(start, start + _SHARD)) for start in starts]
 
-    def _rows(self, rows: slice) -> _Taught:
-        return _Taught(
+    def _rows(self, rows: slice) -> _TrainingBatch:
+        return _TrainingBatch(
             feeds={name: values[rows] for name, values in self.feeds.items()},
             taught=self.taught[rows],
             ends=self.ends[rows],
@@ -194,7 +194,9 @@ class _Lesson:
         for rows, (ends,) in run_over(self._source, outputs, dataset, threads=1, batch_size=size):
             yield rows, ends
 
-    def batches(self, dataset: Dataset, size: int, known: NDArray[Any] | None) -> Iterator[_Taught]:
+    def batches(
+        self, dataset: Dataset, size: int, known: NDArray[Any] | None
+    ) -> Iterator[_TrainingBatch]:
         """Yield all samples, with the unmodified model's answers: ``known`` ones, or computed."""
         mask_name = self._answer.task.mask
         given = self._answered(dataset, size) if known is None else _in_batches(known, size)
@@ -205,13 +207,13 @@ class _Lesson:
                 assert dataset.labels is not None
                 taught = tensor_of(dataset.labels[rows])
             mask = None if mask_name is None else dataset.column(mask_name, rows)
-            yield _Taught(feeds, taught, ends, mask)
+            yield _TrainingBatch(feeds, taught, ends, mask)
 
-    def losses(self, found: Mapping[str, Tensor], batch: _Taught) -> Tensor:
+    def losses(self, found: Mapping[str, Tensor], batch: _TrainingBatch) -> Tensor:
         """Return the mean loss of every answer, [answers]."""
         return torch.stack([self._loss(found[name], batch) for name in self.scores])
 
-    def _loss(self, scores: Tensor, batch: _Taught) -> Tensor:
+    def _loss(self, scores: Tensor, batch: _TrainingBatch) -> Tensor:
         if self._teacher == "labels":
             soft = self._answer.form == "probabilities"
             logs = scores.clamp_min(_LEAST).log() if soft else scores.log_softmax(1)
@@ -219,7 +221,7 @@ class _Lesson:
         mask = None if batch.mask is None else tensor_of(batch.mask)
         return self._objective.loss(scores, batch.taught, mask)
 
-    def agrees(self, found: Mapping[str, Tensor], batch: _Taught) -> NDArray[np.bool_]:
+    def agrees(self, found: Mapping[str, Tensor], batch: _TrainingBatch) -> NDArray[np.bool_]:
         """Return which answers agree with the unmodified model's, [answers, b]."""
         reduce, ends = self._agreement.reduce, self._agreement.reduce(batch.ends)
         said = (reduce(found[name].numpy()) for name in self.scores)
@@ -275,7 +277,7 @@ class _Course:
         late = self.epoch - self.kept >= self.options.patience
         return self.epoch >= self.options.epochs or late or self.diverged
 
-    def learn(self, batch: _Taught) -> None:
+    def learn(self, batch: _TrainingBatch) -> None:
         """Run one training step."""
         shards = batch.shards()
         for parameter in self.learned:
@@ -290,18 +292,18 @@ class _Course:
         self.optimiser.step()
         self.schedule.step()
 
-    def _gradients(self, shard: _Taught) -> tuple[Tensor | None, ...]:
+    def _gradients(self, shard: _TrainingBatch) -> tuple[Tensor | None, ...]:
         loss = self.lesson.losses(self.module(shard.feeds), shard).mean()
         return torch.autograd.grad(loss, self.learned, allow_unused=True)
 
     @torch.no_grad()
-    def _judged(self, shard: _Taught) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    def _judged(self, shard: _TrainingBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Return the summed losses [answers], and which answers agree [answers, b]."""
         found = self.module(shard.feeds)
         losses = self.lesson.losses(found, shard).double().numpy() * len(shard.ends)
         return losses, self.lesson.agrees(found, shard)
 
-    def judge(self, batches: Iterable[_Taught]) -> None:
+    def judge(self, batches: Iterable[_TrainingBatch]) -> None:
         """Evaluate the tuning split after an epoch, or before the first; keep the best weights."""
         read = [found for batch in batches for found in self.pool.map(self._judged, batch.shards())]
         agrees = np.concatenate([agrees for _, agrees in read], axis=1)
@@ -369,16 +371,16 @@ class JointState:
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Replace the saved state; if that fails, log a warning, and training continues."""
-        beside = self.path.with_name(self.path.name + ".new")
+        temporary = self.path.with_name(self.path.name + ".new")
         try:
-            torch.save({"digest": self.digest, "state": dict(state)}, beside)
-            beside.replace(self.path)
+            torch.save({"digest": self.digest, "state": dict(state)}, temporary)
+            temporary.replace(self.path)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
             reason = str(error).splitlines()[0]
             _log.warning(
-                "%s cannot be written (%s): an interrupted run loses this.", beside, reason
+                "%s cannot be written (%s): an interrupted run loses this.", temporary, reason
             )
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     def read(self) -> dict[str, Any] | None:
         """Return the saved state; ``None`` if it is missing, broken, or of another training."""

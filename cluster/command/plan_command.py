@@ -83,10 +83,12 @@ def plan_bundle(options: PlanOptions) -> PlannedBundle:
     cluster = make_cluster(file, own, profiles, max(sizes))
     model, shares_from = _facts(bundle, options)
     said = {name: getattr(options, name) for name in ("slo_ms", "slack", "rate", "cost_factor")}
-    asked = replace(file.goal, **{key: value for key, value in said.items() if value is not None})
+    goal_entry = replace(
+        file.goal, **{key: value for key, value in said.items() if value is not None}
+    )
     # An exit whose criterion uses earlier exits needs them on: E3's dependent exits (3.4).
     wrapper = not bundle.manifest.answer.criterion.depends_on_earlier
-    goal = asked.goal(sizes, wrapper=wrapper)
+    goal = goal_entry.goal(sizes, wrapper=wrapper)
     result = make_cluster_plan(model, cluster, goal)
     if options.json is not None:
         options.json.write_text(dump_plan(result.plan))

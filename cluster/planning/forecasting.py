@@ -122,7 +122,7 @@ def forecast_share(
     return float(1 / (1 + np.exp(-value)))
 
 
-def forecast_going_on(
+def forecast_continue_shares(
     profile: BatchProfile, forecaster: Forecaster, quantile: float = CONSERVATIVE
 ) -> tuple[float, ...]:
     """Forecast the share after each exit for the next window; it never rises with depth."""
@@ -140,7 +140,7 @@ class ShareForecast:
 
     method: str
     going_on: tuple[float, ...]
-    """[exits]: see :func:`forecast_going_on`."""
+    """[exits]: see :func:`forecast_continue_shares`."""
 
 
 LAST: Final = "last"
@@ -160,7 +160,9 @@ METHODS: Final[Mapping[str, Callable[[], Forecaster]]] = {
 def forecast_next(profile: BatchProfile, forecaster: Forecaster | None = None) -> ShareForecast:
     """Forecast the next window, by default with the last value."""
     forecaster = forecaster or LastValue()
-    return ShareForecast(method=forecaster.name, going_on=forecast_going_on(profile, forecaster))
+    return ShareForecast(
+        method=forecaster.name, going_on=forecast_continue_shares(profile, forecaster)
+    )
 
 
 def _quantile_of(errors: NDArray[np.float64], quantile: float) -> float:

@@ -37,7 +37,7 @@ from offramp.cluster.planning.stage_times import SplitTimes, check_times, split_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WholeModel:
+class UnsplitModel:
     """The whole model on any counts of devices, at one batch size."""
 
     times: SplitTimes
@@ -50,13 +50,13 @@ class WholeModel:
     memory."""
 
     @staticmethod
-    def of(times: SplitTimes, counts: NDArray[np.int64], *, exits: bool) -> WholeModel:
+    def of(times: SplitTimes, counts: NDArray[np.int64], *, exits: bool) -> UnsplitModel:
         """Return it on all ``counts`` [grid, types] of devices, which share rows by their speed."""
-        stage_s = times.seconds[:, 0, -1] if exits else times.whole_s
-        longest_s = times.longest_s[:, 0, -1] if exits else times.whole_s
+        stage_s = times.seconds[:, 0, -1] if exits else times.unsplit_s
+        longest_s = times.longest_s[:, 0, -1] if exits else times.unsplit_s
         fits = np.isfinite(stage_s)
         rates = np.where(fits, times.batch_size / np.where(fits, stage_s, 1.0), 0.0)
-        return WholeModel(
+        return UnsplitModel(
             times=times,
             exits=exits,
             rate_rps=(counts * rates).sum(axis=1),
@@ -112,9 +112,9 @@ class _Optimiser:
         self._others_cost, self._price = self._others.counts @ prices, float(prices[eliminated])
         every = [split_times(model, cluster, size, goal) for size in sizes]
         counts = self._grid.counts
-        self._as_it_is = [WholeModel.of(times, counts, exits=False) for times in every]
+        self._as_it_is = [UnsplitModel.of(times, counts, exits=False) for times in every]
         self._wholes = self._as_it_is + [
-            WholeModel.of(times, counts, exits=True) for times in every
+            UnsplitModel.of(times, counts, exits=True) for times in every
         ]
         self._baseline = self._fastest_as_it_is()
         self._arrival_rps = goal.rate_rps or self._reference_rps()
@@ -155,7 +155,7 @@ class _Optimiser:
                 if rank < best_rank:
                     arrival_rps = self._goal.rate_rps or float(whole.rate_rps[place])
                     best, best_rank = (whole, int(place), arrival_rps), rank
-        return None if best is None else self._plan_whole(*best)
+        return None if best is None else self._plan_unsplit(*best)
 
     def _reference_rps(self) -> float:
         """Return the baseline's rate; if there is no baseline, its rate without constraints."""
@@ -169,7 +169,7 @@ class _Optimiser:
         counts = [kind.count for kind in self._cluster.types]
         return sum(count / float(time_s) for count, time_s in zip(counts, times, strict=True))
 
-    def _plan_whole(self, whole: WholeModel, place: int, arrival_rps: float) -> ClusterPlan:
+    def _plan_unsplit(self, whole: UnsplitModel, place: int, arrival_rps: float) -> ClusterPlan:
         model, cluster, size = self._model, self._cluster, whole.times.batch_size
         first = 0 if whole.exits else model.begins
         segments = (first, model.segments - 1)
@@ -220,7 +220,7 @@ class _Optimiser:
     def _whole_rates(self, most: Limits) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
         return [(whole.rate_rps, self._fine(whole, most)) for whole in self._wholes]
 
-    def _fine(self, whole: WholeModel, most: Limits) -> NDArray[np.bool_]:
+    def _fine(self, whole: UnsplitModel, most: Limits) -> NDArray[np.bool_]:
         """Return, [grid], whether the whole model runs within latency and cost."""
         wait_s = (whole.times.batch_size - 1) / 2 / self._arrival_rps
         return self._within(whole.slowest_s + wait_s, most) & (whole.rate_rps > 0)
@@ -289,7 +289,7 @@ class _Optimiser:
 
     def _fewest_splits(self, period_s: float, most: Limits) -> ClusterPlan:
         """Return the best plan within the limits: fewest splits, then cost, then latency."""
-        found = self._best_whole(period_s, most)
+        found = self._best_unsplit(period_s, most)
         if found is not None:
             return found
         searches = [
@@ -345,7 +345,7 @@ class _Optimiser:
                 best_cost, best_latency_s = cost, float(alike[place])
         return best
 
-    def _best_whole(self, period_s: float, most: Limits) -> ClusterPlan | None:
+    def _best_unsplit(self, period_s: float, most: Limits) -> ClusterPlan | None:
         best, best_rank = None, (math.inf, math.inf)
         for whole in self._wholes:
             fine = self._fine(whole, most) & (whole.rate_rps * period_s >= 1 - ROUNDING)
@@ -355,7 +355,7 @@ class _Optimiser:
                 rank = (round(float(self._cost[place]), 9), latency_s)
                 if rank < best_rank:
                     best, best_rank = (whole, int(place), self._arrival_rps), rank
-        return None if best is None else self._plan_whole(*best)
+        return None if best is None else self._plan_unsplit(*best)
 
     def _plan_splits(
         self, search: SplitSearch, traced: Sequence[tuple[int, int, int, int]]

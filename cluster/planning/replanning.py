@@ -72,7 +72,7 @@ class ReplanGuard:
         self.rules = rules or ReplanRules()
         self._planned_s = -math.inf
         self._changed_s = self._changed_before_s = -math.inf
-        self._told = False
+        self._reported = False
         """``True`` if differing shares already made planning due in this window."""
 
     def due(
@@ -92,7 +92,7 @@ class ReplanGuard:
             return "first"
         if now_s >= self._planned_s + self.rules.window_s:
             return "window"
-        if rows < self.rules.least_rows or self._told:
+        if rows < self.rules.least_rows or self._reported:
             return None
         pairs = zip(observed, forecast, strict=True)
         parts = any(o is not None and abs(o - f) > self.rules.parted for o, f in pairs)
@@ -112,7 +112,7 @@ class ReplanGuard:
 
         A plan whose devices are gone is replaced without regard to margin or pause.
         """
-        self._told = due == "parted"
+        self._reported = due == "parted"
         if due != "parted":  # windows are not shifted
             self._planned_s = now_s
         lost = current is not None and not fits_cluster(current, cluster)

@@ -31,7 +31,7 @@ class SplitTimes:
     last_exit: NDArray[np.int64]
     """[types, K + 1, K + 1]: border of the last exit that is on before the end; the start if there
     is none."""
-    whole_s: NDArray[np.float64]
+    unsplit_s: NDArray[np.float64]
     """[types]: seconds of the unmodified model, without exits."""
 
     def exits_between(self, device: int, start: int, end: int) -> list[int]:
@@ -66,7 +66,7 @@ def split_times(
     """
     tables = [kind.times for kind in cluster.types]
     seconds, longest_s, last_exit = _times_of(model, tables, batch_size, wrapper=goal.wrapper)
-    whole_s = np.array(
+    unsplit_s = np.array(
         [float(table.segments_s[model.begins :, batch_size].sum()) for table in tables]
     )
     if model.weight_bytes:
@@ -75,19 +75,19 @@ def split_times(
         needed = before[None, :] - before[:, None]
         seconds[needed[None] > memory[:, None, None]] = np.inf
         longest_s[needed[None] > memory[:, None, None]] = np.inf
-        whole_s[before[-1] - before[model.begins] > memory] = np.inf
+        unsplit_s[before[-1] - before[model.begins] > memory] = np.inf
     for number, kind in enumerate(cluster.types):
         for name, first, last in goal.refused:
             if name == kind.name:
                 seconds[number, : first + 1, last + 1 :] = np.inf
                 longest_s[number, : first + 1, last + 1 :] = np.inf
-                whole_s[number] = np.inf if model.begins <= first else whole_s[number]
+                unsplit_s[number] = np.inf if model.begins <= first else unsplit_s[number]
     return SplitTimes(
         batch_size=batch_size,
         seconds=seconds,
         longest_s=longest_s,
         last_exit=last_exit,
-        whole_s=whole_s,
+        unsplit_s=unsplit_s,
     )
 
 

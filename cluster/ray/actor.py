@@ -75,7 +75,7 @@ class WorkerActor:
             listening = listen_on(HostPort(host, 0))
         except (BundleError, CriterionError, EngineError, OSError) as error:
             self._entered.close()
-            return "", f"on the node {host}: {_said(error)}"
+            return "", f"on the node {host}: {_message_of(error)}"
         threading.Thread(
             target=self._serve, args=(listening, admission), name="listener", daemon=True
         ).start()
@@ -100,5 +100,5 @@ class WorkerActor:
             os._exit(0)  # ends all other threads
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     return tls_reason(error) if isinstance(error, OSError) else str(error)

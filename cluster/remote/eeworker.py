@@ -71,7 +71,7 @@ ILLEGAL: Final = (
     Illegal(option="--tls-ca", without="--tls-cert", why=_PAIR),
     Illegal(
         option="--insecure",
-        beside="--tls-cert",
+        other="--tls-cert",
         why="the certificate makes the connection secure; leave one of them out",
     ),
 )

@@ -35,7 +35,7 @@ _PROOF_BYTES: Final = hashlib.sha256().digest_size
 _VERDICT: Final = struct.Struct(f"<B{_PROOF_BYTES}s")
 _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
 """First bytes of a TLS alert and a TLS hello."""
-_MAKE_ONE: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
+_COMMAND: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
 class HandshakeError(EngineError):
@@ -57,7 +57,7 @@ def read_token(path: Path) -> bytes:
         what = f"a token of {len(token)} bytes" if words == 1 else "no token"
         raise HandshakeError(
             f"{path} holds {what if words < 2 else 'several words'}, expected one of "
-            f"{LEAST_TOKEN_BYTES} to {MOST_TOKEN_BYTES} bytes; make one: {_MAKE_ONE} > {path}"
+            f"{LEAST_TOKEN_BYTES} to {MOST_TOKEN_BYTES} bytes; make one: {_COMMAND} > {path}"
         )
     return token
 

@@ -22,8 +22,8 @@ from typing import Final
 from offramp.cluster.remote.handshake import HandshakeError, admit_router
 from offramp.cluster.remote.served_slot import Reached
 from offramp.cluster.remote.stage_orders import FindBundle
-from offramp.cluster.remote.tcp import HostPort, cut, take_leave, tune
-from offramp.cluster.remote.transport import Connection, ConnectionLostError, TooLateError
+from offramp.cluster.remote.tcp import HostPort, close_gracefully, cut, tune
+from offramp.cluster.remote.transport import Connection, ConnectionLostError, TransportTimeoutError
 from offramp.cluster.remote.worker import MakeBackend, Worker
 from offramp.cluster.remote.worker_messages import (
     Failed,
@@ -135,7 +135,7 @@ class Listener:
             self.attend(connected, peer, number)
         except HandshakeError as error:
             self._tell("handshake", str(error))
-        except (OSError, ConnectionLostError, TooLateError, EngineError) as error:
+        except (OSError, ConnectionLostError, TransportTimeoutError, EngineError) as error:
             self._tell("refused", f"{peer}: {self._reason(error)}")
         except Exception:
             _log.exception("a connection of %s cannot be served", peer)
@@ -143,7 +143,8 @@ class Listener:
     def attend(self, connected: socket.socket, peer: str, number: int = -1) -> None:
         """Serve a connection until it ends, for the purpose that its first message states.
 
-        HandshakeError, OSError, ConnectionLostError, TooLateError or FrameError if there is none.
+        HandshakeError, OSError, ConnectionLostError, TransportTimeoutError or FrameError if there
+        is none.
         """
         with self._encrypted(connected, number) as encrypted:
             session = self._admit(encrypted, peer, number)
@@ -176,7 +177,7 @@ class Listener:
                 connected.do_handshake()  # the limit is for the whole handshake
             return admit_router(connected, self._admission.token, peer, limit_s)
         except (HandshakeError, OSError):
-            take_leave(connected)
+            close_gracefully(connected)
             raise
         finally:
             self._forget(number)
@@ -249,7 +250,7 @@ class Listener:
             worker.serve(wanted.silence_s)
         except ConnectionLostError as error:
             _log.info("%s is gone: %s", peer, error)
-        except TooLateError:
+        except TransportTimeoutError:
             _log.warning(
                 "%s gave no sign of life for %g s; its state here is dropped",
                 peer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from offramp.cluster.remote.transport import Connection, ConnectionLostError, TooLateError
+from offramp.cluster.remote.transport import Connection, ConnectionLostError, TransportTimeoutError
 from offramp.cluster.remote.worker_messages import (
     Failed,
     FrameError,
@@ -47,7 +47,7 @@ class Orders:
                     self.connection.send(header, (body,) if body else (), limit_s)
                 # Answers to orders have no body, from any worker.
                 answer = decode(self.connection.receive(limit_s, most_body=0).header)
-            except (ConnectionLostError, FrameError, TooLateError) as error:
+            except (ConnectionLostError, FrameError, TransportTimeoutError) as error:
                 gone = isinstance(error, ConnectionLostError)
                 raise self._lose("" if gone else str(error)) from error
         if isinstance(answer, Failed):

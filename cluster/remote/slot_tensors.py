@@ -49,7 +49,7 @@ class TensorPath(Protocol):
     ) -> tuple[RemoteBatch, TensorLayout, MemoryBlock | None]:
         """Return a batch that a worker can read, its layout, and a block of bytes for results."""
 
-    def travelling(self, batch: RemoteBatch, /) -> Sequence[NDArray[Any]]:
+    def inline_arrays(self, batch: RemoteBatch, /) -> Sequence[NDArray[Any]]:
         """Return the arrays of such a batch that are sent with the order to run a stage."""
 
     def room(self, forms: FormSet, rows: int) -> RemoteBatch:
@@ -86,7 +86,7 @@ class SharedTensors:
         self._given = True
         """``True`` if the worker has been given that memory."""
 
-    def travelling(self, _batch: RemoteBatch) -> Sequence[NDArray[Any]]:
+    def inline_arrays(self, _batch: RemoteBatch) -> Sequence[NDArray[Any]]:
         """Return nothing: all tensors are in memory."""
         return ()
 
@@ -193,7 +193,7 @@ class InlineTensors:
             keep(self._layouts, forms, found)
         return batch, found, None
 
-    def travelling(self, batch: RemoteBatch) -> Sequence[NDArray[Any]]:
+    def inline_arrays(self, batch: RemoteBatch) -> Sequence[NDArray[Any]]:
         """Return all arrays."""
         return list(batch.tensors.values())
 

@@ -117,7 +117,7 @@ def cut(connected: socket.socket) -> None:
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
-def take_leave(connected: socket.socket) -> None:
+def close_gracefully(connected: socket.socket) -> None:
     """Allow the other end to read the last message before the connection closes.
 
     If received data were unread at the close, the system would discard that message.

@@ -125,7 +125,7 @@ class TcpWorker:
             self.end()
             raise
         threading.Thread(
-            target=self._ask_for_life, args=(ping_s,), name=f"ping {address.address}", daemon=True
+            target=self._keep_alive, args=(ping_s,), name=f"ping {address.address}", daemon=True
         ).start()
 
     def _greet(self, hello: Hello) -> int:
@@ -212,7 +212,7 @@ class TcpWorker:
             for connected in (self._socket, *self._slot_sockets):
                 cut(connected)
 
-    def _ask_for_life(self, every_s: float) -> None:
+    def _keep_alive(self, every_s: float) -> None:
         """Request signs of life while there are no orders: networks fail silently."""
         while not self._over.wait(every_s):
             if not self._orders.lock.locked():

@@ -48,7 +48,7 @@ class ConnectionLostError(Exception):
     """The other end is gone, or its data are no frame."""
 
 
-class TooLateError(Exception):
+class TransportTimeoutError(Exception):
     """The other end did not answer in time."""
 
 
@@ -89,7 +89,7 @@ class Connection:
     ) -> None:
         """Send a frame whose body is these arrays, each aligned.
 
-        ConnectionLostError; TooLateError if a frame with a body is not sent whole within
+        ConnectionLostError; TransportTimeoutError if a frame with a body is not sent whole within
         ``limit_s``.
         """
         pieces: Sequence[Any] = (_framed(header),) if not body else _pieces(header, body)
@@ -103,7 +103,9 @@ class Connection:
                     self._socket.sendall(piece)
         except OSError as error:
             if _is_late(error):
-                raise TooLateError(f"it did not accept a message within {limit_s:g} s") from error
+                raise TransportTimeoutError(
+                    f"it did not accept a message within {limit_s:g} s"
+                ) from error
             raise ConnectionLostError(str(error)) from error
 
     def send_fds(self, header: bytes, fds: Sequence[int]) -> None:
@@ -120,7 +122,7 @@ class Connection:
     ) -> Frame:
         """Receive a frame within ``limit_s``, or up to a tenth longer.
 
-        With ``fds`` it may carry file descriptors. ConnectionLostError, TooLateError, or
+        With ``fds`` it may carry file descriptors. ConnectionLostError, TransportTimeoutError, or
         LargeBodyError for a body that exceeds ``most_body`` bytes, or the connection's limit,
         before any memory is allocated for it.
         """
@@ -154,7 +156,7 @@ class Connection:
             if isinstance(error, LargeBodyError):
                 raise
             if _is_late(error):
-                raise TooLateError(f"no answer within {limit_s:g} s") from error
+                raise TransportTimeoutError(f"no answer within {limit_s:g} s") from error
             raise ConnectionLostError(str(error)) from error
         return Frame(data[HEAD.size : start], body, tuple(found))
 

@@ -87,7 +87,7 @@ class Worker:
         """Execute the router's orders until it is gone or orders the end.
 
         With ``silence_s``, the connection is a network: it carries no file descriptors, and
-        TooLateError is raised for a router that is silent for so long.
+        TransportTimeoutError is raised for a router that is silent for so long.
         """
         with contextlib.suppress(ConnectionLostError):
             while True:
@@ -96,7 +96,7 @@ class Worker:
                     message = decode(frame.header)
                     if isinstance(message, Shutdown):
                         return
-                    answer = self._obey(message, frame)
+                    answer = self._execute(message, frame)
                 except FrameError as error:
                     _log.error("an order is malformed: %s", error)
                     return
@@ -133,7 +133,7 @@ class Worker:
             os._exit(1)
         del self._slots[number]
 
-    def _obey(self, message: Message, frame: Frame) -> Message:
+    def _execute(self, message: Message, frame: Frame) -> Message:
         if isinstance(message, Hello):
             return self.begin(message)
         try:

@@ -81,9 +81,9 @@ class RemoteBackend:
         self._stages: weakref.WeakValueDictionary[int, RemoteStage] = weakref.WeakValueDictionary()
         self._released: deque[int] = deque()
         """Stages that have no user any more, and are still loaded in workers."""
-        self._seats = [_Seat(launcher) for launcher in launchers]
+        self._pool = [_PoolEntry(launcher) for launcher in launchers]
         self._lock = threading.Lock()
-        """Guards the seats' counts."""
+        """Guards the entries' counts."""
         self._lines = LineLimit(lines=1, window_s=60.0)
         self.restarts = 0
         """Number of workers started to replace lost ones."""
@@ -91,40 +91,40 @@ class RemoteBackend:
     @property
     def name(self) -> str:
         """Names of the workers' backends, for instance ``onnxruntime-cpu+tensorrt``."""
-        runtimes = [seat.launcher.runtime for seat in self._seats]
+        runtimes = [entry.launcher.runtime for entry in self._pool]
         names = [_NAME_OF.get(runtime.backend, self._local.name) for runtime in runtimes]
         return "+".join(sorted(set(names)))
 
     @property
     def on_cpu(self) -> bool:
         """``True`` if all workers run stages on the CPU."""
-        return not any(seat.launcher.runtime.device for seat in self._seats)
+        return not any(entry.launcher.runtime.device for entry in self._pool)
 
     @property
     def runtime(self) -> str:
         """Description of the runtime; measured times hold for it only."""
-        return f"{getattr(self._local, 'runtime', '')}, {len(self._seats)} workers"
+        return f"{getattr(self._local, 'runtime', '')}, {len(self._pool)} workers"
 
     @property
     def workers(self) -> int:
         """Number of workers, including lost ones."""
-        return len(self._seats)
+        return len(self._pool)
 
     @property
     def device_types(self) -> tuple[str, ...]:
         """Device type of each worker, in the order of the launchers."""
-        return tuple(seat.launcher.device_type for seat in self._seats)
+        return tuple(entry.launcher.device_type for entry in self._pool)
 
     @property
     def there(self) -> tuple[bool, ...]:
         """``True`` for each worker that can take orders, as far as is known."""
-        found = [seat.worker for seat in self._seats]
+        found = [entry.worker for entry in self._pool]
         return tuple(worker is not None and worker.alive for worker in found)
 
     @property
     def alive(self) -> list[WorkerHandle]:
         """Workers that are alive, as far as is known."""
-        found = [seat.worker for seat in self._seats]
+        found = [entry.worker for entry in self._pool]
         return [worker for worker in found if worker is not None and worker.alive]
 
     @property
@@ -147,7 +147,7 @@ class RemoteBackend:
 
     def sizes(self, most: int) -> Sequence[int]:
         """Return sizes as the local backend does, or those that GPUs pad batches to."""
-        if all(seat.launcher.runtime.device for seat in self._seats):
+        if all(entry.launcher.runtime.device for entry in self._pool):
             return sorted({padded(rows, most) for rows in range(1, most + 1)})
         return self._local.sizes(most)
 
@@ -166,10 +166,10 @@ class RemoteBackend:
         for stage in self._known():
             if self._holders(stage.spec):
                 failures += self._load_everywhere(stage)
-        for number, seat in enumerate(self._seats):
-            with seat.lock:
-                if seat.worker is not None and seat.worker.alive:
-                    self._forget(number, seat.worker)
+        for number, entry in enumerate(self._pool):
+            with entry.lock:
+                if entry.worker is not None and entry.worker.alive:
+                    self._forget(number, entry.worker)
         refused = [f for f in failures if f is not None and not isinstance(f, WorkerLostError)]
         if refused:
             raise refused[0]
@@ -202,31 +202,31 @@ class RemoteBackend:
         there = self.there
         with self._lock:
             number = min(
-                range(len(self._seats)), key=lambda n: (not there[n], self._seats[n].open_slots)
+                range(len(self._pool)), key=lambda n: (not there[n], self._pool[n].open_slots)
             )
         return self.open_slot_of(number)
 
     def open_slot_of(self, stream: int) -> RoutedSlot:
         """Open a slot on a stream's worker, started again if it is lost; see :meth:`open_slot`."""
-        number = stream % len(self._seats)
+        number = stream % len(self._pool)
         own = self._open_own_slot(number)
         return RoutedSlot(number, own, route=self._route, open_other=self._open_own_slot)
 
     def _open_own_slot(self, number: int) -> RemoteSlot:
-        seat = self._seats[number]
+        entry = self._pool[number]
         with self._lock:
-            seat.open_slots += 1
+            entry.open_slots += 1
         try:
             return RemoteSlot(
                 self._worker_of(number),
                 load=self._load,
                 least_s=max(self._least_s, _LEAST_ON_GPU_S)
-                if seat.launcher.runtime.device
+                if entry.launcher.runtime.device
                 else self._least_s,
-                closed=lambda: self._leave(seat),
+                closed=lambda: self._leave(entry),
             )
         except BaseException:
-            self._leave(seat)
+            self._leave(entry)
             raise
 
     def _route(self, number: int, stage: RemoteStage) -> int:
@@ -236,19 +236,19 @@ class RemoteBackend:
         able = self._holders(stage.spec)
         if not able:  # left over from a change of plans
             return number
-        there = [n for n in able if (worker := self._seats[n].worker) and worker.alive]
+        there = [n for n in able if (worker := self._pool[n].worker) and worker.alive]
         return (there or able)[0]
 
     def close(self) -> None:
         """End the workers; one that is being started ends with this process."""
-        for seat in self._seats:
-            if seat.lock.acquire(timeout=_CLOSE_S):
+        for entry in self._pool:
+            if entry.lock.acquire(timeout=_CLOSE_S):
                 try:
-                    if seat.worker is not None:
-                        seat.worker.end()
+                    if entry.worker is not None:
+                        entry.worker.end()
                 finally:
-                    seat.lock.release()
-            seat.launcher.close()
+                    entry.lock.release()
+            entry.launcher.close()
 
     def _hello_to(self, runtime: WorkerRuntime) -> Hello:
         """Return the options of a worker."""
@@ -256,32 +256,32 @@ class RemoteBackend:
             return self._hello
         return replace(self._hello, backend=runtime.backend, device=runtime.device)
 
-    def _leave(self, seat: _Seat) -> None:
+    def _leave(self, entry: _PoolEntry) -> None:
         with self._lock:
-            seat.open_slots -= 1
+            entry.open_slots -= 1
 
     def _worker_of(self, number: int) -> WorkerHandle:
-        """Return a seat's worker; if there is none, start one and load its stages."""
-        seat = self._seats[number]
-        with seat.lock:
-            if seat.worker is not None and seat.worker.alive:
-                return seat.worker
-            if seat.worker is not None:
-                seat.worker.end()
+        """Return an entry's worker; if there is none, start one and load its stages."""
+        entry = self._pool[number]
+        with entry.lock:
+            if entry.worker is not None and entry.worker.alive:
+                return entry.worker
+            if entry.worker is not None:
+                entry.worker.end()
                 self.restarts += 1
             try:
-                worker = seat.launcher.start(self._hello_to(seat.launcher.runtime))
+                worker = entry.launcher.start(self._hello_to(entry.launcher.runtime))
             except WorkerLostError:
-                seat.absent = True
+                entry.absent = True
                 raise
-            seat.absent = False
+            entry.absent = False
             try:
                 self._load_all(number, worker)
             except BaseException:
                 worker.end()
                 raise
-            seat.worker = worker
-            _log.info("%s is ready: %s", worker.name, seat.launcher.describe())
+            entry.worker = worker
+            _log.info("%s is ready: %s", worker.name, entry.launcher.describe())
             return worker
 
     def _load_all(self, number: int, worker: WorkerHandle) -> None:
@@ -309,7 +309,7 @@ class RemoteBackend:
         able = self._holders(stage.spec)
         if not able:
             raise self._held_by_none(stage.spec)
-        there = [n for n in able if self._seats[n].may_load] or able[:1]
+        there = [n for n in able if self._pool[n].may_load] or able[:1]
         with ThreadPoolExecutor(len(there)) as pool:
             return list(pool.map(lambda n: self._try_load(n, stage), there))
 
@@ -325,7 +325,7 @@ class RemoteBackend:
 
     def _holders(self, spec: StageSpec) -> list[int]:
         """Return the workers that hold a stage, alive or not."""
-        return [n for n in range(len(self._seats)) if self._holds(n, spec)]
+        return [n for n in range(len(self._pool)) if self._holds(n, spec)]
 
     def _held_by_none(self, spec: StageSpec) -> BackendError:
         return BackendError(
@@ -354,11 +354,11 @@ class RemoteBackend:
     def _load(self, worker: WorkerHandle, stage: RemoteStage) -> None:
         """Load a stage in a worker that lacks it, and release unused stages."""
         while (gone := self._next_released()) is not None:
-            for seat in self._seats:
-                if seat.worker is not None and gone in seat.worker.stages and seat.worker.alive:
-                    seat.worker.stages.discard(gone)
+            for entry in self._pool:
+                if entry.worker is not None and gone in entry.worker.stages and entry.worker.alive:
+                    entry.worker.stages.discard(gone)
                     with contextlib.suppress(BackendError):  # a lost worker has no stages
-                        seat.worker.order(Release(stage=gone))
+                        entry.worker.order(Release(stage=gone))
         if stage.number not in worker.stages:
             try:
                 worker.order(Prepare(stage=stage.number, document=stage.document), stage.graph)
@@ -408,7 +408,7 @@ def _made_of(spec: StageSpec) -> tuple[object, ...]:
     return where, spec.unit, spec.inputs, spec.carried, spec.weight_form
 
 
-class _Seat:
+class _PoolEntry:
     """The place of one worker and its successors."""
 
     def __init__(self, launcher: WorkerLauncher) -> None:

@@ -21,7 +21,12 @@ from offramp.cluster.remote.run_layouts import (
     keep,
 )
 from offramp.cluster.remote.slot_tensors import RemoteBatch
-from offramp.cluster.remote.transport import ConnectionLostError, Frame, MemoryBlock, TooLateError
+from offramp.cluster.remote.transport import (
+    ConnectionLostError,
+    Frame,
+    MemoryBlock,
+    TransportTimeoutError,
+)
 from offramp.cluster.remote.worker_messages import (
     ALIGNMENT,
     GIVEN,
@@ -147,12 +152,12 @@ class RemoteSlot:
         limit_s = stage.limit_s(given_bytes, self._least_s)
         started_s = time.perf_counter()
         try:
-            self._connection.send(order.header, self._tensors.travelling(batch), limit_s)
+            self._connection.send(order.header, self._tensors.inline_arrays(batch), limit_s)
             frame = self._connection.receive(limit_s)
             result = self._result(stage, order, frame, batch, region)
         except ConnectionLostError as error:
             raise worker.lose("") from error
-        except (TooLateError, FrameError) as error:
+        except (TransportTimeoutError, FrameError) as error:
             raise worker.lose(f"stage {stage.spec.index}: {error}") from error
         took_s = time.perf_counter() - started_s
         if took_s <= limit_s:  # sending and receiving may both take limit_s

@@ -27,7 +27,7 @@ from offramp.cluster.serving.plan_status import PlanStatus, SplitStatus
 from offramp.cluster.serving.profile_loop import ProfileLoop
 from offramp.cluster.serving.split_change import SplitChange, SplitServing
 from offramp.engine.models.served_model import ServedModel
-from offramp.engine.scheduling.stragglers import Standing
+from offramp.engine.scheduling.stragglers import ReplicaStatus
 from offramp.engine.serving.periodic import FailureLog, PeriodicLoop
 
 _log = logging.getLogger(__name__)
@@ -112,9 +112,9 @@ class PlanLoop(PeriodicLoop):
         """Return the period, which is short while rows drain."""
         return PERIOD_S if self._change is None else _DRAINING_PERIOD_S
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look once."""
-        if not self._failures.run(self._look):
+        if not self._failures.run(self._poll):
             self._change = None
 
     def status(self, key: str) -> PlanStatus:  # noqa: ARG002 - there is one model
@@ -122,8 +122,8 @@ class PlanLoop(PeriodicLoop):
         served, known, splits = self._served, self._known, self._served.splits
         there = served.workers.there
         placed = served.executor.placed(served.name)
-        standings = [
-            placed.stragglers.standing(stream) if placed else Standing.USUAL
+        statuses = [
+            placed.stragglers.status(stream) if placed else ReplicaStatus.USUAL
             for stream in range(len(splits.roles))
         ]
         found = []
@@ -135,8 +135,8 @@ class PlanLoop(PeriodicLoop):
                     last_segment=segments[1],
                     devices=tuple((r.device_type, r.count) for r in planned.replicas),
                     in_service=sum(there[n] for n in mine),
-                    slow=sum(standings[n] is Standing.REDUCED for n in mine),
-                    excluded=sum(standings[n] is Standing.EXCLUDED for n in mine),
+                    slow=sum(statuses[n] is ReplicaStatus.REDUCED for n in mine),
+                    excluded=sum(statuses[n] is ReplicaStatus.EXCLUDED for n in mine),
                 )
             )
         observed, _ = self._observed()
@@ -156,7 +156,7 @@ class PlanLoop(PeriodicLoop):
             changed_for=known.changed_for,
         )
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         if self._served.splits.kept:
             return
         now_s = self._clock()
@@ -277,8 +277,8 @@ class PlanLoop(PeriodicLoop):
         if placed is None:
             return frozenset()
         streams = range(len(self._served.splits.roles))
-        standing = placed.stragglers.standing
-        return frozenset(n for n in streams if standing(n) is Standing.EXCLUDED)
+        status = placed.stragglers.status
+        return frozenset(n for n in streams if status(n) is ReplicaStatus.EXCLUDED)
 
     def _cluster(self, without: frozenset[int]) -> Cluster | None:
         """Return the devices of the other workers; ``None`` if there are none."""

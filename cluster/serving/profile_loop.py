@@ -174,7 +174,7 @@ class ProfileLoop(PeriodicLoop):
         """Return the seconds until the window ends."""
         return max(self._begin_s + self._window_s - self._clock(), 0.0)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """End the window of every model."""
         begun_s, now_s = self._begin_s, self._clock()
         due_s = begun_s + self._window_s
@@ -221,7 +221,7 @@ class ProfileLoop(PeriodicLoop):
 
 
 def _file_of(name: str, model: ServedModel) -> ProfileFile | None:
-    return None if model.kept_beside is None else ProfileFile.of(model.kept_beside, name)
+    return None if model.state_bundle is None else ProfileFile.of(model.state_bundle, name)
 
 
 def _make(

@@ -179,7 +179,7 @@ class SplitChange:
         narrowed, joining = self._narrowed(), self._joining()
         try:
             if self._keeps:
-                yield from self._make_room(narrowed)
+                yield from self._release_capacity(narrowed)
             self._load(narrowed, joining)
             number = self._switch(narrowed, joining)
         except (EngineError, ValueError) as error:
@@ -209,7 +209,7 @@ class SplitChange:
         if role.own.issuperset(error.segments):
             self.refused = RefusedSegments(role.device_type, *error.segments)
 
-    def _make_room(self, narrowed: ServedSplits) -> _Waits:
+    def _release_capacity(self, narrowed: ServedSplits) -> _Waits:
         """Stop workers without memory for another split, and stop all stealing."""
         served = self._served
         served.forget_unused()

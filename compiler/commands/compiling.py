@@ -148,16 +148,18 @@ def build_and_print(options: BuildOptions, console: Console, *, chooses: bool) -
     from offramp.compiler.engines.build import Reports, build_bundle  # noqa: PLC0415
     from offramp.compiler.engines.choosing import build_best  # noqa: PLC0415
 
-    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    print_line = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     try:
         with TerminalProgress(console) as progress:
             build = build_best if chooses else build_bundle
-            building = build(options, Reports(progress=progress, say=say))
+            building = build(options, Reports(progress=progress, print_line=print_line))
         print_building(building, Console())
     except KeyboardInterrupt as error:
         why = str(error) or "interrupted"
-        say(f"eecompile: {why}; the engines built so far are kept; the same command continues")
+        print_line(
+            f"eecompile: {why}; the engines built so far are kept; the same command continues"
+        )
         return status_of(error)
     for result in building.failed:
-        say(f"eecompile: {result.problem}")
+        print_line(f"eecompile: {result.problem}")
     return 1 if building.failed else 0

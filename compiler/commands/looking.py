@@ -18,7 +18,7 @@ from offramp.bundle.schema.serde import to_plain
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.certify import samples_needed
 from offramp.certify.binomial import least_to_split
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.cuts.cuts import CutAnalysis, CutPoint, Rejection
 from offramp.compiler.graphs.source_model import SourceModel
 
@@ -125,7 +125,7 @@ def _cut_table(cuts: Sequence[CutPoint], unit: str) -> Table:
     if along:
         table.add_column("taken along")
     for cut in cuts:
-        tensors = cut.as_heads_see_it().tensors
+        tensors = cut.head_input().tensors
         shapes = (f"[{', '.join(map(str, tensor.shape))}]" for tensor in tensors)
         table.add_row(
             str(cut.index),
@@ -175,7 +175,7 @@ def _read(options: argparse.Namespace, console: Console) -> tuple[SourceModel, C
         model = read_model(
             options.model,
             answer=options.answer,
-            task=AskedTask(kind=options.task, class_map=options.class_map),
+            task=TaskOptions(kind=options.task, class_map=options.class_map),
             answer_tokens=options.answer_tokens,
             simplify=not options.no_simplify,
             simplify_limit=options.simplify_limit,

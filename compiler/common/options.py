@@ -38,7 +38,7 @@ WITHIN_MAP: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedTask:
+class TaskOptions:
     """The user's statements about the task; ``None`` is the task's default."""
 
     kind: AskedKind = "auto"
@@ -133,9 +133,9 @@ class ReadingOptions:
         refuse_unless(self, lambda v: 0 < v < _INF, "above 0", "simplify_limit")
 
     @property
-    def asked_task(self) -> AskedTask:
+    def task_options(self) -> TaskOptions:
         """Options about the task."""
-        return AskedTask(
+        return TaskOptions(
             kind=self.task,
             share=self.agree_share,
             within=self.agree_within,
@@ -403,15 +403,15 @@ _READING: Final = tuple(
 _ONE_MODEL = "it is for exits of the unchanged float32 model; take probability, entropy or margin"
 _UNCERTIFIED = "nothing is certified on random inputs; leave it out, or use samples"
 NO_ENGINES: Final = (
-    Illegal(option="--criterion", beside="--backend tensorrt", when=_is_on_host,
+    Illegal(option="--criterion", other="--backend tensorrt", when=_is_on_host,
             why="the host computes this criterion, which is for CPUs; choose probability, "
             "entropy, margin or learned, or --backend onnxruntime"),
-    Illegal(option="--train joint", beside="--backend tensorrt",
+    Illegal(option="--train joint", other="--backend tensorrt",
             why="a bundle with a copy of the model is for ONNX Runtime; leave one of them out"),
-    Illegal(option="--precision int8|auto", beside="--backend tensorrt",
+    Illegal(option="--precision int8|auto", other="--backend tensorrt",
             why="the int8 copy is for CPUs, and engines are made of a float32 bundle; compile "
             "without --precision, then eecompile build --precision int8 or auto"),
-    Illegal(option="--custom-ops", beside="--backend tensorrt",
+    Illegal(option="--custom-ops", other="--backend tensorrt",
             why="TensorRT's engines cannot hold operators of a library; choose --backend "
             "onnxruntime, for serving too"),
 )  # fmt: skip
@@ -419,26 +419,26 @@ NO_ENGINES: Final = (
 COMPILE: Final[tuple[Illegal, ...]] = (
     *NO_ENGINES,
     *_READING,
-    Illegal(option="--criterion", beside="--heads bridges|both", when=_is_not_probability,
+    Illegal(option="--criterion", other="--heads bridges|both", when=_is_not_probability,
             why="criteria are for pooled heads; leave one of them out"),
-    Illegal(option="--criterion", beside="--precision int8|auto", when=_is_learned_or_depends,
+    Illegal(option="--criterion", other="--precision int8|auto", when=_is_learned_or_depends,
             why=_ONE_MODEL),
-    Illegal(option="--criterion", beside="--train joint", when=_is_learned_or_depends,
+    Illegal(option="--criterion", other="--train joint", when=_is_learned_or_depends,
             why=_ONE_MODEL),
-    Illegal(option="--criterion", beside="--selection pame", when=depends_on_earlier,
+    Illegal(option="--criterion", other="--selection pame", when=depends_on_earlier,
             why="all exits have to run for this criterion, and pame takes single ones; leave one "
             "of them out"),
-    Illegal(option="--heads bridges|both", beside="--precision int8|auto",
+    Illegal(option="--heads bridges|both", other="--precision int8|auto",
             why="bridges are for float32; leave one of them out"),
-    Illegal(option="--train joint", beside="--precision int8|auto",
+    Illegal(option="--train joint", other="--precision int8|auto",
             why="a bundle has one copy of the model; leave one of them out"),
-    Illegal(option="--train joint", beside="--class-map",
+    Illegal(option="--train joint", other="--class-map",
             why="joint training learns scores, and classes alone have none; leave one of them out"),
     Illegal(option="--teach labels", without="--train joint",
             why="only the copy of the model learns from labels; add it, or leave this out"),
     Illegal(option="--joint-rate", without="--train joint",
             why="it is the learning rate of the copy; add --train joint, or leave this out"),
-    Illegal(option="--max-overhead", beside="--selection pame",
+    Illegal(option="--max-overhead", other="--selection pame",
             why="pame bounds late batches instead; use --max-violations, or leave --selection "
             "out"),
     Illegal(option="--rehearsal-batch", without="--selection pame",
@@ -447,11 +447,11 @@ COMPILE: Final[tuple[Illegal, ...]] = (
             why="nothing is rehearsed then; add it, or leave this out"),
     Illegal(option="--min-gain", without="--selection pame",
             why="nothing is rehearsed then; add it, or leave this out"),
-    Illegal(option="--candidates", beside="--exits",
+    Illegal(option="--candidates", other="--exits",
             why="--exits names all places; leave one of them out"),
-    Illegal(option="--simplify-limit", beside="--no-simplify",
+    Illegal(option="--simplify-limit", other="--no-simplify",
             why="onnxslim does not run; leave one of them out"),
-    *(Illegal(option=option, beside="--data random", why=_UNCERTIFIED)
+    *(Illegal(option=option, other="--data random", why=_UNCERTIFIED)
       for option in ("--max-disagreement", "--confidence", "--max-class-disagreement", "--group",
                      "--copies-within", "--teach labels")),
 )  # fmt: skip
@@ -462,25 +462,25 @@ PROFILE: Final = (
             why="a bundle's own profile is of a CPU; name a file, to be used in a cluster file"),
     Illegal(option="--device", without="--backend tensorrt|cuda",
             why="the CPU is measured; leave it out, or choose one of these"),
-    Illegal(option="--threads", beside="--backend tensorrt|cuda",
+    Illegal(option="--threads", other="--backend tensorrt|cuda",
             why="a GPU is measured; leave it out"),
-    *(Illegal(option="--json", beside=other, why="the bundle stays as it is; leave one of them out")
+    *(Illegal(option="--json", other=other, why="the bundle stays as it is; leave one of them out")
       for other in ("--output", "--overwrite", "--dry-run")),
 )  # fmt: skip
 BUILD: Final = (
     *_READING,
-    Illegal(option="--units", beside="--parts",
+    Illegal(option="--units", other="--parts",
             why="both choose what is built; leave one of them out"),
-    *(Illegal(option="--beside-serving", beside=other, why=_AS_THERE)
+    *(Illegal(option="--beside-serving", other=other, why=_AS_THERE)
       for other in ("--batch-profiles", "--buckets", "--workspace", "--optimization-level")),
-    Illegal(option="--precision auto", beside="--dry-run",
+    Illegal(option="--precision auto", other="--dry-run",
             why="what is built is known once engines have been timed; leave one of them out"),
-    Illegal(option="--precision auto", beside="--beside-serving",
+    Illegal(option="--precision auto", other="--beside-serving",
             why="a server keeps the precision that it began with; name that precision"),
-    Illegal(option="--precision auto", beside="--accept-disagreement", why=_KEPT),
-    Illegal(option="--precision auto", beside="--units",
+    Illegal(option="--precision auto", other="--accept-disagreement", why=_KEPT),
+    Illegal(option="--precision auto", other="--units",
             why="engines of all stages are timed; leave one of them out"),
-    Illegal(option="--precision auto", beside="--parts",
+    Illegal(option="--precision auto", other="--parts",
             when=lambda values: not {"source", "stages"} <= {*str(values["--parts"]).split(",")},
             why="engines of source and stages are timed; name both, or leave --parts out"),
     Illegal(option="--precision int8", without="--data",

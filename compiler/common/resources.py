@@ -46,7 +46,7 @@ def give_back() -> None:
         trim(0)
 
 
-class GivingBack:
+class MemoryReleasingProgress:
     """Progress that releases unused memory before each step."""
 
     def __init__(self, progress: Progress) -> None:
@@ -66,7 +66,7 @@ def peak_bytes() -> int | None:
 
     ``None`` if the system does not report it.
     """
-    own = _told("VmHWM")
+    own = _reported_bytes("VmHWM")
     if own is None:
         try:
             import resource  # noqa: PLC0415 - there is none on Windows
@@ -84,10 +84,10 @@ def count_process(its_peak_bytes: int) -> None:
     process that started them.
     """
     global _most_together  # noqa: PLW0603 - of the process, like its own peak
-    _most_together = max(_most_together, (_told("VmRSS") or 0) + its_peak_bytes)
+    _most_together = max(_most_together, (_reported_bytes("VmRSS") or 0) + its_peak_bytes)
 
 
-def _told(name: str) -> int | None:
+def _reported_bytes(name: str) -> int | None:
     """Return a figure that Linux reports for this process, in bytes."""
     try:
         lines = _STATUS.read_text().splitlines()
@@ -128,10 +128,10 @@ def find_scratch(named: Path | None) -> Path:
     return folder
 
 
-def check_room(folder: Path, size_bytes: int) -> None:
+def check_space(folder: Path, size_bytes: int) -> None:
     """Raise DataError if a folder has no space for features."""
     try:
-        ScratchSpace(folder).check_room(size_bytes, "features", "bound them by --scratch-limit")
+        ScratchSpace(folder).check_space(size_bytes, "features", "bound them by --scratch-limit")
     except ScratchError as error:
         raise DataError(str(error)) from error
 

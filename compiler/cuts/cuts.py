@@ -76,15 +76,17 @@ class GraphAnalysis:
         proto: onnx.ModelProto,
         graph: Dataflow | None = None,
         *,
-        turns: bool = False,
+        transpose: bool = False,
         max_tensors: int = MAX_CUT_TENSORS,
     ) -> GraphAnalysis:
         """Analyse an annotated model with a single output.
 
-        With ``turns``, tensors are judged as if their batch were transposed to the front.
+        With ``transpose``, tensors are judged as if their batch were transposed to the front.
         """
         graph = graph or Dataflow(proto.graph)
-        return cls(fitness=GateFitness.of(proto, graph, turns=turns), max_tensors=max_tensors)
+        return cls(
+            fitness=GateFitness.of(proto, graph, transpose=transpose), max_tensors=max_tensors
+        )
 
     @property
     def graph(self) -> Dataflow:
@@ -366,7 +368,7 @@ class CutPoint:
         """Names of all its tensors."""
         return (self.tensor, *(other.name for other in self.beside))
 
-    def as_heads_see_it(self) -> CutTensor:
+    def head_input(self) -> CutTensor:
         """Return a description of the tensors for building heads."""
         return CutTensor(
             name=self.tensor,

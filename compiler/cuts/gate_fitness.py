@@ -41,11 +41,11 @@ class GateFitness:
     work: OperatorWork
     total: float
     """Total work of all operators, in its unit."""
-    turns: bool
+    transpose: bool
     """True if tensors are judged as if their batch were transposed to the front."""
 
     @classmethod
-    def of(cls, proto: onnx.ModelProto, graph: Dataflow, *, turns: bool) -> GateFitness:
+    def of(cls, proto: onnx.ModelProto, graph: Dataflow, *, transpose: bool) -> GateFitness:
         """Create the judgement of an annotated model with a single output."""
         work = work_of(proto, graph)
         types = declared_types(proto)
@@ -55,7 +55,7 @@ class GateFitness:
             layouts=ChannelFinder.of(proto, graph, types),
             work=work,
             total=sum(work.costs[op.index] for op in graph.needed),
-            turns=turns,
+            transpose=transpose,
         )
 
     def is_lazy(self, op: Operator) -> bool:
@@ -97,7 +97,7 @@ class GateFitness:
     def cut_tensor(self, name: str) -> CutTensor:
         """Describe a tensor in the form that is carried, with the batch in front."""
         channels, shape = self.layouts.channels_of(name), self._shape(name)
-        if self.turns and (order := batch_first(shape)):
+        if self.transpose and (order := batch_first(shape)):
             shape = tuple(shape[axis] for axis in order)
             channels = None if channels is None else order.index(channels)
         dtype = self.types[name].dtype
@@ -161,7 +161,7 @@ class GateFitness:
     def _not_first(self, name: str) -> str:
         shape = self._shape(name)
         order = batch_first(shape)
-        if order and (self.turns or not order[0]):
+        if order and (self.transpose or not order[0]):
             return ""
         sizes = ", ".join(map(str, shape))
         return (

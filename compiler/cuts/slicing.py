@@ -135,7 +135,7 @@ def before_scores(analysis: CutAnalysis, model: SourceModel) -> CutAnalysis:
     if model.tail is None:
         return analysis
     scores = model.taught.output
-    before = model.flow.behind([scores], stop=frozenset())
+    before = model.flow.upstream([scores], stop=frozenset())
     known = {name for op in before for name in op.writes} - {scores}
     cuts = tuple(cut for cut in analysis.cuts if known.issuperset(cut.tensors))
     end = analysis.end if analysis.end and known.issuperset(analysis.end.tensors) else None
@@ -166,11 +166,11 @@ def cut_tensors(
 def _cut_tensor(
     point: CutPoint, masks: Mapping[int | str, TensorSpec], *, answers_last: bool
 ) -> CutTensor:
-    cut = point.as_heads_see_it()
-    beside = tuple(
+    cut = point.head_input()
+    others = tuple(
         replace(_masked(other, masks), answers_last=answers_last) for other in cut.beside
     )
-    return replace(_masked(cut, masks), answers_last=answers_last, beside=beside)
+    return replace(_masked(cut, masks), answers_last=answers_last, beside=others)
 
 
 def _masked(cut: CutTensor, masks: Mapping[int | str, TensorSpec]) -> CutTensor:
@@ -286,7 +286,7 @@ def _extent(
     graph: Dataflow, starts: Sequence[str], ends: Sequence[str], shared: set[str]
 ) -> tuple[tuple[Operator, ...], tuple[str, ...]]:
     """Return the operators from some tensors to others, and the tensors they read first."""
-    operators = graph.behind(ends, stop=frozenset(starts))
+    operators = graph.upstream(ends, stop=frozenset(starts))
     read = {t for op in operators for t in op.reads}
     needed = [name for name in graph.inputs if name in read]
     side = [name for name in needed if starts or name in shared]
@@ -374,7 +374,7 @@ def verify(
     wanted = [values[answer] for values in _run_alone(model.proto, fed)]
     chained: list[dict[str, NDArray[np.generic]]] = [dict(feeds) for feeds in fed]
     largest = int(np.argmax(batch_sizes))
-    left: list[_Survivors] = []
+    left: list[_RemainingRows] = []
     for segment in segments:
         chained, left = _through(segment, chained, left)
         if segment is not segments[-1]:
@@ -408,22 +408,22 @@ def _allowance(difference: Difference) -> str:
 def _through(
     segment: SegmentModel,
     chained: Sequence[dict[str, NDArray[np.generic]]],
-    left: Sequence[_Survivors],
-) -> tuple[list[dict[str, NDArray[np.generic]]], list[_Survivors]]:
+    left: Sequence[_RemainingRows],
+) -> tuple[list[dict[str, NDArray[np.generic]]], list[_RemainingRows]]:
     """Run a segment on batches and survivors; its session is released at the end."""
     runner = GraphRunner(segment.proto)
     passed = [values | runner.run(values) for values in chained]
     return passed, [survivors.through(runner) for survivors in left]
 
 
-class _Survivors(NamedTuple):
+class _RemainingRows(NamedTuple):
     """Samples of a batch that go on after a cut when the others have left."""
 
     rows: NDArray[np.intp]
     cut: str
     values: dict[str, NDArray[np.generic]]
 
-    def through(self, runner: GraphRunner) -> _Survivors:
+    def through(self, runner: GraphRunner) -> _RemainingRows:
         """Run the next segment; ModelError if it fails on them."""
         try:
             return self._replace(values=self.values | runner.run(self.values))
@@ -455,7 +455,7 @@ _APART = (
 
 def _survivors(
     values: Mapping[str, NDArray[np.generic]], segment: SegmentModel
-) -> Iterator[_Survivors]:
+) -> Iterator[_RemainingRows]:
     """Yield samples that go on after a segment: one alone, and three; others at each cut.
 
     ``values`` are graph inputs and the outputs of segments so far.
@@ -464,7 +464,7 @@ def _survivors(
     for count in {1, min(3, batch - 1)} - {0} if batch > 1 else ():
         rows = np.sort((segment.index + np.arange(count)) % batch)
         kept = {name: value[rows] for name, value in values.items()}
-        yield _Survivors(rows, segment.output, kept)
+        yield _RemainingRows(rows, segment.output, kept)
 
 
 def _run_alone(

@@ -66,7 +66,7 @@ class TablePlan:
     """Columns to read."""
     inputs: Callable[[TableRows], dict[str, NDArray[Any]]]
     label: str | None
-    label_asked: bool
+    label_requested: bool
     """True if the user named the column."""
     keys: tuple[str, ...]
     encoder: TextEncoder | None = None
@@ -125,7 +125,7 @@ def plan_table(
         columns=tuple(dict.fromkeys([*used, *others])),
         inputs=convert,
         label=label,
-        label_asked=options.label_column is not None,
+        label_requested=options.label_column is not None,
         keys=found_keys,
         encoder=encoder,
     )
@@ -253,7 +253,7 @@ def _features(rows: TableRows, columns: Sequence[str], spec: TensorSpec) -> NDAr
 def _has_classes(rows: TableRows, label: str, plan: TablePlan) -> bool:
     """Return whether labels are used: they were asked for, or the first one is a class number."""
     first = rows.objects(label)[0]
-    if plan.label_asked or _is_class(first):
+    if plan.label_requested or _is_class(first):
         return True
     _log.warning(
         "%s: %r is %.50r, not the number of a class: labels are ignored, as exits learn "

@@ -27,7 +27,7 @@ from offramp.compiler.engines.engine_verification import (
     measure_precision,
     part_data,
 )
-from offramp.compiler.engines.like_there import like_there
+from offramp.compiler.engines.existing_build_options import existing_build_options
 from offramp.compiler.engines.profiles import ModelShapes, Sizes, profile_notes, profile_sizes
 from offramp.compiler.engines.units import UnitGraphs, named_units, ranges_of, units_of
 from offramp.engine.common.errors import BackendError
@@ -75,7 +75,7 @@ class Reports(NamedTuple):
     """Outputs of a build: progress, and messages."""
 
     progress: Progress = SILENT
-    say: Callable[[str], None] = lambda _: None
+    print_line: Callable[[str], None] = lambda _: None
     """Prints a line during the work."""
 
 
@@ -175,7 +175,7 @@ def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder 
     except EnginesUnavailableError as error:
         if not options.dry_run:
             raise
-        reports.say(f"{error}; listing what is known without it")
+        reports.print_line(f"{error}; listing what is known without it")
         yield None
         return
     with contextlib.closing(builder):
@@ -220,11 +220,11 @@ def _asked(
     """Return the settings and sizes of the engines to build."""
     engines, manifest = options.engines, bundle.manifest
     if options.beside_serving:
-        return like_there(manifest, EngineStore.open(bundle.path, target), engines)
+        return existing_build_options(manifest, EngineStore.open(bundle.path, target), engines)
     buckets = dict(engines.buckets)
     sizes = profile_sizes(manifest, engines.batches, buckets)
     for note in profile_notes(manifest, sizes, buckets):
-        reports.say(note)
+        reports.print_line(note)
     return engines, sizes
 
 
@@ -277,7 +277,7 @@ def _judge(
         return _Judgement(keep=True)
     if data.parts is None:
         if not fits and (stale or known is not None):
-            reports.say(
+            reports.print_line(
                 f"{precision}: what it costs in answers is not measured, and the promise holds for "
                 "fp32 only; add --data DATA, best the data that the bundle was compiled with"
             )
@@ -286,12 +286,12 @@ def _judge(
     with reports.progress.step(f"Compare {precision} with fp32", 1):
         if bundle.policy.promise and parts.certifies and not engines.accept_disagreement:
             found = certify_anew(bundle, precision, data.ranges, parts, threads=_threads())
-            reports.say(found.describe())
+            reports.print_line(found.describe())
             return _Judgement(keep=False, found=found)
         check = measure_precision(
             bundle, precision, data.ranges, parts.judged, unseen=parts.unseen, threads=_threads()
         )
-    reports.say(check.describe())
+    reports.print_line(check.describe())
     if engines.accept_disagreement:
         return _Judgement(keep=False)
     check.demand()
@@ -303,7 +303,7 @@ def _open(bundle: Bundle, target: EngineTarget, reports: Reports) -> EngineStore
     try:
         return EngineStore.open(bundle.path, target)
     except BundleError as error:
-        reports.say(f"{error}; all engines of this target are built again")
+        reports.print_line(f"{error}; all engines of this target are built again")
         return EngineStore.empty(bundle.path, target)
 
 
@@ -314,7 +314,9 @@ def _planned(
     named = named_units(manifest, engines.units)
     units = named or units_of(work.bundle, engines.parts)
     if engines.precision in ROUNDED and any(unit.variant for unit in units):
-        reports.say(f"variants are certified in float32, so none is built in {engines.precision}")
+        reports.print_line(
+            f"variants are certified in float32, so none is built in {engines.precision}"
+        )
         units = tuple(unit for unit in units if not unit.variant)
     planned = []
     with reports.progress.step("Compare with what is there", len(units)) as advance:
@@ -322,7 +324,7 @@ def _planned(
             planned.append(plan)
             advance(1)
     for line in explain(planned, store):
-        reports.say(line)
+        reports.print_line(line)
     return Building(bundle=work.bundle, target=store.index.target, planned=tuple(planned))
 
 
@@ -330,9 +332,9 @@ def _prune(store: EngineStore, building: Building, reports: Reports) -> None:
     removed = store.prune([plan.unit.name for plan in building.planned])
     others = prune_targets(store.bundle_path, [store.index.target])
     for name in (*removed, *others.removed):
-        reports.say(f"removed {name}")
+        reports.print_line(f"removed {name}")
     for name in others.busy:
-        reports.say(f"{name} is not removed: another build is at work in it")
+        reports.print_line(f"{name} is not removed: another build is at work in it")
 
 
 def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
@@ -354,7 +356,7 @@ def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
         missing = "no CUDA compiler, so the server will have to find one"
         if not isinstance(error, KernelCompilerNotFoundError):
             missing = "the kernels are not in the bundle"
-        reports.say(f"warning: {missing}: {error}")
+        reports.print_line(f"warning: {missing}: {error}")
         return
     store.put_kernels(cubin, source=source)
 

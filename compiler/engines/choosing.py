@@ -77,7 +77,7 @@ def build_best(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Buil
     dataset = None if options.data is None else read_samples(options.data, bundle.manifest)
     precisions, why = _possible(bundle, dataset, options)
     if why:
-        reports.say(f"--precision auto: fp32 only: {why}")
+        reports.print_line(f"--precision auto: fp32 only: {why}")
     first, *others = precisions
     buildings = [_build(first, options, reports)]
     if buildings[0].failed:
@@ -87,7 +87,7 @@ def build_best(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Buil
             building = _build(precision, options, reports)
             _check_certified(building)
         except (CompileError, DataError) as error:
-            reports.say(f"--precision auto: {precision} is left out: {error}")
+            reports.print_line(f"--precision auto: {precision} is left out: {error}")
         else:
             buildings.append(building)
     timed = _time(bundle, buildings, dataset, options, reports)
@@ -226,7 +226,7 @@ def _keep(
 ) -> None:
     """Remove engines that are not served, and report why."""
     others = ", ".join(each.describe() for each in timed if each is not best)
-    reports.say(
+    reports.print_line(
         f"--precision auto: {best.precision} is kept: predicted to save {best.savings:.1%} of the "
         f"fp32 model's time{f' ({others})' if others else ''}, by engines timed here and exits as "
         f"certified; a coarser precision has to save {WORTH:.0%} more"
@@ -238,6 +238,8 @@ def _keep(
         same = [t for t in list_targets(options.bundle) if t.runs_where(target) and t != target]
         gone = remove_targets(options.bundle, same)
     for name in gone.removed:
-        reports.say(f"removed {name}")
+        reports.print_line(f"removed {name}")
     for name in gone.busy:
-        reports.say(f"{name} is not removed: another build is at work in it; it may be served")
+        reports.print_line(
+            f"{name} is not removed: another build is at work in it; it may be served"
+        )

@@ -27,7 +27,7 @@ from offramp.bundle import NEVER, ActiveExit, Bundle, ExitPolicy, Promise
 from offramp.bundle.engine_index import PrecisionEvidence, addressed, model_digest
 from offramp.bundle.engines import Precision
 from offramp.bundle.records import CERTIFY
-from offramp.bundle.schema.parts import given_behind
+from offramp.bundle.schema.parts import outputs_after
 from offramp.calibration.choose.exit_records import ExitRecords, dump_records, kept_records
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.data.running import BATCH_SIZE, run_over
@@ -155,7 +155,7 @@ class Verifier:
         if not unit.first_segment:
             return None
         parts = [self._bundle.read(s.file) for s in segments[: unit.first_segment]]
-        given = given_behind(segments, 0, unit.first_segment - 1)
+        given = outputs_after(segments, 0, unit.first_segment - 1)
         return GraphRunner(onnx.load_from_string(assemble(parts, given)))
 
     def _feeds(self, point: Point) -> dict[str, NDArray[Any]]:

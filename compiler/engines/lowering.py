@@ -35,7 +35,7 @@ _REMEDY = (
     f"export the model again with opset_version={OPSET} and compile that, "
     "or build with TensorRT 10 or newer"
 )
-_MEANS_SOMETHING_ELSE = frozenset({"GridSample", "DFT", "GroupNormalization"})
+_CHANGED_SEMANTICS = frozenset({"GridSample", "DFT", "GroupNormalization"})
 """Operators whose modes or defaults changed without a change of the signature."""
 _NEW_VALUES = {
     ("ScatterElements", "reduction"): (b"max", b"min"),
@@ -90,7 +90,7 @@ class _Lowering:
         new, old = self._schemas(node)
         if new.since_version == old.since_version:
             return set()
-        if node.op_type in _MEANS_SOMETHING_ELSE:
+        if node.op_type in _CHANGED_SEMANTICS:
             raise _refused(node, "has another meaning")
         moved: set[str] = set()
         if node.op_type.startswith("Reduce") and "axes" in old.attributes:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from offramp.bundle import Bundle, Manifest
 from offramp.bundle.engine_index import unit_name
 from offramp.bundle.engines import Precision
-from offramp.bundle.schema.parts import given_behind
+from offramp.bundle.schema.parts import outputs_after
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.precision.quantization import Ranges, measure_ranges, quantize
 from offramp.compiler.common.errors import EngineOptionsError
@@ -164,7 +164,7 @@ class UnitGraphs:
         if unit == source_unit(manifest):
             return self._bundle.read(manifest.source.file)
         segments = manifest.segments[unit.first_segment : unit.last_segment + 1]
-        given = given_behind(manifest.segments, unit.first_segment, unit.last_segment)
+        given = outputs_after(manifest.segments, unit.first_segment, unit.last_segment)
         return assemble([self._bundle.read(s.file) for s in segments], given)
 
     def _in_precision(self, span: bytes) -> bytes:
@@ -177,6 +177,6 @@ class UnitGraphs:
             return span
         manifest = self._bundle.manifest.of_variant(unit.variant)
         exit_ = manifest.exits[unit.exit]
-        given = given_behind(manifest.segments, unit.first_segment, unit.last_segment)
+        given = outputs_after(manifest.segments, unit.first_segment, unit.last_segment)
         outputs = [exit_.output, exit_.confidence, *given]
         return assemble([span, self._bundle.read(exit_.file)], outputs)

@@ -299,7 +299,7 @@ def build_bridge(
     proto, taught, types = source.proto, source.taught, declared_types(source.proto)
     aliases, kept, dropped = _regions(points)
     starts = points[0].tensors
-    operators = source.flow.behind([taught.output], stop=frozenset(starts), instead_of=aliases)
+    operators = source.flow.upstream([taught.output], stop=frozenset(starts), instead_of=aliases)
     read = {aliases.get(tensor, tensor) for op in operators for tensor in op.reads}
     ordered = [*starts, *(spec.name for spec in source.inputs)]
     model = emptied(proto, prefix.rstrip("/"), producer="offramp")

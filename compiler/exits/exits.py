@@ -41,7 +41,7 @@ from offramp.engine.control.costs import CostModel
 
 SCREENING_SAMPLES = 6000
 """Largest number of real samples in the short training that heads are chosen by."""
-SCREENING_VISITS = 12_000
+SCREENING_DRAWS = 12_000
 """Samples, counted with repetitions, that the short training shows to a head."""
 
 COUNT_SHARES = (1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5)
@@ -158,7 +158,7 @@ class _HeadSearch:
         """Train all heads briefly, on real samples alone; time and judge them, by candidate."""
         samples = min(real_samples, SCREENING_SAMPLES)
         epochs = min(
-            max(round(SCREENING_VISITS / samples), 1), self._options.building.training.epochs
+            max(round(SCREENING_DRAWS / samples), 1), self._options.building.training.epochs
         )
         families = [self._family(candidate) for candidate in range(len(self._sliced.cuts))]
         options = replace(self._options.building.training, epochs=epochs)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.calibration.data.augmentation import MadeSamples, Method, makes_sense, method_for
+from offramp.calibration.data.augmentation import AugmentedSamples, Method, makes_sense, method_for
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.scratch import describe_bytes
 from offramp.calibration.heads.feature_plan import GIB, FeaturePlan, SampleCounts, plan_features
@@ -24,7 +24,7 @@ from offramp.calibration.heads.features import (
 )
 from offramp.compiler.common.options import CompileOptions
 from offramp.compiler.common.progress import Progress
-from offramp.compiler.common.resources import check_room
+from offramp.compiler.common.resources import check_space
 from offramp.compiler.cuts.slicing import Sliced
 from offramp.compiler.exits.heads import attach_poolings
 from offramp.compiler.exits.timed_model import CompileRun
@@ -44,7 +44,7 @@ class FeatureRecorder:
     """Names of the graph's outputs, by candidate and grid."""
     train: Dataset
     tune: Dataset
-    made: MadeSamples | None
+    made: AugmentedSamples | None
     plan: FeaturePlan
     progress: Progress
 
@@ -55,7 +55,11 @@ class FeatureRecorder:
         graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
         sizes = sample_sizes(graph, outputs, sliced.cuts, parts.train, threads=available_cores())
         method = augmentation(sliced, parts.train, options)
-        made = None if method is None else MadeSamples.draw(parts.train, method, seed=options.seed)
+        made = (
+            None
+            if method is None
+            else AugmentedSamples.draw(parts.train, method, seed=options.seed)
+        )
         counts = SampleCounts(
             train=len(parts.train), made=0 if made is None else len(made), tune=len(parts.tune)
         )
@@ -94,7 +98,7 @@ class FeatureRecorder:
 
     def check(self, directory: Path) -> None:
         """Raise DataError if a pass does not fit into a folder."""
-        check_room(directory.parent, self.size_bytes)
+        check_space(directory.parent, self.size_bytes)
 
     def fit(self) -> Projections:
         """Compute the components of tokens, of all candidates in one run over some samples."""

@@ -25,7 +25,7 @@ from offramp.calibration.heads.families import (
     masked_tensors,
     pool_map,
 )
-from offramp.calibration.heads.features import LAST, WHOLE
+from offramp.calibration.heads.features import FULL_TENSOR, LAST
 from offramp.compiler.exits.endings import (
     CONFIDENCE,
     DescribedTensor,
@@ -75,7 +75,7 @@ def build_joining(
     joined = join_tensors(part, [_as_float32(part, tensor) for tensor in cut.read], cut)
     inputs = _described(cut.read, masked_tensors(cut, Head(kind="joined")))
     graph = part.build(inputs, [(joined, "float32", ("batch", joined_width(cut)))])
-    return graph, {WHOLE: joined}
+    return graph, {FULL_TENSOR: joined}
 
 
 def _described(
@@ -202,15 +202,15 @@ def attach_poolings(
     """Join segments and poolings into one graph, with which features are recorded.
 
     Returns the model, whose first output is the scores that heads imitate, and per candidate the
-    names of its outputs by grid (``WHOLE`` for tensors that are recorded unchanged, ``LAST`` for
-    the last token; none if no head fits).
+    names of its outputs by grid (``FULL_TENSOR`` for tensors that are recorded unchanged, ``LAST``
+    for the last token; none if no head fits).
     """
     parts: list[bytes] = []
     outputs: list[Mapping[int, str]] = []
     for index, (segment, cut) in enumerate(zip(segments, cuts, strict=False)):
         parts.append(segment)
         kinds = {head.kind for head in family_of(cut)}
-        whole = {WHOLE: cut.name} if kinds and cut.form in ("tokens", "vector") else {}
+        whole = {FULL_TENSOR: cut.name} if kinds and cut.form in ("tokens", "vector") else {}
         prefix, pooled = f"offramp_pool_{index:02d}/", dict[int, str]()
         if "joined" in kinds:
             pooling, pooled = build_joining(cut, prefix, **model.versions)

@@ -21,8 +21,8 @@ from offramp.calibration.choose.selection import Candidates, certified_policy
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.data.running import BATCH_SIZE
 from offramp.calibration.rehearsal import (
+    ExitMove,
     Forecast,
-    Move,
     Rehearsal,
     RehearsalSettings,
     forecast_policy,
@@ -94,7 +94,7 @@ class RehearsedPath(FixedPath):
     """Policies of exits that a rehearsal chose."""
 
     rehearsal: Rehearsal
-    moves: tuple[Move, ...] = ()
+    moves: tuple[ExitMove, ...] = ()
     """Exits that made too many batches late, and were moved."""
 
 

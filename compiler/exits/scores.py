@@ -71,10 +71,10 @@ class ScoreScale:
     or no."""
 
 
-def settle_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceModel:
+def resolve_scores(model: SourceModel, train: Dataset, *, user_requested: bool) -> SourceModel:
     """Find the scores that heads imitate, and complete the answer by measurements of them.
 
-    ``asked`` is true if the user named the task.
+    ``user_requested`` is true if the user named the task.
 
     Raises:
         ModelError: It is unclear whether an answer is one class or several labels, or the answer
@@ -91,8 +91,8 @@ def settle_scores(model: SourceModel, train: Dataset, *, asked: bool) -> SourceM
     values = _measure(model.proto, dict.fromkeys([*chain, model.answer.output]), train)
     scale = read_scale(flow, types, chain, values)
     if scale is None:
-        return _imitating(model, flow, chain, values, asked=asked)
-    _check_kind(model, flow, scale, values, asked=asked)
+        return _imitating(model, flow, chain, values, user_requested=user_requested)
+    _check_kind(model, flow, scale, values, user_requested=user_requested)
     form = _form_alone(model, flow, scale)
     if form is not None:
         return replace(model, answer=replace(model.answer, form=form))
@@ -220,11 +220,11 @@ def _is_sigmoid_of(found: NDArray[np.float64], scores: NDArray[Any]) -> bool:
 
 
 def _check_kind(
-    model: SourceModel, flow: Dataflow, scale: ScoreScale, values: Values, *, asked: bool
+    model: SourceModel, flow: Dataflow, scale: ScoreScale, values: Values, *, user_requested: bool
 ) -> None:
     """Raise ModelError if the scores imply another task than the graph, or none."""
     answer, found = model.answer, values[model.answer.output].astype(np.float64)
-    if asked or (scale.kind == "classification" and answer.classes > 1):
+    if user_requested or (scale.kind == "classification" and answer.classes > 1):
         return
     between = operators_between(flow, scale.tensor, answer.output)
     by_column = keeps_columns(between) and values[scale.tensor].shape == found.shape
@@ -247,7 +247,12 @@ def _asking(answer: Answer, found: NDArray[np.float64], why: str) -> ModelError:
 
 
 def _imitating(
-    model: SourceModel, flow: Dataflow, chain: Sequence[str], values: Values, *, asked: bool
+    model: SourceModel,
+    flow: Dataflow,
+    chain: Sequence[str],
+    values: Values,
+    *,
+    user_requested: bool,
 ) -> SourceModel:
     """Return the model with heads that imitate its answer, or the logits before its bounds."""
     answer = model.answer
@@ -266,7 +271,7 @@ def _imitating(
         )
     if found.max() > 1 + _EXACT:
         return _bounded(model, flow, chain, values)
-    if not asked:
+    if not user_requested:
         raise _asking(answer, found, "no Softmax or Sigmoid was found that they result from")
     labels = AnswerTask(kind="multi-label")
     taught = Answer(output=answer.output, classes=answer.classes, form="probabilities", task=labels)

@@ -19,7 +19,7 @@ from offramp.compiler.export.nesting import Names
 from offramp.compiler.graphs.graph import bodies
 from offramp.compiler.samples.staged_answers import (
     AnsweringStages,
-    GivenAnswers,
+    BatchAnswers,
     batches_of_many_sizes,
 )
 from offramp.engine.answers.differences import compare
@@ -72,7 +72,7 @@ def verify(
         for rows, expected in wanted:
             given = exported.run(dataset.take(rows))
             where = f"{what} on samples {rows.start} to {rows.stop - 1}"
-            if isinstance(given, GivenAnswers):
+            if isinstance(given, BatchAnswers):
                 _compare_exits(given, expected, plan, f"{what} on sample", rows.start)
                 given = given.answer
             largest = max(largest, _difference(given, expected.answer, tolerance, where))
@@ -86,7 +86,7 @@ def verify(
 
 def _answers_of(
     plan: Plan, dataset: Dataset, progress: Callable[[int], None]
-) -> Iterator[tuple[slice, GivenAnswers]]:
+) -> Iterator[tuple[slice, BatchAnswers]]:
     bundle = AnsweringStages(plan)
     for rows in batches_of_many_sizes(len(dataset)):
         yield rows, bundle.run(dataset.take(rows))
@@ -120,7 +120,7 @@ class _Exported:
         if names.exit in given:
             self._outputs += [names.exit, names.confidence]
 
-    def run(self, tensors: Tensors) -> GivenAnswers | NDArray[Any]:
+    def run(self, tensors: Tensors) -> BatchAnswers | NDArray[Any]:
         """Return the answers, with their exits if the model outputs them."""
         try:
             answer, *rest = self._session.run(self._outputs, tensors)
@@ -128,11 +128,11 @@ class _Exported:
             raise VerificationError(f"the export fails: {error}") from error
         if not rest:
             return np.asarray(answer)
-        return GivenAnswers(answer=answer, exit=rest[0], confidence=rest[1])
+        return BatchAnswers(answer=answer, exit=rest[0], confidence=rest[1])
 
 
 def _compare_exits(
-    given: GivenAnswers, wanted: GivenAnswers, plan: Plan, where: str, start: int
+    given: BatchAnswers, wanted: BatchAnswers, plan: Plan, where: str, start: int
 ) -> None:
     wrong = np.flatnonzero(given.exit != wanted.exit)
     if not wrong.size:

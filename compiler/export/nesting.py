@@ -141,7 +141,7 @@ class _Nesting:
         if spec.final:
             self._finish(level, spec)
         else:
-            self._leave_or_go_on(level, index)
+            self._add_exit_decision(level, index)
         return level
 
     def _gather(self, level: _Level, index: int) -> None:
@@ -167,7 +167,7 @@ class _Nesting:
         level.described += (o for o in graph.output if o.name != self._answer.name)
         rename_symbol(level.described, BATCH, self._rows(index))
 
-    def _leave_or_go_on(self, level: _Level, index: int) -> None:
+    def _add_exit_decision(self, level: _Level, index: int) -> None:
         """Add the exit's decision, and the rest of the model inside it."""
         spec = self._specs[index]
         assert spec.answer is not None

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
 from offramp.bundle.schema.answers import DENSE
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.graphs.graph import Dataflow, Operator, integer, refill, rename_tensor
 from offramp.compiler.graphs.shapes import (
     BATCH,
@@ -133,7 +133,7 @@ def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
     return f"name the answer, for instance --answer {scores[0]} (from Python answer={scores[0]!r})"
 
 
-def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answer:  # noqa: B008
+def find_answer(proto: onnx.ModelProto, task_options: TaskOptions = TaskOptions()) -> Answer:  # noqa: B008
     """Describe an annotated model's one output, for the requested or the inferred task.
 
     ModelError if the output does not fit the task: classification needs floating-point [batch,
@@ -146,15 +146,19 @@ def find_answer(proto: onnx.ModelProto, asked: AskedTask = AskedTask()) -> Answe
     if last is not None and last.kind in _TREES:
         raise ModelError(_of_trees(name, last))
     labels = _labels_of(proto, flow, name, shape or ())
-    kind = find_kind(asked, shape or (), labels or last, are_labels=labels is not None)
-    task = asked.settle(kind)
+    kind = find_kind(task_options, shape or (), labels or last, are_labels=labels is not None)
+    task = task_options.settle(kind)
     if kind != "classification" and tensor is not None:
         picks = last is not None and last.kind == "ArgMax" and kind in DENSE
         picked = types.get(last.proto.input[0]) if picks and last is not None else None
         form = _form_of(proto, flow, name, kind, picks=picks)
-        if kind == "token-classification" and asked.kind == "auto":
+        if kind == "token-classification" and task_options.kind == "auto":
             _check_tags(name, shape)
-        if kind == "segmentation" and asked.kind == "auto" and not (picks or asked.class_map):
+        if (
+            kind == "segmentation"
+            and task_options.kind == "auto"
+            and not (picks or task_options.class_map)
+        ):
             warn_of_heat_maps(name, shape or (), _ends(flow, name))
         return describe_answer(name, tensor, task, form=form, picked=picked)
     in_order = last is not None and last.kind == "TopK"  # columns are ranks, not classes
@@ -296,14 +300,18 @@ _HEAT_MAPS: Final = re.compile(
 
 
 def find_kind(
-    asked: AskedTask, shape: tuple[int | str, ...], last: Operator | None, *, are_labels: bool
+    task_options: TaskOptions,
+    shape: tuple[int | str, ...],
+    last: Operator | None,
+    *,
+    are_labels: bool,
 ) -> TaskKind:
     """Infer the task from the shape of the answer and its last operator.
 
     ``are_labels`` is true if ``last`` is an activation that makes each column a yes or no.
     """
-    if asked.kind != "auto":
-        return asked.kind
+    if task_options.kind != "auto":
+        return task_options.kind
     kind: TaskKind = "classification"
     if are_labels:
         kind = "multi-label"

@@ -174,7 +174,7 @@ class _Reduction:
         shape = types[prompts.tokens].shape
         self._sizes: tuple[Size, Size] = (shape[0], shape[1])
         self._rows = RowWise(self._flow, types, self._sizes, self._small_values())
-        self._behind = self._rows.behind(self._output)
+        self._behind = self._rows.upstream(self._output)
 
     def reduce(self, tokens: Sequence[int]) -> None:
         """Gather the last token, and keep the columns of the answer."""

@@ -291,7 +291,7 @@ _ALONG: Final = frozenset({
 })  # fmt: skip
 """Operators that compute along an axis, and keep it."""
 _RECURRENT: Final = frozenset({"GRU", "LSTM", "RNN"})
-_WHOLE_NUMBERS: Final = frozenset({
+_INTEGER_TYPES: Final = frozenset({
     TensorProto.BOOL, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
     TensorProto.UINT8, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64,
 })  # fmt: skip
@@ -350,7 +350,7 @@ class _Followed:
         for tensor, found in self._inputs(op, conditions):
             if found.values >= Level.ROWS:
                 raise self._refusal(op, tensor, found)
-        jumps = op.kind in _DISCRETE or self._becomes_whole(op)
+        jumps = op.kind in _DISCRETE or self._rounds_to_integer(op)
         places = list(range(len(op.proto.input))) if jumps else [*_STEERED.get(op.kind, ())]
         if op.kind in _GATES:
             places = [i for i, name in enumerate(op.proto.input) if self._is_one_for_all(name)]
@@ -369,15 +369,15 @@ class _Followed:
         shape = shape_of(self._types, tensor)
         return shape is not None and UNKNOWN not in shape and not _batch_axes(shape)
 
-    def _becomes_whole(self, op: Operator) -> bool:
+    def _rounds_to_integer(self, op: Operator) -> bool:
         targets = [a.i for a in op.proto.attribute if a.name == "to"]
         source = self._types.get(op.proto.input[0]) if op.kind == "Cast" else None
-        was_whole = source is not None and source.elem_type in _WHOLE_NUMBERS
-        return bool(targets) and targets[0] in _WHOLE_NUMBERS and not was_whole
+        was_integer = source is not None and source.elem_type in _INTEGER_TYPES
+        return bool(targets) and targets[0] in _INTEGER_TYPES and not was_integer
 
     def _whole(self, op: Operator) -> bool:
         found = self._types.get(op.writes[0])
-        return found is not None and found.elem_type in _WHOLE_NUMBERS
+        return found is not None and found.elem_type in _INTEGER_TYPES
 
     def _through(self, op: Operator, body: onnx.GraphProto) -> list[Dependence]:
         """Follow a body until the dependences of its carried values no longer change."""

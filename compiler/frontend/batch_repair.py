@@ -72,9 +72,9 @@ class BatchEdits:
 
         The new entries are ``values``, or the one of the tensor ``computed``.
         """
-        name, told = f"{node.output[0]}/freed", self.fixed.value(vector)
-        if vector not in self.flow.variable and told is not None and not computed:
-            changed = told.astype(np.int64).copy()
+        name, known = f"{node.output[0]}/freed", self.fixed.value(vector)
+        if vector not in self.flow.variable and known is not None and not computed:
+            changed = known.astype(np.int64).copy()
             for i, value in values.items():
                 changed[i] = value
             return self.constant(name, changed)
@@ -203,8 +203,8 @@ class _Repair(BatchEdits):
         if self.flow.is_constant(op):
             self.freed.follow(node)
         else:
-            if (mend := self._repairs.get(op.kind)) is not None:
-                mend(node)
+            if (repair := self._repairs.get(op.kind)) is not None:
+                repair(node)
             self.freed.follow(node)
             self._locate(op)
         self.nodes.append(node)
@@ -266,11 +266,11 @@ class _Repair(BatchEdits):
 
     def _retarget(self, node: onnx.NodeProto, target: str, axis: int, shape: Shape) -> None:
         """Leave the batch open in a target: 0 if it keeps its axis, else -1."""
-        data, told = node.input[0], self.fixed.value(target)
+        data, known = node.input[0], self.fixed.value(target)
         before, after = self.fixed.shape(data), self.freed.shape(data)
-        if told is None or len(told) != len(shape) or before is None or after is None:
+        if known is None or len(known) != len(shape) or before is None or after is None:
             raise ValueError("its target shape is computed in an unknown way")
-        open_axes = [i for i, size in enumerate(told) if size == -1 and i != axis]
+        open_axes = [i for i, size in enumerate(known) if size == -1 and i != axis]
         copies = axis < len(before) and before[axis] == shape[axis] and before[axis] != after[axis]
         values: dict[int, int] = {axis: 0 if copies else -1}
         rows = ""
@@ -289,18 +289,18 @@ class _Repair(BatchEdits):
     def _expand(self, node: onnx.NodeProto) -> None:
         data, target = node.input
         place, shape = self._places.get(data), self.fixed.shape(node.output[0])
-        before, told = self.fixed.shape(data), self.fixed.value(target)
-        if shape is None or before is None or told is None:
+        before, known = self.fixed.shape(data), self.fixed.value(target)
+        if shape is None or before is None or known is None:
             return
         if place is None:
-            for axis in range(-min(len(told), len(before)), 0):
+            for axis in range(-min(len(known), len(before)), 0):
                 if before[axis] > 1 and self._freed_entry(target, axis) not in {before[axis], 1}:
                     node.input[0] = self.first_row(data, axis + len(before), f"{node.output[0]}/in")
             return
         axis = place.axis + len(shape) - len(before)
-        entry = axis - (len(shape) - len(told))
-        if entry >= 0 and told[entry] != 1 and self._freed_entry(target, entry) != self.rows:
-            node.input[1] = self.with_entries(node, target, {entry: 1}, len(told))
+        entry = axis - (len(shape) - len(known))
+        if entry >= 0 and known[entry] != 1 and self._freed_entry(target, entry) != self.rows:
+            node.input[1] = self.with_entries(node, target, {entry: 1}, len(known))
 
     def _freed_entry(self, vector: str, entry: int) -> int | None:
         value = self.freed.value(vector)
@@ -349,8 +349,8 @@ class _Repair(BatchEdits):
             raise ValueError(f"its input {tensor!r} has {shape[axis]} rows")
         measures = axis if measured is None else measured
         size = self.size_of(source, measures, name)
-        told = self.fixed.value(tensor)
-        if told is not None and shape[axis] == told.size and self._counts(node, told):
+        known = self.fixed.value(tensor)
+        if known is not None and shape[axis] == known.size and self._counts(node, known):
             sizes = [-1 if k == axis else 1 for k in range(len(shape))]
             target = self.constant(f"{name}/sizes", np.array(sizes, np.int64))
             return self.add("Reshape", [self.numbers(size, name), target], name)
@@ -360,20 +360,20 @@ class _Repair(BatchEdits):
         target = self.add("Concat", parts, f"{name}/target", axis=0)
         return self.add("Expand", [row, target], name)
 
-    def _counts(self, node: onnx.NodeProto, told: NDArray[np.generic]) -> bool:
+    def _counts(self, node: onnx.NodeProto, known: NDArray[np.generic]) -> bool:
         """Return whether values are the numbers of the rows."""
-        if not _counts_rows(told):
+        if not _counts_rows(known):
             return False
         readers = self.flow.consumers.get(node.output[0], [])
-        return told.size > 1 or any(op.kind == "GatherND" for op in readers)
+        return known.size > 1 or any(op.kind == "GatherND" for op in readers)
 
     def _offsets(self, node: onnx.NodeProto) -> None:
         """Continue the offsets of rows in a flattened tensor, 0, S, 2 S …, with the batch."""
         adds = [op for op in self.flow.consumers.get(node.output[0], []) if op.kind == "Add"]
         picks = [r.kind for op in adds for r in self.flow.consumers.get(op.writes[0], [])]
         for i, tensor in enumerate(node.input):
-            told = self.fixed.value(tensor)
-            counted = told is not None and told.shape == (self.old,) and _counts_rows(told)
+            known = self.fixed.value(tensor)
+            counted = known is not None and known.shape == (self.old,) and _counts_rows(known)
             if counted and tensor not in self.flow.variable and "Gather" in picks:
                 name = f"{node.output[0]}/row{i}"
                 node.input[i] = self.numbers(self.size_of(self.flow.inputs[0], 0, name), name)
@@ -431,8 +431,8 @@ class _Repair(BatchEdits):
             name = f"{node.output[0]}/axes"
             node.input.append(self.constant(name, np.array(axes, np.int64)))
             return
-        told = self.fixed.value(node.input[1])
-        if told is not None and place.axis in {axis % len(before) for axis in told.tolist()}:
+        known = self.fixed.value(node.input[1])
+        if known is not None and place.axis in {axis % len(before) for axis in known.tolist()}:
             raise ValueError("it removes the dimension of the batch")
 
     def _resize(self, node: onnx.NodeProto) -> None:
@@ -451,34 +451,34 @@ class _Repair(BatchEdits):
     def _gather(self, node: onnx.NodeProto) -> None:
         """Refuse to pick some rows; keep all if all are picked one by one."""
         place, before = self._places.get(node.input[0]), self.fixed.shape(node.input[0])
-        told = self.fixed.value(node.input[1])
+        known = self.fixed.value(node.input[1])
         axis = integer(node, "axis")
-        if place is None or before is None or told is None or axis % len(before) != place.axis:
+        if place is None or before is None or known is None or axis % len(before) != place.axis:
             return
-        if np.array_equal(told, np.arange(before[place.axis])) and before[place.axis] > 1:
+        if np.array_equal(known, np.arange(before[place.axis])) and before[place.axis] > 1:
             del node.input[1:]
             del node.attribute[:]
             node.op_type = "Identity"
             return
         within = before[place.axis] // self.old
-        first = told[:1] if told.ndim and len(told) == self.old and place.slower == 1 else None
-        numbers = np.arange(self.old).reshape(-1, *[1] * (told.ndim - 1)) * within
-        if first is None or within == 1 or not np.array_equal(told, first + numbers):
-            raise ValueError(f"it picks rows {told.tolist()!s:.60} of the batch")
+        first = known[:1] if known.ndim and len(known) == self.old and place.slower == 1 else None
+        numbers = np.arange(self.old).reshape(-1, *[1] * (known.ndim - 1)) * within
+        if first is None or within == 1 or not np.array_equal(known, first + numbers):
+            raise ValueError(f"it picks rows {known.tolist()!s:.60} of the batch")
         node.input[1] = self._picks(node, first, np.array(within))
 
     def _gather_nd(self, node: onnx.NodeProto) -> None:
         """Extend constant indices that pick the same element of each row to all rows."""
         data, indices = node.input
-        place, told = self._places.get(data), self.fixed.value(indices)
-        if place is None or indices in self._places or told is None or place.axis:
+        place, known = self._places.get(data), self.fixed.value(indices)
+        if place is None or indices in self._places or known is None or place.axis:
             return
         if not integer(node, "batch_dims"):
-            step = np.eye(1, told.shape[-1], dtype=np.int64)[0]
-            rows = np.arange(self.old).reshape(-1, *[1] * (told.ndim - 1)) * step
-            if len(told) != self.old or not np.array_equal(told, told[:1] * (1 - step) + rows):
+            step = np.eye(1, known.shape[-1], dtype=np.int64)[0]
+            rows = np.arange(self.old).reshape(-1, *[1] * (known.ndim - 1)) * step
+            if len(known) != self.old or not np.array_equal(known, known[:1] * (1 - step) + rows):
                 raise ValueError("it picks some rows of the batch by constant indices")
-            node.input[1] = self._picks(node, told[:1], step)
+            node.input[1] = self._picks(node, known[:1], step)
 
     def _picks(self, node: onnx.NodeProto, first: NDArray[Any], step: NDArray[Any]) -> str:
         """Pick the same element of each row; the index grows by ``step`` per row."""
@@ -494,8 +494,8 @@ class _Repair(BatchEdits):
         return self.add("Add", picked, name)
 
 
-def _counts_rows(told: NDArray[np.generic]) -> bool:
-    return told.dtype == np.int64 and np.array_equal(told.ravel(), np.arange(told.size))
+def _counts_rows(known: NDArray[np.generic]) -> bool:
+    return known.dtype == np.int64 and np.array_equal(known.ravel(), np.arange(known.size))
 
 
 def _named(op: Operator) -> str:

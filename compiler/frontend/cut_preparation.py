@@ -36,7 +36,7 @@ def anchor_shapes(proto: onnx.ModelProto, *, max_tensors: int = MAX_CUT_TENSORS)
     ``proto`` is annotated and has a single output; it is not changed. Shapes that cannot be
     computed so stay, and :func:`~.cuts.cuts.find_cuts` rejects the places they cross.
     """
-    analysis = GraphAnalysis.of(proto, turns=True, max_tensors=max_tensors)
+    analysis = GraphAnalysis.of(proto, transpose=True, max_tensors=max_tensors)
     vectors = {
         op.index: sizes
         for op in analysis.graph.operators
@@ -180,29 +180,29 @@ def turn_batch_first(
     """
     if not any(_is_behind(tensor) for tensor in declared_types(proto).values()):
         return proto
-    analysis = GraphAnalysis.of(proto, turns=True, max_tensors=max_tensors)
-    turns: dict[str, _Turn] = {}
+    analysis = GraphAnalysis.of(proto, transpose=True, max_tensors=max_tensors)
+    transpositions: dict[str, _Transposition] = {}
     for gate in analysis.best().kept:
         for name in gate.tensors:
             order = batch_first(analysis.types[name].shape or ())
             if order[0]:
-                earlier = turns.get(name, _Turn(order, often=False))
-                turns[name] = earlier._replace(often=earlier.often or not gate.alone)
-    if not turns:
+                earlier = transpositions.get(name, _Transposition(order, often=False))
+                transpositions[name] = earlier._replace(often=earlier.often or not gate.alone)
+    if not transpositions:
         return proto
-    turned = copied(proto)
-    _insert(turned.graph, turns)
-    annotate(turned)
-    return turned
+    transposed = copied(proto)
+    _insert(transposed.graph, transpositions)
+    annotate(transposed)
+    return transposed
 
 
-class _Turn(NamedTuple):
+class _Transposition(NamedTuple):
     """Transposition of a tensor."""
 
     order: tuple[int, ...]
     """Dimensions of the tensor, the batch first."""
     often: bool
-    """True if every reader turns it back itself; then it can be carried past other readers."""
+    """True if every reader transposes it back itself; then it can be carried past other readers."""
 
 
 def _is_behind(tensor: TensorType) -> bool:
@@ -210,24 +210,24 @@ def _is_behind(tensor: TensorType) -> bool:
     return bool(order := batch_first(tensor.shape or ())) and order[0] > 0
 
 
-def _insert(graph: onnx.GraphProto, turns: Mapping[str, _Turn]) -> None:
+def _insert(graph: onnx.GraphProto, transpositions: Mapping[str, _Transposition]) -> None:
     nodes: list[onnx.NodeProto] = []
     for number, node in enumerate(graph.node):
-        read = dict.fromkeys(t for t in (*node.input, *captured_names(node)) if t in turns)
-        again = {name: f"{name}{_BACK}{number}" for name in read if turns[name].often}
-        nodes += [_back(name, output, turns[name]) for name, output in again.items()]
+        read = dict.fromkeys(t for t in (*node.input, *captured_names(node)) if t in transpositions)
+        again = {name: f"{name}{_BACK}{number}" for name in read if transpositions[name].often}
+        nodes += [_back(name, output, transpositions[name]) for name, output in again.items()]
         _read_instead(node, {name: again.get(name, f"{name}{_BACK}") for name in read})
         nodes.append(node)
         for name in node.output:
-            if (turn := turns.get(name)) is not None:
-                nodes.append(_transpose(name, f"{name}{FRONT}", turn.order))
-                if not turn.often:
-                    nodes.append(_back(name, f"{name}{_BACK}", turn))
+            if (transposition := transpositions.get(name)) is not None:
+                nodes.append(_transpose(name, f"{name}{FRONT}", transposition.order))
+                if not transposition.often:
+                    nodes.append(_back(name, f"{name}{_BACK}", transposition))
     refill(graph.node, nodes)
 
 
-def _back(name: str, output: str, turn: _Turn) -> onnx.NodeProto:
-    back = tuple(turn.order.index(axis) for axis in range(len(turn.order)))
+def _back(name: str, output: str, transposition: _Transposition) -> onnx.NodeProto:
+    back = tuple(transposition.order.index(axis) for axis in range(len(transposition.order)))
     return _transpose(f"{name}{FRONT}", output, back)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.cuts.cuts import MAX_CUT_TENSORS
 from offramp.compiler.frontend.answer import find_answer
 from offramp.compiler.frontend.passes import SLICEABLE, ModelDraft, PassError, prepare
@@ -29,7 +29,7 @@ def read_model(
     *,
     answer: str | None = None,
     answer_tokens: Sequence[int] = (),
-    task: AskedTask | None = None,
+    task: TaskOptions | None = None,
     simplify: bool = True,
     simplify_limit: float = LIMIT_S,
     weights: WeightFile | None = None,
@@ -57,7 +57,7 @@ def read_model(
         ScratchError: The disk has no space for the weights.
     """
     path = Path(path)
-    asked = task or AskedTask()
+    asked = task or TaskOptions()
     proto, digest = load_source(path, weights)
     draft = ModelDraft(
         proto=proto,

@@ -53,7 +53,7 @@ def check_inputs(proto: onnx.ModelProto) -> None:
             )
 
 
-def check_batch_in_front(graph: onnx.GraphProto) -> None:
+def check_batch_first(graph: onnx.GraphProto) -> None:
     """Refuse inputs whose first dimension is not the batch, by the names of their sizes.
 
     The batch is the size with such a name, or else the first size of the answer.
@@ -66,10 +66,10 @@ def check_batch_in_front(graph: onnx.GraphProto) -> None:
         called = [axis for axis, name in enumerate(others, 1) if _BATCH_NAME.fullmatch(name)]
         same = [axis for axis, name in enumerate(others, 1) if name in answers]
         if axes := called or same:
-            raise ModelError(_batch_behind(info, axes[0]))
+            raise ModelError(_misplaced_batch(info, axes[0]))
 
 
-def _batch_behind(info: onnx.ValueInfoProto, axis: int) -> str:
+def _misplaced_batch(info: onnx.ValueInfoProto, axis: int) -> str:
     dims = info.type.tensor_type.shape.dim
     sizes = ", ".join(d.dim_param or (str(d.dim_value) if d.dim_value else "?") for d in dims)
     return (

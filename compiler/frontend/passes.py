@@ -22,7 +22,7 @@ from offramp.compiler.frontend.batch import fix_baked_sizes, free_batch
 from offramp.compiler.frontend.cut_preparation import anchor_shapes, turn_batch_first
 from offramp.compiler.frontend.decoder_cache import check_no_cache
 from offramp.compiler.frontend.model_checks import (
-    check_batch_in_front,
+    check_batch_first,
     check_inference,
     check_inputs,
     check_some_input,
@@ -217,7 +217,7 @@ def _settle_inputs(draft: ModelDraft) -> None:
     drop_unread(draft.proto.graph)
     check_inputs(draft.proto)
     specs(draft.proto, [info.name for info in draft.proto.graph.input])
-    check_batch_in_front(draft.proto.graph)
+    check_batch_first(draft.proto.graph)
 
 
 def _fix_baked_sizes(draft: ModelDraft) -> None:

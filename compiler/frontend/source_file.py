@@ -67,7 +67,7 @@ def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.Mod
     if weights is None:
         _check_size(path, size + sum(file.stat().st_size for file in files))
     else:
-        weights.check_room(proto)
+        weights.check_space(proto)
     for file in files:
         with open_regular(file) as opened:
             for chunk in iter(partial(opened.read, 2**20), b""):

@@ -79,7 +79,7 @@ class ChannelFinder:
         seen = {tensor}
         while pending and len(seen) < _MOST_STEPS:
             name, axes = pending.popleft()
-            for told in self._told(name):
+            for told in self._implied(name):
                 if axes[told]:  # 0 is the batch
                     return axes[told]
             for neighbour, moved in self._neighbours(name, axes):
@@ -92,7 +92,7 @@ class ChannelFinder:
         found = self.types.get(tensor)
         return len(found.shape or ()) if found is not None else 0
 
-    def _told(self, tensor: str) -> Iterator[int]:
+    def _implied(self, tensor: str) -> Iterator[int]:
         """Yield the channel dimensions that readers and writer of a tensor imply."""
         last = self._rank(tensor) - 1
         readers = [op for op in self.graph.consumers.get(tensor, ()) if op.reads[0] == tensor]

@@ -82,13 +82,13 @@ class Dataflow:
     @property
     def needed(self) -> tuple[Operator, ...]:
         """Operators that an output depends on, in order."""
-        return self.behind(self.outputs, stop=frozenset())
+        return self.upstream(self.outputs, stop=frozenset())
 
     def is_constant(self, op: Operator) -> bool:
         """Return whether the operator computes the same value for all graph inputs."""
         return self.variable.isdisjoint(op.writes)
 
-    def behind(
+    def upstream(
         self,
         tensors: Iterable[str],
         *,

@@ -231,7 +231,7 @@ class _Rows:
 
     def _single(self, op: Operator, variable: list[str]) -> onnx.ModelProto:
         """Make a model of an operator, and of the constants that it reads."""
-        needed = self._flow.behind(op.writes, stop=frozenset(variable))
+        needed = self._flow.upstream(op.writes, stop=frozenset(variable))
         read = {t for each in needed for t in each.reads}
         model = emptied(self._proto, op.kind)
         model.graph.node.extend(each.proto for each in needed)

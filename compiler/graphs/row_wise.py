@@ -82,14 +82,14 @@ class RowWise:
         shape = shape_of(self._types, tensor)
         return shape[-1] if shape else None
 
-    def behind(self, output: str) -> frozenset[str]:
+    def upstream(self, output: str) -> frozenset[str]:
         """Return the first outputs of operators before ``output`` that may run on one token alone.
 
         They compute tokens one by one, and no other operator reads their outputs.
         """
         flow = self._flow
         found = {op.writes[0]: op for op in flow.operators if self._is_one_by_one(op)}
-        needed = {op.writes[0] for op in flow.behind([output], stop=frozenset())}
+        needed = {op.writes[0] for op in flow.upstream([output], stop=frozenset())}
         found = {name: op for name, op in found.items() if name in needed}
         lost = set(found)
         while lost:

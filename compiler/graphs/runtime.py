@@ -196,7 +196,7 @@ def _random(
     return values.astype(dtype)
 
 
-class _Foreign(NamedTuple):
+class _CustomOperator(NamedTuple):
     """An operator outside of ONNX's own operator set."""
 
     domain: str
@@ -239,14 +239,14 @@ def libraries_of(proto: onnx.ModelProto) -> tuple[OperatorLibrary, ...]:
     )
 
 
-def _foreign(proto: onnx.ModelProto) -> list[_Foreign]:
+def _foreign(proto: onnx.ModelProto) -> list[_CustomOperator]:
     """Return operators outside of ONNX's own set that the model does not define, in order."""
     defined = {(function.domain, function.name) for function in proto.functions}
     versions = {opset.domain: opset.version for opset in proto.opset_import}
     nodes = [_all_nodes(proto.graph.node), *(_all_nodes(f.node) for f in proto.functions)]
     return list(
         dict.fromkeys(
-            _Foreign(node.domain, node.op_type, versions.get(node.domain, 1))
+            _CustomOperator(node.domain, node.op_type, versions.get(node.domain, 1))
             for part in nodes
             for node in part
             if not is_standard(node) and (node.domain, node.op_type) not in defined

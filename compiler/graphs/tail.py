@@ -162,7 +162,7 @@ def _is_activation(op: Operator, types: Mapping[str, TensorType], wanted: int | 
 
 def operators_between(flow: Dataflow, scores: str, output: str) -> tuple[Operator, ...]:
     """Return the operators that compute the output from the scores, without constants."""
-    found = flow.behind([output], stop=frozenset([scores]))
+    found = flow.upstream([output], stop=frozenset([scores]))
     return tuple(op for op in found if not flow.is_constant(op))
 
 
@@ -202,7 +202,7 @@ def cut_tail(
     between = operators_between(flow, start, output)
     if start == output or keeps_values(between):
         return Tail(taught=taught, dtype=dtype, shape=shape, **facts)
-    operators = flow.behind([output], stop=frozenset([start]))
+    operators = flow.upstream([output], stop=frozenset([start]))
     read = {name for op in operators for name in op.reads}
     model = onnx.ModelProto(ir_version=proto.ir_version, producer_name="offramp")
     model.opset_import.extend(proto.opset_import)

@@ -32,7 +32,7 @@ _Group: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class _Whole:
+class _FullWeight:
     """A weight, and the ends of other weights that are its first input channels."""
 
     values: NDArray[Any]
@@ -67,7 +67,7 @@ def in_parts(graphs: Mapping[str, bytes], kept: WeightFile | None) -> dict[str, 
 
 def _find_wholes(
     graphs: Sequence[onnx.GraphProto], kept: WeightFile | None
-) -> dict[_Group, list[_Whole]]:
+) -> dict[_Group, list[_FullWeight]]:
     """Find weights of which some graph has the first input channels alone, and where these end."""
     groups: dict[_Group, list[onnx.TensorProto]] = {}
     for tensor in (t for graph in graphs for t in graph.initializer if _may_be_one(t)):
@@ -81,19 +81,19 @@ def _find_wholes(
     return found
 
 
-def _wholes_of(tensors: Iterable[onnx.TensorProto], kept: WeightFile | None) -> list[_Whole]:
-    wholes: list[_Whole] = []
+def _wholes_of(tensors: Iterable[onnx.TensorProto], kept: WeightFile | None) -> list[_FullWeight]:
+    wholes: list[_FullWeight] = []
     for tensor in sorted(tensors, key=lambda t: (-t.dims[_INPUTS], -t.dims[0])):
         values = _values(tensor, kept)
         whole = next((w for w in wholes if has_first_channels(values, w.values)), None)
         if whole is None:
-            wholes.append(whole := _Whole(values, set()))
+            wholes.append(whole := _FullWeight(values, set()))
         whole.borders.add(values.shape[_INPUTS])
     return wholes
 
 
 def _split(
-    graph: onnx.GraphProto, wholes: Mapping[_Group, list[_Whole]], kept: WeightFile | None
+    graph: onnx.GraphProto, wholes: Mapping[_Group, list[_FullWeight]], kept: WeightFile | None
 ) -> bool:
     """Put weights into a graph in parts, in place; returns whether there are any."""
     stored: list[onnx.TensorProto] = []

@@ -58,10 +58,10 @@ class WeightFile:
         """SHA-256 of all weights, by place."""
         return {place: key for key, place in self._places.items()}
 
-    def check_room(self, proto: onnx.ModelProto) -> None:
+    def check_space(self, proto: onnx.ModelProto) -> None:
         """Raise ScratchError if the disk has no space for the weights of a model."""
         what = "the model's weights"
-        self.scratch.check_room(weight_bytes(proto), what, "compile a smaller model")
+        self.scratch.check_space(weight_bytes(proto), what, "compile a smaller model")
 
     def light(self, proto: onnx.ModelProto) -> onnx.ModelProto:
         """Return a copy of a model that names its weights, which are put into the file."""

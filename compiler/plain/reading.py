@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from offramp.bundle import Answer, AnswerTask, TensorSpec
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.export.nesting import METADATA
 from offramp.compiler.frontend.answer import find_answer, output_type, settle_output
@@ -85,7 +85,7 @@ def read_plain(
     path: Path,
     *,
     answer: str | None = None,
-    task: AskedTask | None = None,
+    task: TaskOptions | None = None,
     weights: WeightFile | None = None,
 ) -> UnslicedModel:
     """Read a model; ``answer`` names the output to serve, if there are several.
@@ -101,7 +101,7 @@ def read_plain(
     """
     proto, digest = load_source(path, weights)
     try:
-        return _read(proto, path, digest, answer, task or AskedTask())
+        return _read(proto, path, digest, answer, task or TaskOptions())
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
     except (
@@ -117,7 +117,7 @@ def read_plain(
 
 
 def _read(
-    proto: onnx.ModelProto, path: Path, digest: str, answer: str | None, asked: AskedTask
+    proto: onnx.ModelProto, path: Path, digest: str, answer: str | None, asked: TaskOptions
 ) -> UnslicedModel:
     notes: list[str] = []
     draft = ModelDraft(proto=proto, answer=answer, note=notes.append)
@@ -199,7 +199,7 @@ def _freed(proto: onnx.ModelProto, fixed: int | None) -> tuple[onnx.ModelProto, 
     return trial, find_mixing(trial)
 
 
-def _describe(proto: onnx.ModelProto, asked: AskedTask) -> Answer:
+def _describe(proto: onnx.ModelProto, asked: TaskOptions) -> Answer:
     """Describe the answer: of a task that exits know, or of another one."""
     output = proto.graph.output[0]
     shape = output.type.tensor_type.shape

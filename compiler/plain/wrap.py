@@ -29,7 +29,7 @@ from offramp.calibration.data.scratch import ScratchSpace
 from offramp.calibration.measure.profiling import BATCH_SIZES, TimedGraph
 from offramp.compiler.blueprints.packing import PROFILE, tool_versions
 from offramp.compiler.common.errors import ModelError, VerificationError
-from offramp.compiler.common.options import AskedKind, AskedTask
+from offramp.compiler.common.options import AskedKind, TaskOptions
 from offramp.compiler.common.progress import SILENT, Progress
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.cuts.slicing import SOURCE
@@ -92,7 +92,7 @@ def _wrap(
     options: WrapOptions, weights: WeightFile, progress: Progress, note: Callable[[str], None]
 ) -> Bundle:
     with progress.step("Read the model", 1):
-        asked = AskedTask(kind=options.task)
+        asked = TaskOptions(kind=options.task)
         plain = read_plain(options.model, answer=options.answer, task=asked, weights=weights)
     for each in plain.notes:
         note(each)

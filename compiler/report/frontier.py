@@ -9,10 +9,10 @@ from typing import Final, NamedTuple
 from markupsafe import Markup
 
 from offramp.calibration.choose.trade_offs import (
-    WAYS,
+    TRADE_OFF_KINDS,
     Judged,
     TradeOff,
-    Way,
+    TradeOffKind,
     cheapest_at,
     front_of,
     same_samples,
@@ -34,7 +34,7 @@ _MARKS: Final = 14
 _FAINT: Final = 25
 """Largest number of dominated points of each variant."""
 _SIZE: Final = 4.0
-NAMES: Final[Mapping[Way, str]] = {
+NAMES: Final[Mapping[TradeOffKind, str]] = {
     "exits": "exits alone",
     "subnets": "subnets alone",
     "both": "subnets with exits",
@@ -47,7 +47,7 @@ class LevelRow(NamedTuple):
 
     level: float
     cheapest: list[TradeOff]
-    """Cheapest points by way, in the order of ``WAYS``."""
+    """Cheapest points by way, in the order of ``TRADE_OFF_KINDS``."""
     what: str
     """Description of the point of subnets with exits."""
 
@@ -84,7 +84,9 @@ def frontier_view(variants: Judged, promised: float | None) -> FrontierView | No
         return None
     if not same_samples(variants):  # a rehearsal replaces the full model's records alone
         return None
-    points: dict[Way, list[TradeOff]] = {way: trade_offs(variants, way) for way in WAYS}
+    points: dict[TradeOffKind, list[TradeOff]] = {
+        way: trade_offs(variants, way) for way in TRADE_OFF_KINDS
+    }
     names = {v.variant: v.name for v, _ in variants}
     headline = 0.99 if promised is None else promised
     levels = [_row(level, points, names) for level in sorted({*LEVELS, headline}, reverse=True)]
@@ -110,14 +112,14 @@ def _mark(variant: int) -> str:
 
 
 def _row(
-    level: float, points: Mapping[Way, Sequence[TradeOff]], names: Mapping[int, str]
+    level: float, points: Mapping[TradeOffKind, Sequence[TradeOff]], names: Mapping[int, str]
 ) -> LevelRow:
     cheapest = []
-    for way in WAYS:
+    for way in TRADE_OFF_KINDS:
         found = cheapest_at(points[way], level)
         assert found is not None, "the full model agrees with itself"
         cheapest.append(found)
-    return LevelRow(level, cheapest, describe(cheapest[WAYS.index("both")], names))
+    return LevelRow(level, cheapest, describe(cheapest[TRADE_OFF_KINDS.index("both")], names))
 
 
 def describe(point: TradeOff, names: Mapping[int, str]) -> str:
@@ -161,7 +163,7 @@ def _dominated(points: Sequence[TradeOff], front: Sequence[TradeOff]) -> list[Tr
 
 
 def _chart(
-    fronts: Mapping[Way, Sequence[TradeOff]],
+    fronts: Mapping[TradeOffKind, Sequence[TradeOff]],
     faint: Sequence[TradeOff],
     subnets: Sequence[SubnetRow],
     low: float,
@@ -186,7 +188,7 @@ def _chart(
     )
 
 
-def _line(way: Way, front: Sequence[TradeOff], x: Scale, y: Scale) -> Markup:
+def _line(way: TradeOffKind, front: Sequence[TradeOff], x: Scale, y: Scale) -> Markup:
     """Draw a front as steps: between two points nothing was found."""
     points = [p for p in front if p.agreement >= y.low]
     if not points:
@@ -201,7 +203,7 @@ def _line(way: Way, front: Sequence[TradeOff], x: Scale, y: Scale) -> Markup:
     return svg.join([svg.path(corners, f"way {way}"), *marks])
 
 
-def _shape(way: Way, x: float, y: float, title: str) -> Markup:
+def _shape(way: TradeOffKind, x: float, y: float, title: str) -> Markup:
     """Draw a circle, a square, a diamond or a triangle: readable without colours."""
     class_ = f"way-mark {way}"
     if way == "exits":
@@ -216,7 +218,7 @@ def _shape(way: Way, x: float, y: float, title: str) -> Markup:
     return svg.path(corners, class_, title, closed=True)
 
 
-def tooltip(way: Way, point: TradeOff) -> str:
+def tooltip(way: TradeOffKind, point: TradeOff) -> str:
     """Return the description of a mark."""
     accurate = ""
     if point.accuracy is not None:

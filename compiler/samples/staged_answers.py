@@ -19,7 +19,7 @@ BATCH_SIZES = (1, 7, 32, 2, 19, 64, 3, 11)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenAnswers:
+class BatchAnswers:
     """Answers of a model to a batch of b rows, and the exits that gave them."""
 
     answer: NDArray[Any]
@@ -39,7 +39,7 @@ class AnsweringStages:
         self._slot = self._pipeline.backend.open_slot()
         self._exits = [s.answered_by for s in plan.stages]
 
-    def run(self, tensors: Mapping[str, NDArray[Any]]) -> GivenAnswers:
+    def run(self, tensors: Mapping[str, NDArray[Any]]) -> BatchAnswers:
         """Answer a batch."""
         departures = list(self._pipeline.run(self._slot, tensors))
         size, first = len(next(iter(tensors.values()))), departures[0].answer
@@ -49,7 +49,7 @@ class AnsweringStages:
             answer[departure.rows] = departure.answer
             exit_[departure.rows] = self._exits[departure.stage]
             confidence[departure.rows] = departure.confidence
-        return GivenAnswers(answer=answer, exit=exit_, confidence=confidence)
+        return BatchAnswers(answer=answer, exit=exit_, confidence=confidence)
 
 
 def batches_of_many_sizes(samples: int) -> Iterator[slice]:

@@ -147,7 +147,7 @@ def _part(
 ) -> onnx.ModelProto:
     """Extract the part of a model that computes some operators; indexed tables may be narrower."""
     outputs = list(dict.fromkeys(op.writes[0] for op in operators))
-    nodes = graph.behind(outputs, stop=frozenset())
+    nodes = graph.upstream(outputs, stop=frozenset())
     read = {name for op in nodes for name in op.reads}
     part = emptied(proto, "part")
     part.graph.node.extend(op.proto for op in nodes)

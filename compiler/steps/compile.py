@@ -40,7 +40,12 @@ from offramp.compiler.blueprints.variants import (
 from offramp.compiler.common.errors import CompileError
 from offramp.compiler.common.options import CompileOptions, check_options
 from offramp.compiler.common.progress import SILENT, Progress
-from offramp.compiler.common.resources import GivingBack, find_scratch, give_back, sweep
+from offramp.compiler.common.resources import (
+    MemoryReleasingProgress,
+    find_scratch,
+    give_back,
+    sweep,
+)
 from offramp.compiler.common.rounding import warn_of_overflow
 from offramp.compiler.cuts.slicing import VERIFIED_SAMPLES, Sliced, slice_model, verify
 from offramp.compiler.data.made import RandomSource
@@ -64,7 +69,7 @@ from offramp.compiler.samples.grouping import grouped
 from offramp.compiler.samples.padding import find_paddings, length_ranges, symbolic_sizes
 from offramp.compiler.samples.value_bounds import find_value_bounds
 from offramp.compiler.steps.dry_run import DRY_RUN_DISAGREEMENT, dry_run_policy, made_for
-from offramp.compiler.steps.settling import check_teacher, settle_task
+from offramp.compiler.steps.settling import check_teacher, resolve_task
 from offramp.engine.common.environment import cpu_features
 from offramp.engine.stages.plan import Mode, Plan, plan_stages
 
@@ -92,7 +97,7 @@ def compile_model(
     check_options(options)
     check_target(options.output, overwrite=options.overwrite)
     sweep(find_scratch(options.scratch))
-    scratch, progress = scratch or ScratchSpace(options.scratch), GivingBack(progress)
+    scratch, progress = scratch or ScratchSpace(options.scratch), MemoryReleasingProgress(progress)
     with weight_file(scratch) as weights:
         model = _read_model(options, weights, progress)
         dataset, run = _read_data(model, options, scratch, progress)
@@ -125,7 +130,7 @@ def _read_model(options: CompileOptions, weights: WeightFile, progress: Progress
         model = read_model(
             options.model,
             answer=options.reading.answer,
-            task=options.reading.asked_task,
+            task=options.reading.task_options,
             answer_tokens=options.reading.answer_tokens,
             simplify=options.reading.simplify,
             simplify_limit=options.reading.simplify_limit,
@@ -174,7 +179,7 @@ def _settle(
     """Complete the model's task from its data, and prepare smaller variants if asked for."""
     options = run.options
     with _naming(options.model):
-        model = settle_task(model, run.parts.train, options)
+        model = resolve_task(model, run.parts.train, options)
     check_teacher(dataset, model.answer, options)
     if options.variants is None:
         return model, None

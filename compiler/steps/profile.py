@@ -135,7 +135,7 @@ def _described(info: onnx.ValueInfoProto) -> CutTensor:
 def _write(bundle: Bundle, options: ProfileOptions, target: Path, profile: Profile) -> None:
     kept = {entry.path for entry in bundle.manifest.files}
     rehearsed = Rehearsed.parse(bundle.read(REHEARSAL)) if REHEARSAL in kept else None
-    policy = predicted_anew(bundle, profile)
+    policy = with_predicted_savings(bundle, profile)
     manifest = replace(bundle.manifest, name=bundle_name(target))
     certify = ExitRecords.kept_by(bundle, CERTIFY)
     sizes = WeightSizes.of(bundle)
@@ -153,7 +153,7 @@ def _write(bundle: Bundle, options: ProfileOptions, target: Path, profile: Profi
     rewrite(bundle, target, manifest, policy, changed, overwrite=options.replaces)
 
 
-def predicted_anew(bundle: Bundle, profile: Profile) -> ExitPolicy:
+def with_predicted_savings(bundle: Bundle, profile: Profile) -> ExitPolicy:
     """Return the bundle's policy with the savings that another profile predicts."""
     policy = bundle.policy
     if policy.promise is None:

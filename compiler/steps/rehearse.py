@@ -23,8 +23,8 @@ from offramp.calibration.data.dataset import DataError, Dataset, part, read_samp
 from offramp.calibration.data.groups import Groups
 from offramp.calibration.rehearsal import (
     REHEARSAL,
+    ExitMove,
     Forecast,
-    Move,
     RehearsalSettings,
     Rehearsed,
     adapt,
@@ -58,7 +58,7 @@ class Rehearsing:
     """The old policy for the new load, on the certify split."""
     after: ExitPolicy
     rehearsed: Rehearsed
-    moves: tuple[Move, ...]
+    moves: tuple[ExitMove, ...]
     """Moved exits, which made too many batches late; empty if exits were searched from scratch."""
     written: Path | None
     """Path of the bundle; ``None`` after a dry run."""

@@ -10,7 +10,7 @@ import numpy as np
 from offramp.bundle import Answer, AnswerTask, TaskKind
 from offramp.bundle.graph_weights import MOST_BYTES
 from offramp.bundle.records import has_classes
-from offramp.bundle.schema.answers import WHOLE_SETS, Criterion
+from offramp.bundle.schema.answers import MOST_LABELS, Criterion
 from offramp.calibration.data.data_sources import data_name
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.data.running import run_over
@@ -21,7 +21,7 @@ from offramp.compiler.common.options import WITHIN_SPREAD, CompileOptions
 from offramp.compiler.common.rounding import SINGLE, rounding_of
 from offramp.compiler.cuts.slicing import find_masks
 from offramp.compiler.exits.bridges import needs_bridges
-from offramp.compiler.exits.scores import settle_scores
+from offramp.compiler.exits.scores import resolve_scores
 from offramp.compiler.graphs.graph import serialised, weight_bytes
 from offramp.compiler.graphs.source_model import SourceModel
 from offramp.engine.answers.criteria import CriterionError, known_criterion
@@ -37,13 +37,13 @@ _SPREAD_SAMPLES = 1024
 """Largest number of samples on which the spread of values is measured."""
 
 
-def settle_task(model: SourceModel, train: Dataset, options: CompileOptions) -> SourceModel:
+def resolve_task(model: SourceModel, train: Dataset, options: CompileOptions) -> SourceModel:
     """Complete a model's task: its scores, the mask of its tokens, the tolerance of its values.
 
     ModelError if an option does not fit the task, or the task has to be named; DataError if the
     model fails on a sample, or its values do not vary.
     """
-    model = settle_scores(model, train, asked=options.reading.task != "auto")
+    model = resolve_scores(model, train, user_requested=options.reading.task != "auto")
     task = model.answer.task
     _check_asked(task, options)
     _check_size(model, options)
@@ -173,7 +173,7 @@ def _check_class_bound(answer: Answer, options: CompileOptions) -> None:
     bound = options.promise.max_class_disagreement
     if bound is not None and not has_classes(answer):
         raise ModelError(
-            f"--max-class-disagreement {bound:g} is for classification and for up to {WHOLE_SETS} "
+            f"--max-class-disagreement {bound:g} is for classification and for up to {MOST_LABELS} "
             f"labels; the task is {answer.task.kind} with {answer.classes} classes, so leave it out"
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer
-from offramp.bundle.schema.answers import WHOLE_SETS, AnswerTask, TaskKind
+from offramp.bundle.schema.answers import MOST_LABELS, AnswerTask, TaskKind
 from offramp.engine.answers.principal_values import ROUNDING
 
 Codes = NDArray[np.int32]
@@ -145,7 +145,7 @@ class LabelAgreement(Equality):
 
     def codes(self, ends: NDArray[Any]) -> Codes:
         """Return a number for each set."""
-        if ends.shape[1] <= WHOLE_SETS:
+        if ends.shape[1] <= MOST_LABELS:
             powers = np.left_shift(1, np.arange(ends.shape[1]), dtype=np.int64)
             numbers: Codes = (ends * powers).sum(axis=1).astype(np.int32)
             return numbers

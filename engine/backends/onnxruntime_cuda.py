@@ -166,7 +166,7 @@ class OnnxRuntimeCudaStage:
     """``True`` with convolutions: ONNX Runtime plans these again when the batch size changes."""
     _lock: Lock = field(default_factory=Lock)
 
-    def room(self, rows: int) -> int:  # noqa: ARG002 - it takes any size
+    def padding_limit(self, rows: int) -> int:  # noqa: ARG002 - it takes any size
         """Return the rows that slots have memory for."""
         return self.max_rows
 

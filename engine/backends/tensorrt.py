@@ -143,7 +143,7 @@ class TensorRTStage:
         self.scratch_bytes = self.layout.size_bytes
         """Scratch memory of TensorRT, and of tensors between the engines of a chain, in bytes."""
 
-    def room(self, rows: int) -> int:
+    def padding_limit(self, rows: int) -> int:
         """Return the last batch size of the profiles that hold the rows; gaps may follow it."""
         ends = [
             next((p.last_batch for p in each.engine.entry.profiles if p.takes(rows)), rows)

@@ -16,14 +16,14 @@ import sys
 import threading
 from typing import Final
 
-from offramp.engine.common.job_worker import step_back
+from offramp.engine.common.job_worker import lower_priority
 
 _COMPILER: Final = "offramp.compiler.commands.cli"
 
 
 def main() -> None:
     """Run the compiler; its exit status is that of this process."""
-    step_back()
+    lower_priority()
     run_compiler()
 
 

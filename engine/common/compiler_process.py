@@ -22,18 +22,18 @@ class BuildProcess:
 
     def __init__(self, arguments: Sequence[str], *, worker: str | None = None) -> None:
         """Start a module, by default the build worker, with arguments for ``eecompile``."""
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
         try:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-P", "-m", worker or _WORKER, *arguments],
                 stdin=subprocess.PIPE,
-                stdout=self._said,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
                 env=environment_of_child(),
                 creationflags=getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0),
             )
         except BaseException:
-            self._said.close()
+            self._output.close()
             raise
 
     def poll(self) -> int | None:
@@ -46,16 +46,16 @@ class BuildProcess:
 
     def last_words(self, most: int = _SHOWN) -> str:
         """Return the last line of its output, the compiler's error where there is one."""
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").split("\n")
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
         ours = [line for line in said if line.startswith("eecompile: ")]
         return (ours or said or ["no output"])[-1][:most]
 
     def lines(self, prefix: str) -> list[str]:
         """Return the lines of its output that begin with a prefix, without the prefix."""
-        self._said.seek(0)
-        said = self._said.read().decode(errors="replace").splitlines()
+        self._output.seek(0)
+        said = self._output.read().decode(errors="replace").splitlines()
         return [line.removeprefix(prefix) for line in said if line.startswith(prefix)]
 
     def end(self) -> None:
@@ -67,5 +67,5 @@ class BuildProcess:
                 self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_STOP_S)
-        if not self._said.closed:
-            self._said.close()
+        if not self._output.closed:
+            self._output.close()

@@ -81,7 +81,7 @@ class JobRunner:
         if not 0 < limit_s <= threading.TIMEOUT_MAX:
             raise ValueError(f"limit_s must be seconds above 0, got {limit_s}")
         self._limit_s = limit_s
-        self._turns: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         """Guards the next three attributes; never held while waiting."""
         self._tasks: dict[Future[Any], _Task] = {}
@@ -124,7 +124,7 @@ class JobRunner:
             child, running = self._child, self._thread.ident is not None
         if child is not None:
             child.kill()
-        self._turns.put(None)
+        self._queue.put(None)
         if running and threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S)
         with self._lock:
@@ -144,14 +144,14 @@ class JobRunner:
             if self._closed:
                 raise _closed_error(task)
             self._tasks[task.future] = task
-            self._turns.put(task)
+            self._queue.put(task)
             if self._thread.ident is None:
                 self._thread.start()
         return task.future
 
     def _work(self) -> None:
         """Run tasks until closed; the only thread that uses the child's pipes."""
-        while (task := self._turns.get()) is not None and not self._closed:
+        while (task := self._queue.get()) is not None and not self._closed:
             if task.future.set_running_or_notify_cancel():
                 self._settle(task)
             with self._lock:

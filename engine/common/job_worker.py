@@ -70,7 +70,7 @@ def describe(error: BaseException) -> str:
 
 def main() -> NoReturn:
     """Compute jobs until the input ends."""
-    step_back()
+    lower_priority()
     requests, answers = _take_streams()
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(requests, messages), daemon=True).start()
@@ -82,7 +82,7 @@ def main() -> NoReturn:
         os._exit(0)
 
 
-def step_back() -> None:
+def lower_priority() -> None:
     """Lower this process's priority, and ignore interrupts, which the parent handles."""
     with contextlib.suppress(OSError, AttributeError):  # there is no os.nice on Windows
         os.nice(NICENESS)

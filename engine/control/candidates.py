@@ -112,7 +112,7 @@ class CandidateTests:
         due = self._drifted or self._unfitted >= wait << self._fruitless
         if due and self._has_enough(path.exits):
             self.begin(path.exits, "tuning after the drift alarm" if self._drifted else "tuning")
-            self._ask_for_path(self.current)
+            self._request_path(self.current)
 
     def advance(
         self, path: ThresholdPath, level: int, audit_probability: float
@@ -127,7 +127,7 @@ class CandidateTests:
             return None
         if test.path is None:
             if self._out is None and self._has_enough(test.exits):
-                self._ask_for_path(test)
+                self._request_path(test)
             elif test.samples * audit_probability > self._settings.patience:
                 return "too few samples passed them"
             return None
@@ -177,7 +177,7 @@ class CandidateTests:
         self._unfitted = self._fruitless = 0
         self._drifted = True
 
-    def _ask_for_path(self, test: CandidateTest | None) -> None:
+    def _request_path(self, test: CandidateTest | None) -> None:
         assert test is not None
         self._unfitted, self._drifted = 0, False
         self._fruitless = min(self._fruitless + 1, _MOST_DOUBLINGS)

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from offramp.bundle import ExitPolicy
 from offramp.certify import AgreementCurve, FloatArray, Observations, Window, fit_curves
 from offramp.certify.kept import kept_array, kept_part
+from offramp.engine.control.active_policy import ActivePolicy, Resumption
 from offramp.engine.control.adjustment import ExitProposals
 from offramp.engine.control.candidates import CandidateTests, SavingsEstimator
 from offramp.engine.control.control_settings import CertifiedSettings
@@ -41,7 +42,6 @@ from offramp.engine.control.controller import ControlEvent, ControlStatus, Evide
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.counters import ControlCounters
 from offramp.engine.control.drift import DriftAlarm, Suspicion
-from offramp.engine.control.in_force import PolicyInForce, Resumption
 from offramp.engine.control.initial import tuning_split
 from offramp.engine.control.shift import ShiftGuard
 
@@ -81,11 +81,11 @@ class CertifiedController:
         self._costs = costs
         tune = tuning_split(records, costs.exits)
         curves = fit_curves(tune.confidence, tune.agrees)
-        self._in_force = PolicyInForce(policy, curves, tune, costs, settings)
+        self._active = ActivePolicy(policy, curves, tune, costs, settings)
         self._window = Window(exits=costs.exits, capacity=settings.window)
         self._savings = SavingsEstimator(self._window, costs, settings)
         self._candidates = CandidateTests(
-            self._window, self._savings, curves, settings, self._in_force.new_path
+            self._window, self._savings, curves, settings, self._active.new_path
         )
         self._drift = DriftAlarm(settings.max_disagreement, rate=settings.alarm_rate)
         self._suspicion = Suspicion(settings.max_disagreement, least=settings.least_audit)
@@ -94,14 +94,14 @@ class CertifiedController:
         self._counters = ControlCounters(tolerated=settings.max_disagreement)
         self._unlooked = 0
         """Samples since the last check for possible changes."""
-        self._resumption = Resumption(self._in_force, self._counters, guard)
+        self._resumption = Resumption(self._active, self._counters, guard)
         if guard is not None:
             guard.watch(self.policy)
 
     @property
     def policy(self) -> ExitPolicy:
         """Policy that should be active."""
-        return self._in_force.policy
+        return self._active.policy
 
     @property
     def audit_probability(self) -> float:
@@ -109,7 +109,7 @@ class CertifiedController:
 
         It is predictable: it depends only on earlier observations.
         """
-        probability = self._in_force.audit_probability
+        probability = self._active.audit_probability
         if self._settings.raise_audits and not self._settings.release:
             probability = self._suspicion.audit_probability(probability)
         return 1.0 if self._audits_all else probability
@@ -123,7 +123,7 @@ class CertifiedController:
         """True if audits are still useful for more than the detection of drift."""
         if self._candidates.current is not None:
             return True
-        path, level = self._in_force.path, self._in_force.level
+        path, level = self._active.path, self._active.level
         if path.effort > self._settings.patience:
             return False
         if path.certified < level:
@@ -135,16 +135,16 @@ class CertifiedController:
     def observe(self, seen: Observations) -> None:
         """Test every level, watch for changes, look for better policies, and propose exits."""
         why = None
-        self._suspicion.pass_by(len(seen))
+        self._suspicion.count_samples(len(seen))
         if len(seen):
-            why = self._test(seen) or self._look_if_due()
+            why = self._test(seen) or self._check_if_due()
         if self._guard is not None:
-            self._guard.pass_by(len(seen))
+            self._guard.count_samples(len(seen))
             needed = self.needs_evidence
             if why is None and self._guard.has_shifted(seen, self.policy, needs_evidence=needed):
                 why = None if self._resumption.forget() else "inputs have changed"
             elif why is None:
-                self._resumption.resume_if_alike()
+                self._resumption.resume_if_matching()
         if why is not None:
             self.invalidate(why)
         if self._proposals is not None:
@@ -165,8 +165,8 @@ class CertifiedController:
             return
         self._counters.tunings += 1
         assert self._candidates.current is not None
-        fitted = self._in_force.limited(self._candidates.current.exits, result)
-        self._end_test(self._candidates.adopt_path(fitted, against=self._in_force.path))
+        fitted = self._active.limited(self._candidates.current.exits, result)
+        self._end_test(self._candidates.adopt_path(fitted, against=self._active.path))
 
     def consider(self, active: Sequence[int]) -> bool:
         """Test another set of exits next to the active one; return whether the test starts.
@@ -180,7 +180,7 @@ class CertifiedController:
         target = tuple(sorted({int(e) for e in active}))
         if target and not 0 <= target[0] <= target[-1] < self._costs.exits:
             raise ValueError(f"exits {list(active)} must be within 0 to {self._costs.exits - 1}")
-        now = self._in_force
+        now = self._active
         is_busy = self._candidates.current or now.recovering or self._resumption.kept is not None
         if is_busy or target == now.path.exits:
             return False
@@ -208,7 +208,7 @@ class CertifiedController:
         self._window.keep(0)
         self._candidates.drifted()
         self._resumption.kept = None
-        self._in_force.restart()
+        self._active.restart()
         if self._guard is not None:
             self._guard.recover(self.policy)
         why = f"drift: {why}; no exit answers until levels are certified again"
@@ -217,7 +217,7 @@ class CertifiedController:
     def status(self) -> ControlStatus:
         """Return a snapshot; cheap."""
         evidence = self._evidence()
-        upper = self._in_force.metrics.bound.value
+        upper = self._active.metrics.bound.value
         if evidence is Evidence.CERTIFIED:
             upper = min(upper, self._settings.max_disagreement)
         return self._counters.status(
@@ -240,7 +240,7 @@ class CertifiedController:
         if self._resumption.kept is not None:
             return self._resumption.kept
         kept = {
-            **self._in_force.state(),
+            **self._active.state(),
             "drift": self._drift.state(),
             "suspicion": self._suspicion.state(),
             "curves": np.array([[c.slope, c.intercept] for c in self._candidates.curves]),
@@ -252,7 +252,7 @@ class CertifiedController:
         """Continue from a saved state, including its evidence; a running job is not waited for.
 
         Where inputs are watched, thresholds beyond the compiled ones are held back at first
-        (:mod:`.in_force`).
+        (:mod:`.active_policy`).
         """
         try:
             if self._guard is not None:
@@ -264,7 +264,7 @@ class CertifiedController:
 
     def _test(self, seen: Observations) -> str | None:
         """Add a chunk as evidence for or against every level; return why if the policy drifted."""
-        now = self._in_force
+        now = self._active
         self._counters.add(seen, version=now.policy.version)
         if seen.forced.any():
             seen = seen.take(~seen.forced)
@@ -295,44 +295,44 @@ class CertifiedController:
         suspicion, was_serious = self._suspicion, self._suspicion.serious
         suspicion.observe(loss, audit_probability)
         if not self._audits_all:
-            suspicion.account(audit_probability, self._in_force.audit_probability)
+            suspicion.account(audit_probability, self._active.audit_probability)
         if suspicion.serious and not was_serious:
             self._counters.note("suspicion", suspicion.describe(), warning=True)
 
-    def _look_if_due(self) -> str | None:
+    def _check_if_due(self) -> str | None:
         """Look for changes; return why if recent samples contradict the active policy."""
         if self._unlooked < self._settings.look_every or self._resumption.kept is not None:
             return None
         samples, self._unlooked = self._unlooked, 0
-        risk = self._savings.recent_excess(self._in_force.path, self._in_force.level)
+        risk = self._savings.recent_excess(self._active.path, self._active.level)
         if risk is not None:
             return f"{risk:.2%} disagreed recently"
         self._climb()
         self._advance_test()
-        self._candidates.seek(self._in_force.path)
+        self._candidates.seek(self._active.path)
         exits, needed = [a.exit for a in self.policy.active], self.needs_evidence
-        self._in_force.metrics.follow(exits, needs_evidence=needed, samples=samples)
+        self._active.metrics.follow(exits, needs_evidence=needed, samples=samples)
         return None
 
     def _climb(self) -> None:
         """Switch to the most aggressive level that passed, if it is worth a change."""
-        path, now = self._in_force.path, self._in_force.level
+        path, now = self._active.path, self._active.level
         if path.certified <= now:
             return
         found = self._savings.outlook(path)
         level = self._savings.best_certified(path, found)
         mean_ms = self._savings.mean_ms(path.exits, found.shares)
         is_worth_it = self._savings.is_gain(mean_ms[level], mean_ms[now])
-        if 0 < now < level and self._in_force.metrics.served < _SETTLED:
+        if 0 < now < level and self._active.metrics.served < _SETTLED:
             is_worth_it = mean_ms[level] <= mean_ms[now] * _LEAP
         if level > now and is_worth_it:
-            self._in_force.switch(level, shadow=self._candidates.exits)
+            self._active.switch(level, shadow=self._candidates.exits)
             saved = 1 - mean_ms[level] / self._costs.source_ms
             self._note_policy(f"more aggressive thresholds were certified; they save {saved:.1%}")
 
     def _advance_test(self) -> None:
         """Activate a candidate's level that passed and saves more, or drop the candidate."""
-        test, now = self._candidates.current, self._in_force
+        test, now = self._candidates.current, self._active
         found = self._candidates.advance(now.path, now.level, now.audit_probability)
         if test is None or test.path is None or not isinstance(found, int):
             self._end_test(found if isinstance(found, str) else None)
@@ -346,16 +346,16 @@ class CertifiedController:
         test = self._candidates.current
         if why is not None and test is not None:
             self._candidates.end()
-            kind = "tuning" if test.exits == self._in_force.path.exits else "exits"
+            kind = "tuning" if test.exits == self._active.path.exits else "exits"
             self._counters.note(kind, f"{test.purpose}: {why}")
-            self._in_force.use_exits(())
+            self._active.use_exits(())
 
     def _note_policy(self, why: str, *, kind: str = "policy", warning: bool = False) -> None:
         self._counters.note(kind, f"policy {self.policy.version}: {why}", warning=warning)
 
     def _evidence(self) -> Evidence:
         """Return the evidence for the policy, unless recent samples contradict it."""
-        evidence = self._in_force.evidence
+        evidence = self._active.evidence
         if evidence is Evidence.CONSERVATIVE:
             return evidence
         version, bound = self.policy.version, self._settings.max_disagreement
@@ -363,13 +363,13 @@ class CertifiedController:
         return Evidence.SUSPICIOUS if is_doubtful else evidence
 
     def _describe(self, evidence: Evidence) -> str:
-        path, suspicion = self._in_force.path, self._suspicion
+        path, suspicion = self._active.path, self._suspicion
         more = self._settings.raise_audits and not self._settings.release and suspicion.raised
         if suspicion.serious or more:
             return suspicion.describe() + ("; auditing more" if more else "")
         if evidence is Evidence.SUSPICIOUS:
             return "suspicious: more disagreed under this policy than the constraint allows"
-        if self._in_force.recovering:
+        if self._active.recovering:
             needed = math.log(1 / path.alpha) / (0.8 * self._settings.max_disagreement)
             return f"recovering: {path.samples} of about {needed:.0f} samples"
         test = self._candidates.current if self._resumption.kept is None else self._resumption
@@ -388,11 +388,11 @@ class CertifiedController:
         suspicion.restore(kept_part(state, "suspicion"))
         counted, counts = kept_part(state, "counters"), ControlCounters()
         counts.restore(counted)  # raises before anything has changed
-        self._in_force.restore(state, drifted=counts.alarms > 0)
+        self._active.restore(state, drifted=counts.alarms > 0)
         self._counters.restore(counted)
         self._drift, self._suspicion = drift, suspicion
         self._candidates.curves = tuple(curves)
-        if self._in_force.recovering:
+        if self._active.recovering:
             self._candidates.drifted()
         else:
             self._candidates.end()

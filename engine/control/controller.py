@@ -8,8 +8,8 @@ simulator and the tests drive the same objects.
         controller.observe(observations)
         if (job := controller.take_job()) is not None:
             controller.finish(job, job.run())        # elsewhere, while observing goes on
-        if controller.policy.version != in_force.version:
-            in_force = controller.policy
+        if controller.policy.version != active.version:
+            active = controller.policy
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ class Suspicion:
         wanted = self.excess / self._tolerated / self._expected
         return max(self._unsuspected(budgeted), _step(wanted) if wanted else 0.0)
 
-    def pass_by(self, samples: int) -> None:
+    def count_samples(self, samples: int) -> None:
         """Count samples of any policy."""
         self._arrived += samples
 

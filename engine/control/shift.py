@@ -253,7 +253,7 @@ class ShiftGuard:
         """True if some exits lack samples and are not compared; and for how many samples more."""
 
     @property
-    def is_alike(self) -> bool:
+    def matches_previous(self) -> bool:
         """True if enough samples look like those before a restart, or there was none."""
         return self.alike >= ALIKE
 
@@ -262,7 +262,7 @@ class ShiftGuard:
         """True while every sample runs to the end, as evidence is gathered again."""
         return self._left > 0
 
-    def pass_by(self, samples: int) -> None:
+    def count_samples(self, samples: int) -> None:
         """Count samples; call this with every chunk."""
         before, self._since = self._since, self._since + samples
         if before // QUIET < self._since // QUIET:
@@ -276,7 +276,7 @@ class ShiftGuard:
         """
         self._left = max(self._left - len(seen), 0) if needs_evidence else 0
         mine = seen.take(seen.policy_version == policy.version)
-        if self._differs(mine) and (self._since >= self._wait or not self.is_alike):
+        if self._differs(mine) and (self._since >= self._wait or not self.matches_previous):
             self._since, self._wait = 0, self._wait * 2
             return True
         self.alike = min(self.alike + len(mine), ALIKE)
@@ -284,7 +284,7 @@ class ShiftGuard:
         self._blind_for = max(self._blind_for - len(seen), 0)
         if _answering(policy) != self._answering:
             self.watch(policy)
-        elif self._is_half_blind and not self._blind_for and self.is_alike:
+        elif self._is_half_blind and not self._blind_for and self.matches_previous:
             self._recent.keep(BLIND)
             self.watch(policy)
         return False

@@ -23,13 +23,13 @@ class CudaGraphs:
     """Captures and launches graphs; without ``cuda.bindings`` it returns none."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._driver: Any = None
         try:
             with optional_import("cuda", install=INSTALL, raises=BackendError):
                 self._driver = importlib.import_module("cuda.bindings.driver")
         except BackendError as error:
-            self._say(str(error))
+            self._log_once(str(error))
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> CudaGraph | None:
         """Capture a graph; see :meth:`offramp.engine.cuda.driver.Driver.capture`."""
@@ -38,9 +38,9 @@ class CudaGraphs:
         try:
             return CudaGraph(self._driver, self._record(stream, enqueue))
         except BackendError as error:
-            self._say(str(error))
+            self._log_once(str(error))
         except RuntimeError as error:  # the bindings' own: no libcuda, or one too old for them
-            self._say(f"cuda-bindings: {error}")
+            self._log_once(f"cuda-bindings: {error}")
             self._driver = None
         return None
 
@@ -66,9 +66,9 @@ class CudaGraphs:
             )
         return graph
 
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+    def _log_once(self, reason: str) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
             logger.warning("Stages run without CUDA graphs: %s", reason)
 
 

@@ -139,7 +139,7 @@ class CudaBatch:
         """``True`` if it was not overwritten."""
         return all(region.version == version for region, version in self.stamps)
 
-    def was_brought(self, rows: NDArray[np.intp] | None) -> bool:
+    def was_copied(self, rows: NDArray[np.intp] | None) -> bool:
         """Return whether exactly these rows (``None``: all) were copied to the input area.
 
         They must not have been overwritten.

@@ -143,7 +143,7 @@ class PreparedStage(Protocol):
     def missing(self) -> MissingEngine | None:
         """The engine that would run it faster, if it is not built; else ``None``."""
 
-    def room(self, rows: int) -> int:
+    def padding_limit(self, rows: int) -> int:
         """Return up to how many rows a batch of this size may be padded; at most ``max_rows``."""
 
     def open(self, slot: SlotResources) -> Executable:

@@ -143,7 +143,9 @@ class StageRegistry:
         if not all(stage.pads for stage in stages):
             return range(1, most + 1)
         rows = range(1, most + 1)
-        return sorted({padded(n, min(stage.room(n), most)) for stage in stages for n in rows})
+        return sorted(
+            {padded(n, min(stage.padding_limit(n), most)) for stage in stages for n in rows}
+        )
 
     def remember(self, used: Needs) -> None:
         """Record the sizes that a slot had to grow to, for the initial sizes of later slots."""

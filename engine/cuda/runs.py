@@ -93,13 +93,13 @@ class StageRuns:
         carried = self._carried(facts, batch, given)
         # Without an exit, carried tensors are written directly to their target.
         direct = spec.answer is None
-        beside = {n: row for n, row in given.items() if not (direct and n in facts.given)}
-        outputs = self.layouts.of(tuple(beside.values()), prepared.max_rows)
+        extra = {n: row for n, row in given.items() if not (direct and n in facts.given)}
+        outputs = self.layouts.of(tuple(extra.values()), prepared.max_rows)
         target = 1 - batch.area
         answer_bytes = rows * row_bytes(*given[spec.answer][1:]) if spec.answer else 0
         self._reserve(prepared.max_rows, target, carried, outputs, answer_bytes)
 
-        addresses = dict(zip(beside, outputs.addresses(self.arena.outputs.address), strict=True))
+        addresses = dict(zip(extra, outputs.addresses(self.arena.outputs.address), strict=True))
         targets = _addresses(carried, self.arena.inputs[target].address)
         if direct:
             addresses |= {name: targets[name] for name in facts.given}
@@ -251,7 +251,7 @@ def _rows_of(prepared: PreparedStage, batch: CudaBatch) -> int:
     """Return the number of rows that a batch is run as, limited by the buffers."""
     if not prepared.pads:
         return batch.rows
-    room = min(prepared.room(batch.rows), batch.layout.capacity)
+    room = min(prepared.padding_limit(batch.rows), batch.layout.capacity)
     return padded(batch.rows, room) if batch.rows < room else batch.rows
 
 

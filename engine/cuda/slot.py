@@ -139,7 +139,7 @@ class CudaSlot:
         self._check(batch)
         if len(rows) == batch.rows:
             return batch
-        if batch.was_brought(rows):
+        if batch.was_copied(rows):
             return self._in_area(batch.area, batch.layout, len(rows), batch.home)
         with self._at_work("%d of %d rows could not be selected", len(rows), batch.rows):
             area = 1 - batch.area if batch.placed else batch.area
@@ -166,7 +166,7 @@ class CudaSlot:
             targets = layout.addresses(buffered.memory.address)
             if len(rows) == batch.rows:
                 self._work.copy(layout, batch.addresses, targets, len(rows))
-            elif batch.was_brought(rows):
+            elif batch.was_copied(rows):
                 self._work.copy(layout, batch.home, targets, len(rows))
             else:
                 self._work.gather(
@@ -351,7 +351,7 @@ class CudaSlot:
         """Copy the whole batch to its input area, if it is not there."""
         if batch.placed:
             return batch
-        if batch.was_brought(None):
+        if batch.was_copied(None):
             return self._in_area(batch.area, batch.layout, batch.rows, batch.home)
         placed = self._overwrite(batch.area, batch.layout, batch.rows)
         self._work.copy(batch.layout, batch.addresses, placed.home, batch.rows)

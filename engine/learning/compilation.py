@@ -141,7 +141,7 @@ class IdleShare:
         self.share: float | None = None
         """Share over the last seconds; ``None`` if unknown."""
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Update the share since the last call, if enough time has passed."""
         now, before = self._read(), self._before
         if now is None or before is None or sum(now) - sum(before) < _LEAST_TICKS:

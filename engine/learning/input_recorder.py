@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.learning.recording_log import NoRoomError, RecordingLog, Sample
+from offramp.engine.learning.recording_log import RecordingFullError, RecordingLog, Sample
 from offramp.engine.learning.reservoir import Reservoir
 
 _log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class InputRecorder:
             else:
                 self._copies += 1
                 self._judge(is_copy=True)
-        except NoRoomError:
+        except RecordingFullError:
             self._dropped += 1
             self._crowded = True
         except Exception as error:  # serving and recording continue

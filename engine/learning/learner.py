@@ -31,7 +31,7 @@ from offramp.engine.learning.compilation import (
 from offramp.engine.learning.input_recorder import InputRecorder, RecordedCounts
 from offramp.engine.learning.learning_engine import LearningEngine
 from offramp.engine.learning.learning_folder import LearnFolder
-from offramp.engine.learning.lifecycle import LearnAction, LifeCycle, Phase, Progressed
+from offramp.engine.learning.lifecycle import LearnAction, LifeCycle, Phase, RecordingProgress
 from offramp.engine.learning.recording_file import RecordingError, RecordingHeader, sample_bytes
 from offramp.engine.learning.recording_log import LIVE_SHARE, RecordingLog
 from offramp.engine.learning.state import LearnState
@@ -75,7 +75,7 @@ class ModelLearner:
         self._wanted = options.samples
         self._recorder: InputRecorder | None = None
         self._compilation: Compilation | None = None
-        self._attempts = self._told = self._told_step = 0
+        self._attempts = self._reported = self._reported_step = 0
         self._dropped = self._copies = self._unanswered = 0
         """Counts of closed recordings."""
         self._saved: LearnState | None = None
@@ -126,7 +126,7 @@ class ModelLearner:
         )  # fmt: skip
         await self._save()
 
-    async def look(self, *, may_compile: bool) -> None:
+    async def poll(self, *, may_compile: bool) -> None:
         """Check once, and do the next action if one is due; errors do not stop serving."""
         try:
             await self._step(may_compile=may_compile)
@@ -179,13 +179,13 @@ class ModelLearner:
         if self._compilation is not None:
             await self._look_after(self._compilation)
             return
-        self._idle.look()
+        self._idle.update()
         counts = self._counts()
         self._tell(counts)
         if self._recorder is not None and counts.wanted < self._least:  # the size limit is reached
             await self._do(life.stop(self._too_large(counts)))
             return
-        sample = Progressed(recorded=counts.recorded, wanted=counts.wanted)
+        sample = RecordingProgress(recorded=counts.recorded, wanted=counts.wanted)
         before = life.phase
         action = life.step(self._clock(), sample, may_compile=may_compile)
         if action is not None:
@@ -201,7 +201,7 @@ class ModelLearner:
             case LearnAction.RECORD:
                 _log.warning("%s: exits answer no more requests; learning again", self.name)
                 await asyncio.to_thread(self._folder.remove_recording)
-                self._told = 0
+                self._reported = 0
                 try:
                     await self._record()
                 except (OSError, RecordingError) as error:
@@ -288,7 +288,7 @@ class ModelLearner:
         said = compilation.last_words()
         await asyncio.to_thread(compilation.end)
         self._compilation = None
-        self._told_step = 0
+        self._reported_step = 0
         self._folder.progress.unlink(missing_ok=True)
         number = self._state.compiling
         bundle = await asyncio.to_thread(self._folder.open_bundle, number) if not status else None
@@ -332,7 +332,7 @@ class ModelLearner:
         *exits, end = statistics.stages
         early = sum(stage.answered for stage in exits)
         alarms = 0 if statistics.control is None else statistics.control.alarms
-        self._life.exits.look(alarms=alarms, answered=early + end.answered, early=early)
+        self._life.exits.update(alarms=alarms, answered=early + end.answered, early=early)
 
     def _fit(self, info: ModelInfo) -> None:
         """Reduce the number of samples to the size limit; OptionsError if these are too few."""
@@ -367,14 +367,14 @@ class ModelLearner:
     def _tell(self, counts: RecordedCounts) -> None:
         """Log the progress of a recording, at intervals."""
         tenth = _TENTHS * counts.recorded // max(counts.wanted, 1)
-        if self._recorder is not None and tenth > self._told:
-            self._told = tenth
+        if self._recorder is not None and tenth > self._reported:
+            self._reported = tenth
             _log.info("%s: %s", self.name, self._text())
 
     def _tell_step(self) -> None:
         progress = read_progress(self._folder.progress)
-        if progress is not None and progress.step > self._told_step:
-            self._told_step = progress.step
+        if progress is not None and progress.step > self._reported_step:
+            self._reported_step = progress.step
             of = f" of {progress.steps}" if progress.steps else ""
             step = f"step {progress.step}{of}: {progress.title}"
             _log.info("%s: compiling, %s", self.name, step)

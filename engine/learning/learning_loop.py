@@ -145,7 +145,7 @@ class Learning:
             await asyncio.sleep(PERIOD_S)
             for learner in tuple(self._learners.values()):
                 busy = any(other.compiling for other in self._learners.values())
-                await learner.look(may_compile=not busy)
+                await learner.poll(may_compile=not busy)
 
 
 def _learner_of(
@@ -176,7 +176,7 @@ def prepare_learner(
         digest = model_sha256(model)
     except OSError as error:
         raise OptionsError(f"{model}: cannot be read: {error.strerror}") from error
-    asked = _asked(options, bound)
+    asked = _compile_arguments(options, bound)
     folder = LearnFolder(folder_of(model, name, learning.folder))
     try:
         state = _found_state(name, folder, digest, (*asked, f"samples={learning.samples}"))
@@ -186,7 +186,7 @@ def prepare_learner(
     return ModelLearner(name, model, folder, state, learning, arguments=asked, least=least)
 
 
-def _asked(options: ModelOptions, bound: float) -> tuple[str, ...]:
+def _compile_arguments(options: ModelOptions, bound: float) -> tuple[str, ...]:
     """Return the options of ``eecompile`` that follow from the serving options."""
     asked = [f"--max-disagreement={bound:g}", f"--confidence={options.confidence:g}"]
     if options.answer is not None:

@@ -85,7 +85,7 @@ class ExitWatch:
         """Consider only requests that are answered from now on."""
         self.alarmed, self.withheld = False, None
 
-    def look(self, *, alarms: int, answered: int, early: int) -> None:
+    def update(self, *, alarms: int, answered: int, early: int) -> None:
         """Update from the counters: drift alarms, all answers, and answers by exits."""
         if self._alarms is None or alarms > self._alarms:
             self.alarmed = self._alarms is not None
@@ -98,7 +98,7 @@ class ExitWatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progressed:
+class RecordingProgress:
     """Progress of a recording."""
 
     recorded: int
@@ -126,7 +126,7 @@ class LifeCycle:
         self.exits = ExitWatch()
 
     def step(
-        self, now_s: float, sample: Progressed, *, may_compile: bool = True
+        self, now_s: float, sample: RecordingProgress, *, may_compile: bool = True
     ) -> LearnAction | None:
         """Return the next action; ``may_compile`` is ``False`` while another model compiles."""
         exits, enough, action = self.exits, sample.full and may_compile, None

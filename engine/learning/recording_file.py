@@ -209,13 +209,13 @@ def read_recording(folder: Path) -> Recorded:
     return Recorded(path=path, header=found.header, places=places, log=log)
 
 
-def open_log(path: Path, *, anew: bool = False, read_only: bool = False) -> BinaryIO:
+def open_log(path: Path, *, create: bool = False, read_only: bool = False) -> BinaryIO:
     """Open a regular file of this user; RecordingError if it is another user's, or a link.
 
     Only the owner can read and write a new file.
     """
     flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
-    flags |= (os.O_EXCL if anew else 0) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags |= (os.O_EXCL if create else 0) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     try:
         _check_ours(os.fstat(descriptor), path)

@@ -83,8 +83,8 @@ class RecordingLog:
     def append(self, slot: int, seen: int, sample: Sample) -> bool:
         """Write a sample to a slot, replacing the slot's old sample; OSError, and no loss.
 
-        Returns ``False`` if the same sample is kept already. Raises NoRoomError if the size limit
-        would be exceeded.
+        Returns ``False`` if the same sample is kept already. Raises RecordingFullError if the size
+        limit would be exceeded.
         """
         body = encode_sample(sample)
         digest = hashlib.blake2b(body, digest_size=16).digest()
@@ -93,7 +93,7 @@ class RecordingLog:
         size, former = RECORD_BYTES + len(body), self.live.get(slot)
         live = self.live_bytes + size - (former.record_bytes if former else 0)
         if live + len(self.header.encode()) > LIVE_SHARE * self._limit:
-            raise NoRoomError(live)
+            raise RecordingFullError(live)
         most = min(_LOG_SHARE * self._limit, 2 * self.live_bytes + _SLACK_BYTES)
         if self._end + size > most and self._end > self.live_bytes + len(self.header.encode()):
             self._rewrite()
@@ -152,7 +152,7 @@ class RecordingLog:
     def _rewrite(self) -> None:
         """Write the kept samples to a new log, and replace this one."""
         new = self._folder / _NEW
-        with open_log(new, anew=True) as file, _mapped(self._file) as log:
+        with open_log(new, create=True) as file, _mapped(self._file) as log:
             places, at = {}, 0
             for piece in (self.header.encode(), *(self._records(log))):
                 _write_all(file.fileno(), piece, at)
@@ -173,7 +173,7 @@ class RecordingLog:
             yield _record(slot, place.seen, body)
 
 
-class NoRoomError(Exception):
+class RecordingFullError(Exception):
     """A sample would exceed the size limit of its recording."""
 
     def __init__(self, needed_bytes: int) -> None:

@@ -52,7 +52,7 @@ _KEPT_STAGES: Final = 32
 
 _Unit: TypeAlias = tuple[int, tuple[int, int, int | None], tuple[str, ...]]
 """Key of a prepared stage: a variant, a :attr:`StageSpec.unit`, and the tensors it carries on."""
-_BEHIND_VARIANTS: Final = -1
+_AUDIT_VARIANT: Final = -1
 """Variant in the key of the full model that audits run after any variant."""
 _LoadedVariant: TypeAlias = tuple[Bundle, Profile, Mapping[str, NDArray[Any]]]
 
@@ -340,7 +340,7 @@ def _unit_of(spec: StageSpec) -> _Unit:
     number = spec.bundle.number
     if number and spec.first_segment >= spec.bundle.manifest.source_begins:
         # The full model is the same after any variant: a device holds its weights once.
-        return _BEHIND_VARIANTS, (0, 0, None), spec.carried
+        return _AUDIT_VARIANT, (0, 0, None), spec.carried
     return number, spec.unit, spec.carried
 
 

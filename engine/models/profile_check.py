@@ -53,7 +53,7 @@ _KEPT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenTimes:
+class MeasuredTimes:
     """Median times at one batch size."""
 
     batch_size: int
@@ -105,7 +105,7 @@ def measure(
     *,
     clock: Callable[[], float] = time.perf_counter,
     cpu_clock: Callable[[], float] | None = None,
-) -> tuple[list[SeenTimes], tuple[str, ...]]:
+) -> tuple[list[MeasuredTimes], tuple[str, ...]]:
     """Run the source model and the stages of a plan in turns, at a few batch sizes.
 
     Returns the measured times, and the ways in which the machine was disturbed. ``cpu_clock`` is
@@ -139,7 +139,7 @@ def measure(
     finally:
         slot.close()
     seen = [
-        SeenTimes(
+        MeasuredTimes(
             batch_size=size, source_ms=r.base().value, stages=tuple(e.value for e in r.ratios())
         )
         for size, r in zip(sizes, rounds, strict=True)
@@ -197,7 +197,7 @@ def _step_ms(
 
 
 def scaled(
-    compiled: Profile, plan: Plan, seen: Sequence[SeenTimes], *, source_begins: int = 0
+    compiled: Profile, plan: Plan, seen: Sequence[MeasuredTimes], *, source_begins: int = 0
 ) -> Profile:
     """Scale a profile, part by part, to the measured times of a plan's stages.
 
@@ -259,7 +259,7 @@ class _Factors:
     """The ratio for segments of the quantised model that are in no stage."""
 
 
-def _factors(compiled: Profile, plan: Plan, seen: SeenTimes, *, is_cascade: bool) -> _Factors:
+def _factors(compiled: Profile, plan: Plan, seen: MeasuredTimes, *, is_cascade: bool) -> _Factors:
     column = compiled.column(seen.batch_size)
     rows = seen.batch_size / compiled.batch_sizes[column]
     whole = compiled.source_ms[column]
@@ -288,7 +288,7 @@ def _factors(compiled: Profile, plan: Plan, seen: SeenTimes, *, is_cascade: bool
     )
 
 
-def say_what_exits_bring(name: str, bundle: Bundle, here: Profile, compiled: Profile) -> None:
+def log_predicted_savings(name: str, bundle: Bundle, here: Profile, compiled: Profile) -> None:
     """Log the predicted savings of the policy on this CPU; as a warning if there are none."""
     if not bundle.policy.active:
         return

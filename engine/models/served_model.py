@@ -27,7 +27,7 @@ from offramp.engine.models.device_profile import measure_profile
 from offramp.engine.models.devices import ModelSplits
 from offramp.engine.models.options import EngineOptions, ModelOptions
 from offramp.engine.models.plain_serving import notes_on, options_for
-from offramp.engine.models.profile_check import profile_here, say_what_exits_bring
+from offramp.engine.models.profile_check import log_predicted_savings, profile_here
 from offramp.engine.models.whole_promise import EndEvidence, end_evidence, whole_status
 from offramp.engine.requests.input_guard import InputGuard
 from offramp.engine.requests.lengths import LengthRules
@@ -110,7 +110,7 @@ class ServedModel:
     """SHA-256 of the bundle's manifest."""
     exits: int = 0
     """Number of the bundle's exits; 0 where none runs (mode off)."""
-    kept_beside: Path | None = None
+    state_bundle: Path | None = None
     """Path of the bundle, where extensions keep exit statistics next to it across restarts;
     ``None`` keeps none."""
     split_by: DeploymentMaker | None = None
@@ -202,7 +202,7 @@ class ServedModel:
             limits=ValueLimits(bundle.manifest.value_bounds),
             bundle=identity,
             exits=exits,
-            kept_beside=bundle.path if exits > 0 and options.keep_state else None,
+            state_bundle=bundle.path if exits > 0 and options.keep_state else None,
             split_by=deployments if splits else None,
             notes=notes_on(name, bundle.manifest, options),
         )
@@ -267,7 +267,7 @@ def _profile(name: str, bundle: Bundle, backend: Backend, options: EngineOptions
             here = profile_here(
                 bundle, backend, compiled, max_batch_size=largest, keep=options.keep_state
             )
-            say_what_exits_bring(name, bundle, here, compiled)
+            log_predicted_savings(name, bundle, here, compiled)
             return here
     except BackendError as error:
         _log.warning("%s: scheduled by the profile of the compiling machine: %s", name, error)

@@ -46,7 +46,7 @@ class AnswerLog(Protocol):
     def begin(self, sample_ids: SampleIds, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Keep what the comparison needs of the inputs [n, …] of starting samples [n]."""
 
-    def say(
+    def record_answers(
         self,
         sample_ids: SampleIds,
         exit_index: int,
@@ -73,7 +73,7 @@ class _Codes:
     def begin(self, sample_ids: SampleIds, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Do nothing: no inputs are needed."""
 
-    def say(
+    def record_answers(
         self,
         sample_ids: SampleIds,
         exit_index: int,
@@ -112,7 +112,7 @@ class _ComparedAtEnd:
         for row, sample in enumerate(sample_ids.tolist()):
             self._waiting[sample] = _Waiting(None if masks is None else masks[row], {})
 
-    def say(
+    def record_answers(
         self,
         sample_ids: SampleIds,
         exit_index: int,

@@ -139,7 +139,7 @@ class Recorder(AnswerRing):
         chosen: NDArray[np.bool_] = self._runs_on[sample_ids & self._mask]
         return chosen
 
-    def set_aside(self, sample_ids: SampleIds, audit_probability: float) -> None:
+    def record_variant_samples(self, sample_ids: SampleIds, audit_probability: float) -> None:
         """Record samples that a variant answers: they are no evidence about the policy's exits.
 
         Their audits are decided again.

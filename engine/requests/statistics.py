@@ -277,7 +277,7 @@ class Counters:
         self.queue_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
         self.latency_s = HistogramCounter(HISTOGRAM_BOUNDS_S)
 
-    def put_in_force(self, thresholds: Mapping[Place, float]) -> None:
+    def activate(self, thresholds: Mapping[Place, float]) -> None:
         """Set the active thresholds by place; counts are kept."""
         for place in thresholds.keys() - self.stages.keys():
             self.stages[place] = StageCounters(self._label(*place))

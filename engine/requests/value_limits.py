@@ -31,7 +31,7 @@ class ValueLimits:
                 values = values.take(bound.places, bound.axis)
             # A NaN, which selects nothing, fails both comparisons.
             if values.size and not (values.min() >= lowest and values.max() <= highest):
-                return _told(bound, values, lowest, highest)
+                return _describe(bound, values, lowest, highest)
         return None
 
 
@@ -42,7 +42,7 @@ def _or(value: float | None, otherwise: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
-def _told(bound: ValueBound, values: NDArray[Any], lowest: float, highest: float) -> str:
+def _describe(bound: ValueBound, values: NDArray[Any], lowest: float, highest: float) -> str:
     legal = (values >= lowest) & (values <= highest)
     place = [int(index) for index in np.unravel_index(int(np.argmin(legal)), values.shape)]
     value = values[tuple(place)]

@@ -67,7 +67,7 @@ class SortedQueue(Generic[_T]):
         heapq.heapify(self._heap)
 
 
-class Taken(NamedTuple):
+class TakenSamples(NamedTuple):
     """Adjacent samples of a submission that were taken from a bucket."""
 
     submission: Submission
@@ -114,14 +114,14 @@ class Bucket:
         submission.left = 0
         self._used_up(1)
 
-    def take(self, limit: int, requests: int) -> list[Taken]:
+    def take(self, limit: int, requests: int) -> list[TakenSamples]:
         """Take up to ``limit`` samples of up to ``requests`` requests, most urgent first."""
-        taken, exhausted = list[Taken](), 0
+        taken, exhausted = list[TakenSamples](), 0
         while self.size and limit > 0 and len(taken) < requests:
             submission = self.most_urgent()
             left = submission.left
             count = left if left <= limit else limit
-            taken.append(Taken(submission, submission.samples - left, count))
+            taken.append(TakenSamples(submission, submission.samples - left, count))
             submission.left = left - count
             self.size -= count
             limit -= count

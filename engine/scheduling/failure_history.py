@@ -42,7 +42,7 @@ class FailureHistory:
         """Count a request that failed alone and is not tried again."""
         self._set(self._share + _MEMORY * (1.0 - self._share))
 
-    def tried_again(self, *, succeeded: bool) -> None:
+    def record_retry(self, *, succeeded: bool) -> None:
         """Record the result of a second try of a request that had failed alone."""
         self._in_vain = 0 if succeeded else self._in_vain + 1
 

@@ -145,12 +145,12 @@ class InFlight:
             blamed = batch.losses > _MOST_UNBLAMED
         answered, alone = batch.samples.answered, batch.samples.alone
         staying = ~answered
-        staying[self.lose_late(batch, staying, now_s)] = False
+        staying[self.drop_expired(batch, staying, now_s)] = False
         if answered.any():  # no retry for feedback
             self.lose(batch.samples.take(np.flatnonzero(answered)))
         requests = [*batch.samples.take(np.flatnonzero(staying)).by_request()]
         if batch.suspect_until_s is not None and requests and blamed:
-            self.failures.tried_again(succeeded=False)
+            self.failures.record_retry(succeeded=False)
         if alone and requests and blamed and not self._may_try_again(batch):
             self.failures.failed()
             self.lose(requests.pop(), DropCause.FAILED)
@@ -206,7 +206,7 @@ class InFlight:
         ``number`` is the number under which the tensors of its stage are kept, if any are.
         """
         staying = np.ones(len(batch.samples.requests), np.bool_)
-        staying[self.lose_late(batch, staying, now_s)] = False
+        staying[self.drop_expired(batch, staying, now_s)] = False
         batch.executing = False
         batch.pieces = (Piece(number, all_rows(len(staying))),)
         self.interrupted.append(batch)
@@ -261,7 +261,7 @@ class InFlight:
             released = all_rows(before)
         elif self._cancelled or batch.earliest_s <= now_s:
             staying = ~exited
-            dropped = self.lose_late(batch, staying, now_s)
+            dropped = self.drop_expired(batch, staying, now_s)
             staying[dropped] = False
             released, survivors = exited.nonzero()[0], staying.nonzero()[0]
         elif leaving:
@@ -295,7 +295,7 @@ class InFlight:
         waiting = int(np.count_nonzero(~samples.answered))
         unanswered = (waiting, waiting - int(np.count_nonzero(newly)))
         batch.plan.observe_shrinking(batch.stage, len(exited), going_on, batch.variant, unanswered)
-        dropped = self.lose_late(batch, ~(newly | samples.answered), now_s)
+        dropped = self.drop_expired(batch, ~(newly | samples.answered), now_s)
         staying[dropped] = False
         released = newly.nonzero()[0]
         if len(released):
@@ -316,7 +316,7 @@ class InFlight:
         self._drop_retries(lambda samples: samples.deadlines_s <= now_s, DropCause.EXPIRED)
         self._drop_interrupted(lambda samples: samples.deadlines_s <= now_s, DropCause.EXPIRED)
 
-    def lose_late(self, batch: ScheduledBatch, staying: NDArray[np.bool_], now_s: float) -> Rows:
+    def drop_expired(self, batch: ScheduledBatch, staying: NDArray[np.bool_], now_s: float) -> Rows:
         """Report and return the staying rows that were withdrawn or are past their deadline."""
         if not self._cancelled and batch.earliest_s > now_s:
             return _NO_ROWS

@@ -71,7 +71,7 @@ class ParallelLimit:
             if other != stream and self._share_device(stream, other)
         )
 
-    def may_fail_alike(self, stream: int, other: int) -> bool:
+    def shares_failures(self, stream: int, other: int) -> bool:
         """Return whether a failure on a stream may occur on another for the same reason.
 
         True for the stream itself; with several devices, for all streams on the same one.

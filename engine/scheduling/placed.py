@@ -12,7 +12,7 @@ from offramp.engine.scheduling.latency import Latencies
 from offramp.engine.scheduling.placement import Placement
 from offramp.engine.scheduling.policy_protocol import Policy, Waiting
 from offramp.engine.scheduling.queue import SampleQueue
-from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
+from offramp.engine.scheduling.stragglers import ReplicaStatus, StragglerMonitor
 
 
 class KindPolicy(NamedTuple):
@@ -47,11 +47,11 @@ class PlacedPlan:
         self,
         placement: Placement,
         kinds: Mapping[str, KindPolicy],
-        going_on_to: Sequence[frozenset[int]],
+        continued_stages: Sequence[frozenset[int]],
     ) -> None:
         """Serve a placement with the policies of its kinds; their tables must have equal sizes.
 
-        ``going_on_to`` is the result of :meth:`Placement.going_on_to`.
+        ``continued_stages`` is the result of :meth:`Placement.continued_stages`.
         """
         sizes = {kind: k.latencies.max_batch_size for kind, k in kinds.items()}
         if len(set(sizes.values())) > 1:
@@ -59,7 +59,7 @@ class PlacedPlan:
         self.placement = placement
         self.latencies = {kind: k.latencies for kind, k in kinds.items()}
         """Latencies by kind."""
-        self._going_on_to = going_on_to
+        self._continued_stages = continued_stages
         self._kinds = [kinds[stream.kind] for stream in placement.streams]
         self._starting = {stream.kind for stream in placement.streams if 0 in stream.prefers}
         self.stragglers = StragglerMonitor([stream.kind for stream in placement.streams])
@@ -108,9 +108,9 @@ class PlacedPlan:
         """Return whether a stream has the weights of a stage."""
         return stage in self.placement.streams[stream].holds
 
-    def goes_on_to(self, stream: int, stage: int) -> bool:
-        """Return whether a batch may go on to a stage there: see :meth:`Placement.going_on_to`."""
-        return stage in self._going_on_to[stream]
+    def continues_on(self, stream: int, stage: int) -> bool:
+        """Return whether a batch may go on to a stage (:meth:`Placement.continued_stages`)."""
+        return stage in self._continued_stages[stream]
 
     def show(self, waiting: Waiting) -> None:
         """Set the waiting samples of this plan from now on."""
@@ -151,7 +151,7 @@ class PlacedPlan:
         ``others`` are all other streams in service.
         """
         mine_s = self._whole_s(stream)
-        starting = (n for n in others if self.prefers(n, 0) and not self.stragglers.standing(n))
+        starting = (n for n in others if self.prefers(n, 0) and not self.stragglers.status(n))
         return self.prefers(stream, 0) and all(self._whole_s(n) >= mine_s for n in starting)
 
     def wake_s(self, stream: int, now_s: float) -> float:
@@ -174,23 +174,23 @@ class PlacedPlan:
         otherwise splits with too many devices would run half-empty batches while others are late.
 
         ``others`` are all other streams in service. A stage that an idle stream prefers is not
-        stolen. A straggler may take stages that no idle stream of usual standing prefers; an
+        stolen. A straggler may take stages that no idle stream of usual status prefers; an
         excluded one may take stages that no other stream in service can run, and its own stages
         when a probe is due.
         """
         mine, monitor = self.placement.streams[stream], self.stragglers
-        standing = monitor.standing(stream)
-        if standing is Standing.USUAL and mine.prefers:
+        status = monitor.status(stream)
+        if status is ReplicaStatus.USUAL and mine.prefers:
             yield self._view(mine.prefers)
-        if standing is Standing.EXCLUDED:
-            able = [n for n in others if monitor.standing(n) is not Standing.EXCLUDED]
+        if status is ReplicaStatus.EXCLUDED:
+            able = [n for n in others if monitor.status(n) is not ReplicaStatus.EXCLUDED]
             stages = mine.holds.difference(*(self.placement.streams[n].holds for n in able))
             if monitor.probe_s(stream) <= now_s:
                 stages |= mine.prefers or mine.holds
         else:
-            idle = [n for n in others if n not in busy and monitor.standing(n) is Standing.USUAL]
+            idle = [n for n in others if n not in busy and monitor.status(n) is ReplicaStatus.USUAL]
             stages = mine.holds - self.placement.preferred(idle)
-            if standing is Standing.USUAL:
+            if status is ReplicaStatus.USUAL:
                 stages -= mine.prefers
         if stages:
             yield self._view(stages)

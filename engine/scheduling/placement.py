@@ -162,7 +162,7 @@ class Placement:
             expected.append([a + b for a, b in zip(slowest, moving_s, strict=True)])
         return expected
 
-    def going_on_to(self, table: Sequence[Sequence[float]]) -> list[frozenset[int]]:
+    def continued_stages(self, table: Sequence[Sequence[float]]) -> list[frozenset[int]]:
         """[streams]: stages that a batch goes on to on the same stream, after the stage before.
 
         Of the stages that a stream holds: all inside a split, and the first of another split if the

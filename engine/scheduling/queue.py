@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from offramp.engine.scheduling.buckets import Bucket, BucketIndex, SortedQueue, Taken
+from offramp.engine.scheduling.buckets import Bucket, BucketIndex, SortedQueue, TakenSamples
 from offramp.engine.scheduling.decisions import (
     DropCause,
     Dropped,
@@ -156,7 +156,7 @@ def _rank(priority: int) -> int:
     return _RANKS + max(-_RANKS, min(priority, _RANKS))
 
 
-def _rowset(taken: list[Taken], sample_ids: NDArray[np.int64]) -> RowSet:
+def _rowset(taken: list[TakenSamples], sample_ids: NDArray[np.int64]) -> RowSet:
     requests = np.array([submission.request for submission, _, _ in taken], np.int64)
     deadlines_s = np.array([submission.deadline_s for submission, _, _ in taken])
     firsts = [first for _, first, _ in taken]

@@ -229,19 +229,19 @@ class ModelScheduler:
         survivors = outcome.survivors
         if not len(survivors):
             if batch.suspect_until_s is not None:
-                self._in_flight.failures.tried_again(succeeded=True)
+                self._in_flight.failures.record_retry(succeeded=True)
             self._finish(stream)
             return self._in_flight.report(outcome)
         if len(survivors) < before:
             batch.samples = batch.samples.take(survivors)
         batch.stage += 1
         batch.executing = False
-        makes_way = self._makes_way(batch)
-        if not makes_way and batch.plan.runs_on(stream, batch, before, len(survivors)):
+        yields = self._yields_to_waiting(batch)
+        if not yields and batch.plan.runs_on(stream, batch, before, len(survivors)):
             self._parallel.running(stream, len(survivors))
             return self._in_flight.report(outcome)
         number = batch.number
-        if makes_way or batch.by_itself:  # interrupt, so that no other batch is merged with it
+        if yields or batch.by_itself:  # interrupt, so that no other batch is merged with it
             self._in_flight.interrupt(batch, number, now_s)
         else:
             self._in_flight.buffer(batch, now_s)
@@ -340,7 +340,7 @@ class ModelScheduler:
         """Return whether neither a request nor a plan change waits for a batch."""
         return batch.only_feedback and batch.plan is self._current
 
-    def _makes_way(self, batch: ScheduledBatch) -> bool:
+    def _yields_to_waiting(self, batch: ScheduledBatch) -> bool:
         """Return whether a batch pauses here, as other samples wait for an answer.
 
         At most as many rows as a batch may have are paused: they hold memory, and under overload
@@ -360,7 +360,7 @@ class ModelScheduler:
             able = frozenset(n for n in able if placed.holds(n, batch.stage))
         if (failed_on := batch.failed_on) is None:
             return True
-        alike = self._parallel.may_fail_alike
+        alike = self._parallel.shares_failures
         return not alike(failed_on, stream) or all(alike(failed_on, other) for other in able)
 
     def _next_retry(

@@ -44,7 +44,7 @@ class ServedPlan:
         stage, retry = batch.stage - 1, batch.by_itself
         if self.placed is None:
             return retry or self.policy.runs_on(stage, before, survivors)
-        if not self.placed.goes_on_to(stream, batch.stage):
+        if not self.placed.continues_on(stream, batch.stage):
             return False
         policy, latencies = self.placed.of(stream)
         if retry or policy.runs_on(stage, before, survivors):

@@ -9,7 +9,7 @@ import numpy as np
 
 _ROWS_REMEMBERED = 512
 """Rows over which the share of rows that go on is averaged."""
-_ALL_GO_ON = 0.999
+_UNUSED_EXIT_SHARE = 0.999
 """Share of rows going on from which an exit counts as unused."""
 _REBUILD_EVERY = 64
 """Observed stages between two updates of the costs of shrinking batches."""
@@ -102,7 +102,9 @@ class StageTable:
             reaching *= self.going_on[stage]
             waiting *= unanswered
         rising = np.maximum.accumulate(answer_s)
-        leaving = [stage for stage, share in enumerate(self.unanswered) if share < _ALL_GO_ON]
+        leaving = [
+            stage for stage, share in enumerate(self.unanswered) if share < _UNUSED_EXIT_SHARE
+        ]
         first = min([*leaving, self.stages - 1])
         busy_rows: list[list[float]] = np.cumsum(busy_s, axis=0).tolist()
         return Shrinking([0.0, *rising.tolist()], busy_rows, self.until[first][1])

@@ -17,18 +17,18 @@ from typing import Final
 FACTOR: Final = 2.0
 """Run time from which a replica is a straggler, as a multiple of the median of its kind."""
 WINDOW: Final = 16
-"""Number of runs that are evaluated, and after which the standing of a replica may change."""
+"""Number of runs that are evaluated, and after which the status of a replica may change."""
 PAUSE_S: Final = 1.0
 """Pause before the probe batch of an excluded replica; doubled after each slow one."""
 LONGEST_PAUSE_S: Final = 64.0
 
 
-class Standing(IntEnum):
+class ReplicaStatus(IntEnum):
     """Amount of work that a replica gets."""
 
     USUAL = 0
     REDUCED = 1
-    """Only stages that no idle replica of usual standing prefers."""
+    """Only stages that no idle replica of usual status prefers."""
     EXCLUDED = 2
     """Only stages that no other replica can run, and an occasional probe batch."""
 
@@ -39,14 +39,14 @@ class _Replica:
     ratios: deque[float]
     """Observed over predicted seconds of its last runs."""
     since_change: int = 0
-    """Number of runs since its standing changed."""
-    standing: Standing = Standing.USUAL
+    """Number of runs since its status changed."""
+    status: ReplicaStatus = ReplicaStatus.USUAL
     pause_s: float = PAUSE_S
     probe_s: float = 0.0
     """Time at which an excluded replica may run a batch again."""
 
-    def change(self, standing: Standing) -> None:
-        self.standing, self.since_change = standing, 0
+    def change(self, status: ReplicaStatus) -> None:
+        self.status, self.since_change = status, 0
 
 
 class StragglerMonitor:
@@ -54,9 +54,9 @@ class StragglerMonitor:
 
     A replica's time is the median over its last ``window`` runs of observed over predicted seconds,
     so that different stages and sizes are comparable. A replica is slow if its time is more than
-    ``factor`` times the lower median of its kind. A slow replica is reduced by one standing after
+    ``factor`` times the lower median of its kind. A slow replica is reduced by one status after
     every window. An excluded one is probed after a pause: a batch that is not slow restores the
-    reduced standing, and a window of such runs restores the usual one.
+    reduced status, and a window of such runs restores the usual one.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class StragglerMonitor:
         self._factor, self._window = factor, window
         self._replicas = [_Replica(kind, deque(maxlen=window)) for kind in kinds]
 
-    def standing(self, stream: int) -> Standing:
+    def status(self, stream: int) -> ReplicaStatus:
         """Return how much work a stream gets."""
-        return self._replicas[stream].standing
+        return self._replicas[stream].status
 
     def probe_s(self, stream: int) -> float:
         """Return when an excluded stream may run a batch; infinity if it is not excluded."""
         replica = self._replicas[stream]
-        return replica.probe_s if replica.standing is Standing.EXCLUDED else math.inf
+        return replica.probe_s if replica.status is ReplicaStatus.EXCLUDED else math.inf
 
     def observe(self, stream: int, ratio: float, now_s: float) -> None:
         """Record a run's seconds, observed over predicted."""
         replica = self._replicas[stream]
-        if replica.standing is Standing.EXCLUDED:
+        if replica.status is ReplicaStatus.EXCLUDED:
             self._judge_probe(replica, ratio, now_s)
         else:
             replica.ratios.append(ratio)
@@ -92,12 +92,12 @@ class StragglerMonitor:
 
     def _judge(self, replica: _Replica, now_s: float) -> None:
         if not self._slow(replica, statistics.median(replica.ratios)):
-            replica.change(Standing.USUAL)
+            replica.change(ReplicaStatus.USUAL)
             replica.pause_s = PAUSE_S
-        elif replica.standing is Standing.USUAL:
-            replica.change(Standing.REDUCED)
+        elif replica.status is ReplicaStatus.USUAL:
+            replica.change(ReplicaStatus.REDUCED)
         else:
-            replica.change(Standing.EXCLUDED)
+            replica.change(ReplicaStatus.EXCLUDED)
             replica.probe_s = now_s + replica.pause_s
 
     def _judge_probe(self, replica: _Replica, ratio: float, now_s: float) -> None:
@@ -105,7 +105,7 @@ class StragglerMonitor:
             replica.pause_s = min(2 * replica.pause_s, LONGEST_PAUSE_S)
             replica.probe_s = now_s + replica.pause_s
         else:
-            replica.change(Standing.REDUCED)
+            replica.change(ReplicaStatus.REDUCED)
             replica.ratios.clear()
             replica.ratios.append(ratio)
 

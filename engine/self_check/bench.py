@@ -67,7 +67,7 @@ class DeviceBench:
                 pinned.free()
         return address
 
-    def room(self, size_bytes: int) -> int:
+    def allocate_filled(self, size_bytes: int) -> int:
         """Allocate memory filled with :data:`UNTOUCHED`; return its address."""
         return self.place(np.full(size_bytes, UNTOUCHED, np.uint8))
 

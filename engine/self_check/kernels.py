@@ -189,7 +189,7 @@ def _copies(
     return tuple(
         RowCopy(
             source=bench.place(tensor),
-            target=bench.room(rows * tensor.shape[1]),
+            target=bench.allocate_filled(rows * tensor.shape[1]),
             row_bytes=tensor.shape[1],
         )
         for tensor in tensors

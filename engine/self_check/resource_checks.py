@@ -124,7 +124,7 @@ def _round(subject: CheckSubject, slot: Slot, index: int) -> None:
     """Run a batch to its end, and another whose rows are buffered and merged between stages."""
     size = subject.sizes[index % len(subject.sizes)]
     inputs = take(subject.samples, slice(0, size))
-    for _ in subject.parting.run(slot, inputs):
+    for _ in subject.some_exiting.run(slot, inputs):
         pass
     if len(subject.stages) > 1:
         carry = subject.before(slot, inputs, 1)

@@ -89,7 +89,7 @@ def _check_survivors(subject: CheckSubject, stage: int, facts: Facts) -> None:
     count = subject.max_rows
     with subject.slot() as slot:
         batch = subject.before(slot, take(subject.samples, slice(0, count)), stage)
-        step = subject.parting.step(slot, stage, batch)
+        step = subject.some_exiting.step(slot, stage, batch)
         assert step.result.carry is not None
         (staying,) = (~step.exited).nonzero()
         if not 0 < len(staying) < count:

@@ -37,7 +37,7 @@ from offramp.engine.tensorrt.probe import parse_devices
 
 SECONDS: Final = 45.0
 """Seconds for all checks, without loading stages and the reference's answers."""
-HANGS_AFTER_S: Final = 120.0
+HANG_TIMEOUT_S: Final = 120.0
 """Additional seconds after which a check counts as hanging, beyond its share of :data:`SECONDS`. A
 check runs its first case, and warms up, in any case."""
 _LOADING: Final = 10
@@ -48,7 +48,7 @@ _CPU_TOLERANCE: Final = 1e-4
 _LOG = logging.getLogger(__name__)
 
 BackendMaker = Callable[[Mapping[str, Path], EngineOptions], Backend]
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 def run_self_check(
@@ -56,9 +56,9 @@ def run_self_check(
     options: EngineOptions,
     *,
     make: BackendMaker = backend_for,
-    say: Say = lambda _: None,
+    print_line: PrintLine = lambda _: None,
     seconds: float = SECONDS,
-    hangs_after_s: float = HANGS_AFTER_S,
+    hang_timeout_s: float = HANG_TIMEOUT_S,
 ) -> SelfCheckReport:
     """Check the backend of the options, with the stages of bundles, and close it.
 
@@ -66,9 +66,9 @@ def run_self_check(
         models: Bundles by name, as they would be served.
         options: Options as for serving.
         make: Makes the backend.
-        say: Called with each line of progress.
+        print_line: Called with each line of progress.
         seconds: Seconds for all checks together.
-        hangs_after_s: Additional seconds after which a check counts as hanging; the remaining
+        hang_timeout_s: Additional seconds after which a check counts as hanging; the remaining
             checks are then skipped.
 
     Raises:
@@ -90,8 +90,8 @@ def run_self_check(
         models={name: str(bundle.path) for name, bundle in bundles.items()},
     )
     device = environment["device"]
-    say(f"checking {backend.name} on {device['name'] if device else environment['cpu']}")
-    runner = _Runner(say, hangs_after_s)
+    print_line(f"checking {backend.name} on {device['name'] if device else environment['cpu']}")
+    runner = _Runner(print_line, hang_timeout_s)
     subjects: list[CheckSubject] = []
     for name, bundle in bundles.items():
         load = partial(_load, subjects, name, bundle, backend, options)
@@ -106,7 +106,7 @@ def run_self_check(
     report = SelfCheckReport(
         environment=environment, results=tuple(runner.results), hangs=runner.hanging is not None
     )
-    say(report.summary())
+    print_line(report.summary())
     return report
 
 
@@ -236,12 +236,12 @@ def tolerance_of(bundle: Bundle, backend: Backend, options: EngineOptions) -> fl
 class _Runner:
     """Runs checks one after the other, each on a thread that can be abandoned."""
 
-    def __init__(self, say: Say, hangs_after_s: float) -> None:
+    def __init__(self, print_line: PrintLine, hang_timeout_s: float) -> None:
         self.results: list[CheckResult] = []
         self.hanging: str | None = None
         """Name of the check that does not end."""
-        self._say = say
-        self._hangs_after_s = hangs_after_s
+        self._print_line = print_line
+        self._hangs_after_s = hang_timeout_s
 
     def run(self, check: Check, seconds: float) -> None:
         """Run a check, and report its result."""
@@ -260,7 +260,7 @@ class _Runner:
             seconds=round(time.monotonic() - began_s, 2),
         )
         self.results.append(result)
-        self._say(result.line())
+        self._print_line(result.line())
 
     def _outcome(self, check: Check, seconds: float) -> _Outcome:
         found: list[_Outcome] = []

@@ -144,7 +144,7 @@ def _run_all(
         for inputs in batches:
             if step is not None:
                 step.wait()
-            found.append(list(subject.parting.run(slot, inputs)))
+            found.append(list(subject.some_exiting.run(slot, inputs)))
     return found
 
 

@@ -87,7 +87,7 @@ class CheckSubject:
     @cached_property
     def samples(self) -> Inputs:
         """All samples."""
-        return join(self.maker.drawn(self.drawn_rows), self.maker.at_the_ends())
+        return join(self.maker.drawn(self.drawn_rows), self.maker.extreme_inputs())
 
     @cached_property
     def sample_count(self) -> int:
@@ -133,7 +133,7 @@ class CheckSubject:
     def release(self) -> None:
         """Release the stages; nothing can be run any more."""
         self.stages = ()
-        self.__dict__.pop("parting", None)
+        self.__dict__.pop("some_exiting", None)
 
     def follow(
         self, slot: Slot, inputs: Mapping[str, NDArray[Any]]
@@ -174,15 +174,15 @@ class CheckSubject:
         return Pipeline(self.backend, plan, prepare=lambda spec: self.stages[spec.index])
 
     @cached_property
-    def parting(self) -> Pipeline:
+    def some_exiting(self) -> Pipeline:
         """The stages with thresholds in the widest gap between confidences, so that some leave.
 
         No rounding moves a sample over such a threshold.
         """
-        return self.pipeline([_parting(stage) for stage in self.truth])
+        return self.pipeline([_separating_threshold(stage) for stage in self.truth])
 
 
-def _parting(stage: TrueStage) -> float:
+def _separating_threshold(stage: TrueStage) -> float:
     if stage.confidence is None or not stage.carried:
         return NEVER if stage.carried else 0.0
     sure = np.sort(stage.confidence[np.isfinite(stage.confidence)].astype(np.float64))
@@ -246,7 +246,7 @@ class InputMaker:
             for tensor in self._inputs
         }
 
-    def at_the_ends(self) -> Inputs:
+    def extreme_inputs(self) -> Inputs:
         """Return three samples: all elements the least, all the greatest, and both alternately."""
         made = {}
         for tensor in self._inputs:

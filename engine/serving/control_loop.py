@@ -28,7 +28,7 @@ from offramp.engine.models.served_model import ModelControl, ServedModel
 from offramp.engine.serving.engine_upgrades import EngineUpgrades
 from offramp.engine.serving.executor import Executor
 from offramp.engine.serving.periodic import FailureLog, PeriodicLoop
-from offramp.engine.serving.swapping import put_in_force
+from offramp.engine.serving.swapping import activate
 
 _log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class ControlLoop(PeriodicLoop):
         """Return the period."""
         return self._period_s
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look at every model once."""
         self._upgrade_failures.run(self._upgrades.step)
         with self._turn:
@@ -194,7 +194,7 @@ class ControlLoop(PeriodicLoop):
         self._observe(state)
         self._compute(state)
         state.status = state.control.status()
-        self._put_in_force(state)
+        self._activate(state)
         if not state.retired:
             self._upgrade(state)
         state.looks += 1
@@ -229,7 +229,7 @@ class ControlLoop(PeriodicLoop):
                 _log.error("%s: %s cannot be computed: %s", name, wanted.purpose, error)
                 controller.finish(wanted, None)
 
-    def _put_in_force(self, state: _State) -> None:
+    def _activate(self, state: _State) -> None:
         """Start batches under the controller's policy, as soon as its stages are prepared."""
         deployments = state.control.deployments
         wanted = state.control.controller.policy
@@ -265,7 +265,7 @@ class ControlLoop(PeriodicLoop):
     def _hot_swap(self, state: _State, policy: ExitPolicy) -> None:
         deployments, scheduling = state.control.deployments, state.options.scheduling
         try:
-            put_in_force(self._executor, state.key, deployments, policy, scheduling)
+            activate(self._executor, state.key, deployments, policy, scheduling)
         except ValueError as error:
             exits = tuple(active.exit for active in policy.active)
             if exits not in state.refused:
@@ -287,7 +287,7 @@ class ControlLoop(PeriodicLoop):
             self._hot_swap(state, self._executor.deployment(state.key).policy)
         current = self._executor.deployment(state.key)
         missing = [m for m in current.pipeline.missing if m.unit not in state.not_renewed]
-        if self._upgrades.look(state.name, missing):
+        if self._upgrades.check_missing(state.name, missing):
             units = frozenset(engine.unit for engine in missing if engine.is_built())
             renew: Callable[[tuple[int, ...]], None] = state.control.deployments.renew
             state.renewing = (units, self._builder.submit(renew, current.plan.exits))

@@ -59,7 +59,7 @@ class EngineUpgrades:
         self._missing: dict[str, tuple[MissingEngine, ...]] = {}
         """Missing engines by model, at the last look."""
         self._next_look_s: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         """Models for which the log already states that nothing can be built."""
 
     def step(self) -> None:
@@ -72,7 +72,7 @@ class EngineUpgrades:
         elif (request := self._decisions.start(now_s)) is not None:
             self._begin(self._decisions, request, now_s)
 
-    def look(self, model: str, missing: Sequence[MissingEngine]) -> bool:
+    def check_missing(self, model: str, missing: Sequence[MissingEngine]) -> bool:
         """Record the active deployment's missing engines; return whether any exists now."""
         now_s, unchanged = self._clock(), self._missing.get(model, ()) == tuple(missing)
         if unchanged and now_s < self._next_look_s.get(model, now_s):
@@ -127,8 +127,8 @@ class EngineUpgrades:
         """Return whether a server can build an engine: int8 needs data for activation ranges."""
         if engine.precision != "int8":
             return True
-        if model not in self._told:
-            self._told.add(model)
+        if model not in self._logged:
+            self._logged.add(model)
             _log.warning(
                 "%s: int8 engines need data to build: eecompile build %s --precision int8 --data "
                 "NPZ --units %s", model, engine.bundle, engine.unit,

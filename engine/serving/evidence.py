@@ -57,7 +57,7 @@ class BatchObserver(Protocol):
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Take the inputs [n, …] of samples that start, and their requests."""
 
-    def sees(
+    def observe_stage(
         self, run: Run, step: StageStep, stage: StageSpec
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
         """Take the result of a stage.
@@ -85,7 +85,7 @@ class NoObserver:
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Do nothing."""
 
-    def sees(
+    def observe_stage(
         self,
         run: Run,  # noqa: ARG002 - all batches are alike
         step: StageStep,
@@ -137,7 +137,7 @@ class AnswerEvidence:
         """Decide at random which samples are audited."""
         self._recorder.start(run.sample_ids, policy_version, forced=forced)
         if run.variant:
-            self._recorder.set_aside(run.sample_ids, AUDITED_SHARE)
+            self._recorder.record_variant_samples(run.sample_ids, AUDITED_SHARE)
             self._audits[run.variant - 1].start(run.sample_ids)
 
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
@@ -153,7 +153,7 @@ class AnswerEvidence:
             origins = chain.from_iterable(request.origins(rows) for request, rows in parts)
             self._recorder.admit(run.sample_ids[is_evidence], [*compress(origins, is_evidence)])
 
-    def sees(
+    def observe_stage(
         self, run: Run, step: StageStep, stage: StageSpec
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
         """Record a stage's answers, and keep samples with out-of-range inputs from leaving."""
@@ -165,7 +165,7 @@ class AnswerEvidence:
                 step = StageStep(result, exited, int(np.count_nonzero(exited)))
         if result.answer is not None:
             log = self._logs[run.variant]
-            log.say(run.sample_ids, stage.answered_by, result.answer, result.confidence)
+            log.record_answers(run.sample_ids, stage.answered_by, result.answer, result.confidence)
         return step, self._recorder.runs_on(run.sample_ids)
 
     def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:

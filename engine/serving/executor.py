@@ -108,7 +108,7 @@ class Executor:
             self._models[key] = ModelRuntime(key, name, model, self._completions, self._clock)
             if not self._backend.on_cpu:
                 for stream in range(self.health.streams):
-                    self._checks.keep_off(stream, key)
+                    self._checks.require_warm_up(stream, key)
             self._changed.notify_all()
 
     def is_warm(self, key: str) -> bool:

@@ -69,13 +69,13 @@ class ModelRuntime:
         """Placed plan of each deployment, if streams differ."""
         self.current = model.deployment
         """Deployment that batches start under from now on."""
-        self._put_in_force(model.deployment)
+        self._activate(model.deployment)
 
     def hot_swap(self, deployment: Deployment, chosen: PlanPolicy) -> None:
         """Activate a deployment for batches that start from now on."""
         self.scheduler.hot_swap(deployment.number, *chosen)
         self._placed[deployment.number] = chosen.placed
-        self._put_in_force(deployment)
+        self._activate(deployment)
         for plan in self._deployments.keys() - self.scheduler.plans:
             del self._deployments[plan], self._departures[plan], self._placed[plan]
 
@@ -168,7 +168,7 @@ class ModelRuntime:
 
     def observe(self, run: Run, step: StageStep) -> tuple[StageStep, NDArray[np.bool_] | None]:
         """Observe a stage's result; return the valid step, and the rows that run on if answered."""
-        return self._observer.sees(run, step, self._stage_of(run))
+        return self._observer.observe_stage(run, step, self._stage_of(run))
 
     def conclude(
         self, run: Run, step: StageStep, outcome: StepOutcome, run_s: float
@@ -295,7 +295,7 @@ class ModelRuntime:
         kept = self._buffered[outcome.buffered] = Future()
         return kept
 
-    def _put_in_force(self, deployment: Deployment) -> None:
+    def _activate(self, deployment: Deployment) -> None:
         self._deployments[deployment.number] = deployment
         counters = self.table.counters
         self._departures[deployment.number] = counters.departures_of(deployment.plan.exits)
@@ -306,7 +306,7 @@ class ModelRuntime:
             for stage in pipeline.plan.stages
             if stage.exit is not None
         }
-        counters.put_in_force(thresholds)
+        counters.activate(thresholds)
 
     def _stage_of(self, run: Run) -> StageSpec:
         return self.pipeline_of(run).plan.stages[run.stage]

@@ -13,14 +13,14 @@ _STOP_S: Final = 10.0
 
 
 class PeriodicLoop(ABC):
-    """Calls :meth:`look` after every :meth:`pause_s`, on a daemon thread of a given name."""
+    """Calls :meth:`poll` after every :meth:`pause_s`, on a daemon thread of a given name."""
 
     def __init__(self, name: str) -> None:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     @abstractmethod
-    def look(self) -> None:
+    def poll(self) -> None:
         """Look once: the repeated work of the thread. It must not raise."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class PeriodicLoop(ABC):
 
     def _work(self) -> None:
         while not self._stopped.wait(self.pause_s()):
-            self.look()
+            self.poll()
 
 
 class FailureLog:

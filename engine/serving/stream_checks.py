@@ -29,7 +29,7 @@ class StartFailedError(Exception):
     """A stream cannot start; the cause is the reason."""
 
 
-class NotWellError(Exception):
+class UnhealthyStreamError(Exception):
     """A stream failed at a known-good batch, and must restart."""
 
 
@@ -67,23 +67,23 @@ class ModelChecks:
         if cold:
             broken |= run_each(ServedModel.warm_up, models, slot)
         with self._lock:
-            self._health.started(stream, anew=suspected)
+            self._health.started(stream, restarted=suspected)
             self._scheduler.resume(stream)
             for key in models.keys() & self._models.keys() - broken.keys():
-                self._health.model_mended(stream, key)
+                self._health.model_recovered(stream, key)
                 if suspected:
                     self._health.passed(stream, self._clock(), key)
             self.leave_out(stream, broken)
             if cold:
                 for key in self._models.keys() - models.keys():
-                    self.keep_off(stream, key)
+                    self.require_warm_up(stream, key)
             self._available.take_requests()
 
     def check(self, stream: int, slot: Slot, model: ModelRuntime) -> None:
         """Run known-good batches of the model that failed on a suspected slot.
 
-        If it fails and another model passes, the slot excludes the failing one; NotWellError if
-        none passes. So bad requests do not restart a slot, which would have to be warmed up.
+        If it fails and another model passes, the slot excludes the failing one. If none passes, it
+        raises UnhealthyStreamError. So bad requests restart no slot, which would have to warm up.
         """
         failure = failure_of(ServedModel.probe, model, slot)
         with self._lock:
@@ -93,14 +93,14 @@ class ModelChecks:
                 if other is not model and self._health.serves(stream, key)
             ]
         if failure and all(failure_of(ServedModel.probe, other, slot) for other in others):
-            raise NotWellError from failure
+            raise UnhealthyStreamError from failure
         with self._lock:
             if failure:
                 self.leave_out(stream, {model.key: failure})
             else:
                 self._health.passed(stream, self._clock(), model.key)
 
-    def keep_off(self, stream: int, key: str) -> None:
+    def require_warm_up(self, stream: int, key: str) -> None:
         """Require a stream to warm up a model before it runs it; the lock is held."""
         self._health.model_added(stream, key, self._clock())
         self._scheduler.suspend(stream, key)
@@ -140,7 +140,7 @@ class ModelChecks:
                 if failure:
                     self.leave_out(stream, {model.key: failure})
                 elif model.key in self._models:
-                    self._health.model_mended(stream, model.key)
+                    self._health.model_recovered(stream, model.key)
                     self._scheduler.resume(stream, model.key)
                     self._available.take_requests()
                     self._changed.notify_all()

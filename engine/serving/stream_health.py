@@ -88,7 +88,7 @@ class StreamHealth:
         self._proven = {k for k in self._proven if k[1] != model}
         self._faults = {k: fault for k, fault in self._faults.items() if k[1] != model}
 
-    def model_mended(self, stream: int, model: str) -> None:
+    def model_recovered(self, stream: int, model: str) -> None:
         """Forget that a model failed on a stream: it passed a known-good batch."""
         self._faults.pop((stream, model), None)
 
@@ -115,7 +115,7 @@ class StreamHealth:
         trusted = now_s < self._trusted_until_s.get((stream, model), -math.inf)
         return count > (MOST_IN_A_ROW if trusted else 1)
 
-    def vouches(self, stream: int, now_s: float, model: str = "") -> bool:
+    def is_batch_fault(self, stream: int, now_s: float, model: str = "") -> bool:
         """Return whether the last failure is the batch's own: other batches run there."""
         alone = self._failures.get((stream, model)) == 1 and (stream, model) in self._proven
         return alone or now_s < self._trusted_until_s.get((stream, model), -math.inf)
@@ -143,13 +143,13 @@ class StreamHealth:
         self.succeeded(stream, model)
         self._trusted_until_s[stream, model] = now_s + TRUST_S
 
-    def started(self, stream: int, *, anew: bool) -> None:
+    def started(self, stream: int, *, restarted: bool) -> None:
         """Reset all failures of a stream."""
         self._failures = {k: count for k, count in self._failures.items() if k[0] != stream}
         self._proven = {k for k in self._proven if k[0] != stream}
         self._failed_starts[stream] = 0
         self._lost[stream] = False
-        self.restarts += anew
+        self.restarts += restarted
 
 
 @dataclass(slots=True)

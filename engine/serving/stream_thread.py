@@ -32,7 +32,7 @@ from offramp.engine.scheduling import DeviceScheduler, Run, Wait
 from offramp.engine.scheduling.decisions import all_rows
 from offramp.engine.serving.availability import Availability
 from offramp.engine.serving.model_runtime import ModelRuntime, Pieces
-from offramp.engine.serving.stream_checks import ModelChecks, NotWellError, StartFailedError
+from offramp.engine.serving.stream_checks import ModelChecks, StartFailedError, UnhealthyStreamError
 from offramp.engine.stages.backend_protocol import Backend, Slot, TensorBatch
 
 _log = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class StreamThread(threading.Thread):
         """Run stages; return True if the stream must restart, False if it is stopped."""
         carry: TensorBatch | None = None
         while not self._available.stopped:
-            task = self._next(amid_batch=carry is not None)
+            task = self._next(within_batch=carry is not None)
             if task is None:
                 self._checks.try_again(self._stream, slot)
                 continue
@@ -185,14 +185,14 @@ class StreamThread(threading.Thread):
                 try:
                     if self._health.failed(self._stream, self._clock(), model.key):
                         self._checks.check(self._stream, slot, model)
-                except NotWellError:
+                except UnhealthyStreamError:
                     self._give_back(model, run, error)
                     return True
                 self._give_back(model, run, error)
             del task, model  # a waiting stream must not keep a removed model alive
         return False
 
-    def _next(self, *, amid_batch: bool) -> tuple[ModelRuntime, Run] | None:
+    def _next(self, *, within_batch: bool) -> tuple[ModelRuntime, Run] | None:
         """Wait until the scheduler has a run for this stream.
 
         ``None`` if it is stopped, or if a model that it excluded is due for a retry, which would
@@ -200,7 +200,7 @@ class StreamThread(threading.Thread):
         """
         with self._lock:
             while not self._available.stopped:
-                due_s = math.inf if amid_batch else self._health.due_s(self._stream)
+                due_s = math.inf if within_batch else self._health.due_s(self._stream)
                 if due_s <= self._clock():
                     break
                 task = None
@@ -306,7 +306,7 @@ class StreamThread(threading.Thread):
             trace = None if failure is error else error
             _log.error("%s: stage %d: %s%s", model.name, run.stage, error, suffix, exc_info=trace)
         with self._lock:
-            runs = self._health.serves(self._stream, model.key) and self._health.vouches(
+            runs = self._health.serves(self._stream, model.key) and self._health.is_batch_fault(
                 self._stream, now_s, model.key
             )
             if run.samples.alone and runs:

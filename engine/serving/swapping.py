@@ -9,7 +9,7 @@ from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.serving.executor import Executor
 
 
-def put_in_force(
+def activate(
     executor: Executor,
     model: str,
     deployments: DeploymentMaker,
@@ -45,7 +45,7 @@ def serve_by(
         before, deployments.splits = deployments.splits, splits
         try:
             policy = executor.deployment(model).policy
-            return put_in_force(executor, model, deployments, policy, scheduling)
+            return activate(executor, model, deployments, policy, scheduling)
         except BaseException:
             deployments.splits = before
             raise

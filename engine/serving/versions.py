@@ -69,7 +69,7 @@ class ModelVersions:
         self,
         models: Mapping[str, ServedModel],
         executor: Executor,
-        beside: Sequence[BackgroundTask],
+        background: Sequence[BackgroundTask],
         load: ModelLoading | None = None,
     ) -> None:
         self.current = {
@@ -78,7 +78,7 @@ class ModelVersions:
         }
         """Versions that answer new requests, by name."""
         self._executor = executor
-        self._beside = tuple(beside)
+        self._background = tuple(background)
         self._load = load
         self._numbers = dict.fromkeys(models, 1)
         """Number of the last version, by name."""
@@ -194,7 +194,7 @@ class ModelVersions:
             while not self._executor.is_warm(version.key):
                 await asyncio.sleep(POLL_S)
                 self._check_open(version.name)
-            for task in reversed(self._beside):
+            for task in reversed(self._background):
                 await in_thread(task.add, version.key, version.name, version.model)
             self._check_open(version.name)
         except BaseException:
@@ -207,7 +207,7 @@ class ModelVersions:
     def _finish(self, version: ModelVersion) -> None:
         """Finish the requests of a version that gets no new ones, and then remove it."""
         self._finishing[version.key] = version
-        for task in self._beside:
+        for task in self._background:
             task.retire(version.key)
         self._executor.flush(version.key)
         removal = asyncio.create_task(self._remove(version), name=f"removing {version.name}")
@@ -245,5 +245,5 @@ class ModelVersions:
     def _withdraw(self, version: ModelVersion, *, save: bool = True) -> None:
         """Remove a version from all background tasks."""
         with ExitStack() as stack:
-            for task in reversed(self._beside):
+            for task in reversed(self._background):
                 stack.callback(task.remove, version.key, save=save)

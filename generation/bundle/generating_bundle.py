@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from offramp.bundle.bundle import hash_line
-from offramp.bundle.files import MEND, CheckedFolder, names_under, parse_versioned
+from offramp.bundle.files import REMEDY, CheckedFolder, names_under, parse_versioned
 from offramp.bundle.graph_weights import WEIGHTS
 from offramp.bundle.schema.errors import BundleIntegrityError, BundleNotFoundError
 from offramp.bundle.schema.manifest import FileEntry
@@ -71,7 +71,7 @@ class GeneratingBundle:
         document = files.read_regular(GENERATION)
         if files.read_regular(GENERATION_HASH) != hash_line(document):
             raise BundleIntegrityError(
-                f"{root / GENERATION} or {GENERATION_HASH} was altered (SHA-256 differs); {MEND}"
+                f"{root / GENERATION} or {GENERATION_HASH} was altered (SHA-256 differs); {REMEDY}"
             )
         remedy = "compile the model again, or install the Offramp that wrote it"
         plain = parse_versioned(document, GENERATION, GENERATION_VERSION, remedy)

@@ -43,53 +43,53 @@ _NO_GPU: Final = "that backend runs on the CPU; leave it out, or choose --backen
 _ENGINES: Final = "only TensorRT has engines; leave it out, or choose --backend tensorrt"
 
 TABLE: Final = (
-    *(Illegal(option=o, beside="--mode leave|off", why=_UNOBSERVED) for o in _OBSERVING),
+    *(Illegal(option=o, other="--mode leave|off", why=_UNOBSERVED) for o in _OBSERVING),
     Illegal(
         option="--audit-budget",
-        beside="--mode release",
+        other="--mode release",
         why="every sample runs to the end there; leave it out, or choose --mode audit",
     ),
-    Illegal(option="--uncertified-exits", beside="--mode off", why=_NO_EXIT),
-    Illegal(option="--no-state", beside="--mode off", why=_NO_EXIT),
+    Illegal(option="--uncertified-exits", other="--mode off", why=_NO_EXIT),
+    Illegal(option="--no-state", other="--mode off", why=_NO_EXIT),
     Illegal(
         option="--max-queue-delay-ms",
-        beside="--policy slackfit|slackfit-bare|max-batch|max-accuracy|cheapest|clockwork|fixed",
+        other="--policy slackfit|slackfit-bare|max-batch|max-accuracy|cheapest|clockwork|fixed",
         why="that policy never waits for more samples; leave it out, or choose --policy "
         "run-through, refill, rebatch or delay",
     ),
-    Illegal(option="--device", beside=_ON_CPU, why=_NO_GPU),
-    Illegal(option="--no-cuda-graphs", beside=_ON_CPU, why=_NO_GPU),
-    Illegal(option="--precision", beside="--backend onnxruntime|openvino|cuda", why=_ENGINES),
+    Illegal(option="--device", other=_ON_CPU, why=_NO_GPU),
+    Illegal(option="--no-cuda-graphs", other=_ON_CPU, why=_NO_GPU),
+    Illegal(option="--precision", other="--backend onnxruntime|openvino|cuda", why=_ENGINES),
     Illegal(
         option="--engine-build-minutes",
-        beside="--backend onnxruntime|openvino|cuda",
+        other="--backend onnxruntime|openvino|cuda",
         why=_ENGINES,
     ),
     Illegal(
         option="--threads",
-        beside=_ON_GPU,
+        other=_ON_GPU,
         why="that backend runs on a GPU; leave it out, or choose --backend onnxruntime",
     ),
     Illegal(
         option="--custom-ops",
-        beside="--backend tensorrt|cuda|openvino",
+        other="--backend tensorrt|cuda|openvino",
         why="only ONNX Runtime on the CPU takes libraries of operators; choose --backend "
         "onnxruntime",
     ),
     Illegal(
         option="--criterion-module",
-        beside=_ON_GPU,
+        other=_ON_GPU,
         why="a criterion of your own runs on the CPU; choose --backend onnxruntime",
     ),
     *(Illegal(option=o, without="--learn", why=_NOT_LEARNING) for o in _LEARNING),
     Illegal(
         option="--learn",
-        beside="--mode off",
+        other="--mode off",
         why="no exit answers in that mode; leave one of them out",
     ),
     Illegal(
         option="--learn",
-        beside="--self-check",
+        other="--self-check",
         why="a self-check serves nothing; leave one of them out",
     ),
     Illegal(

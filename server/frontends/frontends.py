@@ -26,7 +26,7 @@ from offramp.server.frontends.relay import MethodShape
 from offramp.server.frontends.relayed_calls import RelayedCalls
 from offramp.server.ports.grpc_listener import ListenerOptions
 from offramp.server.ports.sockets import bind
-from offramp.server.requests.reception import Reception
+from offramp.server.requests.admission import RequestAdmission
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +72,12 @@ class Frontends:
     def __init__(
         self,
         handlers: Mapping[str, Handler],
-        reception: Reception,
+        admission: RequestAdmission,
         listener: ListenerOptions,
         options: FrontendOptions,
     ) -> None:
         """``handlers`` answer the calls, by full method name."""
-        self._reception = reception
+        self._admission = admission
         self._handlers = handlers
         self._options = options
         most = -(-listener.max_connections // options.count)
@@ -96,7 +96,7 @@ class Frontends:
             self._placeholders.enter_context(one)
         port = int(bound[0].getsockname()[1])
         settings = self._settings(host, port)
-        new = [Frontend(self._handlers, self._reception) for _ in range(self._options.count)]
+        new = [Frontend(self._handlers, self._admission) for _ in range(self._options.count)]
         self._ends.update(new)
         starting = (end.start(settings) for end in new)
         failures = [e for e in await asyncio.gather(*starting, return_exceptions=True) if e]
@@ -107,9 +107,9 @@ class Frontends:
         self._watching = [asyncio.create_task(self._watch(end, settings)) for end in new]
         return port
 
-    async def send_away(self, limit_s: float) -> None:
-        """See :meth:`GrpcListener.send_away`."""
-        await self._order_all("send_away", limit_s, within_s=limit_s)
+    async def send_goaway(self, limit_s: float) -> None:
+        """See :meth:`GrpcListener.send_goaway`."""
+        await self._order_all("send_goaway", limit_s, within_s=limit_s)
 
     async def stop(self, grace_s: float) -> None:
         """See :meth:`GrpcListener.stop`."""
@@ -139,7 +139,7 @@ class Frontends:
             )
             self._ends.discard(end)
             await asyncio.sleep(AGAIN_S)
-            end = Frontend(self._handlers, self._reception)
+            end = Frontend(self._handlers, self._admission)
             self._ends.add(end)
             try:
                 await end.start(settings)
@@ -172,8 +172,8 @@ class FrontendLostError(Exception):
 class Frontend:
     """One front end, as seen by the engine's process."""
 
-    def __init__(self, handlers: Mapping[str, Handler], reception: Reception) -> None:
-        self._reception = reception
+    def __init__(self, handlers: Mapping[str, Handler], admission: RequestAdmission) -> None:
+        self._admission = admission
         self.lost: Final = asyncio.Event()
         """Set when the front end's process has ended."""
         self._calls = RelayedCalls(handlers)
@@ -239,7 +239,7 @@ class Frontend:
             if (waiting := self._replies.get(number)) is not None and not waiting.done():
                 waiting.set_result(json.loads(bytes(payload)))
         elif kind is FrameKind.REFUSED:
-            self._reception.count_refused(*json.loads(bytes(payload)))
+            self._admission.count_refused(*json.loads(bytes(payload)))
         elif kind is FrameKind.LOG:
             level, name, text = json.loads(bytes(payload))
             logging.getLogger(name).log(level, "%s", text)

@@ -25,11 +25,11 @@ from offramp.server.common.methods import MethodTable
 from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
 from offramp.server.frontends.relay import MethodShape, Relay
 from offramp.server.ports.grpc_listener import GrpcListener, ListenerOptions
+from offramp.server.requests.admission import RequestAdmission
 from offramp.server.requests.message_memory import keep_large_blocks
-from offramp.server.requests.reception import Reception
 from offramp.server.security.tls import open_tls
 
-_ROOM: Final = 2
+_MEMORY_FACTOR: Final = 2
 """Factor on the engine process's memory limit, so that the engine's limit is reached first."""
 
 
@@ -49,19 +49,19 @@ class FrontendSettings:
 
     def start(self, link: FrameLink) -> tuple[Relay, GrpcListener]:
         """Return the relay for calls and the listener to start; StartError."""
-        reception = _RelayedReception(
+        admission = _RelayedAdmission(
             link,
             ServerOptions(
                 max_concurrent_requests=MAX_COUNT,
-                max_queue_mib=min(_ROOM * self.max_queue_mib, MAX_COUNT),
+                max_queue_mib=min(_MEMORY_FACTOR * self.max_queue_mib, MAX_COUNT),
             ),
         )
-        relay = Relay(link, reception, self.methods)
+        relay = Relay(link, admission, self.methods)
         tls = open_tls(self.security)
-        return relay, GrpcListener(MethodTable(relay.handlers), reception, self.listener, tls)
+        return relay, GrpcListener(MethodTable(relay.handlers), admission, self.listener, tls)
 
 
-class _RelayedReception(Reception):
+class _RelayedAdmission(RequestAdmission):
     """Admission in a front end, which reports refusals to the engine's process for counting."""
 
     def __init__(self, link: FrameLink, options: ServerOptions) -> None:
@@ -69,7 +69,7 @@ class _RelayedReception(Reception):
         self._link = link
 
     def count_refused(self, code: str, reason: str) -> None:
-        """See :class:`Reception`."""
+        """See :class:`RequestAdmission`."""
         self._link.send(FrameKind.REFUSED, 0, json.dumps((code, reason)).encode())
 
 
@@ -135,8 +135,8 @@ class FrontendProcess:
         self._relay, self._listener = settings.start(self._link)
         return await self._listener.start(settings.host, settings.port)
 
-    async def _send_away(self, limit_s: float) -> None:
-        await self._listener.send_away(limit_s)
+    async def _send_goaway(self, limit_s: float) -> None:
+        await self._listener.send_goaway(limit_s)
 
     async def _stop(self, grace_s: float) -> None:
         await self._listener.stop(grace_s)

@@ -13,8 +13,13 @@ import grpc.aio
 
 from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
 from offramp.server.frontends.heads import CallHead, CallStatus
+from offramp.server.requests.admission import (
+    CallKind,
+    CallState,
+    RequestAdmission,
+    answering_errors,
+)
 from offramp.server.requests.receiving import MessageReceiver
-from offramp.server.requests.reception import CallKind, Reception, Visit, answering_errors
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _Outcome: TypeAlias = Payload | CallStatus
@@ -31,11 +36,11 @@ class Relay:
     """Forwards calls to the engine's process; used on the event loop's thread."""
 
     def __init__(
-        self, link: FrameLink, reception: Reception, methods: Mapping[str, MethodShape]
+        self, link: FrameLink, admission: RequestAdmission, methods: Mapping[str, MethodShape]
     ) -> None:
         """``methods`` are keyed by full name."""
         self._link = link
-        self._reception = reception
+        self._admission = admission
         self._receiver = MessageReceiver()
         self._numbers = itertools.count(1)
         self._calls: dict[int, Callable[[FrameKind, Payload], None]] = {}
@@ -56,30 +61,30 @@ class Relay:
         method = name.rpartition("/")[2]
         if shape.response_streaming:
             stream = answering_errors(
-                self._reception, method, partial(self._stream, name), kind=CallKind.STREAM
+                self._admission, method, partial(self._stream, name), kind=CallKind.STREAM
             )
             return grpc.stream_stream_rpc_method_handler(stream)
         if shape.request_streaming:
             received = partial(self._receive_and_ask, name)
-            answered = answering_errors(self._reception, method, received, serialize=bytes)
+            answered = answering_errors(self._admission, method, received, serialize=bytes)
             return grpc.stream_unary_rpc_method_handler(answered)
         asked = partial(self._ask, name)
-        answered = answering_errors(self._reception, method, asked, serialize=bytes)
+        answered = answering_errors(self._admission, method, asked, serialize=bytes)
         return grpc.unary_unary_rpc_method_handler(answered)
 
     async def _receive_and_ask(
-        self, name: str, visit: Visit, _requests: object, context: _Context
+        self, name: str, state: CallState, _requests: object, context: _Context
     ) -> Payload:
         """Receive the only message of a call, which may be large, once the link can take it."""
         await self._link.writable()
-        self._reception.check_room()
+        self._admission.check_capacity()
         data = await self._receiver.only(context)
-        self._reception.hold(visit, len(data))
-        asking = self._ask(name, visit, data, context)
+        self._admission.hold(state, len(data))
+        asking = self._ask(name, state, data, context)
         del data
         return await asking
 
-    async def _ask(self, name: str, _visit: Visit, data: bytes, context: _Context) -> Payload:
+    async def _ask(self, name: str, _state: CallState, data: bytes, context: _Context) -> Payload:
         number, head = self._begin(name, context)
         outcome: asyncio.Future[_Outcome] = asyncio.get_running_loop().create_future()
 
@@ -100,7 +105,9 @@ class Relay:
             await context.abort(*answer)
         return answer
 
-    async def _stream(self, name: str, visit: Visit, _requests: object, context: _Context) -> None:
+    async def _stream(
+        self, name: str, state: CallState, _requests: object, context: _Context
+    ) -> None:
         number, head = self._begin(name, context)
         outcomes: asyncio.Queue[_Outcome | BaseException] = asyncio.Queue()
         taken = asyncio.Semaphore(1)
@@ -135,7 +142,7 @@ class Relay:
         forwarding.add_done_callback(forwarded)
         try:
             while not isinstance(outcome := await received(), CallStatus):
-                async with self._reception.streaming(visit.peer, len(outcome)):
+                async with self._admission.streaming(state.peer, len(outcome)):
                     await context.write(bytes(outcome))
                 self._link.send(FrameKind.TAKEN, number)
         except BaseException:

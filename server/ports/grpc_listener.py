@@ -17,13 +17,13 @@ from offramp.server.ports.sockets import (
     HANDSHAKE_S,
     addresses_of,
     close_connections,
-    hang_up,
+    close_port_connections,
     join_address,
     open_connections,
     refuse_connections,
-    send_away,
+    send_goaway,
 )
-from offramp.server.requests.reception import Reception
+from offramp.server.requests.admission import RequestAdmission
 from offramp.server.security.tls import ServerTls
 
 QUIET_S: Final = 1.0
@@ -56,13 +56,13 @@ class GrpcListener:
     def __init__(
         self,
         methods: grpc.GenericRpcHandler,
-        reception: Reception,
+        admission: RequestAdmission,
         options: ListenerOptions,
         tls: ServerTls | None = None,
     ) -> None:
         """Without ``tls`` nothing is encrypted."""
         self._tls = tls
-        self._reception = reception
+        self._admission = admission
         self._port: int | None = None
         self._closing: asyncio.Task[None] | None = None
         self._server = grpc.aio.server(options=_server_options(options))
@@ -83,7 +83,7 @@ class GrpcListener:
         self._closing = asyncio.create_task(self._close_offenders(port), name="offenders")
         return port
 
-    async def send_away(self, limit_s: float) -> None:
+    async def send_goaway(self, limit_s: float) -> None:
         """Ask all clients to open their calls elsewhere; calls that still arrive are answered.
 
         With TLS, clients are not notified: only gRPC encrypts, so no frame can be added to its own.
@@ -95,13 +95,13 @@ class GrpcListener:
         refuse_connections(self._port)
         told: set[tuple[str, int]] = set()
         now_s = time.monotonic()
-        ends_s, quiet_s, admitted = now_s + limit_s, now_s + QUIET_S, self._reception.admitted
+        ends_s, quiet_s, admitted = now_s + limit_s, now_s + QUIET_S, self._admission.admitted
         while (there := open_connections(self._port)).peers and now_s < min(ends_s, quiet_s):
             if self._tls is None and (untold := there.greeted - told):
-                async with self._reception.answers.held() as writing:
-                    told |= send_away(self._port, untold - addresses_of(writing))
-            if self._reception.requests or self._reception.admitted != admitted:
-                admitted, quiet_s = self._reception.admitted, time.monotonic() + QUIET_S
+                async with self._admission.answers.held() as writing:
+                    told |= send_goaway(self._port, untold - addresses_of(writing))
+            if self._admission.requests or self._admission.admitted != admitted:
+                admitted, quiet_s = self._admission.admitted, time.monotonic() + QUIET_S
             await asyncio.sleep(_PAUSE_S)
             now_s = time.monotonic()
 
@@ -110,11 +110,11 @@ class GrpcListener:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
-                    await self._reception.offended.wait()
-            if offenders := self._reception.offenders():
+                    await self._admission.offended.wait()
+            if offenders := self._admission.offenders():
                 close_connections(port, addresses_of(offenders))
                 for peer, reason in offenders.items():
-                    self._reception.log_closed(peer, reason)
+                    self._admission.log_closed(peer, reason)
 
     async def stop(self, grace_s: float) -> None:
         """Close all connections, after at most ``grace_s`` for the last answers to be written.
@@ -126,9 +126,9 @@ class GrpcListener:
         port, self._port = self._port, None
         if port is not None:
             ends_s = time.monotonic() + grace_s
-            while self._reception.requests and time.monotonic() < ends_s:  # noqa: ASYNC110
+            while self._admission.requests and time.monotonic() < ends_s:  # noqa: ASYNC110
                 await asyncio.sleep(_PAUSE_S)
-            hang_up(port)
+            close_port_connections(port)
         await self._server.stop(None)
 
 

@@ -117,9 +117,9 @@ _Responder: TypeAlias = Callable[[web.Request], web.Response]
 
 def make_application(services: ProtocolServices, max_message_bytes: int) -> web.Application:
     """Return an application with the pages and the protocol over HTTP."""
-    engine, reception = services.engine, services.reception
-    application = web.Application(middlewares=[token_check(reception), _one_a_turn()])
-    recorder = HistoryRecorder(engine, reception.refused)
+    engine, admission = services.engine, services.admission
+    application = web.Application(middlewares=[token_check(admission), _yield_between_pages()])
+    recorder = HistoryRecorder(engine, admission.refused)
     application.cleanup_ctx.append(recorder.recorded)
     routes: dict[str, _Responder] = {
         "/": lambda request: _status(engine, recorder.history, request),
@@ -127,7 +127,7 @@ def make_application(services: ProtocolServices, max_message_bytes: int) -> web.
         "/health/live": lambda _: _liveness(engine),
         "/health/ready": lambda _: _readiness(engine),
         "/metrics": lambda _: web.Response(
-            body=render_metrics(engine, reception.refused),
+            body=render_metrics(engine, admission.refused),
             headers={"Content-Type": CONTENT_TYPE},
         ),
     }
@@ -137,7 +137,7 @@ def make_application(services: ProtocolServices, max_message_bytes: int) -> web.
     return application
 
 
-def _one_a_turn() -> Middleware:
+def _yield_between_pages() -> Middleware:
     """Return a middleware that lets other work of the event loop run between two pages.
 
     Many connections may send requests together, and each may send many without waiting. Requests

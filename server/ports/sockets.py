@@ -170,7 +170,7 @@ def open_connections(port: int) -> OpenConnections:
     return OpenConnections(frozenset(peers), frozenset(greeted))
 
 
-def send_away(port: int, peers: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
+def send_goaway(port: int, peers: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
     """Ask peers of a port to open no more calls on their connections; return the notified peers.
 
     gRPC itself can only do so while it stops, and then cancels each call that it has not yet passed
@@ -194,7 +194,7 @@ def close_connections(port: int, peers: Collection[tuple[str, int]]) -> None:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-def hang_up(port: int) -> None:
+def close_port_connections(port: int) -> None:
     """Close all connections of a port of this process, and accept no more; peers see the close.
 
     gRPC answers CANCELLED to calls that arrive while its server stops. Clients do not retry that

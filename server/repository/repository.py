@@ -85,7 +85,7 @@ class ModelRepository:
         }
         self._changing: dict[tuple[str, str], ModelState] = {}
         self._reasons: dict[tuple[str, str], str] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
         """One lock per model, so that a model has one change at a time."""
         self._polling: asyncio.Task[None] | None = None
 
@@ -312,7 +312,7 @@ class ModelRepository:
         return IndexEntry(name=name, version=version, state=state, reason=reason)
 
     def _turn(self, name: str) -> asyncio.Lock:
-        return self._turns.setdefault(name, asyncio.Lock())
+        return self._locks.setdefault(name, asyncio.Lock())
 
 
 def _order(key: tuple[str, str]) -> tuple[str, int]:

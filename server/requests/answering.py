@@ -11,9 +11,9 @@ from offramp.proto.messages import ModelInferResponse
 from offramp.proto.request_bytes import InferMessage
 from offramp.server.common.catalog import Catalog, ServedName
 from offramp.server.common.served import ServedEngine
+from offramp.server.requests.admission import CallState, RequestAdmission
 from offramp.server.requests.codec import InferCall, write_response
 from offramp.server.requests.decoding import RequestDecoder
-from offramp.server.requests.reception import Reception, Visit
 from offramp.server.requests.shared_memory import shared_bytes
 
 
@@ -23,18 +23,18 @@ class RequestAnswering:
     def __init__(
         self,
         engine: ServedEngine,
-        reception: Reception,
+        admission: RequestAdmission,
         catalog: Catalog,
         decoder: RequestDecoder,
     ) -> None:
         self._engine = engine
-        self._reception = reception
+        self._admission = admission
         self._catalog = catalog
         self._decoder = decoder
 
     async def answer(
         self,
-        visit: Visit,
+        state: CallState,
         message: InferMessage,
         *,
         time_remaining_s: float | None,
@@ -49,16 +49,16 @@ class RequestAnswering:
         """
         request = message.head
         reading = self.read(
-            visit, message, time_remaining_s=time_remaining_s, trace_parent=trace_parent
+            state, message, time_remaining_s=time_remaining_s, trace_parent=trace_parent
         )
         del message  # so that its bytes are freed while the engine works
         served, call = await reading
-        result = await self.infer(visit, served, call)
+        result = await self.infer(state, served, call)
         return write_response(request, result, call, served.version)
 
     async def read(
         self,
-        visit: Visit,
+        state: CallState,
         message: InferMessage,
         *,
         time_remaining_s: float | None,
@@ -66,30 +66,30 @@ class RequestAnswering:
     ) -> tuple[ServedName, InferCall]:
         """Return the version that answers, and the arguments of the engine call; EngineError."""
         request = message.head
-        visit.model = request.model_name
-        visit.trace = self._reception.traces.begin(trace_parent, visit.began_s)
-        self._reception.access.check_model(visit.principal, request.model_name)
+        state.model = request.model_name
+        state.trace = self._admission.traces.begin(trace_parent, state.began_s)
+        self._admission.access.check_model(state.principal, request.model_name)
         find = partial(self._catalog.find, request.model_name, request.model_version)
         model = self._engine.model(find().engine_name)
-        self._reception.hold_more(visit, shared_bytes(request))
+        self._admission.hold_more(state, shared_bytes(request))
         call = await self._decoder.call(message, model, time_remaining_s=time_remaining_s)
         return find(), call  # the served version may have changed
 
-    async def infer(self, visit: Visit, served: ServedName, call: InferCall) -> EngineResult:
+    async def infer(self, state: CallState, served: ServedName, call: InferCall) -> EngineResult:
         """Return the engine's only answer; EngineError."""
         result = await self._engine.infer(
             served.engine_name,
             call.inputs,
             deadline_s=call.deadline_s,
             priority=call.priority,
-            source=visit.source,
-            timeline=visit.trace.timeline if visit.trace else None,
+            source=state.source,
+            timeline=state.trace.timeline if state.trace else None,
         )
-        visit.rows = len(result.exits)
+        state.rows = len(result.exits)
         return result
 
     async def infer_stream(
-        self, visit: Visit, served: ServedName, call: InferCall
+        self, state: CallState, served: ServedName, call: InferCall
     ) -> AsyncGenerator[StreamResult, None]:
         """Yield all answers of the engine; closing the iterator withdraws the request."""
         results = self._engine.infer_stream(
@@ -97,11 +97,11 @@ class RequestAnswering:
             call.inputs,
             deadline_s=call.deadline_s,
             priority=call.priority,
-            source=visit.source,
-            timeline=visit.trace.timeline if visit.trace else None,
+            source=state.source,
+            timeline=state.trace.timeline if state.trace else None,
         )
         async with aclosing(results):
             async for result in results:
-                before = visit.rows if result.kind.partial else 0
-                visit.rows = before + len(result.exits)
+                before = state.rows if result.kind.partial else 0
+                state.rows = before + len(result.exits)
                 yield result

@@ -11,7 +11,7 @@ from aiohttp.typedefs import Middleware
 
 from offramp.engine.common.errors import EngineError
 from offramp.server.common.errors import ERROR_METADATA_KEY, wire_name
-from offramp.server.requests.reception import Reception
+from offramp.server.requests.admission import RequestAdmission
 from offramp.server.security.tokens import Principal
 
 OPEN_PATHS: Final = frozenset(
@@ -23,7 +23,7 @@ PRINCIPAL: Final = web.RequestKey("principal", Principal)
 """Principal of the token that came with a request."""
 
 
-def token_check(reception: Reception) -> Middleware:
+def token_check(admission: RequestAdmission) -> Middleware:
     """Return a middleware that refuses requests without a valid token, except for open routes.
 
     The routes of the protocol (``/v2``) check whether the token covers their method and model. All
@@ -39,11 +39,11 @@ def token_check(reception: Reception) -> Middleware:
         if path in OPEN_PATHS:
             return await handler(request)
         try:
-            principal = reception.access.identify(request.headers.getall("Authorization", []))
+            principal = admission.access.identify(request.headers.getall("Authorization", []))
             if not path.startswith("/v2"):
-                reception.access.check_all_models(principal, request.path[:80])
+                admission.access.check_all_models(principal, request.path[:80])
         except EngineError as error:
-            return _refused(reception, request, error)
+            return _refused(admission, request, error)
         if principal is not None:
             request[PRINCIPAL] = principal
         return await handler(request)
@@ -60,10 +60,10 @@ def http_peer(request: web.Request) -> str:
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
 
 
-def _refused(reception: Reception, request: web.Request, error: EngineError) -> web.Response:
-    visit = reception.enter("http", http_peer(request))
-    code, message = reception.refuse(visit, error)
-    reception.leave(visit)
+def _refused(admission: RequestAdmission, request: web.Request, error: EngineError) -> web.Response:
+    state = admission.enter("http", http_peer(request))
+    code, message = admission.refuse(state, error)
+    admission.leave(state)
     unknown = code is grpc.StatusCode.UNAUTHENTICATED
     headers = {ERROR_METADATA_KEY: wire_name(error), "Cache-Control": "no-store"}
     if unknown:

@@ -54,12 +54,12 @@ class MemoryReturn:
         self._peak_bytes = 0
         self._large_bytes = 0
         """Bytes of large messages since memory was last returned."""
-        self._another_came = False
+        self._grew_since = False
         """True if a large message arrived since the delay began."""
         self._waiting = False
         self._running: asyncio.Future[object] | None = None
 
-    def grew(self, size_bytes: int, held_bytes: int, *, left_bytes: int = 0) -> None:
+    def record_growth(self, size_bytes: int, held_bytes: int, *, left_bytes: int = 0) -> None:
         """Record a new message of ``size_bytes``; ``held_bytes`` includes it.
 
         ``left_bytes`` stay behind in gRPC regardless of the message's size.
@@ -68,9 +68,9 @@ class MemoryReturn:
         self._large_bytes += left_bytes
         if size_bytes >= LARGE_BYTES:
             self._large_bytes += size_bytes
-            self._another_came = True
+            self._grew_since = True
 
-    def shrank(self, held_bytes: int) -> None:
+    def record_shrink(self, held_bytes: int) -> None:
         """Record a smaller ``held_bytes``; a peak is over once it has fallen by half."""
         peak_over = self._peak_bytes >= PEAK_BYTES and held_bytes <= self._peak_bytes // 2
         if peak_over:
@@ -80,11 +80,11 @@ class MemoryReturn:
             self._wait(_MAX_DELAYS)
 
     def _wait(self, delays: int) -> None:
-        self._another_came = False
+        self._grew_since = False
         asyncio.get_running_loop().call_later(self._delay_s, self._waited, delays - 1)
 
     def _waited(self, delays_left: int) -> None:
-        if self._another_came and delays_left:
+        if self._grew_since and delays_left:
             self._wait(delays_left)
             return
         self._waiting = False

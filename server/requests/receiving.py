@@ -31,7 +31,7 @@ class MessageReceiver:
     """Receives the messages of methods with large messages."""
 
     def __init__(self) -> None:
-        self._turns = Turns()
+        self._throttle = MessageThrottle()
         self._late_at_s: dict[asyncio.Task[Any], float] = {}
         """Deadline of the message of each waiting call, earliest first."""
         self._looking: asyncio.TimerHandle | None = None
@@ -47,7 +47,7 @@ class MessageReceiver:
         assert task is not None, "gRPC's methods run in tasks"
         self._expect(task)
         try:
-            data = await self._turns.take(context.read())
+            data = await self._throttle.take(context.read())
         except asyncio.CancelledError:
             if task in self._late_at_s or task.uncancel():
                 raise
@@ -83,13 +83,13 @@ class MessageReceiver:
 
     async def all(self, context: _Context) -> AsyncIterator[bytes]:
         """Yield the messages of a stream until the client ends it."""
-        while (data := await self._turns.take(context.read())) is not grpc.aio.EOF:
+        while (data := await self._throttle.take(context.read())) is not grpc.aio.EOF:
             held = [data]
             del data
             yield held.pop()  # a generator's locals would live until the next message
 
 
-class Turns:
+class MessageThrottle:
     """Runs coroutines that receive messages so that two long steps never follow each other.
 
     gRPC copies a message for Python in the step in which the waiting coroutine resumes: about 15 ms

@@ -15,6 +15,7 @@ from offramp.proto.messages import ModelInferRequest, ModelStreamInferResponse
 from offramp.proto.request_bytes import InferMessage
 from offramp.server.common.catalog import Catalog, ServedName
 from offramp.server.common.served import ServedEngine
+from offramp.server.requests.admission import CallState, RequestAdmission
 from offramp.server.requests.answering import RequestAnswering
 from offramp.server.requests.codec import (
     InferCall,
@@ -25,7 +26,6 @@ from offramp.server.requests.codec import (
     write_streamed,
 )
 from offramp.server.requests.decoding import RequestDecoder
-from offramp.server.requests.reception import Reception, Visit
 from offramp.server.security.tokens import Principal
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class RequestStream:
         engine: ServedEngine,
         write: Callable[[ModelStreamInferResponse], Awaitable[None]],
         *,
-        reception: Reception | None = None,
+        admission: RequestAdmission | None = None,
         decoder: RequestDecoder | None = None,
         catalog: Catalog | None = None,
         peer: str = "",
@@ -63,10 +63,10 @@ class RequestStream:
         max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         self._write = write
-        self._reception = reception or Reception()
+        self._admission = admission or RequestAdmission()
         self._decoder = decoder or RequestDecoder()
         self._catalog = catalog or Catalog(engine)
-        self._answering = RequestAnswering(engine, self._reception, self._catalog, self._decoder)
+        self._answering = RequestAnswering(engine, self._admission, self._catalog, self._decoder)
         self._peer = peer
         self._trace_parent = trace_parent
         self._principal = principal
@@ -113,7 +113,7 @@ class RequestStream:
         if self._is_decoupled(message.head):
             return self._answer_at_once(message, size_bytes)
         before, self._written = self._written, asyncio.Event()
-        return self._answer_in_turn(message, size_bytes, before, self._written)
+        return self._answer_in_order(message, size_bytes, before, self._written)
 
     def _is_decoupled(self, request: ModelInferRequest) -> bool:
         """Return whether a request, or the model that it is for, is decoupled."""
@@ -124,7 +124,7 @@ class RequestStream:
         except ModelNotServedError:  # it is answered with that error
             return False
 
-    async def _answer_in_turn(
+    async def _answer_in_order(
         self,
         message: InferMessage,
         size_bytes: int,
@@ -143,14 +143,14 @@ class RequestStream:
         self, message: InferMessage, size_bytes: int
     ) -> ModelStreamInferResponse:
         request = message.head
-        with self._visit(request) as visit:
+        with self._state(request) as state:
             try:
-                served, call = await self._read_call(visit, message, size_bytes)
+                served, call = await self._read_call(state, message, size_bytes)
                 del message
-                result = await self._answering.infer(visit, served, call)
+                result = await self._answering.infer(state, served, call)
                 return write_only(request, result, call, served.version)
             except Exception as error:
-                return self._failure(visit, request, error)
+                return self._failure(state, request, error)
 
     async def _answer_at_once(self, message: InferMessage, size_bytes: int) -> None:
         async with asyncio.TaskGroup() as sending:
@@ -165,23 +165,23 @@ class RequestStream:
 
     async def _all_responses(self, message: InferMessage, size_bytes: int, send: _Send) -> None:
         request = message.head
-        with self._visit(request) as visit:
+        with self._state(request) as state:
             try:
-                served, call = await self._read_call(visit, message, size_bytes)
+                served, call = await self._read_call(state, message, size_bytes)
                 del message
-                await self._send_all(visit, request, served, call, send)
+                await self._send_all(state, request, served, call, send)
             except Exception as error:
-                send(self._failure(visit, request, error))
+                send(self._failure(state, request, error))
 
     async def _send_all(
         self,
-        visit: Visit,
+        state: CallState,
         request: ModelInferRequest,
         served: ServedName,
         call: InferCall,
         send: _Send,
     ) -> None:
-        results = self._answering.infer_stream(visit, served, call)
+        results = self._answering.infer_stream(state, served, call)
         more = False
         async with aclosing(results):  # withdraws the request, if the client leaves
             async for result in results:
@@ -191,32 +191,32 @@ class RequestStream:
             send(write_end(request, served.version))
 
     @contextmanager
-    def _visit(self, request: ModelInferRequest) -> Iterator[Visit]:
-        visit = self._reception.enter("ModelStreamInfer", self._peer)
-        visit.model, visit.principal = request.model_name, self._principal
+    def _state(self, request: ModelInferRequest) -> Iterator[CallState]:
+        state = self._admission.enter("ModelStreamInfer", self._peer)
+        state.model, state.principal = request.model_name, self._principal
         try:
-            yield visit
+            yield state
         except BaseException:
-            visit.code = grpc.StatusCode.CANCELLED
+            state.code = grpc.StatusCode.CANCELLED
             raise
         finally:
-            self._reception.leave(visit)
+            self._admission.leave(state)
 
     async def _read_call(
-        self, visit: Visit, message: InferMessage, size_bytes: int
+        self, state: CallState, message: InferMessage, size_bytes: int
     ) -> tuple[ServedName, InferCall]:
         """Return the version that answers, and the arguments of the engine call."""
-        self._reception.hold(visit, size_bytes)
+        self._admission.hold(state, size_bytes)
         # gRPC's deadline applies to the whole stream, not to one request.
         return await self._answering.read(
-            visit, message, time_remaining_s=None, trace_parent=self._trace_parent
+            state, message, time_remaining_s=None, trace_parent=self._trace_parent
         )
 
     def _failure(
-        self, visit: Visit, request: ModelInferRequest, error: Exception
+        self, state: CallState, request: ModelInferRequest, error: Exception
     ) -> ModelStreamInferResponse:
         """Return the response to a failed request."""
-        return write_failure(request, *self._reception.refuse(visit, error))
+        return write_failure(request, *self._admission.refuse(state, error))
 
     async def _send(self, response: ModelStreamInferResponse) -> None:
         async with self._writing:  # gRPC takes one message of a call at a time

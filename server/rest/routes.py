@@ -31,10 +31,10 @@ from offramp.server.common.errors import (
     RequestLimitError,
     wire_name,
 )
+from offramp.server.requests.admission import SLOWEST_BYTES_PER_S, UNREAD_S, CallState
 from offramp.server.requests.codec import write_streamed
 from offramp.server.requests.http_access import PRINCIPAL, http_peer
 from offramp.server.requests.receiving import ARRIVAL_S
-from offramp.server.requests.reception import SLOWEST_BYTES_PER_S, UNREAD_S, Visit
 from offramp.server.requests.tracing import TRACE_PARENT
 from offramp.server.rest.generate import read_generate, write_event, write_generate
 from offramp.server.rest.json_requests import JsonRequest, decode_object
@@ -233,7 +233,7 @@ class RestApi:
     ) -> None:
         self._services = services
         self._decoder = services.decoder
-        self._reception = services.reception
+        self._admission = services.admission
         self._max_body_bytes = max_body_bytes
 
     def add_to(self, application: web.Application) -> None:
@@ -253,58 +253,58 @@ class RestApi:
     def _handler(
         self,
         method: str,
-        answer: Callable[[Visit, web.Request], Awaitable[web.StreamResponse]],
+        answer: Callable[[CallState, web.Request], Awaitable[web.StreamResponse]],
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
-            visit = self._reception.enter(f"rest/{method}", http_peer(request))
-            visit.principal = request.get(PRINCIPAL)
+            state = self._admission.enter(f"rest/{method}", http_peer(request))
+            state.principal = request.get(PRINCIPAL)
             try:
-                self._reception.access.check_method(visit.principal, method, visit.peer)
+                self._admission.access.check_method(state.principal, method, state.peer)
                 _check_origin(request)
-                if method in ADMIN_METHODS and visit.principal is None:
+                if method in ADMIN_METHODS and state.principal is None:
                     _check_host(request)
-                response = await answer(visit, request)
+                response = await answer(state, request)
                 return await _written(request, response)
             except asyncio.CancelledError:
-                visit.code = grpc.StatusCode.CANCELLED
+                state.code = grpc.StatusCode.CANCELLED
                 raise
             except Exception as error:
-                return self._refused(visit, error)
+                return self._refused(state, error)
             finally:
-                self._reception.leave(visit)
+                self._admission.leave(state)
 
         return handle
 
-    def _refused(self, visit: Visit, error: Exception) -> web.Response:
+    def _refused(self, state: CallState, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):  # raised by aiohttp if it cannot read a body
             error = BadInputError(f"the body cannot be read: {error.reason}")
-        code, message = self._reception.refuse(visit, error)
+        code, message = self._admission.refuse(state, error)
         response = _json({"error": message}, status=STATUSES.get(code, 500))
         response.headers[ERROR_METADATA_KEY] = wire_name(error)
         return response
 
     async def _call(
-        self, route: Route, call: Callable[..., Awaitable[Message]], visit: Visit,
+        self, route: Route, call: Callable[..., Awaitable[Message]], state: CallState,
         request: web.Request,
     ) -> web.Response:  # fmt: skip
         body = {}
         if route.verb == "POST":
-            body = decode_object(await self._body(visit, request, _MAX_SMALL_BYTES))
+            body = decode_object(await self._body(state, request, _MAX_SMALL_BYTES))
         kind = getattr(messages, f"{route.method}Request")
         try:
             message = kind(**route.request(request.match_info, body))
         except (TypeError, ValueError) as error:
             raise BadInputError(f"the body has a value of another type: {error}") from None
-        self._reception.access.check_message(visit.principal, route.method, message)
+        self._admission.access.check_message(state.principal, route.method, message)
         response = await call(message, None)
         document = route.answer(response)
         ill = isinstance(document, dict) and False in (document.get("live"), document.get("ready"))
         return _json(document, status=_NOT_HEALTHY if ill else 200)
 
-    async def _infer(self, visit: Visit, request: web.Request) -> web.Response:
-        self._reception.check_room()
-        body = await self._body(visit, request, self._max_body_bytes)
-        self._reception.hold(visit, 0)
+    async def _infer(self, state: CallState, request: web.Request) -> web.Response:
+        self._admission.check_capacity()
+        body = await self._body(state, request, self._max_body_bytes)
+        self._admission.hold(state, 0)
         path = request.match_info
         decode = partial(
             JsonRequest, memoryview(body), _header_bytes(request, len(body)), path["model"],
@@ -313,7 +313,7 @@ class RestApi:
         asked = await self._decoder.run(decode, slow=len(body) > _QUICK_JSON_BYTES)
         del body, decode
         response = await self._services.answering.answer(
-            visit,
+            state,
             asked.message,
             time_remaining_s=None,
             trace_parent=request.headers.get(TRACE_PARENT),
@@ -323,18 +323,18 @@ class RestApi:
         written = await self._decoder.run(write, slow=size > _QUICK_JSON_BYTES)
         return _body_of(written)
 
-    async def _generate(self, visit: Visit, request: web.Request) -> web.Response:
-        message = await self._read_generate(visit, request)
+    async def _generate(self, state: CallState, request: web.Request) -> web.Response:
+        message = await self._read_generate(state, request)
         response = await self._services.answering.answer(
-            visit, message, time_remaining_s=None, trace_parent=request.headers.get(TRACE_PARENT)
+            state, message, time_remaining_s=None, trace_parent=request.headers.get(TRACE_PARENT)
         )
         return _json(write_generate(response))
 
-    async def _generate_stream(self, visit: Visit, request: web.Request) -> web.StreamResponse:
-        message = await self._read_generate(visit, request)
+    async def _generate_stream(self, state: CallState, request: web.Request) -> web.StreamResponse:
+        message = await self._read_generate(state, request)
         answering, head = self._services.answering, message.head
         served, call = await answering.read(
-            visit, message, time_remaining_s=None, trace_parent=request.headers.get(TRACE_PARENT)
+            state, message, time_remaining_s=None, trace_parent=request.headers.get(TRACE_PARENT)
         )
         events = web.StreamResponse(
             headers={
@@ -343,7 +343,7 @@ class RestApi:
                 "X-Content-Type-Options": "nosniff",
             }
         )
-        results = answering.infer_stream(visit, served, call)
+        results = answering.infer_stream(state, served, call)
         async with aclosing(results):  # withdraws the request, if the client leaves
             try:
                 async for result in results:
@@ -354,22 +354,22 @@ class RestApi:
             except EngineError as error:
                 if not events.prepared:
                     raise
-                _, text = self._reception.refuse(visit, error)
+                _, text = self._admission.refuse(state, error)
                 await _write_event(request, events, {"error": text})
         await events.write_eof()
         return events
 
-    async def _read_generate(self, visit: Visit, request: web.Request) -> InferMessage:
+    async def _read_generate(self, state: CallState, request: web.Request) -> InferMessage:
         """Receive a request of the generate extension as a message."""
-        self._reception.check_room()
+        self._admission.check_capacity()
         path, version = request.match_info, request.match_info.get("version", "")
-        body = decode_object(await self._body(visit, request, _MAX_GENERATE_BYTES))
-        self._reception.hold(visit, 0)
-        self._reception.access.check_model(visit.principal, path["model"])
+        body = decode_object(await self._body(state, request, _MAX_GENERATE_BYTES))
+        self._admission.hold(state, 0)
+        self._admission.access.check_model(state.principal, path["model"])
         model = self._services.repository.catalog.model(path["model"], version)
         return read_generate(body, model, path["model"], version)
 
-    async def _body(self, visit: Visit, request: web.Request, most: int) -> bytes:
+    async def _body(self, state: CallState, request: web.Request, most: int) -> bytes:
         """Receive and decompress a body; its bytes count as held from then on."""
         if (request.content_length or 0) > most:
             raise _too_large(request.content_length or 0, most)
@@ -380,7 +380,7 @@ class RestApi:
                     size += len(part)
                     if size > most:
                         raise _too_large(size, most)
-                    self._reception.hold_more(visit, len(part))
+                    self._admission.hold_more(state, len(part))
                     parts.append(part)
         except TimeoutError:
             raise DeadlineExceededError(
@@ -433,7 +433,7 @@ def _check_host(request: web.Request) -> None:
         )
 
 
-async def _unknown(_visit: Visit, request: web.Request) -> web.Response:
+async def _unknown(_state: CallState, request: web.Request) -> web.Response:
     others = (*INFER_PATHS, *GENERATE_PATHS, *(f"{path}_stream" for path in GENERATE_PATHS))
     known = sorted({route.path for route in ROUTES} | set(others))
     same = [route.verb for route in ROUTES if route.path == request.path]

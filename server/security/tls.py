@@ -29,7 +29,7 @@ class ServerTls:
         """Read the files, or raise StartError."""
         paths = [identity.certificate, identity.key, *filter(None, (identity.ca,))]
         self._files = WatchedFiles("TLS certificates", paths, lambda: _read(identity))
-        self._asks_clients: Final = identity.ca is not None
+        self._requires_client_certificates: Final = identity.ca is not None
         self._in_grpc = self._files.current()
         """Certificates that gRPC received last."""
 
@@ -48,7 +48,7 @@ class ServerTls:
         return grpc.dynamic_ssl_server_credentials(
             self._in_grpc.grpc,
             self._changed,  # type: ignore[arg-type] # its stub does not allow None
-            require_client_authentication=self._asks_clients,
+            require_client_authentication=self._requires_client_certificates,
         )
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:

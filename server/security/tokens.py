@@ -22,7 +22,7 @@ _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
 _MOST_BYTES: Final = 1024 * 1024
 _OTHERS: Final = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 _LINE: Final = "expected NAME:TOKEN or NAME:TOKEN:MODEL,MODEL"
-_MAKE_ONE: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
+_COMMAND: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def _parse(line: str, where: str, *, admin: bool) -> Principal:
     if not _TOKEN.fullmatch(token):
         raise ValueError(
             f"{where}: the token is invalid, expected 16 to 512 letters, digits and ._~+/=-; make "
-            f"one: {_MAKE_ONE}"
+            f"one: {_COMMAND}"
         )
     named = frozenset(model.strip() for model in models.split(",") if model.strip())
     if line.count(":") > 1 and not named:

@@ -97,14 +97,14 @@ class GrpcMethods:
 
     def __init__(self, services: ProtocolServices) -> None:
         self.health: Final = HealthReporter(services.engine, services.repository.catalog)
-        guarded = GuardedMethods(services.reception)
+        guarded = GuardedMethods(services.admission)
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, guarded)
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
             reflection.aio.ReflectionServicer(SERVICES, pool=_reflection_pool()), guarded
         )
         preview = f"/{reflection.SERVICE_NAME}/"
         self.handlers: Final[dict[str, Handler]] = {
-            **inference_methods(services.method, services.reception),
+            **inference_methods(services.method, services.admission),
             **guarded.methods,
             **{
                 name.replace(preview, f"/{REFLECTION_V1}/"): handler

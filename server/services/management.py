@@ -15,7 +15,7 @@ from offramp.proto import messages
 from offramp.server.common.errors import UnsupportedError
 from offramp.server.common.served import ServedEngine
 from offramp.server.repository.repository import ModelRepository
-from offramp.server.requests.reception import Reception
+from offramp.server.requests.admission import RequestAdmission
 from offramp.server.requests.shared_memory import SharedRegions
 from offramp.server.services.model_statistics import write_statistics
 from offramp.server.services.runtime_settings import LogLevels
@@ -39,14 +39,14 @@ class ManagementService:
         self,
         engine: ServedEngine,
         repository: ModelRepository,
-        reception: Reception,
+        admission: RequestAdmission,
         regions: SharedRegions,
         read_options: OptionsReader | None = None,
     ) -> None:
         """``read_options`` parses options that clients send with a load; ``None`` refuses them."""
         self._engine = engine
         self._repository = repository
-        self._reception = reception
+        self._admission = admission
         self._regions = regions
         self._read_options = read_options
         self._log_levels = LogLevels()
@@ -64,7 +64,7 @@ class ManagementService:
                 write_statistics(
                     served,
                     statistics[served.engine_name],
-                    self._reception.last_answers.get(served.name, 0.0),
+                    self._admission.last_answers.get(served.name, 0.0),
                 )
                 for served in catalog
                 if request.name in ("", served.name) and request.version in ("", served.version)
@@ -156,7 +156,7 @@ class ManagementService:
                 f"trace settings of model {request.model_name!r} cannot be changed alone: they "
                 "apply to all models; leave model_name empty"
             )
-        traces = self._reception.traces
+        traces = self._admission.traces
         traces.change({key: list(value.value) for key, value in request.settings.items()})
         response = messages.TraceSettingResponse()
         for key, values in traces.settings().items():

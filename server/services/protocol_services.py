@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from offramp.server.common.served import ServedEngine
 from offramp.server.repository.repository import ModelRepository
+from offramp.server.requests.admission import RequestAdmission
 from offramp.server.requests.answering import RequestAnswering
 from offramp.server.requests.decoding import RequestDecoder
-from offramp.server.requests.reception import Reception
 from offramp.server.requests.shared_memory import SharedRegions
 from offramp.server.services.management import ManagementService, OptionsReader
 from offramp.server.services.service import InferenceService
@@ -22,24 +22,24 @@ class ProtocolServices:
         self,
         engine: ServedEngine,
         *,
-        reception: Reception | None = None,
+        admission: RequestAdmission | None = None,
         repository: ModelRepository | None = None,
         read_options: OptionsReader | None = None,
     ) -> None:
         """Without a ``repository``, the engine's models are served as they are."""
         self.engine: Final = engine
-        self.reception: Final = reception or Reception()
+        self.admission: Final = admission or RequestAdmission()
         self.repository: Final = repository or ModelRepository(engine)
         self.regions: Final = SharedRegions()
         self.decoder: Final = RequestDecoder(self.regions)
         self.answering: Final = RequestAnswering(
-            engine, self.reception, self.repository.catalog, self.decoder
+            engine, self.admission, self.repository.catalog, self.decoder
         )
         self.inference: Final = InferenceService(
-            engine, self.reception, self.repository.catalog, self.decoder, self.answering
+            engine, self.admission, self.repository.catalog, self.decoder, self.answering
         )
         self.management: Final = ManagementService(
-            engine, self.repository, self.reception, self.regions, read_options
+            engine, self.repository, self.admission, self.regions, read_options
         )
 
     def method(self, name: str) -> Callable[..., Awaitable[Any]]:

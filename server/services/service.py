@@ -20,11 +20,17 @@ from offramp.proto.descriptors import FILE, SERVICE, method_path
 from offramp.server.common.catalog import Catalog
 from offramp.server.common.methods import Handler
 from offramp.server.common.served import ServedEngine
+from offramp.server.requests.admission import (
+    CallKind,
+    CallState,
+    Method,
+    RequestAdmission,
+    answering_errors,
+)
 from offramp.server.requests.answering import RequestAnswering
 from offramp.server.requests.codec import write_config, write_metadata
 from offramp.server.requests.decoding import RequestDecoder, decode_small
 from offramp.server.requests.receiving import MessageReceiver
-from offramp.server.requests.reception import CallKind, Method, Reception, Visit, answering_errors
 from offramp.server.requests.streaming import RequestStream
 from offramp.server.requests.tracing import TRACE_PARENT
 
@@ -58,13 +64,13 @@ class InferenceService:
     def __init__(
         self,
         engine: ServedEngine,
-        reception: Reception,
+        admission: RequestAdmission,
         catalog: Catalog,
         decoder: RequestDecoder,
         answering: RequestAnswering,
     ) -> None:
         self._engine = engine
-        self._reception = reception
+        self._admission = admission
         self._catalog = catalog
         self._decoder = decoder
         self._answering = answering
@@ -113,16 +119,16 @@ class InferenceService:
         return messages.ModelConfigResponse(config=write_config(request.name, model))
 
     async def ModelInfer(  # noqa: N802
-        self, visit: Visit, _requests: AsyncIterator[bytes], context: _Context
+        self, state: CallState, _requests: AsyncIterator[bytes], context: _Context
     ) -> messages.ModelInferResponse:
         """Receive and decode a request, run it in the engine, and encode the answer."""
-        self._reception.check_room()
+        self._admission.check_capacity()
         data = await self._receiver.only(context)
-        self._reception.hold(visit, len(data))
+        self._admission.hold(state, len(data))
         message = await self._decoder.message(data)
         del data  # the arrays keep it alive as long as needed
         answering = self._answering.answer(
-            visit,
+            state,
             message,
             time_remaining_s=_time_remaining_s(context),
             trace_parent=self._trace_parent(context),
@@ -131,31 +137,31 @@ class InferenceService:
         return await answering
 
     async def ModelStreamInfer(  # noqa: N802
-        self, visit: Visit, _requests: AsyncIterator[bytes], context: _Context
+        self, state: CallState, _requests: AsyncIterator[bytes], context: _Context
     ) -> None:
         """Answer the requests of a stream; an invalid message ends the stream with its status."""
 
         async def write(response: messages.ModelStreamInferResponse) -> None:
             data = response.SerializeToString()
-            async with self._reception.streaming(visit.peer, len(data)):
+            async with self._admission.streaming(state.peer, len(data)):
                 await context.write(data)
 
         parent = self._trace_parent(context)
         stream = RequestStream(
             self._engine,
             write,
-            reception=self._reception,
+            admission=self._admission,
             decoder=self._decoder,
             catalog=self._catalog,
-            peer=visit.peer,
+            peer=state.peer,
             trace_parent=parent,
-            principal=visit.principal,
+            principal=state.principal,
         )
         await stream.serve(self._receiver.all(context))
 
     def _trace_parent(self, context: _Context) -> str | None:
         """Return the caller's trace context; ``None`` if nothing is traced."""
-        if not self._reception.traces.active:
+        if not self._admission.traces.active:
             return None
         metadata = dict(context.invocation_metadata() or ())
         value = metadata.get(TRACE_PARENT)
@@ -173,35 +179,35 @@ def _time_remaining_s(context: _Context) -> float | None:
 
 
 def inference_methods(
-    method: Callable[[str], Callable[..., Awaitable[Any]]], reception: Reception
+    method: Callable[[str], Callable[..., Awaitable[Any]]], admission: RequestAdmission
 ) -> dict[str, Handler]:
     """Return the service's handlers by full name; ``method`` returns a method by its name."""
     methods = FILE.services_by_name[SERVICE.rpartition(".")[2]].methods
     return {
-        method_path(each.name): _method_handler(method(each.name), reception, each)
+        method_path(each.name): _method_handler(method(each.name), admission, each)
         for each in methods
     }
 
 
 def _method_handler(
-    call: Callable[..., Awaitable[Any]], reception: Reception, method: MethodDescriptor
+    call: Callable[..., Awaitable[Any]], admission: RequestAdmission, method: MethodDescriptor
 ) -> grpc.RpcMethodHandler[Any, Any]:
     serialize = getattr(messages, method.output_type.name).SerializeToString
     if method.client_streaming:
-        answer = answering_errors(reception, method.name, call, kind=CallKind.STREAM)
+        answer = answering_errors(admission, method.name, call, kind=CallKind.STREAM)
         return grpc.stream_stream_rpc_method_handler(answer)
     if method.name == "ModelInfer":
         # As a stream of one message, it is received only once the request is admitted.
-        answer = answering_errors(reception, method.name, call, serialize=serialize)
+        answer = answering_errors(admission, method.name, call, serialize=serialize)
         return grpc.stream_unary_rpc_method_handler(answer)
     decode = getattr(messages, method.input_type.name).FromString
-    decoded = _decoding(reception, method.name, call, decode)
-    answer = answering_errors(reception, method.name, decoded, serialize=serialize)
+    decoded = _decoding(admission, method.name, call, decode)
+    answer = answering_errors(admission, method.name, decoded, serialize=serialize)
     return grpc.unary_unary_rpc_method_handler(answer)
 
 
 def _decoding(
-    reception: Reception,
+    admission: RequestAdmission,
     name: str,
     call: Callable[..., Awaitable[_T]],
     decode: Callable[[bytes], Any],
@@ -209,9 +215,9 @@ def _decoding(
     """Return a method that takes bytes, from one that takes a message; checks access to it."""
 
     @wraps(call)
-    async def decoded(visit: Visit, data: bytes, context: _Context) -> _T:
+    async def decoded(state: CallState, data: bytes, context: _Context) -> _T:
         message = decode_small(data, decode)
-        reception.access.check_message(visit.principal, name, message)
+        admission.access.check_message(state.principal, name, message)
         return await call(message, context)
 
     return decoded
@@ -220,10 +226,10 @@ def _decoding(
 class GuardedMethods:
     """Stand-in for a server to which generated code adds a service; collects the handlers."""
 
-    def __init__(self, reception: Reception) -> None:
+    def __init__(self, admission: RequestAdmission) -> None:
         self.methods: Final[dict[str, Handler]] = {}
         """Handlers by full method name."""
-        self._reception = reception
+        self._admission = admission
 
     def add_generic_rpc_handlers(self, _handlers: object) -> None:
         """Do nothing: the same handlers are also added by name."""
@@ -231,22 +237,22 @@ class GuardedMethods:
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
         """Add the methods of a service."""
         for name, made in handlers.items():
-            self.methods[f"/{service}/{name}"] = _guarded(name, made, self._reception)
+            self.methods[f"/{service}/{name}"] = _guarded(name, made, self._admission)
 
 
-def _guarded(name: str, handler: Handler, reception: Reception) -> Handler:
+def _guarded(name: str, handler: Handler, admission: RequestAdmission) -> Handler:
     serialize = handler.response_serializer
     how = {"response_serializer": serialize}
     if handler.stream_stream:
-        answer = answering_errors(reception, name, _of_many(handler), kind=CallKind.WATCH)
+        answer = answering_errors(admission, name, _of_many(handler), kind=CallKind.WATCH)
         return grpc.stream_stream_rpc_method_handler(answer, **how)
     if handler.unary_stream:
-        method = _decoding(reception, name, handler.unary_stream, handler.request_deserializer)
-        answer = answering_errors(reception, name, method, kind=CallKind.WATCH)
+        method = _decoding(admission, name, handler.unary_stream, handler.request_deserializer)
+        answer = answering_errors(admission, name, method, kind=CallKind.WATCH)
         return grpc.unary_stream_rpc_method_handler(answer, **how)
-    method = _decoding(reception, name, handler.unary_unary, handler.request_deserializer)
+    method = _decoding(admission, name, handler.unary_unary, handler.request_deserializer)
     return grpc.unary_unary_rpc_method_handler(
-        answering_errors(reception, name, method, serialize=serialize)
+        answering_errors(admission, name, method, serialize=serialize)
     )
 
 
@@ -255,7 +261,7 @@ def _of_many(handler: Handler) -> Method[None]:
         async for data in requests:
             yield decode_small(data, handler.request_deserializer)
 
-    async def call(_visit: Visit, requests: AsyncIterator[bytes], context: _Context) -> None:
+    async def call(_state: CallState, requests: AsyncIterator[bytes], context: _Context) -> None:
         async for response in handler.stream_stream(decoded(requests), context):
             await context.write(response)
 

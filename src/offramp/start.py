@@ -50,7 +50,7 @@ def _run(command: str, module: str) -> int:
     if interruptible:
         # No exception: native modules that are half imported do not survive one.
         signal.signal(signal.SIGINT, lambda *_: _leave(f"{command}: interrupted before it began"))
-    spell_what_streams_cannot_encode()
+    escape_unencodable_output()
     try:
         main = importlib.import_module(module).main
         if interruptible:
@@ -65,7 +65,7 @@ def _run(command: str, module: str) -> int:
     return status
 
 
-def spell_what_streams_cannot_encode() -> None:
+def escape_unencodable_output() -> None:
     """Let standard output and error spell characters that their encoding does not have.
 
     A redirected Windows console (cp1252), an ISO-8859-1 locale or ``PYTHONIOENCODING=ascii`` would

@@ -117,7 +117,7 @@ def _no_scope(scope: str, flow: Dataflow) -> str:
 def _between(start: str, end: str, flow: Dataflow) -> list[Operator]:
     """Return the operators on paths from one tensor to another."""
     reached, inside = {start}, []
-    for op in flow.behind([end], stop=frozenset({start})):
+    for op in flow.upstream([end], stop=frozenset({start})):
         if not reached.isdisjoint(op.reads):
             reached.update(op.writes)
             inside.append(op)

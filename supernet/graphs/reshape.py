@@ -59,7 +59,7 @@ def regroup(before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis)
     fitting = next((len(e.kept) for e in first if _regrouped(before, after, e)), None)
     remedy = f"keep multiples of {fitting}" if fitting else "keep its input whole"
     raise MixedError(
-        f"splits it as {_told(before)} → {_told(after)}, which {elastic} do not fit; {remedy}"
+        f"splits it as {_shown(before)} → {_shown(after)}, which {elastic} do not fit; {remedy}"
     )
 
 
@@ -92,7 +92,7 @@ def _sizes(shape: Sequence[Size]) -> dict[Size, int]:
     for size in shape:
         number, symbols = _factor(size, "")
         if any(UNKNOWN in symbol for symbol in symbols):
-            raise MixedError(f"mixes it with an unknown size, in {_told(shape)}")
+            raise MixedError(f"mixes it with an unknown size, in {_shown(shape)}")
         found[size] = number * _FREE ** len(symbols)
     return found
 
@@ -101,7 +101,7 @@ def _but(rank: int, axis: int) -> tuple[int, ...]:
     return tuple(i for i in range(rank) if i != axis)
 
 
-def _told(shape: Sequence[Size]) -> str:
+def _shown(shape: Sequence[Size]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 

@@ -93,7 +93,7 @@ class _Rewriter:
         read, weight = op.proto.input
         result = op.writes[0]
         inputs = [weight]
-        if (add := self._bias_behind(op)) is not None:
+        if (add := self._following_bias(op)) is not None:
             inputs += [name for name in add.proto.input if name != result]
             result = add.writes[0]
             self._made[add.name] = []
@@ -131,7 +131,7 @@ class _Rewriter:
             helper.make_node("Reshape", [product, shape], [result], name=stem),
         ]
 
-    def _bias_behind(self, op: Operator) -> Operator | None:
+    def _following_bias(self, op: Operator) -> Operator | None:
         """Return the addition of a vector if it is a product's only reader."""
         result = op.writes[0]
         readers = self.flow.consumers.get(result, [])

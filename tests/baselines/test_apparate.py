@@ -108,7 +108,7 @@ def test_tuning_is_triggered_by_16_samples_that_agree_too_little(
     assert (in_one.take_job() is not None) == tunes
 
 
-def test_only_what_the_policy_in_force_served_is_watched() -> None:
+def test_only_samples_of_the_active_policy_are_watched() -> None:
     target = controller()
     target.observe(serve(policy_of(4, {0: 0.75, 2: 0.5}), *wrong_at(20, 3)))
     assert target.take_job() is None
@@ -290,7 +290,7 @@ def test_jobs_travel_to_another_process() -> None:
         assert target.policy.version == 6
 
 
-def test_status_counts_and_estimates_for_the_policy_in_force() -> None:
+def test_status_counts_and_estimates_for_the_active_policy() -> None:
     target = controller()
     assert target.status().disagreement is None
     feed(target, wrong_at(20, 3))

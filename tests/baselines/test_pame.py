@@ -107,7 +107,7 @@ def test_late_batches_are_tolerated_up_to_a_share() -> None:
     assert watched.policy.version == 7
 
 
-def test_the_look_waits_for_a_full_period_of_the_policy_in_force() -> None:
+def test_the_check_waits_for_a_full_period_of_the_active_policy() -> None:
     watched = controller((0, 0.5))
     watched.observe(first_exit_knows([0] * 7))
     old = first_exit_knows([0] * 8, policy_version=np.full(8, 6))

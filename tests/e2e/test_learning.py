@@ -26,7 +26,7 @@ SAMPLES = 2000
 LIMIT_S = 280.0
 
 
-class Asker:
+class LearningClient:
     """Sends images, each once, and holds the answers against the model's own."""
 
     def __init__(self, model: Path) -> None:
@@ -135,13 +135,15 @@ def test_exits_are_learned_from_load_and_no_request_fails(launch: Launch, model:
     assert "certified: disagreement ≤ 1 % at 95 %" in server.log.read_text()
     assert answered >= 6000
 
-    asker = Asker(model)
-    asker.ask(server, 3960)  # of 4,000 that the server never saw
+    learning_client = LearningClient(model)
+    learning_client.ask(server, 3960)  # of 4,000 that the server never saw
     early = server.metric("offramp_answers_total", model=MODEL) - server.metric(
         "offramp_answers_total", model=MODEL, exit="final"
     )
     assert early > 0.5 * 3960
-    assert np.mean(asker.agreed) >= 0.985, "the promise's 0.99, less the noise of 3,960 samples"
+    assert np.mean(learning_client.agreed) >= 0.985, (
+        "the promise's 0.99, less the noise of 3,960 samples"
+    )
 
 
 @pytest.mark.slow
@@ -150,16 +152,16 @@ def test_exits_are_learned_from_load_and_no_request_fails(launch: Launch, model:
 def test_a_server_killed_in_any_phase_goes_on(
     start: Callable[[], Server], model: Path, tmp_path: Path
 ) -> None:
-    folder, asker = tmp_path / f"{MODEL}.learn", Asker(model)
+    folder, learning_client = tmp_path / f"{MODEL}.learn", LearningClient(model)
 
     server = start()
-    asker.ask(server, 600)
+    learning_client.ask(server, 600)
     wait_until(lambda: recorded(server) == 600)
     kill(server)  # while it records
 
     server = start()
     assert recorded(server) == 600
-    asker.ask(server, SAMPLES)
+    learning_client.ask(server, SAMPLES)
     wait_until(lambda: phase(server) == "compiling")
     compiler = wait_until(lambda: compiler_of(server))
     wait_until(lambda: "step 3 of 9" in server.log.read_text(), LIMIT_S)
@@ -171,17 +173,17 @@ def test_a_server_killed_in_any_phase_goes_on(
     os.kill(compiler, signal.SIGKILL)
     wait_until(lambda: phase(server) == "waiting")
     assert "its process was ended by SIGKILL" in server.get("/")
-    asker.ask(server, 100)
+    learning_client.ask(server, 100)
     bundle = folder / "1.ee"
     wait_until(bundle.exists, LIMIT_S)
     kill(server)  # while it switches, or before it saw that there is a bundle
-    assert all(asker.agreed), "until now the unmodified model answered"
+    assert all(learning_client.agreed), "until now the unmodified model answered"
 
     server = start()
     assert phase(server) == "serving"
-    asker.agreed.clear()
-    asker.ask(server, 2000)
-    assert np.mean(asker.agreed) >= 0.98
+    learning_client.agreed.clear()
+    learning_client.ask(server, 2000)
+    assert np.mean(learning_client.agreed) >= 0.98
     assert server.metric("offramp_answers_total", model=MODEL) == 2000
     assert server.metric("offramp_answers_total", model=MODEL, exit="final") < 2000
     kill(server)
@@ -189,6 +191,6 @@ def test_a_server_killed_in_any_phase_goes_on(
     server = start()
     assert phase(server) == "serving"
     assert "serving with exits since" in server.get("/")
-    asker.ask(server, 100)
+    learning_client.ask(server, 100)
     kept = {path.name for path in folder.iterdir() if not path.name.startswith("1.ee")}
     assert kept == {"learning.json", "lock"}

@@ -68,7 +68,7 @@ def test_under_load_calls_end_with_ok_or_unavailable(launch: Any, bundle_path: P
         assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE}
 
 
-def test_a_client_that_hangs_up_takes_nobody_along(launch: Any, bundle_path: Path) -> None:
+def test_a_disconnected_client_affects_no_other_request(launch: Any, bundle_path: Path) -> None:
     server = launch(bundle_path, "--max-batch-size=8", "--max-queue-delay-ms=60000")
     leaving_inputs, staying_inputs, last_inputs = (
         server.inputs(samples, seed) for seed, samples in enumerate((2, 1, 7))

@@ -100,7 +100,7 @@ def test_two_actors_answer_as_one_process_does_while_they_are_killed(cluster: Lo
         assert backend.restarts >= 1
 
 
-def test_a_worker_comes_when_there_is_room_and_goes_with_its_node(
+def test_a_worker_starts_when_resources_are_free_and_ends_with_its_node(
     cluster: LocalRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stream_health, "LONGEST_PAUSE_S", 0.1)
@@ -187,7 +187,7 @@ def answered(engine: Engine) -> int:
 
 def kill(backend: RemoteBackend, how: str) -> None:
     """End one of the actors that are there, in one way or the other."""
-    worker = backend._seats[0].worker
+    worker = backend._pool[0].worker
     assert isinstance(worker, RayWorker)
     if how == "SIGKILL":
         os.kill(worker.pid, signal.SIGKILL)

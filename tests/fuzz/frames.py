@@ -120,7 +120,7 @@ class WorkerFrames:
             return type(message).__name__
         worker = Worker(self._connection, lambda _hello: ScriptedBackend())
         worker._backend = ScriptedBackend()
-        answer = worker._obey(message, frame)
+        answer = worker._execute(message, frame)
         if not isinstance(answer, Ready | Refused | Failed):
             raise WrongError(f"{message} is answered by {answer}")
         return f"{type(message).__name__}: {type(answer).__name__}"

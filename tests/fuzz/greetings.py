@@ -17,7 +17,7 @@ from offramp.bundle import Bundle
 from offramp.cluster.remote.handshake import GREETING_BYTES, greet, reach_worker
 from offramp.cluster.remote.listening import Admission, Listener
 from offramp.cluster.remote.stage_orders import BundlesByHash, describe_stage
-from offramp.cluster.remote.transport import Connection, ConnectionLostError, TooLateError
+from offramp.cluster.remote.transport import Connection, ConnectionLostError, TransportTimeoutError
 from offramp.cluster.remote.worker import Worker
 from offramp.cluster.remote.worker_messages import (
     INLINE,
@@ -103,7 +103,7 @@ class Greetings:
         connected, _ = self._listening.accept()
         try:
             listener.attend(connected, "a peer")
-        except (OSError, ConnectionLostError, TooLateError, EngineError) as error:
+        except (OSError, ConnectionLostError, TransportTimeoutError, EngineError) as error:
             return f"refused: {one_line(error)[:20]}"
         finally:
             told.join(_LIMIT_S)

@@ -26,7 +26,7 @@ from offramp.cluster.planning.cluster_plan import (
     parse_plan,
 )
 from offramp.cluster.planning.cluster_times import make_cluster
-from offramp.cluster.planning.forecasting import LastValue, forecast_going_on
+from offramp.cluster.planning.forecasting import LastValue, forecast_continue_shares
 from offramp.cluster.planning.goal import PlanningGoal
 from offramp.cluster.planning.optimiser import make_cluster_plan
 from tests.fuzz.campaign import WrongError
@@ -123,7 +123,7 @@ class PlanningJson:
             profile = parse_recorded(text).profile
         except BatchProfileError as error:
             return f"{refused}, {one_line(error)}"
-        shares = forecast_going_on(profile, LastValue())
+        shares = forecast_continue_shares(profile, LastValue())
         if not all(0 <= share <= 1 for share in shares):
             raise WrongError(f"shares {shares}")
         return "batch profile"

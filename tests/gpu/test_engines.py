@@ -111,7 +111,7 @@ def test_what_is_fresh_is_not_built_again(small: Path, capsys: pytest.CaptureFix
     assert "fresh" in said.out + said.err
 
 
-def test_another_profile_builds_anew(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_profile_builds_again(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert build(small, "--parts", "source", "--batch-profiles", "1-4") == 0
     (before,) = store_of(small).index.engines
     capsys.readouterr()
@@ -123,7 +123,7 @@ def test_another_profile_builds_anew(small: Path, capsys: pytest.CaptureFixture[
     assert "rebuilding" in said.out + said.err
 
 
-def test_a_stage_is_built_beside_serving_like_what_is_there(small: Path) -> None:
+def test_a_stage_is_built_while_serving_with_the_options_of_existing_engines(small: Path) -> None:
     assert build(small, "--parts", "segments", "--batch-profiles", "1,2-4") == 0
     before = store_of(small).index
     whole = f"00-{len(Bundle.open(small).manifest.segments) - 1:02d}"

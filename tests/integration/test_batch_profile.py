@@ -43,7 +43,7 @@ def serve(folder: Path, mode: Mode, windows: int = 1) -> NDArray[np.int32]:
         async with await Engine.open({"golden": folder / "golden.ee"}, options) as engine:
             for _ in range(windows):
                 exits = (await engine.infer("golden", {"sample": SAMPLES})).exits
-                profiles_of(engine).look()
+                profiles_of(engine).poll()
             return exits
 
     return asyncio.run(run())

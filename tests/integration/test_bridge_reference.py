@@ -160,7 +160,7 @@ def blocks_until(net: TwoRegions, image: Tensor, cut: np.ndarray) -> int:
     raise AssertionError("no block gives it")
 
 
-def test_behind_the_third_region_bridges_read_both_tensors(made: Made) -> None:
+def test_after_the_third_region_bridges_read_both_tensors(made: Made) -> None:
     sets = [cut for cut in made.pieces.analysis.cuts if cut.beside]
     assert sets
     found = {(c.shape[1], *(b.shape[1] for b in c.beside)) for c in sets}

@@ -41,7 +41,7 @@ COMPILE = (
 AUTO = ("build", "model.ee", "--precision", "auto")
 
 
-class Told(NamedTuple):
+class BuildResult(NamedTuple):
     status: int
     auto: list[str]
     """Messages about the choice."""
@@ -72,11 +72,13 @@ class Place:
         self.builders.append(Noting(speeds=self.speeds, alter=self.alter))
         return self.builders[-1]
 
-    def __call__(self, *arguments: str) -> Told:
+    def __call__(self, *arguments: str) -> BuildResult:
         self._capsys.readouterr()
         status = main(arguments)
         err = [line for line in self._capsys.readouterr().err.splitlines() if "━" not in line]
-        return Told(status, [line for line in err if line.startswith("--precision auto")], err)
+        return BuildResult(
+            status, [line for line in err if line.startswith("--precision auto")], err
+        )
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from offramp.engine.kernels.kernel_compilation import source_hash
 MISSING = "TensorRT cannot be used on cuda:0: there is no NVIDIA driver here"
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     status: int
     out: list[str]
     err: list[str]
@@ -38,13 +38,13 @@ class Shell:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
-    def __call__(self, *arguments: str) -> Said:
+    def __call__(self, *arguments: str) -> CommandResult:
         self._capsys.readouterr()
         status = main(arguments)
         said = self._capsys.readouterr()
         # Bars are drawn for people; what counts is said beside them.
         err = [line for line in said.err.splitlines() if "━" not in line]
-        return Said(status, said.out.splitlines(), err)
+        return CommandResult(status, said.out.splitlines(), err)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def mlp(tmp_path: Path) -> Bundle:
     return engine_bundle("mlp", tmp_path / "mlp.ee")
 
 
-def rows(said: Said) -> dict[str, list[str]]:
+def rows(said: CommandResult) -> dict[str, list[str]]:
     """Return the rows of the table by engine name."""
     found = (line.split() for line in said.out)
     return {cells[0]: cells[1:] for cells in found if cells and cells[0][2:3] == "-"}
@@ -197,7 +197,7 @@ def test_no_bundle(run: Shell, fake: FakeBuilder) -> None:
     tells(line, "eecompile: nowhere.ee", "manifest.json", "make")
 
 
-def test_a_failing_engine_is_said_last_and_is_an_exit_status(
+def test_a_failing_engine_is_printed_last_and_sets_the_exit_status(
     run: Shell, mlp: Bundle, fake: FakeBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = FakeBuilder(alter=lambda outputs: {n: -a for n, a in outputs.items()})
@@ -248,7 +248,7 @@ def test_without_a_gpu_there_is_one_line_before_any_work(run: Shell, no_gpu: Non
         ["build", "nowhere.ee"],
         ["nowhere.onnx", "--data", "nowhere.npz", "--backend", "tensorrt"],
     ):
-        assert run(*arguments) == Said(1, [], [f"eecompile: {MISSING}"])
+        assert run(*arguments) == CommandResult(1, [], [f"eecompile: {MISSING}"])
 
 
 def test_without_a_gpu_a_dry_run_lists_all_the_same(run: Shell, no_gpu: None, mlp: Bundle) -> None:
@@ -379,7 +379,7 @@ def test_an_engine_that_the_bundle_cannot_have_is_refused(
     assert fake.builds == []
 
 
-def test_beside_serving_engines_are_like_those_that_are_there(
+def test_engines_built_while_serving_match_the_existing_ones(
     run: Shell, fake: FakeBuilder, tmp_path: Path
 ) -> None:
     engine_bundle("bert", tmp_path / "bert.ee")

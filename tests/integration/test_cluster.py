@@ -114,7 +114,7 @@ def answers(
                 {"small": bundle.path}, options, backend=workers if kinds else backend
             ) as engine:
                 asked = [engine.infer("small", {"x": rows}) for rows in requests]
-                held = [len(seat.worker.stages) for seat in workers._seats if seat.worker]
+                held = [len(seat.worker.stages) for seat in workers._pool if seat.worker]
                 return list(await asyncio.gather(*asked)), held
         finally:
             workers.close()
@@ -163,7 +163,7 @@ def test_plans_are_of_what_is_served(small: tuple[Bundle, Path]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["fixed:final", "cheapest"])
-def test_a_policy_that_says_who_answers_is_not_replaced(policy: str) -> None:
+def test_a_policy_that_chooses_exits_is_not_replaced(policy: str) -> None:
     options = ModelOptions(scheduling=PolicyName.parse(policy))
     with pytest.raises(OptionsError, match=f"m: policy {policy} says which exit answers"):
         merging_options("m", options)
@@ -212,7 +212,7 @@ def check_held(engine: Engine, backend: RemoteBackend) -> None:
     """Each worker has the stages that it is to hold, and no others."""
     splits = plans_of(engine)._served.splits
     stages = engine._executor.deployment("small").plan.stages
-    for number, seat in enumerate(backend._seats):
+    for number, seat in enumerate(backend._pool):
         held = [spec for spec in stages if splits.holds(number, spec)]
         assert seat.worker is not None
         assert len(seat.worker.stages) == len(held) > 0
@@ -290,14 +290,14 @@ def test_a_plan_follows_the_shares_while_requests_run(small: tuple[Bundle, Path]
                     expected = whole.outputs[name][n : n + 1]
                     np.testing.assert_allclose(result.outputs[name], expected, rtol=1e-5, atol=1e-6)
 
-            loop.look()
+            loop.poll()
             before = seen()
             assert before.changes == 0
             await ask([*late[:10]] * 20)
-            looking = asyncio.create_task(asyncio.to_thread(loop.look))
+            looking = asyncio.create_task(asyncio.to_thread(loop.poll))
             while not looking.done() or seen().changing:
                 if looking.done():
-                    looking = asyncio.create_task(asyncio.to_thread(loop.look))
+                    looking = asyncio.create_task(asyncio.to_thread(loop.poll))
                 await ask(range(0, 200, 5))
             await looking
             after = seen()

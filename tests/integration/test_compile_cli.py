@@ -175,7 +175,7 @@ def test_a_target_that_cannot_be_written_is_told_before_the_work(
     tells(line, "/proc writable", "--output")
 
 
-def test_a_disk_without_room_for_a_bundle_is_told_before_the_work(
+def test_missing_disk_space_for_a_bundle_is_reported_before_compiling(
     capfd, untrained: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, usage = tmp_path / "scratch", shutil.disk_usage(".")
@@ -190,7 +190,7 @@ def test_a_disk_without_room_for_a_bundle_is_told_before_the_work(
     tells(line, "0 MiB", "free the space", "--output")
 
 
-def test_a_scratch_folder_without_room_for_the_weights_is_told_before_the_work(
+def test_missing_scratch_space_for_weights_is_reported_before_compiling(
     capfd, untrained: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, usage = tmp_path / "scratch", shutil.disk_usage(".")
@@ -206,7 +206,7 @@ def test_a_scratch_folder_without_room_for_the_weights_is_told_before_the_work(
     tells(line, "1,000 bytes", "free the space", "--scratch")
 
 
-def test_a_disk_without_room_for_features_is_told_before_the_work(
+def test_missing_disk_space_for_features_is_reported_before_recording(
     capfd, untrained: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "temporary"

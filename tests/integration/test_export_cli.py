@@ -100,7 +100,7 @@ def test_a_compiled_bundle_becomes_one_file(
     assert [p.name for p in Path("out").iterdir()] == ["fast.onnx"]
 
 
-def test_a_bundle_beyond_one_message_becomes_a_file_with_its_weights_beside_it(
+def test_a_bundle_above_the_protobuf_limit_exports_weights_to_a_separate_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

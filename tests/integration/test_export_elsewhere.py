@@ -9,7 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.exports import Arrays, Said, exported, replayed_bundle, replayed_inputs, run_file
+from tests.exports import (
+    Arrays,
+    ExportOutputs,
+    exported,
+    replayed_bundle,
+    replayed_inputs,
+    run_file,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +48,7 @@ def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_in_node(folder: Path, file: Path, inputs: Arrays) -> Said:
+def run_in_node(folder: Path, file: Path, inputs: Arrays) -> ExportOutputs:
     feeds = {
         name: {"type": str(a.dtype), "dims": a.shape, "values": a.ravel().tolist()}
         for name, a in inputs.items()
@@ -55,7 +62,7 @@ def run_in_node(folder: Path, file: Path, inputs: Arrays) -> Said:
     said = json.loads(done.stdout)
     answer, exit_, confidence = said.values()
     assert (exit_["type"], confidence["type"]) == ("int32", "float32")
-    return Said(
+    return ExportOutputs(
         np.array(answer["values"]).reshape(answer["dims"]),
         np.array(exit_["values"]),
         np.array(confidence["values"]),
@@ -66,7 +73,7 @@ def sure(rows: int) -> np.ndarray:
     return np.random.default_rng(rows).random((rows, 2), np.float32)
 
 
-def assert_same(given: Said, wanted: Said) -> None:
+def assert_same(given: ExportOutputs, wanted: ExportOutputs) -> None:
     assert given.exit.tolist() == wanted.exit.tolist()
     scale = float(np.abs(wanted.answer).max())
     np.testing.assert_allclose(given.answer, wanted.answer, rtol=0, atol=TOLERANCE * scale)
@@ -103,5 +110,5 @@ def test_in_openvino(model: str, file: Path, rows: int) -> None:
     inputs = replayed_inputs(model, sure(rows))
     named = {i.any_name for i in compiled.inputs}
     outputs = compiled({name: a for name, a in inputs.items() if name in named})
-    given = Said(*(np.asarray(outputs[index]) for index in range(3)))
+    given = ExportOutputs(*(np.asarray(outputs[index]) for index in range(3)))
     assert_same(given, run_file(file, inputs))

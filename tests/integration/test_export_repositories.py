@@ -19,7 +19,7 @@ from google.protobuf import text_format
 from numpy.typing import NDArray
 from tests.exports import (
     Arrays,
-    Said,
+    ExportOutputs,
     replayed_bundle,
     replayed_inputs,
     run_bundle,
@@ -164,7 +164,7 @@ def test_openvino_answers_as_onnx_runtime_does(exported: Path, model: str) -> No
     named = {i.any_name for i in compiled.inputs}
     outputs = compiled({name: a for name, a in inputs.items() if name in named})
     wanted = run_file(file, inputs)
-    given = Said(*(np.asarray(outputs[index]) for index in range(3)))
+    given = ExportOutputs(*(np.asarray(outputs[index]) for index in range(3)))
     assert given.exit.tolist() == wanted.exit.tolist()
     assert set(wanted.exit) == {0, 1, -1}
     scale = float(np.abs(wanted.answer).max())  # float32 sums in another order, of other kernels

@@ -19,10 +19,10 @@ from tests.small import _vectors
 
 from offramp.bundle import Bundle
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.frontend.model import read_model
 from offramp.engine.stages.plan import Mode
-from offramp.tools.bench.common.compare import Also, AlsoRunner
+from offramp.tools.bench.common.compare import AdditionalModel, AdditionalRunner
 
 
 def flat(ending: str | None) -> onnx.ModelProto:
@@ -39,9 +39,9 @@ def flat(ending: str | None) -> onnx.ModelProto:
 
 
 CASES = {
-    "yes or no": ("Sigmoid", AskedTask()),
-    "a logit": (None, AskedTask(kind="multi-label")),
-    "a value": (None, AskedTask(kind="regression")),
+    "yes or no": ("Sigmoid", TaskOptions()),
+    "a logit": (None, TaskOptions(kind="multi-label")),
+    "a value": (None, TaskOptions(kind="regression")),
 }
 
 
@@ -81,8 +81,8 @@ def test_it_is_served_as_the_file_has_it(bundle: Bundle, mode: Mode) -> None:
 
 
 def test_the_file_itself_is_compared_with(bundle: Bundle) -> None:
-    also = Also(name="file", path=bundle.path.parent / "model.onnx")
-    runner = AlsoRunner(also, bundle, 1)
+    also = AdditionalModel(name="file", path=bundle.path.parent / "model.onnx")
+    runner = AdditionalRunner(also, bundle, 1)
     runner.warm_up({"x": _vectors(3, 1)})
     (departure,) = runner.run({"x": _vectors(3, 1)})
     assert departure.answer.shape == (3, 1)

@@ -138,7 +138,9 @@ def test_the_same_load_changes_little(bundle: Bundle, capfd: pytest.CaptureFixtu
     assert Bundle.open("tiny.ee") == bundle
 
 
-def test_a_harder_load_is_certified_anew(bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
+def test_thresholds_for_a_harder_load_are_certified_again(
+    bundle: Bundle, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["rehearse", "tiny.ee", "--data", "harder.npz", "--output", "new.ee"]) == 0
     renewed, out = Bundle.open("new.ee"), capfd.readouterr().out
     assert renewed.policy.version == bundle.policy.version + 1
@@ -198,7 +200,9 @@ def test_in_place_the_bundle_is_replaced_whole(bundle: Bundle) -> None:
     assert Bundle.open("tiny.ee").policy.version == bundle.policy.version + 2
 
 
-def test_anew_finds_what_compiling_finds(bundle: Bundle, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rehearsing_with_anew_finds_the_thresholds_of_compiling(
+    bundle: Bundle, capfd: pytest.CaptureFixture[str]
+) -> None:
     """After a harder load, the easy one gets its exits back."""
     assert main(["rehearse", "tiny.ee", "--data", "harder.npz"]) == 0
     raised = thresholds_of(Bundle.open("tiny.ee"))

@@ -104,9 +104,7 @@ def test_the_report_compares_exits_and_subnets(compiled: Compiled) -> None:
     ]
 
 
-def test_a_profile_that_is_measured_anew_keeps_the_comparison(
-    compiled: Compiled, tmp_path: Path
-) -> None:
+def test_a_new_profile_keeps_the_comparison(compiled: Compiled, tmp_path: Path) -> None:
     with brief_measurements():
         arguments = ["profile", compiled.bundle.path, "--output", tmp_path / "again.ee"]
         assert main([str(a) for a in arguments]) == 0

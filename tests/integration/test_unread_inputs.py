@@ -25,7 +25,7 @@ from offramp.calibration.data.dataset import read_samples
 from offramp.client import InvalidInputError
 from offramp.compiler.steps.bundle_check import VerifyOptions, verify_bundle
 from offramp.engine.stages.plan import Mode
-from offramp.tools.bench.common.compare import Also, AlsoRunner
+from offramp.tools.bench.common.compare import AdditionalModel, AdditionalRunner
 from offramp.tools.bench.load.reference import input_specs, read_data
 
 NAMES = ["token_type_ids", "x", "scale"]
@@ -138,6 +138,6 @@ def test_a_bundle_is_verified_on_data_with_and_without_them(bundle: Bundle, tmp_
 
 def test_the_file_itself_is_compared_with(bundle: Bundle, tmp_path: Path) -> None:
     onnx.save(model(), tmp_path / "model.onnx")
-    runner = AlsoRunner(Also(name="file", path=tmp_path / "model.onnx"), bundle, 1)
+    runner = AdditionalRunner(AdditionalModel(name="file", path=tmp_path / "model.onnx"), bundle, 1)
     (departure,) = runner.run({"x": inputs(3)["x"]})
     assert departure.answer.shape == (3, 3)

@@ -223,7 +223,7 @@ def test_nothing_is_prepared_when_batches_change_between_variants(compiled: Comp
         async with await Engine.open(
             {switching.MODEL: compiled.bundle.path}, options, backend=backend
         ) as engine:
-            policy = switching.put_in_force(engine, 8, seed=0)
+            policy = switching.activate(engine, 8, seed=0)
             prepared = backend.prepared
             assert prepared > 0
             backend.runs.clear()

@@ -83,8 +83,10 @@ def built(
     monkeypatch.setattr(build, "make_builder", lambda _device: FakeBuilder(version=version))
     monkeypatch.setattr(build, "load_kernels", lambda *_, **__: b"cubin")
     engines = EngineBuildOptions(batches=parse_batches("1,2-8"), precision=precision)
-    say = (said if said is not None else []).append
-    return build_bundle(BuildOptions(bundle=bundle.path, engines=engines), Reports(say=say))
+    print_line = (said if said is not None else []).append
+    return build_bundle(
+        BuildOptions(bundle=bundle.path, engines=engines), Reports(print_line=print_line)
+    )
 
 
 def build_for(fake: FakeRuntime, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Building:
@@ -152,7 +154,7 @@ def test_no_variant_is_built_in_a_precision_that_rounds(
 
 
 @pytest.mark.usefixtures("quick_variants")
-def test_engines_run_variants_and_one_full_model_behind_them(
+def test_engines_run_variants_and_one_full_model_for_audits(
     compiled: Compiled, bundle: Bundle, fake: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evidence, "AUDITED_SHARE", 1.0)

@@ -26,7 +26,7 @@ from offramp.tools.bench.common.bench_flags import COUNT, positives
 from offramp.tools.bench.common.compare import (
     OFFRAMP,
     SOURCE,
-    AlsoRunner,
+    AdditionalRunner,
     Row,
     baseline_of,
     compare,
@@ -54,7 +54,7 @@ _NORMAL_95: Final = 1.96
 """Standard deviations around the mean with 95 % of a normal distribution."""
 
 
-class FurtherPlans(NamedTuple):
+class AdditionalPlans(NamedTuple):
     """Plans of a bundle's exits that are measured next to its own, and their data."""
 
     measured: Dataset
@@ -135,7 +135,7 @@ def add_measuring(command: argparse.ArgumentParser) -> None:
 
 def run(
     options: argparse.Namespace,
-    further: Callable[[Bundle, Dataset], FurtherPlans] | None = None,
+    further: Callable[[Bundle, Dataset], AdditionalPlans] | None = None,
 ) -> int:
     """Compare, with ``further`` plans of the bundle's exits, and print; return the exit status."""
     console = Console()
@@ -157,9 +157,9 @@ def run(
             f"{'--also' if also else '--method'} runs on the CPU, the bundle on {backend.name}: "
             "not to be compared; add --backend onnxruntime"
         )
-    others = {model.name: AlsoRunner(model, bundle, options.threads) for model in also}
-    beside = FurtherPlans(dataset) if further is None else further(bundle, dataset)
-    measured = beside.measured
+    others = {model.name: AdditionalRunner(model, bundle, options.threads) for model in also}
+    other = AdditionalPlans(dataset) if further is None else further(bundle, dataset)
+    measured = other.measured
     total = samples_run(
         measured, options.batch_sizes, rounds=options.rounds, samples=options.samples
     )
@@ -174,7 +174,7 @@ def run(
             rounds=options.rounds,
             samples=options.samples,
             others=others,
-            methods=beside.plans,
+            methods=other.plans,
             progress=lambda amount: bars.advance(task, amount),
         )
     backend.close()
@@ -190,13 +190,13 @@ def run(
         rounds=options.rounds,
         data=Path(options.data).name,
         also=describe_also(also),
-        methods=dict(beside.facts),
+        methods=dict(other.facts),
     )
     title = f"{options.bundle}: measured on {backend.name}"
     print_rows(console, rows, title=title, baseline=baseline)
     if promise := bundle.policy.promise:
         console.print(chance_of(promise, rows, min(options.samples, len(measured))), soft_wrap=True)
-    for note in beside.notes:
+    for note in other.notes:
         console.print(note, soft_wrap=True)
     document = {"rows": [asdict(row) for row in rows], "environment": environment}
     write_json(options.json, document)

@@ -81,7 +81,7 @@ _EXAMPLES: Final = {
 _CLOSED: Final = "a closed loop sends a request when another one is answered; leave one of them out"
 ILLEGAL: Final = (
     *(
-        Illegal(option=f"--{name}", beside="--closed-loop", why=_CLOSED)
+        Illegal(option=f"--{name}", other="--closed-loop", why=_CLOSED)
         for name in ("trace", "rate", "base-rate", "cv2", "rate-to", "acceleration", "seed")
     ),
     *(

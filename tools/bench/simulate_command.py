@@ -51,12 +51,12 @@ _EXAMPLES: Final = {
 }
 _PLANNED: Final = "a plan names devices of its own; leave one of them out"
 ILLEGAL: Final = (
-    Illegal(option="--workers", beside="--plan", why=_PLANNED),
-    Illegal(option="--parallel-below", beside="--plan", why=_PLANNED),
-    Illegal(option="--max-violations", beside="--plan", why=_PLANNED),
+    Illegal(option="--workers", other="--plan", why=_PLANNED),
+    Illegal(option="--parallel-below", other="--plan", why=_PLANNED),
+    Illegal(option="--max-violations", other="--plan", why=_PLANNED),
     Illegal(
         option="--parallel-below",
-        beside="--max-violations",
+        other="--max-violations",
         why="the number follows from that share; leave one of them out",
     ),
     Illegal(option="--plan", without="--cluster", why="a plan is simulated on its cluster; add it"),

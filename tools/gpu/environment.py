@@ -26,8 +26,8 @@ def facts() -> dict[str, str]:
     found = {"driver": _driver(), "gpu": _gpu(), "python": platform.python_version()}
     for module in ("tensorrt", "pycuda"):
         found[module] = _imported(module)
-    found["nvcc"] = _said(["nvcc", "--version"], r"release [\d.]+, V([\d.]+)")
-    found["compute-sanitizer"] = _said(["compute-sanitizer", "--version"], r"([\d.]{4,})")
+    found["nvcc"] = _output_of(["nvcc", "--version"], r"release [\d.]+, V([\d.]+)")
+    found["compute-sanitizer"] = _output_of(["compute-sanitizer", "--version"], r"([\d.]{4,})")
     found.update({name: package_version(name) or "missing: not installed" for name in _PACKAGES})
     return found
 
@@ -42,7 +42,7 @@ def _driver() -> str:
         major, minor = probe.find_device(0).driver_version
     except BackendError as error:
         return f"missing: {error}"
-    version = _said(
+    version = _output_of(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], r"([\d.]+)"
     )
     runs = f"runs CUDA {major}.{minor}"
@@ -73,7 +73,7 @@ def _imported(module: str) -> str:
     return f"missing: {lines[-1] if lines else f'exit status {done.returncode}'}"
 
 
-def _said(command: list[str], pattern: str) -> str:
+def _output_of(command: list[str], pattern: str) -> str:
     program = shutil.which(command[0])
     if program is None:
         return f"missing: no {command[0]} on PATH"

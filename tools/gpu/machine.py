@@ -28,7 +28,7 @@ Tensors = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ingredients:
+class BackendParts:
     """Parts of a backend on a GPU."""
 
     driver: Driver
@@ -54,7 +54,7 @@ class Ingredients:
 class Machine(Protocol):
     """Machine for measurements; a fake one is enough for rehearsals."""
 
-    def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> Ingredients:
+    def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> BackendParts:
         """Create the parts of a backend for a bundle, new on each call.
 
         Raises:
@@ -106,7 +106,7 @@ class GpuMachine:
         self._index = index
         self._optimization_level = optimization_level
 
-    def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> Ingredients:
+    def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> BackendParts:
         """See :class:`Machine`."""
         make_backend(
             self.backend,
@@ -130,7 +130,7 @@ class GpuMachine:
 
             return OnnxRuntimeCudaFactory(device=self._index, max_rows=max_rows)
 
-        return Ingredients(
+        return BackendParts(
             driver=driver,
             timer=PyCudaTimer(),
             factory=factory,

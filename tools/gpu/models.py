@@ -26,7 +26,7 @@ Tensors = Mapping[str, NDArray[Any]]
 
 LEAVES, GOES_ON, THRESHOLD = 0.75, 0.25, 0.5
 """Replayed confidences, and the threshold of exits: exact in any precision."""
-GO_ON_LATER: Final = 0.5
+LATER_CONTINUE_SHARE: Final = 0.5
 """Share of the samples at a later exit that go on from it."""
 
 
@@ -76,7 +76,9 @@ class BenchModel:
         if isinstance(go_on, Recorded):
             inputs[REPLAY] = go_on.draw(rng, count, len(self.cuts))
         else:
-            inputs[REPLAY] = drawn(rng, count, [go_on] + [GO_ON_LATER] * (len(self.cuts) - 1))
+            inputs[REPLAY] = drawn(
+                rng, count, [go_on] + [LATER_CONTINUE_SHARE] * (len(self.cuts) - 1)
+            )
         return Samples(inputs=inputs, labels=None, sha256="", count=count)
 
 

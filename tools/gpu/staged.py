@@ -115,7 +115,7 @@ class CutModel:
         segments = split(model, points)
         return cls(
             model=model,
-            cuts=tuple(point.as_heads_see_it() for point in points),
+            cuts=tuple(point.head_input() for point in points),
             segments=segments,
             graphs=tuple(segment.proto.SerializeToString() for segment in segments),
         )

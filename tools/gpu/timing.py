@@ -311,8 +311,8 @@ class _TimedStage:
         self.pads: bool = stage.pads
         self.missing = stage.missing
 
-    def room(self, rows: int) -> int:
-        return self._stage.room(rows)
+    def padding_limit(self, rows: int) -> int:
+        return self._stage.padding_limit(rows)
 
     def open(self, slot: SlotResources) -> Executable:
         return _TimedExecutable(self._stage.open(slot), self._spans)

@@ -205,7 +205,7 @@ def place(
         there = OperatingPoints(points=pareto_front(points.points, latencies), latencies=latencies)
         policy = make_policy(chosen, there, max_batch_size, len(placement.streams))
         kinds[kind.name] = KindPolicy(policy, latencies)
-    return PlacedPlan(placement, kinds, placement.going_on_to(full.seconds))
+    return PlacedPlan(placement, kinds, placement.continued_stages(full.seconds))
 
 
 def _place(exit_: int, variant: int) -> str:

@@ -55,7 +55,7 @@ class ArrivalRate:
         self._count = 0
         self._looked_s = self._since_s = -math.inf
 
-    def look(self, arrived: int, now_s: float) -> None:
+    def update(self, arrived: int, now_s: float) -> None:
         """Record how many samples have arrived by now."""
         elapsed_s = now_s - self._looked_s
         if elapsed_s < self._SHORTEST_LOOK_S:
@@ -104,7 +104,7 @@ class SlackPolicy(NeverBuffers, ABC):
             self._early_drop = EarlyDrop(list(self._settings()), in_service)
         latency_margin = self._points.latencies.latency_margin
         queue = waiting.queue
-        self._arrivals.look(queue.arrived, now_s)
+        self._arrivals.update(queue.arrived, now_s)
         wanted_rate = max(
             self._early_drop.wanted_rate(queue, bucket, now_s, latency_margin),
             self._arrivals.rate * latency_margin,

@@ -36,7 +36,7 @@ def split(first: int, last: int, count: int, share: float = 1.0) -> PlannedSplit
 PLAN = ClusterPlan(batch_size=1, splits=(split(0, 2, 4), split(3, 3, 1, 0.5)), cost_per_hour=5.0)
 
 
-def test_a_plan_is_the_same_behind_json() -> None:
+def test_a_plan_survives_a_json_round_trip() -> None:
     assert parse_plan(dump_plan(PLAN)) == PLAN
     predicted = json.loads(dump_plan(PLAN))["predicted"]
     assert predicted["period_s"] == PLAN.period_s == 1e-3

@@ -39,14 +39,14 @@ def test_facts_are_those_of_the_exits_that_are_named() -> None:
     )
 
 
-def test_a_cascade_begins_anew_at_its_last_segment() -> None:
+def test_the_last_segment_of_a_cascade_restarts_from_the_input() -> None:
     bundle = replace(BUNDLE, manifest=sized(cascade_manifest()))
     facts = facts_of(bundle, exits=(1,), going_on=(0.5,))
     assert (facts.begins, facts.segments, facts.exit_after) == (2, 3, (1,))
     assert (facts.row_bytes, facts.weight_bytes) == ((10, 10), (100, 200, 300))
 
 
-def test_exits_that_nobody_takes_are_not_in_use() -> None:
+def test_exits_that_never_answer_are_not_in_use() -> None:
     first, second, *_ = BUNDLE.policy.active
     never = ActiveExit(exit=second.exit, threshold=NEVER)
     policy = replace(BUNDLE.policy, active=(first, never))

@@ -16,7 +16,7 @@ from offramp.cluster.planning.forecasting import (
     Ewma,
     Forecaster,
     LastValue,
-    forecast_going_on,
+    forecast_continue_shares,
     forecast_share,
     log_odds,
 )
@@ -78,8 +78,8 @@ def test_five_errors_are_enough_for_a_quantile_of_their_own(windows: int, own: b
 def test_exits_that_were_off_are_bounded_by_those_before() -> None:
     windows = [ProfileWindow(start_s=float(k), decided=(10, 0), went_on=(5, 0)) for k in range(9)]
     profile = BatchProfile(window_s=1.0, exits=2, windows=tuple(windows))
-    assert forecast_going_on(profile, LastValue(), 0.5) == pytest.approx((0.5, 0.5))
-    assert forecast_going_on(BatchProfile(window_s=1.0, exits=2), Ewma()) == (1.0, 1.0)
+    assert forecast_continue_shares(profile, LastValue(), 0.5) == pytest.approx((0.5, 0.5))
+    assert forecast_continue_shares(BatchProfile(window_s=1.0, exits=2), Ewma()) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("quantile", [0.0, 1.0, 1.5])

@@ -97,7 +97,7 @@ HALF_LEAVE = ModelFacts(segments=2, exit_after=(0,), going_on=(0.5,), row_bytes=
 FOUR = PlanningGoal(batch_sizes=(4,))
 
 
-def test_a_batch_that_halves_is_filled_again_behind_the_exit() -> None:
+def test_a_halved_batch_is_refilled_after_the_exit() -> None:
     """Figure 5: two devices for the first split, one for the second, all batches full."""
     plan = make_cluster_plan(HALF_LEAVE, two_halves(3), FOUR).plan
     assert [(s.first_segment, s.last_segment, s.replicas[0].count) for s in plan.splits] == [

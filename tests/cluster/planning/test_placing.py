@@ -91,7 +91,7 @@ def test_roles_go_by_type_and_what_is_left_is_spare() -> None:
         roles_for(plan, ["fast", "fast", "slow"])
 
 
-def test_a_device_holds_the_nearest_that_its_memory_has_room_for() -> None:
+def test_a_device_holds_the_nearest_segments_that_fit_its_memory() -> None:
     cluster = cluster_of(device("small", 1.0, memory=6.0), device("tiny", 1.0, memory=7.0))
     assert held_segments(StreamRole("small", (0, 1)), MODEL, cluster) == {0, 1, 2}
     assert held_segments(StreamRole("tiny", (2, 3)), MODEL, cluster) == {2, 3}

@@ -135,7 +135,7 @@ def test_a_plan_whose_devices_are_gone_is_replaced_at_once() -> None:
     assert decision.reason == "devices of the active plan are gone"
 
 
-def test_where_no_plan_is_possible_the_one_in_force_stays() -> None:
+def test_without_a_feasible_plan_the_active_plan_stays() -> None:
     guard, plan = begun()
     tight = PlanningGoal(slo_s=1e-4, batch_sizes=(1,))
     decision = guard.decide(1e4, plan, model_of(0.8, 0.6, 0.5), CLUSTER, tight)

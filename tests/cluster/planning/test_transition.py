@@ -127,9 +127,9 @@ class World:
     def check(self) -> None:
         for worker in self.workers.values():
             assert sum(map(self.size, worker.holds)) <= worker.memory_bytes
-        in_force = self.new if self.switched else self.old
+        active_policy = self.new if self.switched else self.old
         serving = {worker.serves for worker in self.workers.values()}
-        assert in_force is None or set(splits_of(in_force)) <= serving
+        assert active_policy is None or set(splits_of(active_policy)) <= serving
 
 
 def fewest_loads(

@@ -102,7 +102,7 @@ def test_a_connection_that_ends_is_noticed_without_asking() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="not every system has all options")
-def test_connections_send_at_once_and_ask_for_life() -> None:
+def test_connections_set_nodelay_and_keepalive() -> None:
     with socket.socket() as connected:
         tune(connected)
         found = [

@@ -60,7 +60,7 @@ def test_it_does_not_start_without_a_token(capfd: pytest.CaptureFixture[str]) ->
     assert "required: --token-file" in capfd.readouterr().err
 
 
-def test_a_port_that_is_taken_is_said(token: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_occupied_port_is_reported(token: str, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main([str(GOLDEN), token, f"--listen=127.0.0.1:{port}"]) == 1
@@ -68,7 +68,7 @@ def test_a_port_that_is_taken_is_said(token: str, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err.startswith(told)
 
 
-def test_a_bundle_that_is_none_is_said(token: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_bundle_is_reported(token: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-P", "-m", "offramp.cluster.remote.eeworker"),
@@ -122,10 +122,10 @@ def test_addresses_are_read_and_shown(text: str, loopback: bool) -> None:
 @pytest.mark.parametrize("row", ILLEGAL, ids=lambda row: row.option)
 def test_a_combination_that_is_refused(row: Illegal, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"{row.option}=x"] if row.option != "--insecure" else [row.option]
-    words += [f"{row.beside}=x", "--tls-key=x"] if row.beside else []
+    words += [f"{row.other}=x", "--tls-key=x"] if row.other else []
     with pytest.raises(SystemExit) as ended:
         main([str(GOLDEN), "--listen=127.0.0.1:0", "--token-file=t", *words])
     assert ended.value.code == 2
-    other = f"with {row.beside}" if row.beside else f"without {row.without}"
+    other = f"with {row.other}" if row.other else f"without {row.without}"
     told = f"eeworker: error: {row.option} {other}: {row.why}\nsee eeworker --help\n"
     assert capsys.readouterr().err == told

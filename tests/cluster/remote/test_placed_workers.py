@@ -74,11 +74,11 @@ def test_two_splits_on_four_workers_answer_as_one_process(kills: bool, faults: P
             scheduling=PolicyName("refill"),
             max_batch_size=4,
         )
-        assert [len(seat.worker.stages) for seat in backend._seats if seat.worker] == [1, 1, 2, 2]
+        assert [len(entry.worker.stages) for entry in backend._pool if entry.worker] == [1, 1, 2, 2]
     assert left(faults) == []
 
 
-def test_a_split_without_workers_is_told_so_until_one_is_back(
+def test_a_split_without_workers_is_reported_until_one_returns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream_health, "FIRST_PAUSE_S", 0.001)
@@ -90,7 +90,7 @@ def test_a_split_without_workers_is_told_so_until_one_is_back(
         async def body(engine: Engine) -> None:
             assert await answers_of(engine, SCRIPTS[:8]) == expected
             launch_as(backend, MISSING)
-            (worker,) = [seat.worker for seat in backend._seats[2:] if seat.worker]
+            (worker,) = [entry.worker for entry in backend._pool[2:] if entry.worker]
             os.kill(worker.pid, signal.SIGKILL)
             with pytest.raises(OutOfServiceError, match="no stream can start"):
                 await answers_of(engine, SCRIPTS[:8])
@@ -130,7 +130,7 @@ def test_a_slot_of_no_stream_is_of_a_worker_that_is_there() -> None:
         pipeline = Pipeline(backend, plan)
         kept = [backend.open_slot_of(number) for number in (1, 2)]
         launch_as(backend, MISSING)
-        (worker,) = [seat.worker for seat in backend._seats[:1] if seat.worker]
+        (worker,) = [entry.worker for entry in backend._pool[:1] if entry.worker]
         os.kill(worker.pid, signal.SIGKILL)
         assert worker.lose("")
         slot = backend.open_slot()
@@ -149,7 +149,7 @@ def test_a_worker_is_probed_while_those_of_other_stages_are_gone() -> None:
         pipeline.warm_up(slot, good)
         slot.close()
         launch_as(backend, MISSING)
-        (worker,) = [seat.worker for seat in backend._seats[1:] if seat.worker]
+        (worker,) = [entry.worker for entry in backend._pool[1:] if entry.worker]
         os.kill(worker.pid, signal.SIGKILL)
         slot = backend.open_slot_of(0)
         pipeline.warm_up(slot, good)
@@ -162,7 +162,7 @@ def test_who_holds_what_changes_while_workers_serve() -> None:
     plan = fake_plan([0.9, 0.8])
     with scripted_workers(2) as backend:
         pipeline = Pipeline(backend, plan)
-        stages = [seat.worker.stages for seat in backend._seats if seat.worker]
+        stages = [entry.worker.stages for entry in backend._pool if entry.worker]
         assert list(map(len, stages)) == [3, 3]
         backend.hold(lambda worker, spec: (spec.index > 0) == (worker > 0))
         assert list(map(len, stages)) == [1, 2]
@@ -188,7 +188,7 @@ def test_workers_with_two_batches_at_a_time_answer_as_one_process() -> None:
 
         async def body(engine: Engine) -> None:
             assert await answers_of(engine, SCRIPTS) == expected
-            assert [seat.open_slots for seat in backend._seats] == [2, 2]
+            assert [entry.open_slots for entry in backend._pool] == [2, 2]
 
         serve(
             backend,

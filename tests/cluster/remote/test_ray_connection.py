@@ -113,7 +113,7 @@ def test_where_no_cluster_is_a_line_says_how_to_start_one(
     assert "\n" not in str(caught.value)
 
 
-def test_a_port_where_nobody_listens_is_noticed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_without_listener_fails_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, UnconnectedRay(AssertionError("not asked")))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         host, port = listening.getsockname()

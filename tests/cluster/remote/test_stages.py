@@ -117,13 +117,13 @@ def test_stages_that_nobody_has_are_forgotten_by_workers_and_failures_are_told(
     try:
         first = backend.prepare(make_plan(bundle).stages[0])
         second = backend.prepare(make_plan(bundle).stages[1])
-        (seat,) = backend._seats
-        assert seat.worker is not None
-        assert seat.worker.stages == {first.number, second.number}
+        (entry,) = backend._pool
+        assert entry.worker is not None
+        assert entry.worker.stages == {first.number, second.number}
         del first
         broken = replace(fake_plan([0.9]).stages[0], load=lambda: b"no graph")
         with pytest.raises(BackendError, match="ONNX Runtime cannot load stage 0: "):
             backend.prepare(broken)
-        assert seat.worker.stages == {second.number}
+        assert entry.worker.stages == {second.number}
     finally:
         backend.close()

@@ -17,7 +17,7 @@ from offramp.cluster.remote.transport import (
     ConnectionLostError,
     Regions,
     SharedMemory,
-    TooLateError,
+    TransportTimeoutError,
 )
 from offramp.cluster.remote.worker_messages import FrameError, LargeBodyError, TensorForm, pack_head
 
@@ -76,7 +76,7 @@ def test_a_connection_that_ends_or_speaks_otherwise_is_lost(said: bytes) -> None
 
 def test_who_does_not_answer_in_time_is_late() -> None:
     ours, theirs = Connection.pair()
-    with pytest.raises(TooLateError, match=r"no answer within 0\.001 s"):
+    with pytest.raises(TransportTimeoutError, match=r"no answer within 0\.001 s"):
         ours.receive(0.001)
     theirs.close()
     ours.close()
@@ -84,7 +84,7 @@ def test_who_does_not_answer_in_time_is_late() -> None:
 
 def test_who_does_not_take_a_message_in_time_is_late() -> None:
     ours, theirs = Connection.pair()
-    with theirs, pytest.raises(TooLateError, match=facts("message", "0.001 s")):
+    with theirs, pytest.raises(TransportTimeoutError, match=facts("message", "0.001 s")):
         ours.send(b"x", [np.zeros(1 << 24, np.uint8)], 0.001)
     ours.close()
 
@@ -141,7 +141,7 @@ def test_who_drips_is_late_when_the_limit_of_the_frame_is_over(
         theirs.sendall(content)
         with theirs, Dripping(fileno=plain.detach()) as dripping:
             monkeypatch.setattr(transport, "time", SteppedTime())
-            with pytest.raises(TooLateError, match="no answer within 1 s"):
+            with pytest.raises(TransportTimeoutError, match="no answer within 1 s"):
                 Connection(dripping).receive(1.0)
             assert len(list(dripping.left)) == len(sizes) - 10
 
@@ -159,7 +159,7 @@ def test_who_takes_a_message_in_drops_is_late_when_its_limit_is_over(
     plain, theirs = socket.socketpair()
     with theirs, Dripping(fileno=plain.detach()) as dripping:
         monkeypatch.setattr(transport, "time", SteppedTime())
-        with pytest.raises(TooLateError, match=facts("message", "1 s")):
+        with pytest.raises(TransportTimeoutError, match=facts("message", "1 s")):
             Connection(dripping).send(b"x", [b"y" * 100], 1.0)
         assert dripping.sent == 10
 
@@ -168,7 +168,7 @@ def test_a_limit_holds_for_what_is_received_next_only() -> None:
     ours, theirs = Connection.pair()
     other = Connection(theirs)
     for limit_s in (0.001, 0.002):
-        with pytest.raises(TooLateError, match=f"no answer within {limit_s:g} s"):
+        with pytest.raises(TransportTimeoutError, match=f"no answer within {limit_s:g} s"):
             ours.receive(limit_s)
     answer = threading.Timer(0.02, other.send, (b"late",))
     answer.start()
@@ -195,7 +195,7 @@ def test_a_network_that_the_system_gave_up_is_lost_and_not_late() -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_an_end_that_leaves_is_noticed_while_nobody_receives(leaves: bool) -> None:
+def test_a_closed_peer_is_detected_without_a_pending_receive(leaves: bool) -> None:
     ours, theirs = Connection.pair()
     gone = threading.Event()
     theirs.sendall(b"EEW1")  # what is there to be read is no sign of it
@@ -231,7 +231,7 @@ def test_descriptors_travel_and_memory_is_shared() -> None:
     other.close()
 
 
-def test_parts_are_taken_once_and_free_when_nobody_has_them() -> None:
+def test_parts_are_taken_once_and_freed_when_unreferenced() -> None:
     regions = Regions(256)
     first, second = regions.take(1), regions.take(65)
     assert first is not None

@@ -39,8 +39,8 @@ def scripted_workers(count: int, *, least_s: float = 30.0) -> Iterator[RemoteBac
 
 def launch_as(backend: RemoteBackend, command: WorkerCommand) -> None:
     """Set the command that starts the backend's next workers."""
-    for seat in backend._seats:
-        seat.launcher = LocalLauncher(command)
+    for entry in backend._pool:
+        entry.launcher = LocalLauncher(command)
 
 
 def break_at(folder: Path, *faults: str) -> None:

@@ -62,7 +62,7 @@ def where_an_exit_costs(bundle: Bundle, dear: int, *, factor: float) -> ServedCl
     )
 
 
-def test_an_exit_that_earns_nothing_is_off_and_the_others_are_certified_anew(
+def test_an_exit_that_costs_more_than_it_saves_is_off_and_the_others_are_certified_again(
     golden: Bundle,
 ) -> None:
     active = [a.exit for a in golden.policy.active]
@@ -120,7 +120,7 @@ def test_a_given_plan_is_served_as_it_stands(small: Small, tmp_path: Path) -> No
         before = serving.plan
         for _ in range(3):
             loop._clock = lambda: 1e9
-            await asyncio.to_thread(loop.look)
+            await asyncio.to_thread(loop.poll)
         assert serving.plan == before
         status = plan_status_of(serving.engine.statistics()["small"])
         assert status is not None

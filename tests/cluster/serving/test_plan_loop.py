@@ -18,7 +18,7 @@ from offramp.cluster.planning.replanning import ReplanGuard, ReplanRules
 from offramp.cluster.serving.cluster_statistics import plan_of
 from offramp.cluster.serving.plan_loop import GONE_AFTER_S, PlanLoop
 from offramp.cluster.serving.plan_status import PlanStatus
-from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
+from offramp.engine.scheduling.stragglers import ReplicaStatus, StragglerMonitor
 
 RULES = ReplanRules(window_s=120.0, pause_s=1200.0, least_rows=100)
 SPEEDS = {"slow": 1.0, "fast": 1.0}
@@ -28,7 +28,7 @@ SPEEDS = {"slow": 1.0, "fast": 1.0}
 @pytest.fixture(autouse=True)
 def nobody_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat streams slowed by a busy machine as usual, unless a test sets it."""
-    monkeypatch.setattr(StragglerMonitor, "standing", lambda _monitor, _stream: Standing.USUAL)
+    monkeypatch.setattr(StragglerMonitor, "status", lambda _monitor, _stream: ReplicaStatus.USUAL)
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +78,15 @@ class Planning:
     async def window(self, *numbers: int) -> None:
         """Pass a window with rows of these requests, and evaluate its end."""
         await self.send(*numbers)
-        profiles_of(self.serving.engine).look()
+        profiles_of(self.serving.engine).poll()
         self.now_s += RULES.window_s
-        await self.look()
+        await self.poll()
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Look, until no change is under way."""
-        await asyncio.to_thread(self.loop.look)
+        await asyncio.to_thread(self.loop.poll)
         while self.status.changing:
-            await asyncio.to_thread(self.loop.look)
+            await asyncio.to_thread(self.loop.poll)
 
 
 def plan(small: Small, body: Any, *, share: float = 0.8) -> HeldBackend:
@@ -103,13 +103,13 @@ def test_the_plan_follows_what_is_observed(
     early, late = leaving
 
     async def body(planning: Planning) -> None:
-        await planning.look()
+        await planning.poll()
         assert planning.status.changes == 0
         assert planning.status.reason == "a change would gain 0.0%, less than 10%"
-        profiles_of(planning.serving.engine).look()  # what came before the test does not count
+        profiles_of(planning.serving.engine).poll()  # what came before the test does not count
         await planning.send(*late)
         planning.now_s += 1
-        await planning.look()
+        await planning.poll()
         first = planning.status
         most_leave = [*late[:3], *early[:7]]
         halves = [(0, 1, 2), (2, 4, 2)]
@@ -159,16 +159,16 @@ def test_a_worker_that_is_gone_for_long_is_planned_without(small: Small) -> None
     async def body(planning: Planning) -> None:
         backend = planning.serving.backend
         roles = planning.serving.segments()
-        await planning.look()
+        await planning.poll()
         lost = next(n for n, role in enumerate(roles) if role and roles.count(role) > 1)
         backend.up[lost] = False
-        await planning.look()
+        await planning.poll()
         planning.now_s += GONE_AFTER_S - 1
-        await planning.look()
+        await planning.poll()
         assert planning.serving.segments()[lost] is not None
         assert planning.status.changes == 0
         planning.now_s += 1
-        await planning.look()
+        await planning.poll()
         assert planning.serving.segments()[lost] is None
         assert planning.status.changes == 1
         assert sum(split.workers for split in planning.status.splits) <= 3
@@ -176,8 +176,8 @@ def test_a_worker_that_is_gone_for_long_is_planned_without(small: Small) -> None
         await planning.serving.load.more()
         backend.up[lost] = True
         planning.now_s += RULES.pause_s
-        profiles_of(planning.serving.engine).look()
-        await planning.look()
+        profiles_of(planning.serving.engine).poll()
+        await planning.poll()
         assert planning.status.reason != "workers of the active plan are gone"
 
     plan(small, body, share=1.3)
@@ -190,13 +190,13 @@ def test_a_straggler_is_left_out_and_serves_to_the_switch(
         roles = planning.serving.segments()
         slow = next(n for n, role in enumerate(roles) if role and roles.count(role) > 1)
 
-        def excluded(_monitor: StragglerMonitor, stream: int) -> Standing:
-            return Standing.EXCLUDED if stream == slow else Standing.USUAL
+        def excluded(_monitor: StragglerMonitor, stream: int) -> ReplicaStatus:
+            return ReplicaStatus.EXCLUDED if stream == slow else ReplicaStatus.USUAL
 
         with monkeypatch.context() as patched:
-            patched.setattr(StragglerMonitor, "standing", excluded)
+            patched.setattr(StragglerMonitor, "status", excluded)
             assert sum(split.excluded for split in planning.status.splits) == 1
-            await planning.look()
+            await planning.poll()
             assert planning.status.changes == 1
             assert planning.status.changed_for == "devices of the active plan are gone"
             assert planning.serving.segments()[slow] is None
@@ -210,12 +210,12 @@ def test_a_change_that_fails_is_told_in_a_line(
     small: Small, leaving: tuple[list[int], list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def body(planning: Planning) -> None:
-        await planning.look()
+        await planning.poll()
         before = planning.splits
         planning.serving.backend.hold_fails = "out of memory"
-        profiles_of(planning.serving.engine).look()
+        profiles_of(planning.serving.engine).poll()
         await planning.send(*leaving[1])
-        await planning.look()
+        await planning.poll()
         assert planning.status.given_up == 1
         assert planning.splits == before
         tells(planning.status.reason, "given up", "out of memory")
@@ -241,9 +241,9 @@ def test_what_goes_wrong_is_logged_once(
 
         with monkeypatch.context() as patched:
             patched.setattr(PlanLoop, "_gone", fails)
-            planning.loop.look()
-            planning.loop.look()
-        await planning.look()
+            planning.loop.poll()
+            planning.loop.poll()
+        await planning.poll()
         assert planning.status.reason.startswith("a change would gain")
 
     plan(small, body)

@@ -25,7 +25,7 @@ from offramp.cluster.planning.batch_profile import (
     dump_batch_profile,
     parse_recorded,
 )
-from offramp.cluster.planning.forecasting import LastValue, forecast_going_on
+from offramp.cluster.planning.forecasting import LastValue, forecast_continue_shares
 from offramp.cluster.serving.cluster_statistics import profile_of
 from offramp.cluster.serving.profile_file import ProfileFile
 from offramp.cluster.serving.profile_loop import ProfileLoop
@@ -62,7 +62,7 @@ class Serving:
 
     def __init__(self, file: ProfileFile | None = None) -> None:
         self.counting, self.now_s = Counting(), 1000.0
-        model = fake_model(FakeBackend(), (0.9, 0.9), kept_beside=beside(file))
+        model = fake_model(FakeBackend(), (0.9, 0.9), state_bundle=beside(file))
         self.loop = ProfileLoop(
             cast(Executor, self.counting),
             {"m": model},
@@ -75,7 +75,7 @@ class Serving:
         """Pass a window in which these numbers of rows left at exit 0, exit 1 and the end."""
         self.counting.left += left or (0, 0, 0)
         self.now_s += 120.0 + late_s
-        self.loop.look()
+        self.loop.poll()
         return self.status
 
     @property
@@ -115,7 +115,7 @@ def test_windows_have_what_left_in_them_and_no_more(file: ProfileFile) -> None:
     assert (second.windows, second.going_on) == (2, (0.75, 0.75))
     # What was forecast for it is what a plan made before it would have been made on.
     before = BatchProfile(window_s=120.0, exits=2, windows=kept.profile.windows[:1])
-    assert second.forecast == forecast_going_on(before, LastValue())
+    assert second.forecast == forecast_continue_shares(before, LastValue())
     assert second.method == "last value"
 
 
@@ -254,7 +254,7 @@ def test_a_time_that_no_calendar_knows_is_said_in_seconds(file: ProfileFile) -> 
     assert profile.describe() == "1 window of 120 s, second 1e+300 to 1e+300"
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(
+def test_an_unwritable_folder_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "place").mkdir()
@@ -297,11 +297,11 @@ def test_an_engine_records_and_tells(tmp_path: Path) -> None:
     async def body(engine: Engine, _backend: FakeBackend) -> None:
         rows = script([0.95, 0.1], [0.5, 0.1], [0.5, 0.2], [0.5, 0.3])
         await engine.infer("fake", {SCRIPT: rows})
-        profiles_of(engine).look()
+        profiles_of(engine).poll()
         status = profile_of(engine.statistics()["fake"])
         assert status == ProfileStatus(window_s=120.0, windows=1, going_on=(0.75,))
 
-    with_engine(body, kept_beside=tmp_path / "x.ee")
+    with_engine(body, state_bundle=tmp_path / "x.ee")
     assert len(parse_recorded(file.path.read_text()).profile.windows) == 1
 
 
@@ -311,7 +311,7 @@ def test_a_model_that_is_added_takes_the_file_of_the_one_that_it_replaces(
     serving = begun(file)
     serving.counting.snapshot = lambda model: Counting.snapshot(serving.counting, "m")  # type: ignore[method-assign]
     serving.window(50, 30, 20)
-    model = fake_model(FakeBackend(), (0.9, 0.9), kept_beside=beside(file))
+    model = fake_model(FakeBackend(), (0.9, 0.9), state_bundle=beside(file))
     serving.loop.add("m2", "m", model)
     status = serving.loop.status("m2")
     assert status is not None and status.windows == 1, "the same bundle goes on"
@@ -322,14 +322,14 @@ def test_a_model_that_is_added_takes_the_file_of_the_one_that_it_replaces(
     assert [window.decided[0] for window in windows] == [100, 140]
     serving.counting.left += (1, 1, 1)
     serving.now_s += 120.0
-    serving.loop.look()
+    serving.loop.poll()
     assert len(parse_recorded(file.path.read_text()).profile.windows) == 3
     serving.loop.stop()
 
 
 def test_a_model_that_was_added_in_vain_returns_the_file(file: ProfileFile) -> None:
     serving = begun(file)
-    model = fake_model(FakeBackend(), (0.9, 0.9), kept_beside=beside(file))
+    model = fake_model(FakeBackend(), (0.9, 0.9), state_bundle=beside(file))
     serving.loop.add("m2", "m", model)
     serving.loop.remove("m2", save=False)
     serving.loop.remove("m2", save=False)  # it is gone already

@@ -24,7 +24,7 @@ from offramp.cluster.serving.split_change import DRAIN_LIMIT_S, SplitServing
 from offramp.engine.models.served_model import ModelControl
 from offramp.engine.requests.recorder import Recorder
 from offramp.engine.serving.control_loop import ControlLoop
-from offramp.engine.serving.swapping import put_in_force
+from offramp.engine.serving.swapping import activate
 from offramp.engine.stages.plan import StageSpec
 
 THREE = plan_of((0, 0, {"fast": 1}), (1, 3, {"slow": 2}), (4, 4, {"fast": 1}))
@@ -222,7 +222,7 @@ def test_exits_and_thresholds_change_meanwhile(
         def swap(exits: Sequence[int]) -> None:
             active = tuple(ActiveExit(exit=e, threshold=0.9999999) for e in exits)
             policy = replace(first, version=next(versions), active=(*first.active, *active))
-            put_in_force(served.executor, "small", served.deployments, policy, served.scheduling)
+            activate(served.executor, "small", served.deployments, policy, served.scheduling)
 
         def meanwhile(spec: StageSpec) -> None:
             serving.backend.on_prepare = lambda _: None
@@ -269,7 +269,7 @@ def test_control_changes_exits_while_splits_change(
 
         def change_exits() -> int:
             while not ended.is_set():
-                loop.look()
+                loop.poll()
                 current = served.executor.deployment("small").policy
                 if current == controller.policy:
                     active = more if len(current.active) == 1 else first.active
@@ -286,7 +286,7 @@ def test_control_changes_exits_while_splits_change(
         ended.set()
         assert await changing > 3
         while served.executor.deployment("small").policy != controller.policy:
-            await asyncio.to_thread(loop.look)
+            await asyncio.to_thread(loop.poll)
         loop.stop()
 
     with caplog.at_level(logging.ERROR):

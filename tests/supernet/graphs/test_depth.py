@@ -113,7 +113,7 @@ def test_a_side_tensor_that_all_blocks_read_is_not_taken_for_the_main_one() -> N
     assert block_of(proto, Skip(scope="/1")) == DepthBlock(start="a", end="b")
 
 
-def test_masks_enter_beside(
+def test_masks_enter_blocks_as_additional_inputs(
     model: Callable[[str], SourceModel], of: Callable[..., Supernet]
 ) -> None:
     net = of("bert", depth=[{"skip": ["/layers.1"]}])

@@ -148,7 +148,7 @@ def test_the_same_seed_tries_the_same() -> None:
     assert one.asked == other.asked != third.asked
 
 
-def test_a_budget_has_room_for_the_largest_and_the_smallest() -> None:
+def test_a_search_budget_covers_the_largest_and_the_smallest_subnet() -> None:
     evaluate = Evaluator()
     search(SPEC, evaluate, budget=2)
     assert evaluate.asked == [SPEC.full, SPEC.smallest]

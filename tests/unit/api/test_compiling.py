@@ -40,7 +40,7 @@ class Net(nn.Module):
         return logits
 
 
-class Asked:
+class CapturedOptions:
     """Stands in for the compiler: keeps what it is asked, and reads model and data."""
 
     def __init__(self) -> None:
@@ -62,10 +62,10 @@ def compiling_specs(model: onnx.ModelProto) -> list[TensorSpec]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Asked]:
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[CapturedOptions]:
     from offramp.compiler.steps import compile as module
 
-    asked = Asked()
+    asked = CapturedOptions()
     monkeypatch.setattr(module, "compile_model", asked)
     monkeypatch.chdir(tmp_path)
     yield asked
@@ -77,7 +77,7 @@ def names(model: onnx.ModelProto | None) -> list[str]:
 
 
 def test_a_file_is_compiled_beside_itself_with_options_by_the_flags_names(
-    asked: Asked, tmp_path: Path
+    asked: CapturedOptions, tmp_path: Path
 ) -> None:
     (tmp_path / "in").mkdir()
     onnx.save(mlp(layers=2), tmp_path / "in" / "m.onnx")
@@ -105,7 +105,7 @@ def test_a_file_is_compiled_beside_itself_with_options_by_the_flags_names(
     assert np.array_equal(asked.arrays["x"], X)
 
 
-def test_a_proto_is_compiled_into_the_working_directory(asked: Asked) -> None:
+def test_a_proto_is_compiled_into_the_working_directory(asked: CapturedOptions) -> None:
     offramp.compile(mlp(layers=2), {"x": X})
     assert asked.options is not None
     assert asked.options.output == Path("model.ee")
@@ -139,7 +139,7 @@ def batches(size: int = 16, *, labelled: bool = True) -> list[tuple[Tensor, ...]
     ids=lambda data: type(data).__name__,
 )
 def test_a_module_is_exported_with_the_first_batch_of_whatever_has_batches(
-    asked: Asked, data: object
+    asked: CapturedOptions, data: object
 ) -> None:
     module = Net()
     offramp.compile(module, data() if callable(data) else data)
@@ -151,7 +151,7 @@ def test_a_module_is_exported_with_the_first_batch_of_whatever_has_batches(
     assert module.training
 
 
-def test_example_inputs_say_which_inputs_the_model_has(asked: Asked) -> None:
+def test_example_inputs_say_which_inputs_the_model_has(asked: CapturedOptions) -> None:
     scale = torch.ones(2, 8)
     offramp.compile(Net(), {"x": X}, example_inputs=(torch.from_numpy(X[:2]), scale), output="a.ee")
     assert names(asked.model) == ["x", "scale"]
@@ -217,7 +217,9 @@ class Unexportable(nn.Module):
         return x * torch.linalg.eigvalsh(x.T @ x)
 
 
-def test_a_module_with_free_arguments_and_several_outputs(asked: Asked, tmp_path: Path) -> None:
+def test_a_module_with_free_arguments_and_several_outputs(
+    asked: CapturedOptions, tmp_path: Path
+) -> None:
     from offramp.api.torch_export import ExampleCall, export_module
 
     call = ExampleCall(ByArguments(), (X, X))
@@ -233,7 +235,7 @@ def test_a_module_with_free_arguments_and_several_outputs(asked: Asked, tmp_path
 
 
 def test_the_older_exporter_helps_out_and_a_line_says_so(
-    asked: Asked,
+    asked: CapturedOptions,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -255,7 +257,7 @@ def test_the_older_exporter_helps_out_and_a_line_says_so(
 
 
 def test_a_choice_by_values_is_refused_in_one_line(
-    asked: Asked, capfd: pytest.CaptureFixture[str]
+    asked: CapturedOptions, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ModuleExportError, match=r"^Branching\.forward chooses its computation"):
         offramp.compile(Branching(), {"x": X})
@@ -379,7 +381,7 @@ Call = Callable[[], object]
     ],
 )
 def test_what_is_refused(
-    asked: Asked, call: Call, kind: type[Exception], told: Told, tmp_path: Path
+    asked: CapturedOptions, call: Call, kind: type[Exception], told: Told, tmp_path: Path
 ) -> None:
     onnx.save(mlp(layers=2), "m.onnx")
     with pytest.raises(kind, match=facts(*told)):
@@ -389,7 +391,7 @@ def test_what_is_refused(
 
 
 def test_a_target_that_is_taken_is_refused_before_anything_is_exported(
-    asked: Asked, tmp_path: Path
+    asked: CapturedOptions, tmp_path: Path
 ) -> None:
     (tmp_path / "Broken.ee").mkdir()
     with pytest.raises(BundleExistsError, match=r"Broken\.ee exists"):
@@ -404,7 +406,7 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_progress_is_shown_where_it_is_asked_for(
-    asked: Asked, capsys: pytest.CaptureFixture[str]
+    asked: CapturedOptions, capsys: pytest.CaptureFixture[str]
 ) -> None:
     offramp.compile(Net(), {"x": X})
     assert capsys.readouterr().err == ""

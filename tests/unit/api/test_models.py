@@ -189,7 +189,7 @@ def test_a_program_that_forgets_to_close_ends(small: tuple[Path, Inputs]) -> Non
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_is_told_to_open_it_itself(
+def test_a_forked_process_must_open_the_model_itself(
     small: tuple[Path, Inputs], model: offramp.Model
 ) -> None:
     reading, writing = os.pipe()

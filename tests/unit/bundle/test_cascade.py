@@ -26,7 +26,7 @@ def test_a_cascade_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert bundle.profile().segments_ms[2] == bundle.profile().source_ms
 
 
-def test_a_bundle_of_fp32_says_nothing_of_precision(tmp_path: Path) -> None:
+def test_a_float32_bundle_prints_no_precision(tmp_path: Path) -> None:
     assert "precision" not in json.loads(dump(MANIFEST))
     assert json.loads(dump(cascade_manifest()))["precision"] == "int8"
     bundle = Bundle.open(write(tmp_path).path)

@@ -425,7 +425,7 @@ def test_a_folder_that_a_build_is_at_work_in_is_not_pruned(
     assert names_in(bundle.path / ENGINES) == set()
 
 
-def test_a_link_is_pruned_but_not_what_is_behind_it(bundle: Bundle, tmp_path: Path) -> None:
+def test_pruning_removes_a_link_but_not_its_target(bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (bundle.path / ENGINES).mkdir()
     (bundle.path / ENGINES / "link").symlink_to(tmp_path / "elsewhere")

@@ -73,7 +73,7 @@ def test_what_numpy_writes_is_read_as_numpy_reads_it() -> None:
         (b"", ("ValueError: EOF",)),
     ],
 )
-def test_a_header_that_lies_is_refused(content: bytes, message: Told) -> None:
+def test_an_inconsistent_header_is_refused(content: bytes, message: Told) -> None:
     with pytest.raises(NpzError, match=facts(*message)) as caught:
         read_npz(archive({"x.npy": content}), max_bytes=2**62)
     assert "\n" not in str(caught.value)

@@ -75,7 +75,7 @@ def test_folders_are_exchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError, AttributeError, TypeError])
-def test_other_systems_move_the_old_one_aside(
+def test_without_renameat2_the_old_folder_is_moved_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def refuse(_: None) -> NoReturn:
@@ -208,8 +208,8 @@ def test_what_stood_at_a_name_is_found_by_that_name_alone(tmp_path: Path) -> Non
     (tmp_path / ".resnet.ee.abc_1x.old").mkdir()
     (tmp_path / ".resnet..old").mkdir()
     (tmp_path / ".resnet.file.old").touch()
-    assert files.moved_aside(tmp_path / "resnet") is None
-    assert files.moved_aside(tmp_path / "resnet.ee") == tmp_path / ".resnet.ee.abc_1x.old"
+    assert files.interrupted_backup(tmp_path / "resnet") is None
+    assert files.interrupted_backup(tmp_path / "resnet.ee") == tmp_path / ".resnet.ee.abc_1x.old"
 
 
 def test_a_bundle_in_its_place_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path, change, m
         ({"predicted_savings": 2}, ("predicted_savings has 2.0", "at most 1")),
     ],
 )
-def test_a_promise_that_nobody_could_keep_is_refused(tmp_path: Path, change, message: Told) -> None:
+def test_an_impossible_promise_is_refused(tmp_path: Path, change, message: Told) -> None:
     root = write(tmp_path).path
     plain = json.loads((root / "policy.json").read_text())
     plain["promise"].update(change)

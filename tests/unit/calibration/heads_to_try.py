@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from offramp.bundle import Answer, AnswerForm, Head
 from offramp.calibration.data.training_options import TrainingOptions
 from offramp.calibration.heads.cut_tensors import CutTensor
-from offramp.calibration.heads.features import LAST, WHOLE, Projections, Recording
+from offramp.calibration.heads.features import FULL_TENSOR, LAST, Projections, Recording
 from offramp.calibration.heads.head_training import TrainedHead, train_heads
 from offramp.calibration.heads.learners import Preconditioners
 from offramp.calibration.heads.objectives import ClassObjective
@@ -110,7 +110,7 @@ def problem(kind: str, *, samples: int = 180, dtype: str = "float32", seed: int 
     if masked:
         lengths = rng.integers(1, TOKENS + 1, samples)
         inputs["mask"] = (np.arange(TOKENS) < lengths[:, None]).astype(np.int64)
-    features, projections = {WHOLE: values}, {}
+    features, projections = {FULL_TENSOR: values}, {}
     heads = VECTOR_HEADS if kind == "vector" else TOKEN_HEADS
     if cut.form == "map":
         heads = tuple(replace(head, axes=len(cut.sides)) for head in MAP_HEADS)
@@ -118,7 +118,7 @@ def problem(kind: str, *, samples: int = 180, dtype: str = "float32", seed: int 
     if "projected" in kind:
         made = Preconditioner.fit(values.reshape(-1, WIDTH), components=COMPONENTS)
         coordinates = made.apply(values.reshape(-1, WIDTH)).reshape(samples, TOKENS, -1)
-        features, projections = {WHOLE: coordinates.astype(np.float16)}, {0: made}
+        features, projections = {FULL_TENSOR: coordinates.astype(np.float16)}, {0: made}
     if "tokens" in kind:
         mask = inputs.get("mask", np.ones((samples, TOKENS), np.int64))
         last = [np.flatnonzero(row)[-1] for row in mask]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from offramp.bundle import TensorSpec
-from offramp.calibration.data.augmentation import MadeSamples, makes_sense, method_for
+from offramp.calibration.data.augmentation import AugmentedSamples, makes_sense, method_for
 from offramp.calibration.data.dataset import Dataset
 
 
@@ -40,7 +40,7 @@ def test_mixed_samples_are_weighted_means_of_pairs() -> None:
     rng = np.random.default_rng(0)
     values = rng.standard_normal((50, 3, 4)).astype(np.float32)
     data = dataset(x=values, y=values[:, 0] * 2)
-    made = MadeSamples.draw(data, "mixup", seed=1)
+    made = AugmentedSamples.draw(data, "mixup", seed=1)
     share = made.share[:, None, None]
     expected = values * share + values[made.partner] * (1 - share)
     taken = made.take(slice(None))
@@ -58,14 +58,14 @@ def test_what_is_missing_or_masked_is_so_in_the_first_of_a_pair() -> None:
     values = rng.standard_normal((50, 6)).astype(np.float32)
     values[rng.random(values.shape) < 0.3] = np.nan
     mask = np.where(rng.random((50, 6)) < 0.5, -np.inf, 0).astype(np.float32)
-    made = MadeSamples.draw(dataset(x=values, mask=mask), "mixup", seed=1).take(slice(None))
+    made = AugmentedSamples.draw(dataset(x=values, mask=mask), "mixup", seed=1).take(slice(None))
     np.testing.assert_array_equal(np.isnan(made["x"]), np.isnan(values))
     np.testing.assert_array_equal(made["mask"], mask)
 
 
 def test_mixed_bytes_are_rounded_and_stay_in_range() -> None:
     data = dataset(x=np.array([[[0]], [[255]]], np.uint8))
-    made = MadeSamples(
+    made = AugmentedSamples(
         base=data,
         method="mixup",
         first=np.arange(2),
@@ -80,7 +80,7 @@ def test_mixed_bytes_are_rounded_and_stay_in_range() -> None:
 def test_spliced_texts_begin_as_one_and_end_as_the_other() -> None:
     ids = np.array([[1, 2, 3, 0, 0, 0], [4, 5, 6, 7, 8, 9]])
     data = dataset(ids=ids, mask=(ids > 0).astype(np.int64))
-    made = MadeSamples(
+    made = AugmentedSamples(
         base=data,
         method="splice",
         first=np.arange(2),
@@ -97,7 +97,7 @@ def test_spliced_texts_begin_as_one_and_end_as_the_other() -> None:
 def test_batches_are_parts_of_the_whole_and_seeds_matter(method: str) -> None:
     values = np.arange(1, 121).reshape(20, 6)
     data = dataset(x=values if method == "splice" else values.astype(np.float32))
-    made, again, other = (MadeSamples.draw(data, method, seed=s) for s in (1, 1, 2))
+    made, again, other = (AugmentedSamples.draw(data, method, seed=s) for s in (1, 1, 2))
     whole = made.take(slice(None))["x"]
     np.testing.assert_array_equal(whole, again.take(slice(None))["x"])
     assert (whole != other.take(slice(None))["x"]).any()

@@ -14,7 +14,7 @@ from tests.facts import Told, facts, tells
 from offramp.bundle import Answer, AnswerTask, TaskKind, TensorSpec
 from offramp.bundle.npz import is_mapped
 from offramp.calibration.data import data_sources, dataset
-from offramp.calibration.data.dataset import DataError, Dataset, TakenInputs, read_dataset
+from offramp.calibration.data.dataset import DataError, Dataset, InputView, read_dataset
 from offramp.calibration.data.scratch import ScratchSpace
 
 SPECS = (
@@ -207,7 +207,7 @@ def test_parts_of_a_data_set_copy_nothing_until_they_are_asked() -> None:
     x = np.arange(20, dtype=np.float32).reshape(10, 2)
     whole = Dataset(inputs={"x": x}, labels=np.arange(10), sha256="0")
     part = whole.subset(np.array([7, 1, 3])).subset(np.array([2, 0]))
-    assert isinstance(part.inputs, TakenInputs)
+    assert isinstance(part.inputs, InputView)
     assert part.inputs.whole is whole.inputs
     assert len(part) == 2
     assert list(part.inputs) == ["x"]

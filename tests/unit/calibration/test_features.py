@@ -18,12 +18,12 @@ from tests.unit.calibration.test_families import pool_by_hand
 from offramp.bundle import Answer
 from offramp.bundle.records import CERTIFY, TUNE
 from offramp.calibration.choose.exit_records import dump_records, record_answers
-from offramp.calibration.data.augmentation import MadeSamples
+from offramp.calibration.data.augmentation import AugmentedSamples
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.calibration.heads import features as features_module
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.calibration.heads.families import grids_of
-from offramp.calibration.heads.features import WHOLE, Recording, fit_projections, record
+from offramp.calibration.heads.features import FULL_TENSOR, Recording, fit_projections, record
 from offramp.compiler.exits.heads import attach_poolings
 from offramp.compiler.graphs.runtime import GraphRunner
 from offramp.engine.answers.exit_check import confidence_of
@@ -64,10 +64,12 @@ def test_recorded_features_are_the_cut_tensors(name: str, tmp_path: Path) -> Non
     answers = values[pieces.model.answer.output]
     np.testing.assert_allclose(recording.answers, answers, rtol=0, atol=1e-5)
     for cut, features in zip(pieces.cuts, recording.features, strict=True):
-        grids = grids_of(cut) if cut.rank == 4 else (WHOLE,)
+        grids = grids_of(cut) if cut.rank == 4 else (FULL_TENSOR,)
         assert tuple(features) == grids
         for grid, found in features.items():
-            wanted = values[cut.name] if grid == WHOLE else pool_by_hand(values[cut.name], grid)
+            wanted = (
+                values[cut.name] if grid == FULL_TENSOR else pool_by_hand(values[cut.name], grid)
+            )
             assert found.dtype == np.float16
             # float16 has 11 bits; 1e-5 for values near 0
             np.testing.assert_allclose(found, wanted, rtol=2**-10, atol=1e-4)
@@ -110,7 +112,7 @@ def scaling(factor: float) -> bytes:
 def record_scaled(factor: float, x: np.ndarray, folder: Path) -> Recording:
     return record(
         scaling(factor),
-        ({WHOLE: "cut"},),
+        ({FULL_TENSOR: "cut"},),
         Answer(output="a", classes=2, form="logits"),
         Dataset(inputs={"x": x.astype(np.float32)}, labels=None, sha256="0"),
         threads=1,
@@ -120,7 +122,7 @@ def record_scaled(factor: float, x: np.ndarray, folder: Path) -> Recording:
 
 def test_values_beyond_float16_are_clipped(tmp_path: Path) -> None:
     recording = record_scaled(1e5, np.array([[1, -1], [0.5, 0]]), tmp_path)
-    features = recording.features[0][WHOLE]
+    features = recording.features[0][FULL_TENSOR]
     assert features.tolist() == [[65504, -65504], [49984, 0]]  # 49984: steps of 32
     assert recording.answers.tolist() == [[1e5, -1e5], [5e4, 0]]
 
@@ -148,7 +150,7 @@ def test_wide_tokens_are_stored_as_coordinates(
     assert recording.projections == projections
     values = cut_values(pieces, data)
     for candidate, cut in enumerate(pieces.cuts):
-        stored = recording.features[candidate][WHOLE]
+        stored = recording.features[candidate][FULL_TENSOR]
         plain = values[cut.name]
         assert stored.shape == (*plain.shape[:2], 5)
         wanted = (plain - projections[candidate].mean) @ projections[candidate].matrix
@@ -205,7 +207,7 @@ def test_made_samples_come_behind_the_real_ones(tmp_path: Path) -> None:
     pieces = sliced("bert")
     data = dataset_of(pieces, 70)
     graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
-    made = MadeSamples.draw(data, "splice", seed=3)
+    made = AugmentedSamples.draw(data, "splice", seed=3)
     steps: list[int] = []
     recording = record(
         graph, outputs, pieces.model.answer, data, made=made, masks=["attention_mask"], threads=1,
@@ -225,7 +227,7 @@ def test_made_samples_come_behind_the_real_ones(tmp_path: Path) -> None:
 def test_a_made_sample_without_a_finite_answer_is_the_one_it_was_made_of(tmp_path: Path) -> None:
     x = np.array([[1e37, 2.0], [1e38, 1.0]], np.float32)
     data = Dataset(inputs={"x": x}, labels=None, sha256="0")
-    made = MadeSamples(
+    made = AugmentedSamples(
         base=data,
         method="mixup",
         first=np.arange(2),
@@ -233,12 +235,12 @@ def test_a_made_sample_without_a_finite_answer_is_the_one_it_was_made_of(tmp_pat
         share=np.float32([-1.0, 0.5]),
     )  # a share of −1 stands for whatever makes a model overflow: 3 · (−1e37 + 2e38)
     recording = record(
-        scaling(3.0), ({WHOLE: "cut"},), Answer(output="a", classes=2, form="logits"), data,
+        scaling(3.0), ({FULL_TENSOR: "cut"},), Answer(output="a", classes=2, form="logits"), data,
         made=made, threads=1, directory=tmp_path / "f",
     )  # fmt: skip
     kept = np.concatenate([x, x[:1], made.take(slice(1, 2))["x"]])
     np.testing.assert_allclose(recording.answers, 3 * kept, rtol=1e-6)
-    features = recording.features[0][WHOLE]
+    features = recording.features[0][FULL_TENSOR]
     np.testing.assert_array_equal(features[2], features[0])
 
 
@@ -248,12 +250,12 @@ def test_made_samples_that_the_model_fails_on_are_done_without(
     pieces = sliced("bert")
     data = dataset_of(pieces, 70)
     graph, outputs = attach_poolings(pieces.model, pieces.graphs, pieces.cuts)
-    made = MadeSamples.draw(data, "splice", seed=3)
+    made = AugmentedSamples.draw(data, "splice", seed=3)
     alone = record(graph, outputs, pieces.model.answer, data, threads=1, directory=tmp_path / "a")
     with pytest.MonkeyPatch.context() as patched:
         wrong = {name: array + 4000 for name, array in data.inputs.items()}
         patched.setattr(
-            MadeSamples, "take", lambda _, rows: {name: a[rows] for name, a in wrong.items()}
+            AugmentedSamples, "take", lambda _, rows: {name: a[rows] for name, a in wrong.items()}
         )
         recording = record(
             graph, outputs, pieces.model.answer, data, made=made, masks=["attention_mask"],

@@ -11,10 +11,10 @@ from tests.facts import facts
 from offramp.bundle import ActiveExit
 from offramp.calibration.choose.exit_records import ExitRecords
 from offramp.calibration.choose.trade_offs import (
-    WAYS,
+    TRADE_OFF_KINDS,
     RecordedVariant,
     TradeOff,
-    accuracy_worth,
+    accuracy_quality,
     cheapest_at,
     front_of,
     same_samples,
@@ -148,7 +148,7 @@ def test_sets_of_exits_are_each_alone_those_in_use_and_what_saves_most() -> None
 
 def test_each_way_has_the_full_model_and_what_it_is_named_after() -> None:
     judged = [(full(), OF_FULL), (subnet(), OF_SUBNET)]
-    of_way = {way: trade_offs(judged, way) for way in WAYS}
+    of_way = {way: trade_offs(judged, way) for way in TRADE_OFF_KINDS}
     assert {p.variant for p in of_way["exits"]} == {0}
     assert [found(p) for p in of_way["subnets"]] == [(1.0, 1.0, 0.8, 0.0)] * 2 + [
         (0.35, 0.6, 0.8, 0.0)
@@ -156,7 +156,7 @@ def test_each_way_has_the_full_model_and_what_it_is_named_after() -> None:
     assert {p.variant for p in of_way["both"]} == {0, 1}
     assert all(p.deepest == MODEL_END for p in of_way["handing-on"])
     assert any(p.variant == 1 for p in of_way["handing-on"])
-    for way in WAYS:
+    for way in TRADE_OFF_KINDS:
         best = cheapest_at(of_way[way], 1.0)
         assert best is not None
         assert best.cost <= 1.0
@@ -177,7 +177,7 @@ def test_a_front_is_what_nothing_dominates() -> None:
     points = [point(0.5, 0.9), point(0.3, 0.8), point(0.5, 0.85), point(0.6, 0.9), point(1, 1)]
     assert [p.cost for p in front_of(points)] == [0.3, 0.5, 1]
     labelled = [point(0.5, 0.9, 0.95), point(0.6, 1.0, 0.94), point(0.7, 0.8, 0.96)]
-    assert [p.cost for p in front_of(labelled, accuracy_worth)] == [0.5, 0.7]
+    assert [p.cost for p in front_of(labelled, accuracy_quality)] == [0.5, 0.7]
 
 
 def test_the_cheapest_at_a_level_reaches_it() -> None:

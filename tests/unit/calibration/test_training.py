@@ -10,7 +10,7 @@ from tests.unit.calibration.heads_to_try import CLASSES, Problem, objective, pro
 
 from offramp.bundle import Head
 from offramp.calibration.data.training_options import TrainingOptions
-from offramp.calibration.heads.features import WHOLE
+from offramp.calibration.heads.features import FULL_TENSOR
 from offramp.calibration.heads.head_training import count_steps, train_heads
 from offramp.calibration.heads.learners import Preconditioners
 
@@ -47,7 +47,7 @@ def test_attention_finds_the_token_that_means_something() -> None:
     rows, places = np.arange(samples), rng.integers(0, tokens, samples)
     values[rows, places, :CLASSES] = 4 * np.eye(CLASSES)[classes] - 1
     values[rows, places, CLASSES] = 4  # marks it
-    made.features[WHOLE] = values.astype(np.float16)
+    made.features[FULL_TENSOR] = values.astype(np.float16)
     agreement = {
         (head.head.kind, head.head.queries, head.head.hidden): (head.said == truth(made)).mean()
         for head in made.train(epochs=25, learning_rate=3e-2, batch_size=64)
@@ -119,9 +119,9 @@ def test_shapes_and_types() -> None:
 
 def test_features_that_never_vary_do_no_harm() -> None:
     made = problem("vector", samples=600)
-    values = made.features[WHOLE].astype(np.float32)
+    values = made.features[FULL_TENSOR].astype(np.float32)
     values[:, 0], values[:, 1] = 0, 1234.5
-    made.features[WHOLE] = values.astype(np.float16)
+    made.features[FULL_TENSOR] = values.astype(np.float16)
     for head in made.train(epochs=12, learning_rate=1e-2):
         assert (head.said == truth(made)).mean() > 0.9
         assert all(np.isfinite(w).all() for w in head.weights.values())
@@ -130,15 +130,15 @@ def test_features_that_never_vary_do_no_harm() -> None:
 def test_the_recording_s_rounding_does_not_become_a_signal() -> None:
     """A feature all but constant at 1000 is recorded in steps of 1/2 and served in float32."""
     made = problem("vector", samples=600)
-    values = made.features[WHOLE].astype(np.float32)
+    values = made.features[FULL_TENSOR].astype(np.float32)
     values[:, 0] = 1000.24
-    made.features[WHOLE] = values.astype(np.float16)
+    made.features[FULL_TENSOR] = values.astype(np.float16)
     for head in made.train(epochs=6):
         part = len(values) * 2 // 3
         if head.head.hidden:
             continue
         served = values[part:] @ head.weights["weight"] + head.weights["bias"]
-        recorded = made.features[WHOLE][part:].astype(np.float32) @ head.weights["weight"]
+        recorded = made.features[FULL_TENSOR][part:].astype(np.float32) @ head.weights["weight"]
         recorded += head.weights["bias"]
         # a step of 1/4 over a scale of 1000/256 is 6 % of a deviation of one feature
         assert abs(served - recorded).max() < 0.1

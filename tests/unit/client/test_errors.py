@@ -104,7 +104,7 @@ def test_all_errors_are_exported() -> None:
     }
 
 
-def test_nobody_there_says_so() -> None:
+def test_a_missing_server_is_reported() -> None:
     with Client("127.0.0.1:1") as nobody, pytest.raises(ConnectionFailedError) as caught:
         nobody.server_ready(timeout_s=30)
     assert "127.0.0.1:1: UNAVAILABLE" in str(caught.value)

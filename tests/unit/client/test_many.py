@@ -95,7 +95,7 @@ def test_the_asynchronous_client_does_the_same() -> None:
 
     with FakeServer(FakeEngine()) as server:
         assert asyncio.run(talk(server.address)) == list(map(float, range(30)))
-        assert wait_until(lambda: server.reception.requests == 0)
+        assert wait_until(lambda: server.admission.requests == 0)
 
 
 @pytest.mark.parametrize("concurrency", [0, -1])

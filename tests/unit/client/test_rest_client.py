@@ -109,7 +109,7 @@ def test_limits_hold(served: Any) -> None:
     served.release()
 
 
-def test_nobody_there_is_told() -> None:
+def test_an_unreachable_server_is_reported() -> None:
     with (
         RestClient("http://127.0.0.1:1") as rest,
         pytest.raises(ConnectionFailedError, match="is eeserve running there"),

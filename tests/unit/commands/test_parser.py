@@ -17,11 +17,11 @@ from offramp.commands.combinations import Illegal, IllegalCombinationError, refu
 from offramp.commands.parser import LayeredParser
 
 ILLEGAL = (
-    Illegal(option="--units", beside="--parts", why="both choose; give one of the two"),
+    Illegal(option="--units", other="--parts", why="both choose; give one of the two"),
     Illegal(option="--rate", without="--train joint", why="nothing else has one; leave it out"),
     Illegal(
         option="--rate",
-        beside="--parts",
+        other="--parts",
         why="too fast; give at most 1",
         when=lambda values: float(str(values["--rate"])) > 1,
     ),
@@ -179,7 +179,7 @@ class Level(Enum):
 
 
 def test_an_enumeration_is_spelled_by_its_value() -> None:
-    table = [Illegal(option="--level low|high", beside="--flat", why="choose one")]
+    table = [Illegal(option="--level low|high", other="--flat", why="choose one")]
     refuse_illegal(table, {"--level": "none"}, {"--flat"})
     refuse_illegal(table, {}, {"--flat"})
     with pytest.raises(IllegalCombinationError, match="--level high with --flat: choose one"):
@@ -270,7 +270,7 @@ def test_subcommands_check_their_own_options(
     words: list[str], message: Told, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = LayeredParser(prog="cut")
-    row = Illegal(option="--speed", beside="--slow", why="choose one")
+    row = Illegal(option="--speed", other="--slow", why="choose one")
     glue = parser.add_subparsers().add_parser("glue", illegal=[row])
     glue.add_argument("--speed", help="of gluing")
     glue.add_argument("--slow", action="store_true", help="not fast")

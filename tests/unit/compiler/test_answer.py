@@ -9,7 +9,7 @@ from tests import models
 from tests.facts import facts, tells
 
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.graphs.runtime import GraphRunner
 
 
@@ -52,7 +52,7 @@ def test_a_yes_or_no_in_every_column_is_a_set_of_labels(read, kinds):
     assert (answer.task.kind, answer.classes, answer.form) == ("multi-label", 5, "probabilities")
 
     with pytest.raises(ModelError) as caught:
-        read(ending(*kinds, classes=5), simplify=False, task=AskedTask(kind="classification"))
+        read(ending(*kinds, classes=5), simplify=False, task=TaskOptions(kind="classification"))
     message = str(caught.value)
     tells(message, f"({kinds[0]})", "5 columns", "multi-label", "before the Sigmoid", "logits")
 
@@ -61,7 +61,7 @@ def test_one_column_is_a_label_or_has_to_be_told(read):
     assert read(ending("Sigmoid", classes=1)).answer.classes == 1
     with pytest.raises(ModelError, match=facts("one column", "--task multi-label", "regression")):
         read(ending("Identity", classes=1))
-    answer = read(ending("Identity", classes=1), task=AskedTask(kind="regression")).answer
+    answer = read(ending("Identity", classes=1), task=TaskOptions(kind="regression")).answer
     assert (answer.task.kind, answer.form) == ("regression", "values")
 
 
@@ -99,7 +99,7 @@ def test_the_task_is_inferred_from_the_shape_and_the_end(read, model, expected):
 
 
 def test_scores_are_reduced_to_a_byte_a_pixel(read):
-    model = read(dense(["batch", 5, 8, 8]), simplify=False, task=AskedTask(class_map=True))
+    model = read(dense(["batch", 5, 8, 8]), simplify=False, task=TaskOptions(class_map=True))
     assert (model.answer.form, model.answer.classes) == ("classes", 5)
     assert [output.describe() for output in model.outputs] == ["y: uint8 [batch, 8, 8]"]
     x = np.random.default_rng(0).standard_normal((3, 5, 8, 8)).astype(np.float32)
@@ -108,7 +108,7 @@ def test_scores_are_reduced_to_a_byte_a_pixel(read):
 
 
 def test_tokens_have_their_classes_last_and_many_take_more_than_a_byte(read):
-    asked = AskedTask(kind="token-classification", class_map=True)
+    asked = TaskOptions(kind="token-classification", class_map=True)
     model = read(dense(["batch", "tokens", 300]), simplify=False, task=asked)
     assert [output.describe() for output in model.outputs] == ["y: int32 [batch, tokens]"]
 
@@ -116,11 +116,11 @@ def test_tokens_have_their_classes_last_and_many_take_more_than_a_byte(read):
 def test_one_class_a_sample_has_no_map(read):
     told = r"--class-map: output 'y' is \[batch, 4\], expected floating-point scores .*leave it out"
     with pytest.raises(ModelError, match=told):
-        read(ending("Identity"), task=AskedTask(class_map=True))
+        read(ending("Identity"), task=TaskOptions(class_map=True))
 
 
 def test_a_task_may_be_asked_for_with_its_own_terms(read):
-    asked = AskedTask(kind="pose", share=0.8, within=0.1)
+    asked = TaskOptions(kind="pose", share=0.8, within=0.1)
     task = read(dense(["batch", 5, 8, 8]), task=asked).answer.task
     assert (task.kind, task.share, task.within) == ("pose", 0.8, 0.1)
 
@@ -128,12 +128,12 @@ def test_a_task_may_be_asked_for_with_its_own_terms(read):
 @pytest.mark.parametrize(
     ("asked", "shape", "told"),
     [
-        (AskedTask(kind="pose"), ["batch", 5], ("float32 [batch, 5]", "expected", "heat maps")),
-        (AskedTask(kind="multi-label"), ["batch", 5, 8], ("floating-point [batch, labels]",)),
-        (AskedTask(kind="segmentation"), ["batch", "c", 8, 8], ("at least 2",)),
-        (AskedTask(kind="regression", share=0.5), ["batch", 5], ("--agree-share 0.5",)),
-        (AskedTask(within=0.1), ["batch", "t", 5], ("--agree-within 0.1", "token")),
-        (AskedTask(kind="classification"), ["batch", 5, 8, 8], ("--task", "pool")),
+        (TaskOptions(kind="pose"), ["batch", 5], ("float32 [batch, 5]", "expected", "heat maps")),
+        (TaskOptions(kind="multi-label"), ["batch", 5, 8], ("floating-point [batch, labels]",)),
+        (TaskOptions(kind="segmentation"), ["batch", "c", 8, 8], ("at least 2",)),
+        (TaskOptions(kind="regression", share=0.5), ["batch", 5], ("--agree-share 0.5",)),
+        (TaskOptions(within=0.1), ["batch", "t", 5], ("--agree-within 0.1", "token")),
+        (TaskOptions(kind="classification"), ["batch", 5, 8, 8], ("--task", "pool")),
     ],
 )
 def test_a_task_that_does_not_fit_is_named_with_what_it_takes(read, asked, shape, told):

@@ -34,7 +34,7 @@ from offramp.bundle.schema.serde import from_plain, to_plain
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.commands.cli import main
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.cuts.cuts import find_cuts
 from offramp.compiler.frontend import answer, answer_tokens
 from offramp.compiler.frontend.answer_tokens import check_lengths
@@ -95,7 +95,7 @@ def test_padded_prompts_are_answered_as_alone(read: Read, *, left: bool) -> None
 
 @pytest.mark.parametrize("simplify", [False, True])
 @pytest.mark.parametrize("cache", [False, True])
-def test_a_decoder_has_a_cut_behind_every_layer_but_the_last(
+def test_a_decoder_has_a_cut_after_every_layer_except_the_last(
     read: Read, *, cache: bool, simplify: bool
 ) -> None:
     model = read(decoder(cache=cache), answer_tokens=TOKENS, simplify=simplify)
@@ -319,5 +319,5 @@ def test_without_the_flag_the_error_names_it(read: Read, monkeypatch: pytest.Mon
     monkeypatch.setattr(answer, "_MOST_TAGS", 39)
     with pytest.raises(ModelError, match=told):
         read(decoder(), simplify=False)
-    asked = AskedTask(kind="token-classification")
+    asked = TaskOptions(kind="token-classification")
     assert read(decoder(), simplify=False, task=asked).answer.classes == 40

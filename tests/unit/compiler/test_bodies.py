@@ -108,7 +108,7 @@ def test_work_of_a_body_is_counted_as_often_as_it_runs(read, model, flops: float
     assert found == pytest.approx(flops, abs=10)
 
 
-def test_a_loop_that_nobody_can_count_is_measured(read) -> None:
+def test_a_loop_with_unknown_operation_count_is_measured(read) -> None:
     analysis = find_cuts(read(looped(None), simplify=False))
     assert analysis.unknown_work == ("Loop",)
     assert analysis.total_s is not None

@@ -75,7 +75,7 @@ def test_untrained_a_bridge_is_its_torch_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
-def test_behind_the_last_block_a_bridge_is_the_model_itself(name: str) -> None:
+def test_after_the_last_block_a_bridge_is_the_model_itself(name: str) -> None:
     """A bridge there drops nothing, and untrained it answers like the model."""
     pieces, bridges = made(name)
     last = whole(bridges)[-1]
@@ -112,7 +112,7 @@ def test_a_short_bridge_leaves_the_last_block_out(name: str) -> None:
         assert one.reads[0] == other.reads[0]
     # What is left of the last one is what the model has behind its last block.
     flow = Dataflow(pieces.model.proto.graph)
-    end = flow.behind([pieces.model.answer.output], stop=frozenset(pieces.analysis.end.tensors))
+    end = flow.upstream([pieces.model.answer.output], stop=frozenset(pieces.analysis.end.tensors))
     found = [op.kind for op in Dataflow(short[-1].proto.graph).operators]
     assert found == [op.kind for op in end]
 

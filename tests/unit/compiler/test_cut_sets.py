@@ -32,7 +32,7 @@ def test_branches_that_are_done_are_carried_beside_what_the_others_read(read: Re
     assert sets_of(analysis) == [{"pooled0", "embedded"}, {"pooled1", "pooled0", "embedded"}]
     first, second = analysis.cuts
     assert (first.tensor, second.tensor) == ("pooled0", "pooled1")  # what is written last
-    assert {t.name: t.shape for t in second.as_heads_see_it().tensors} == {
+    assert {t.name: t.shape for t in second.head_input().tensors} == {
         "pooled0": ("batch", 24),
         "pooled1": ("batch", 24),
         "embedded": ("batch", 16, 12),
@@ -68,7 +68,7 @@ def test_states_of_recurrent_layers_are_turned_and_carried(read: Read) -> None:
         {"states1/batch_first", "last0/batch_first", "last1/batch_first"},
         {"last2/batch_first", "last0/batch_first", "last1/batch_first"},
     ]
-    assert {t.shape for t in analysis.cuts[0].as_heads_see_it().tensors} == {
+    assert {t.shape for t in analysis.cuts[0].head_input().tensors} == {
         ("batch", 6, 16),
         ("batch", 1, 16),
     }
@@ -100,7 +100,7 @@ def test_blocks_of_which_there_are_many_are_not_cut_inside(read: Read, blocks: i
     assert not any(cut.beside for cut in find_cuts(read(models.residual_cnn(blocks=blocks))).cuts)
 
 
-def test_a_wide_block_beside_others_is_cut_inside(read: Read) -> None:
+def test_a_dominant_residual_branch_is_cut_inside(read: Read) -> None:
     """The branch of a single residual block that does nearly all the work."""
     b = models.Builder()
     x = b.node("Relu", b.linear(b.input("x", ["batch", 16]), 16, 16), out="stem")

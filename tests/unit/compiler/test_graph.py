@@ -49,9 +49,9 @@ def test_looking_at_bodies_does_not_change_the_model():
         (frozenset({"hidden1"}), []),
     ],
 )
-def test_behind_stops_at_what_is_given(stop, kinds):
+def test_upstream_stops_at_given_tensors(stop, kinds):
     graph = Dataflow(models.mlp().graph)
-    assert [op.kind for op in graph.behind(["hidden1"], stop=stop)] == kinds
+    assert [op.kind for op in graph.upstream(["hidden1"], stop=stop)] == kinds
 
 
 def test_constants_depend_on_no_input():

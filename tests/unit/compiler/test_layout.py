@@ -20,7 +20,7 @@ from offramp.compiler.graphs.shapes import declared_types
 def cuts_of(read: Callable[..., object], proto: onnx.ModelProto) -> list[CutPoint]:
     found = list(find_cuts(read(proto)).cuts)  # type: ignore[arg-type]
     assert found
-    assert all(family_of(cut.as_heads_see_it()) for cut in found)
+    assert all(family_of(cut.head_input()) for cut in found)
     return found
 
 
@@ -78,14 +78,14 @@ def test_convolutions_have_channels_first(read, sides):
     cuts = cuts_of(read, convolutions(*sides))
 
     assert [(cut.tensor, cut.channels) for cut in cuts] == [("out0", 1), ("out1", 1)]
-    assert {cut.as_heads_see_it().form for cut in cuts} == {"map"}
+    assert {cut.head_input().form for cut in cuts} == {"map"}
 
 
 def test_transposes_around_convolutions_are_seen_through(read):
     cuts = cuts_of(read, channels_last())
 
     assert [(cut.tensor, cut.channels) for cut in cuts] == [("out0", 3), ("out1", 3)]
-    assert {cut.as_heads_see_it().width for cut in cuts} == {8}
+    assert {cut.head_input().width for cut in cuts} == {8}
 
 
 @pytest.mark.parametrize("fused", [True, False])

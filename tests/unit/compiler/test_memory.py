@@ -17,7 +17,12 @@ from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.commands.printing import print_use
 from offramp.compiler.common import resources
 from offramp.compiler.common.progress import Advance
-from offramp.compiler.common.resources import GivingBack, count_process, give_back, peak_bytes
+from offramp.compiler.common.resources import (
+    MemoryReleasingProgress,
+    count_process,
+    give_back,
+    peak_bytes,
+)
 from offramp.engine.backends.onnxruntime import make_session
 
 
@@ -35,7 +40,7 @@ def test_the_peak_stays_when_memory_is_given_back() -> None:
     assert peak > size
 
 
-def test_a_process_counts_with_what_this_one_has_beside_it() -> None:
+def test_peak_memory_adds_another_process_to_this_one() -> None:
     before = peak_bytes()
     assert before is not None
     count_process(2**50)
@@ -84,7 +89,7 @@ def test_steps_begin_with_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> Non
             done.append((title, total))
             yield done.append
 
-    with GivingBack(Told()).step("Slice", 2) as advance:
+    with MemoryReleasingProgress(Told()).step("Slice", 2) as advance:
         advance(1)
     assert done == ["given back", ("Slice", 2), 1]
 

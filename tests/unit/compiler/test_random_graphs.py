@@ -84,7 +84,7 @@ def test_rows_may_leave_at_every_cut(seed):
 def test_every_cut_has_a_head_and_its_batch_in_front(seed):
     for cut in analysed(seed)[1].cuts:
         assert cut.shape[0] == "batch"
-        assert family_of(cut.as_heads_see_it())
+        assert family_of(cut.head_input())
 
 
 def test_the_graphs_have_all_that_they_are_to_have():

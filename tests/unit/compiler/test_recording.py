@@ -108,7 +108,7 @@ def test_the_plan_knows_the_size_of_what_is_recorded(tmp_path: Path) -> None:
         assert recorder.plan.size_bytes == sum(array.nbytes for array in arrays)
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_recorded(
+def test_missing_disk_space_is_refused_before_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces = sliced("mlp")

@@ -289,7 +289,7 @@ def test_counts_and_predictions_by_hand() -> None:
     assert "90.00\u202f% agreement" in text
 
 
-def test_policy_without_promise_is_said_loudly() -> None:
+def test_a_policy_without_promise_causes_a_warning() -> None:
     page = Page(exact().page())
     assert "This policy was not certified." in page.text
     assert "certified with" not in page.text
@@ -330,7 +330,7 @@ def test_classes_whose_bound_is_tested_twice_need_more_samples(repeated: bool, f
     assert ("but not for" in own_bounds(found)) == few
 
 
-def test_no_exit_active_is_said_loudly() -> None:
+def test_without_active_exits_a_warning_is_printed() -> None:
     page = Page(make(3).without_policy().page())
     assert "No exit is active: this bundle serves the unmodified model." in page.text
     assert "3 exits were built, but no policy both saved time" in page.text

@@ -131,7 +131,7 @@ def test_a_difference_is_said_with_its_likely_reason(
     assert said.endswith(".")
 
 
-def test_exits_that_save_nothing_are_said_loudly() -> None:
+def test_exits_without_savings_cause_a_warning() -> None:
     assert judged(0.3, busy=0.99).warning is None
     said = judged(0.3, busy=1.0).warning
     assert said is not None

@@ -181,7 +181,7 @@ def trimming(width: int = 256) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("short", [2, 1])
-def test_cuts_behind_which_samples_need_the_others_are_refused(read, monkeypatch, short):
+def test_cuts_before_batch_dependent_operators_are_refused(read, monkeypatch, short):
     """With 2 tokens left the mask does not fit; with 1 it fits, and the answer is wrong.
 
     Where the graph tells that, the model is refused before; an operator of a library hides it.

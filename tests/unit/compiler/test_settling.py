@@ -17,7 +17,7 @@ from offramp.bundle.schema.answers import AnswerTask
 from offramp.calibration.data.dataset import DataError, Dataset
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import CompileOptions
-from offramp.compiler.steps.settling import settle_task
+from offramp.compiler.steps.settling import resolve_task
 
 SOME = Path("any")
 
@@ -32,7 +32,7 @@ def settled(task: AnswerTask, builder: Any, *, same: bool = False, **options: An
         inputs = {name: np.repeat(array[:1], 64, axis=0) for name, array in inputs.items()}
     data = Dataset(inputs=inputs, labels=None, sha256="")
     asked = CompileOptions.of(model=SOME, data=SOME, output=SOME, **options)
-    return settle_task(replace(pieces.model, answer=answer), data, asked).answer.task
+    return resolve_task(replace(pieces.model, answer=answer), data, asked).answer.task
 
 
 def test_values_are_near_by_their_own_spread() -> None:

@@ -54,7 +54,7 @@ def test_sizes_behind_range_and_expand_are_the_batch():
     assert types["bias"].shape == ("batch", 1, TOKENS)
 
 
-def test_a_mask_that_is_picked_by_range_leaves_a_cut_behind_every_layer(read):
+def test_a_mask_sliced_by_range_allows_a_cut_after_every_layer(read):
     cuts = find_cuts(read(masked_by_range())).cuts
 
     assert [cut.tensor for cut in cuts] == ["layer0", "layer1", "layer2"]

@@ -19,10 +19,10 @@ from offramp.bundle import Head
 from offramp.calibration.data.dataset import Dataset
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.compiler.common.errors import ModelError
-from offramp.compiler.common.options import AskedTask
+from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.exits.endings import CONFIDENCE
 from offramp.compiler.exits.heads import build_exit
-from offramp.compiler.exits.scores import settle_scores
+from offramp.compiler.exits.scores import resolve_scores
 from offramp.compiler.frontend.model import read_model
 from offramp.compiler.graphs.graph import Dataflow
 from offramp.compiler.graphs.runtime import GraphRunner
@@ -42,9 +42,9 @@ def settled(proto: onnx.ModelProto, task: Any = "auto") -> SourceModel:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
         onnx.save(proto, path)
-        model = read_model(path, task=AskedTask(kind=task), simplify=False)
+        model = read_model(path, task=TaskOptions(kind=task), simplify=False)
     data = Dataset(inputs={"x": vectors()}, labels=None, sha256="")
-    return settle_scores(model, data, asked=task != "auto")
+    return resolve_scores(model, data, user_requested=task != "auto")
 
 
 def tensors(model: SourceModel, x: np.ndarray) -> dict[str, np.ndarray]:

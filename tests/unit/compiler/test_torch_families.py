@@ -47,8 +47,8 @@ def test_they_have_cuts_heads_and_stages_that_answer_alike(name, dynamic, dynamo
 
     assert len(cuts) >= family.cuts
     for cut in cuts:
-        assert cut.as_heads_see_it().form == family.form
-        assert family_of(cut.as_heads_see_it())
+        assert cut.head_input().form == family.form
+        assert family_of(cut.head_input())
 
     segments = split(model, cuts)
     values = random_inputs(model.proto, 64)

@@ -51,7 +51,7 @@ def test_models_with_the_batch_in_front_are_left_alone(read):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_turned_tensors_are_tokens_to_heads(name, read):
     for cut in find_cuts(read(BUILDERS[name]())).cuts:
-        seen = cut.as_heads_see_it()
+        seen = cut.head_input()
         assert (cut.shape, seen.form, seen.width) == (("batch", "sequence", 8), "tokens", 8)
         assert {head.kind for head in family_of(seen)} == {"first", "mean", "attention"}
 

@@ -232,4 +232,4 @@ def test_weights_without_room_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
         weight_file(ScratchSpace(tmp_path)) as file,
         pytest.raises(ScratchError, match=message),
     ):
-        file.check_room(sliced("mlp").model.proto)
+        file.check_space(sliced("mlp").model.proto)

@@ -165,7 +165,7 @@ def test_known_operators_are_not_measured(read: Read, monkeypatch: pytest.Monkey
     assert not work_of(model.proto, Dataflow(model.proto.graph)).measured
 
 
-def test_an_int8_model_is_told_why_it_has_no_cuts(read: Read) -> None:
+def test_an_int8_model_without_cuts_states_the_reason(read: Read) -> None:
     """The reason is that its tensors are bytes, not that no work is left."""
     scale, zero = (
         numpy_helper.from_array(np.float32(0.1), "s"),

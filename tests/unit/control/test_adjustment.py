@@ -359,7 +359,7 @@ def test_the_last_exit_of_a_cascade_pays_for_what_runs_for_it_alone() -> None:
     assert upper_bound_ms(2, 5, 7, CASCADE) == 5 * 50 - 2 * 31
 
 
-def test_an_exit_behind_which_nobody_leaves_is_dropped_from_a_cascade() -> None:
+def test_a_cascade_drops_an_exit_that_costs_more_than_it_saves() -> None:
     """The last exit's 20 ms are lost to all but one that leaves there: 60 − 69 · 21."""
     found = adjusted([30, 1], [0, 2], costs=CASCADE, max_overhead=2.0)
     assert found.utility_ms == (30 * 100 - 70, 60 - 69 * 21)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offramp.engine.control.in_force import AuditRate, AuditSettings, affordable
+from offramp.engine.control.active_policy import AuditRate, AuditSettings, affordable
 
 SHARES = np.array([0.5, 0.3, 0.2])
 LATENCY_MS = np.array([2.0, 6.0, 10.0])

@@ -59,7 +59,7 @@ def test_a_promise_that_covers_the_constraint_comes_into_force(population: Popul
     assert status.evidence is Evidence.CALIBRATED
     assert status.disagreement is None
     assert status.disagreement_upper_bound == 1.0
-    assert controller._in_force.thresholds == {0: 0.99, 1: 0.98, 2: 0.98}
+    assert controller._active.thresholds == {0: 0.99, 1: 0.98, 2: 0.98}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_invalidating_from_outside_is_an_alarm(population: Population) -> None:
     assert "the weather changed" in event.text
     assert answers(controller.policy) == {}
     assert controller.status().alarms == 1
-    assert controller._in_force.path.samples == 0
+    assert controller._active.path.samples == 0
     assert controller.needs_evidence
 
 
@@ -268,7 +268,7 @@ def test_forced_answers_are_outside(population: Population) -> None:
     assert status.alarms == 0
     assert status.observed == 40 * 64
     assert status.disagreement is None
-    assert controller._in_force.path.samples == 0
+    assert controller._active.path.samples == 0
 
 
 def test_observing_nothing_changes_nothing(population: Population) -> None:
@@ -320,13 +320,13 @@ def test_new_exits_run_in_shadow_mode_first_and_are_adopted_if_they_save(
     feed(controller, population, 6_000, rng=rng)
     assert controller.status().evidence is Evidence.CERTIFIED
     before = controller.policy
-    certified_by = controller._in_force.path
+    certified_by = controller._active.path
     assert controller.consider((0, 1, 2))
     assert controller.policy.version == before.version + 1
     assert [a.exit for a in controller.policy.active] == [0, 1, 2]
     assert answers(controller.policy) == answers(before)
     assert controller.status().evidence is Evidence.CERTIFIED
-    assert controller._in_force.path is certified_by
+    assert controller._active.path is certified_by
     assert not controller.consider((0, 2))  # one at a time
     slow = population.mean_ms(before, COSTS)
     history = feed(controller, population, 12_000, rng=rng)
@@ -361,13 +361,13 @@ def test_exits_that_answer_nothing_go_without_a_new_certificate(population: Popu
     policy = policy_of({0: NEVER, 1: 0.98, 2: 0.98}, version=1, promised=EPSILON)
     controller = controller_of(population, policy)
     feed(controller, population, 600, rng=np.random.default_rng(12))
-    samples = controller._in_force.path.samples
+    samples = controller._active.path.samples
     assert controller.consider((1, 2))
     assert controller.policy.active == policy.active[1:]
     assert controller.policy.version == 2
     assert controller.policy.promise == policy.promise
     assert controller.status().adjustments == 1
-    assert controller._in_force.path.samples == samples > 0
+    assert controller._active.path.samples == samples > 0
     assert controller.status().evidence is Evidence.CALIBRATED
 
 
@@ -438,7 +438,7 @@ def test_state_survives_a_restart(population: Population, tmp_path: Path) -> Non
     feed(other, population, 10_000, rng=rng)
     assert other.policy.version >= controller.policy.version
     assert population.risk(other.policy) <= EPSILON
-    assert other._in_force._paths >= controller._in_force._paths
+    assert other._active._paths >= controller._active._paths
 
 
 @pytest.mark.parametrize(

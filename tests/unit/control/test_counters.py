@@ -33,7 +33,7 @@ def audited_with_suspicion(risk: float, *, seed: int, answers: int) -> float:
     for _ in range(answers // 100):
         q = suspicion.audit_probability(2**-4)
         chunk = seen(rng.random(100) < risk, rng.random(100) < q, q)
-        suspicion.pass_by(100)
+        suspicion.count_samples(100)
         suspicion.observe(chunk.loss, chunk.audit_probability)
         suspicion.account(chunk.audit_probability, 2**-4)
         counters.add(chunk, version=1)

@@ -89,7 +89,7 @@ def test_what_was_learned_on_other_samples_is_forgotten(
     assert restarted.status().alarms == 0
 
 
-def test_a_state_that_is_kept_meanwhile_is_the_one_before(
+def test_state_saved_before_resumption_is_the_learned_state(
     population: Population, learned: CertifiedController, restarted: CertifiedController
 ) -> None:
     feed(restarted, population, ALIKE // 2, rng=np.random.default_rng(4))
@@ -116,7 +116,9 @@ def test_after_an_alarm_the_compiled_thresholds_are_not_trusted(population: Popu
     assert answers(after.policy) == answers(before.policy)
 
 
-def test_what_answers_no_more_than_compiled_is_in_force_at_once(population: Population) -> None:
+def test_a_restored_policy_without_additional_answers_is_active_immediately(
+    population: Population,
+) -> None:
     before = controller_of(population)
     before.invalidate("a test")
     after = controller_of(population)
@@ -144,7 +146,7 @@ def test_a_state_beyond_compiled_thresholds_is_refused_where_none_may_be(
         pinned.restore(learned.state())
 
 
-def test_nothing_goes_beyond_compiled_thresholds_if_told_so(population: Population) -> None:
+def test_thresholds_may_be_limited_to_the_compiled_ones(population: Population) -> None:
     controller, rng = (
         controller_of(population, never_beyond_compiled=True),
         np.random.default_rng(7),

@@ -29,7 +29,7 @@ class Guarded:
         return 1.0 if self.guard.audits_all else 0.02
 
     def observe(self, seen: Observations) -> None:
-        self.guard.pass_by(len(seen))
+        self.guard.count_samples(len(seen))
         if self.guard.has_shifted(seen, self.policy, needs_evidence=self.needs_evidence):
             self.invalidate("inputs")
 
@@ -178,11 +178,11 @@ def test_after_a_restart_inputs_are_compared_with_those_before() -> None:
         after, stream = watched(e0=0.8, e1=0.8)
         after.guard.restore(before.guard.state())
         assert after.guard.compare_with_past(after.policy)
-        assert not after.guard.is_alike
+        assert not after.guard.matches_previous
         for _ in range(ALIKE // 50 + 1):
             after.observe(stream.serve(after, 50, hardness=hardness))
         assert (after.reasons == ["inputs"]) == differs
-        assert after.guard.is_alike
+        assert after.guard.matches_previous
 
 
 def test_without_enough_samples_kept_nothing_is_compared() -> None:

@@ -47,14 +47,14 @@ def test_equals_the_recursion_sample_by_sample(seed: int, risk: float, qs: list[
 def test_one_disagreement_has_some_80_samples_audited_and_more_have_more() -> None:
     suspicion = Suspicion(EPSILON)
     assert suspicion.audit_probability(0.0156) == 2**-7.25  # of 2**-6; the rest is for later
-    suspicion.pass_by(1)
+    suspicion.count_samples(1)
     suspicion.observe(np.array([1 / 0.0078]), np.array([0.0078]))
     assert suspicion.raised
     assert suspicion.describe() == "suspicious: 1 of 1 audited samples disagreed"
     followed = 0
     while suspicion.raised:
         assert suspicion.audit_probability(0.0156) == 1.0
-        suspicion.pass_by(1)
+        suspicion.count_samples(1)
         suspicion.observe(np.zeros(1), np.ones(1))
         followed += 1
     assert followed == 80
@@ -66,13 +66,13 @@ def test_where_many_samples_come_at_once_a_share_of_them_is_enough() -> None:
     loss = np.zeros(640)
     loss[-1] = 1 / 0.0078
     for part in (slice(0, 600), slice(600, 640)):  # one look reads several times
-        suspicion.pass_by(len(loss[part]))
+        suspicion.count_samples(len(loss[part]))
         suspicion.observe(loss[part], np.full(len(loss[part]), 0.0078))
     assert suspicion.audit_probability(0.0156) == 2**-3
     assert suspicion.audit_probability(0.0156) == 2**-3
-    suspicion.pass_by(20)
+    suspicion.count_samples(20)
     assert suspicion.audit_probability(0.0156) == 2**-2  # one small look does not say much
-    suspicion.pass_by(640)
+    suspicion.count_samples(640)
     assert suspicion.audit_probability(0.0156) == 2**-3
 
 
@@ -101,7 +101,7 @@ def quiet(
             for read in reads:
                 q = np.full(read, probability)
                 loss = (rng.random(read) < risk * q) / q
-                suspicion.pass_by(read)
+                suspicion.count_samples(read)
                 suspicion.observe(loss, q)
                 suspicion.account(q, budgeted)
                 served, audits = served + read, audits + q.sum()
@@ -146,7 +146,7 @@ def test_the_settings_have_least_audits_that_the_controller_never_goes_below(
 ) -> None:
     settings = CertifiedSettings(audit_budget=0.001)
     controller = controller_of(population, settings=settings)
-    assert controller._in_force.audit_probability == settings.least_budgeted
+    assert controller._active.audit_probability == settings.least_budgeted
     controller._suspicion.share = 0.1
     assert controller.audit_probability == settings.least_audit
     with pytest.raises(ValueError, match=r"least_audit is 0\.02, .* least_budgeted, 0\.01"):
@@ -173,7 +173,7 @@ def test_false_alarms_are_as_rare_as_promised_when_audits_rise(rising: bool) -> 
             if alarm.add(loss, q) is not None:
                 alarms += 1
                 break
-            suspicion.pass_by(100)
+            suspicion.count_samples(100)
             suspicion.observe(loss, q)
             suspicion.account(q, 0.05)
             audits += q.sum()

@@ -154,7 +154,7 @@ def test_memory_that_is_short_for_a_slot_says_what_is_needed_free_and_to_lower(
     backend.close()
 
 
-def test_a_slot_takes_no_more_than_it_says(bundle: Bundle) -> None:
+def test_a_slot_allocates_no_more_than_it_reports(bundle: Bundle) -> None:
     backend, _, driver = fake_cuda()
     kept = [backend.prepare(spec) for spec in make_plan(bundle).stages]
     with driver.current():

@@ -105,9 +105,9 @@ def test_what_is_run_before_serving_are_the_sizes_that_are_run(bundle: Bundle) -
     backend, factory, _ = fake_cuda(pads=True)
     stages = [backend.prepare(spec) for spec in make_plan(bundle).stages]
     assert backend.sizes(16) == [1, 2, 4, 8, 12, 16]
-    factory.room = lambda rows: 3 if rows <= 3 else 10
+    factory.padding_limit = lambda rows: 3 if rows <= 3 else 10
     assert backend.sizes(10) == [1, 2, 3, 4, 8, 10]
-    factory.room = lambda _: 16
+    factory.padding_limit = lambda _: 16
     factory.pads = False
     stages.append(backend.prepare(make_plan(bundle).stages[0]))
     assert list(backend.sizes(3)) == [1, 2, 3]
@@ -117,7 +117,7 @@ def test_what_is_run_before_serving_are_the_sizes_that_are_run(bundle: Bundle) -
 
 def test_a_batch_is_not_filled_up_beyond_its_profile(bundle: Bundle) -> None:
     """Profiles of engines may have gaps, and are tuned for their ends."""
-    backend, factory, _ = fake_cuda(pads=True, room=lambda rows: 3 if rows <= 3 else 16)
+    backend, factory, _ = fake_cuda(pads=True, padding_limit=lambda rows: 3 if rows <= 3 else 16)
     stage = backend.prepare(make_plan(bundle).stages[0])
     slot = backend.open_slot()
     for rows in (3, 2, 9):

@@ -189,7 +189,7 @@ def test_rows_can_be_selected_of_what_was_selected(bench: Bench) -> None:
     np.testing.assert_array_equal(answer_at_end(bench, fewer), end_of([1, 4], 2))
 
 
-def test_a_threshold_in_force_replaces_the_stages_own(bench: Bench) -> None:
+def test_an_active_threshold_replaces_the_threshold_of_the_stage(bench: Bench) -> None:
     carry_of(bench, [0.9, 0.1, 0.2, 0.8, 0.3])  # under its own
     batch = bench.slot.upload(batch_of([0.9, 0.1, 0.2, 0.8, 0.3]))
     carry = bench.slot.run(bench.stages[0], batch, threshold=0.25).carry
@@ -368,7 +368,7 @@ def test_batches_stay_in_their_slot_unless_buffered(bench: Bench) -> None:
     other.close()
 
 
-def test_buffered_memory_is_used_again_when_nobody_refers_to_it(bench: Bench) -> None:
+def test_unreferenced_buffers_are_reused(bench: Bench) -> None:
     allocated = []
     for _ in range(4):
         kept = bench.slot.buffer(carry_of(bench, [0.1, 0.2, 0.3]), np.array([0, 2]))
@@ -585,7 +585,7 @@ def test_memory_that_is_short_for_a_larger_sample_says_what_to_lower(bench: Benc
 
 
 @pytest.mark.parametrize("threshold", [0.0, NEVER])
-def test_everybody_and_nobody_leaves(bench: Bench, threshold: float) -> None:
+def test_all_rows_leave_and_no_row_leaves(bench: Bench, threshold: float) -> None:
     batch = bench.slot.upload(batch_of([0.9, 0.1, 1.0]))
     carry = bench.slot.run(bench.stages[0], batch, threshold=threshold).carry
     assert carry is not None

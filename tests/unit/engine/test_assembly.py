@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from tests.sliced import BUILDERS, Sliced, inputs_of, sliced
 
 from offramp.bundle import Answer, Head
-from offramp.bundle.schema.parts import given_behind
+from offramp.bundle.schema.parts import outputs_after
 from offramp.calibration.heads.cut_tensors import CutTensor
 from offramp.calibration.heads.families import joined_width, masks_of
 from offramp.compiler.exits.heads import build_exit
@@ -46,7 +46,7 @@ def stages(pieces: Sliced, borders: list[int]) -> list[bytes]:
     starts = [0, *borders]
     segments = [segment.described() for segment in pieces.segments]
     return [
-        assemble(pieces.graphs[start:end], given_behind(segments, start, end - 1))
+        assemble(pieces.graphs[start:end], outputs_after(segments, start, end - 1))
         for start, end in zip(starts, ends, strict=True)
     ]
 

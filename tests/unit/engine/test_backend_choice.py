@@ -331,7 +331,7 @@ def test_on_several_gpus_each_has_a_backend_of_its_own(
 
 
 @pytest.mark.parametrize("name", ["auto", "tensorrt", "cuda"])
-def test_a_gpu_of_several_that_is_not_there_is_told_and_no_cpu_takes_its_place(
+def test_a_missing_gpu_is_an_error_without_fallback_to_cpu(
     made: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     def find_device(index: int) -> probe.Device:

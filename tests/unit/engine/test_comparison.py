@@ -41,9 +41,9 @@ def test_nothing_is_known_before_the_end_and_all_of_it_then() -> None:
     log = answer_log(PIXELS, recorder)
     recorder.start(ids(0, 1, 2), 1)
     log.begin(ids(0, 1, 2), {})
-    log.say(ids(0, 1, 2), 0, maps("0000", "0011", "1111"), confidence(3))
-    log.say(ids(0, 2), 1, maps("0001", "1110"), confidence(2))
-    log.say(ids(0, 2, 1), MODEL_END, maps("0001", "0000", "1011"), confidence(3))
+    log.record_answers(ids(0, 1, 2), 0, maps("0000", "0011", "1111"), confidence(3))
+    log.record_answers(ids(0, 2), 1, maps("0001", "1110"), confidence(2))
+    log.record_answers(ids(0, 2, 1), MODEL_END, maps("0001", "0000", "1011"), confidence(3))
     recorder.finish(ids(0, 1, 2))
     seen = recorder.take()
     assert seen is not None
@@ -57,10 +57,10 @@ def test_a_sample_that_leaves_is_forgotten_and_nothing_is_known_of_it() -> None:
     log = answer_log(PIXELS, recorder)
     recorder.start(ids(0, 1), 1)
     log.begin(ids(0, 1), {})
-    log.say(ids(0, 1), 0, maps("0000", "1111"), confidence(2))
+    log.record_answers(ids(0, 1), 0, maps("0000", "1111"), confidence(2))
     recorder.finish(ids(0))
     log.forget(ids(0))
-    log.say(ids(1), MODEL_END, maps("1111"), confidence(1))
+    log.record_answers(ids(1), MODEL_END, maps("1111"), confidence(1))
     recorder.finish(ids(1))
     seen = recorder.take()
     assert seen is not None
@@ -75,8 +75,8 @@ def test_masked_tokens_do_not_count_while_serving_either() -> None:
     log.begin(ids(0, 1), {"m": np.array([[1, 1, 0, 0], [1, 1, 1, 1]])})
     said = maps("0011", "0011")[:, :, 0].transpose(0, 2, 1)
     ends = maps("0000", "0000")[:, :, 0].transpose(0, 2, 1)
-    log.say(ids(0, 1), 0, said, confidence(2))
-    log.say(ids(0, 1), MODEL_END, ends, confidence(2))
+    log.record_answers(ids(0, 1), 0, said, confidence(2))
+    log.record_answers(ids(0, 1), MODEL_END, ends, confidence(2))
     recorder.finish(ids(0, 1))
     seen = recorder.take()
     assert seen is not None
@@ -93,5 +93,5 @@ def test_an_end_that_comes_after_its_sample_was_lost_is_no_error(*, relative: bo
     recorder.lose(ids(0))
     log.forget(ids(0))
     given = maps("0000") if relative else np.eye(4)[:1]
-    log.say(ids(0), MODEL_END, given, confidence(1))
+    log.record_answers(ids(0), MODEL_END, given, confidence(1))
     assert recorder.take() is None or recorder.lost == 1

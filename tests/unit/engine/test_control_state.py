@@ -359,7 +359,7 @@ def test_a_folder_in_its_place_stays(place: Path, caplog: pytest.LogCaptureFixtu
     assert list(place.parent.iterdir()) == [place]
 
 
-def test_a_place_that_cannot_be_written_is_told_once(
+def test_an_unwritable_place_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = tmp_path / "later" / "m.state.npz"
@@ -435,7 +435,7 @@ def test_racing_writers_leave_one_whole_state(place: Path) -> None:
     assert list(place.parent.iterdir()) == [place]
 
 
-def test_a_bundle_is_told_by_all_that_is_in_it(tmp_path: Path) -> None:
+def test_the_identity_of_a_bundle_covers_name_and_files(tmp_path: Path) -> None:
     bundle = write(tmp_path)
     assert identity_of(bundle) == identity_of(Bundle.open(bundle.path))
     assert len(identity_of(bundle)["bundle"]) == 64

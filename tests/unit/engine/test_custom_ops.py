@@ -81,7 +81,7 @@ def test_one_library_does_not_stand_for_two(library) -> None:
             require_libraries(needing(same, other), Path("a.ee"))
 
 
-def test_a_graph_says_what_it_lacks_as_long_as_nobody_gives_it(library) -> None:
+def test_a_graph_names_its_missing_operator_library(library) -> None:
     model = squash_mlp().SerializeToString()
     with pytest.raises(BackendError, match=facts("Squash", DOMAIN, "load the lib")):
         make_session(model, 1)

@@ -74,7 +74,7 @@ class Place:
         """Check for missing engines later, as the control loop does."""
         self.now_s += seconds
         self.upgrades.step()
-        return self.upgrades.look("m", missing)
+        return self.upgrades.check_missing("m", missing)
 
 
 def test_missing_engines_are_built_by_one_command_and_noticed_at_once() -> None:

@@ -165,7 +165,7 @@ def test_one_bad_request_fails_alone() -> None:
     with_engine(body, backend_type=Poisoned, max_batch_size=4, max_delay_s=3600.0)
 
 
-def test_failing_to_compact_fails_only_who_has_no_answer_yet() -> None:
+def test_a_failed_compaction_fails_only_samples_without_answer() -> None:
     class CannotSelect(FakeSlot):
         def select(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
             raise MemoryError
@@ -224,7 +224,9 @@ def test_survivors_that_cannot_be_buffered_are_tried_again(streams: int) -> None
 
 
 @pytest.mark.parametrize("scheduling", ["run-through", "refill", "rebatch"])
-def test_among_many_failures_everybody_is_answered_rightly_or_told(scheduling: str) -> None:
+def test_under_many_failures_every_request_gets_a_correct_answer_or_an_error(
+    scheduling: str,
+) -> None:
     counted = iter(range(10**9))
 
     def on_run(stage: int, rows: int) -> None:
@@ -304,7 +306,7 @@ def test_an_answer_of_another_shape_fails_its_request_only() -> None:
     with_engine(body, backend_type=Odd)
 
 
-def test_a_slot_that_cannot_be_closed_stops_nobody() -> None:
+def test_a_slot_that_cannot_be_closed_blocks_no_other() -> None:
     class StuckSlot(FakeSlot):
         def close(self) -> None:
             super().close()

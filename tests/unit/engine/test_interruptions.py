@@ -134,5 +134,5 @@ def test_a_stream_without_a_worker_is_out_of_service_until_it_starts() -> None:
     health.lost(1)
     assert (health.in_service, health.losses, health.given_up([0, 1])) == (1, 1, False)
     health.start_failed(1)
-    health.started(1, anew=True)
+    health.started(1, restarted=True)
     assert (health.in_service, health.losses, health.restarts) == (2, 1, 2)

@@ -26,7 +26,7 @@ def pipe() -> Iterator[tuple[int, logging.Logger]]:
         os.close(reading)
 
 
-def test_a_log_that_nobody_reads_makes_no_thread_wait(pipe: tuple[int, logging.Logger]) -> None:
+def test_an_unread_log_blocks_no_thread(pipe: tuple[int, logging.Logger]) -> None:
     reading, logger = pipe
     extra = 500
     for number in range(MOST_LINES + extra):

@@ -241,7 +241,7 @@ def test_leaving_a_stream_early_withdraws_nothing_from_others() -> None:
     with_engine(body, controller=controller)
 
 
-def test_a_new_policy_is_in_force_for_what_starts_after_it() -> None:
+def test_a_new_policy_is_active_for_batches_that_start_after_it() -> None:
     controller = ScriptedController(policy_of(1, e0=0.9))
 
     async def body(engine: Engine, _backend: FakeBackend) -> None:

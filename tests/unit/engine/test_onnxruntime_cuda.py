@@ -316,7 +316,7 @@ def test_answers_that_nobody_can_read_are_refused(
     backend.close()
 
 
-def test_a_run_that_fails_is_told_and_the_next_one_binds_anew(
+def test_a_failed_run_is_reported_and_the_next_run_rebinds(
     cuda: Cuda, device: FakeDriver, bundle: Bundle
 ) -> None:
     backend = backend_on(device)

@@ -66,7 +66,7 @@ def test_products_are_float32_wherever_the_cpu_has_less() -> None:
 
 
 @pytest.mark.parametrize("how", ["read-only", "strided", "unaligned"])
-def test_inputs_may_lie_as_they_come(how: str) -> None:
+def test_inputs_may_have_any_memory_layout(how: str) -> None:
     weights = np.eye(4, dtype=np.float32)
     x = np.arange(24, dtype=np.float32).reshape(6, 4)
     if how == "strided":

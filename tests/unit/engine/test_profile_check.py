@@ -21,10 +21,10 @@ from offramp.bundle import ActiveExit, Bundle, ExitPolicy, Profile
 from offramp.bundle.schema.serde import from_plain
 from offramp.engine.models import profile_check
 from offramp.engine.models.profile_check import (
-    SeenTimes,
+    MeasuredTimes,
+    log_predicted_savings,
     predicted_savings,
     read_kept,
-    say_what_exits_bring,
     scaled,
     sizes_within,
     write_kept,
@@ -53,14 +53,16 @@ def plan(bundle: Bundle) -> Plan:
 
 
 def test_a_machine_that_is_as_the_compilers_changes_nothing(plan: Plan) -> None:
-    seen = [SeenTimes(batch_size=b, source_ms=4.0 * b, stages=(1.375 / 4, 3 / 4)) for b in (1, 4)]
+    seen = [
+        MeasuredTimes(batch_size=b, source_ms=4.0 * b, stages=(1.375 / 4, 3 / 4)) for b in (1, 4)
+    ]
     found = scaled(COMPILED, plan, seen)
     for field in ("source_ms", "segments_ms", "exits_ms", "stages_ms"):
         assert np.array(getattr(found, field)) == pytest.approx(np.array(getattr(COMPILED, field)))
 
 
 def test_a_slower_machine_is_slower_in_all_parts(plan: Plan) -> None:
-    seen = [SeenTimes(batch_size=1, source_ms=8.0, stages=(1.375 / 4, 3 / 4))]
+    seen = [MeasuredTimes(batch_size=1, source_ms=8.0, stages=(1.375 / 4, 3 / 4))]
     found = scaled(COMPILED, plan, seen)
     assert found.source_ms == pytest.approx((8.0, 32.0))  # one size speaks for all
     assert found.segments_ms[0] == pytest.approx((2.0, 8.0))
@@ -70,18 +72,18 @@ def test_a_slower_machine_is_slower_in_all_parts(plan: Plan) -> None:
 
 def test_borders_that_cost_more_here_do_so_in_the_profile(plan: Plan) -> None:
     """All stages take 1.28125 of the model instead of 1.09375: three times as much beyond it."""
-    seen = [SeenTimes(batch_size=1, source_ms=4.0, stages=(1.375 / 4 * 1.28125 / 1.09375,
+    seen = [MeasuredTimes(batch_size=1, source_ms=4.0, stages=(1.375 / 4 * 1.28125 / 1.09375,
                                                       0.75 * 1.28125 / 1.09375))]  # fmt: skip
     found = scaled(COMPILED, plan, seen)
     assert found.exits_ms[0][0] + found.stages_ms[0][0] == pytest.approx(3 * 0.375)
     assert found.segments_ms[0][0] == pytest.approx(1.0)
-    free = [SeenTimes(batch_size=1, source_ms=4.0, stages=(0.2, 0.7))]
+    free = [MeasuredTimes(batch_size=1, source_ms=4.0, stages=(0.2, 0.7))]
     assert scaled(COMPILED, plan, free).stages_ms[0] == (0.0, 0.0)
 
 
 def test_a_stage_that_takes_more_of_the_model_here(plan: Plan) -> None:
     seen = [
-        SeenTimes(batch_size=1, source_ms=4.0, stages=(1.375 / 2, 3 / 4))
+        MeasuredTimes(batch_size=1, source_ms=4.0, stages=(1.375 / 2, 3 / 4))
     ]  # the first twice as much
     found = scaled(COMPILED, plan, seen)
     assert found.segments_ms[0][0] == pytest.approx(4.0 * 0.5 / 1.25)
@@ -93,8 +95,8 @@ def test_between_sizes_factors_are_interpolated(plan: Plan) -> None:
                      segments_ms=((1.0, 2.0, 4.0), (3.0, 6.0, 12.0)),
                      exits_ms=((0.25, 0.5, 1.0),), stages_ms=((0.125, 0.25, 0.5),))  # fmt: skip
     seen = [
-        SeenTimes(batch_size=1, source_ms=4.0, stages=(1.375 / 4, 3 / 4)),
-        SeenTimes(batch_size=4, source_ms=32.0, stages=(1.375 / 4, 3 / 4)),
+        MeasuredTimes(batch_size=1, source_ms=4.0, stages=(1.375 / 4, 3 / 4)),
+        MeasuredTimes(batch_size=4, source_ms=32.0, stages=(1.375 / 4, 3 / 4)),
     ]
     assert scaled(middle, plan, seen).source_ms == pytest.approx((4.0, 12.0, 32.0))
 
@@ -128,7 +130,7 @@ def test_what_was_measured_is_kept_by_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "[]", "{", "\x00", "[" * 200_000, '{"a":' * 100_000, "\xff", "9" * 5_000]
 )
-def test_a_file_that_cannot_be_read_is_measured_anew(tmp_path: Path, content: str) -> None:
+def test_an_unreadable_profile_is_measured_again(tmp_path: Path, content: str) -> None:
     path = tmp_path / "kept.json"
     path.write_text(content)
     assert read_kept(path, HERE, parse) is None
@@ -177,12 +179,12 @@ def saving(monkeypatch: pytest.MonkeyPatch, here: float, compiled: float, bundle
         lambda _bundle, profile, _size: here if profile is slow else compiled,
     )
     with caplog.at_level(logging.INFO):
-        say_what_exits_bring("small", bundle, slow, PROFILE)
+        log_predicted_savings("small", bundle, slow, PROFILE)
     (record,) = caplog.records
     return record
 
 
-def test_it_is_said_loudly_when_exits_do_not_pay(
+def test_a_warning_is_printed_when_exits_save_nothing(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     record = saving(monkeypatch, -0.031, 0.4, bundle, caplog)
@@ -245,10 +247,10 @@ def test_what_a_disturbed_machine_showed_is_not_kept(
 ) -> None:
     made, backend = quick(tmp_path)
     stages = make_plan(made, made.policy, Mode.LEAVE).stages
-    seen = [SeenTimes(batch_size=1, source_ms=4.0, stages=(1 / len(stages),) * len(stages))]
+    seen = [MeasuredTimes(batch_size=1, source_ms=4.0, stages=(1 / len(stages),) * len(stages))]
     calls = []
 
-    def measure(*_: object) -> tuple[list[SeenTimes], tuple[str, ...]]:
+    def measure(*_: object) -> tuple[list[MeasuredTimes], tuple[str, ...]]:
         calls.append(1)
         return seen, disturbed
 
@@ -283,7 +285,7 @@ def of_cascade(bundle: Bundle, active: ExitPolicy, *seen: float) -> Profile:
         },
         source_ms=(4.0,),
     )
-    at = [SeenTimes(batch_size=1, source_ms=8.0, stages=seen)]
+    at = [MeasuredTimes(batch_size=1, source_ms=8.0, stages=seen)]
     return scaled(profile, plan, at, source_begins=bundle.manifest.source_begins)
 
 
@@ -311,14 +313,14 @@ def test_a_machine_that_is_slow_in_int8(cascade: Bundle) -> None:
     assert np.array(early.segments_ms) == pytest.approx(np.array([[3.0], [3.0], [8.0]]))
 
 
-def test_a_cascade_without_exits_says_nothing_of_its_quantised_model(cascade: Bundle) -> None:
+def test_a_cascade_without_exits_prints_no_quantised_model(cascade: Bundle) -> None:
     found = of_cascade(cascade, policy_of(), 1.0)
     assert np.array(found.segments_ms) == pytest.approx(np.array([[1.0], [1.0], [8.0]]))
 
 
 def test_a_bundle_without_exits_is_scaled_too(bundle: Bundle) -> None:
     bare = replace(COMPILED, exits_ms=(), stages_ms=())
-    seen = [SeenTimes(batch_size=1, source_ms=8.0, stages=(1.0,))]
+    seen = [MeasuredTimes(batch_size=1, source_ms=8.0, stages=(1.0,))]
     found = scaled(bare, make_plan(bundle, mode=Mode.OFF), seen)
     assert (found.exits_ms, found.stages_ms) == ((), ())
     assert found.source_ms == pytest.approx((8.0, 32.0))

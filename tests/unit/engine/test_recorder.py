@@ -22,7 +22,7 @@ def none(count: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return np.zeros(count, np.bool_)
 
 
-def test_a_sample_is_told_as_it_went() -> None:
+def test_a_sample_is_reported_with_its_path() -> None:
     recorder = Recorder(3, seed=0)
     recorder.audit_probability = 0.5
     three = sample_ids(0, 1, 2)

@@ -302,7 +302,7 @@ def test_engines_are_built_for_the_current_version_alone() -> None:
     built: list[str] = []
 
     class Upgrades(EngineUpgrades):
-        def look(self, model: str, missing: Sequence[MissingEngine]) -> bool:
+        def check_missing(self, model: str, missing: Sequence[MissingEngine]) -> bool:
             built.append(model)
             return False
 
@@ -316,7 +316,7 @@ def test_engines_are_built_for_the_current_version_alone() -> None:
     loop.add("fake 2", "fake", second)
     loop.retire("fake")
     loop.retire("other")
-    loop.look()
+    loop.poll()
     assert built == ["fake"]
     loop.stop()
 
@@ -441,7 +441,7 @@ def test_what_fails_before_the_switch_leaves_the_old_version_whole(
 
     def model(version: int) -> ServedModel:
         made = controlled(backend, path, version)
-        return replace(made, kept_beside=tmp_path / "same.ee")
+        return replace(made, state_bundle=tmp_path / "same.ee")
 
     backend = FakeBackend()
 
@@ -466,7 +466,7 @@ def test_what_fails_before_the_switch_leaves_the_old_version_whole(
             assert (statistics.version, statistics.earlier) == (1, None)
             assert await exit_of(engine) == 0
             controller_of(first).kept = {"policy": 3, "seen": 5}
-            profiles.look()
+            profiles.poll()
         assert load_state(path, fingerprint={}) == {"policy": 3, "seen": 5}
         assert profile.exists()
 

@@ -50,7 +50,7 @@ def answer(book: RequestTable, *rows: int) -> None:
 
 def stage(book: RequestTable) -> StageCounters:
     """Return the counters of exit 3."""
-    book.counters.put_in_force({(0, 3): 0.9})
+    book.counters.activate({(0, 3): 0.9})
     return book.counters.stages[0, 3]
 
 

@@ -30,7 +30,7 @@ def of(folder: Path, name: str = "small") -> StateFile:
     return StateFile.of(folder / "small.ee", name)
 
 
-def test_a_state_lies_beside_its_bundle(
+def test_the_state_file_is_next_to_its_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: None
 ) -> None:
     bundle = write(tmp_path)

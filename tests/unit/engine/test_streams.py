@@ -60,22 +60,22 @@ def test_a_stream_that_passed_is_trusted_for_a_while_unless_nothing_succeeds() -
 def test_a_stream_vouches_for_a_failure_once_something_else_succeeded() -> None:
     health = StreamHealth(1)
     health.failed(0, 0.0)
-    assert not health.vouches(0, 0.0), "nothing ever ran"
+    assert not health.is_batch_fault(0, 0.0), "nothing ever ran"
     health.succeeded(0)
     health.failed(0, 0.0)
-    assert health.vouches(0, 0.0)
+    assert health.is_batch_fault(0, 0.0)
     health.failed(0, 0.0)
-    assert not health.vouches(0, 0.0), "twice in a row"
+    assert not health.is_batch_fault(0, 0.0), "twice in a row"
     health.passed(0, 0.0)
-    assert health.vouches(0, 0.5 * TRUST_S)
+    assert health.is_batch_fault(0, 0.5 * TRUST_S)
 
 
-def test_pauses_double_up_to_a_limit_and_begin_anew_after_a_start() -> None:
+def test_pauses_double_up_to_a_limit_and_reset_after_a_start() -> None:
     health = StreamHealth(1)
     pauses = [health.start_failed(0) for _ in range(10)]
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     assert (health.in_service, health.restarts) == (0, 10)
-    health.started(0, anew=True)
+    health.started(0, restarted=True)
     assert (health.in_service, health.restarts) == (1, 11)
     assert health.start_failed(0) == 0.05
     for _ in range(5000):
@@ -233,7 +233,7 @@ def test_bad_requests_do_not_cost_a_device_its_slot() -> None:
     assert len(slots) == 1
 
 
-def test_a_device_that_fails_its_probe_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_fails_its_probe_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
     broken = threading.Event()
 
@@ -306,7 +306,7 @@ def test_a_slot_that_cannot_be_warmed_up_is_a_stream_that_cannot_start(
     assert "out of memory on the device" in caplog.text
 
 
-def test_a_stream_that_never_opens_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_never_opens_fails_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offramp.engine.serving.stream_health.FIRST_PAUSE_S", 0.001)
 
     class CannotOpen(FakeBackend):
@@ -380,7 +380,7 @@ def test_a_model_is_tried_again_on_a_stream_after_pauses_that_double() -> None:
     assert (health.due(0, 2.1), health.due(0, 2.2)) == ([], ["b"])
     assert health.serves(0) and health.serves(0, "a") and health.serves(1, "b")
     assert not health.serves(0, "b")
-    health.model_mended(0, "b")
+    health.model_recovered(0, "b")
     assert health.serves(0, "b") and health.due_s(0) == math.inf
 
 
@@ -393,7 +393,7 @@ def test_a_model_that_is_added_is_due_to_be_warmed_up_on_each_stream_until_it_pa
     assert (health.due_s(0), health.due(0, 1.0)) == (1.0, ["b"])
     health.model_failed(0, "b", 1.0)
     assert not health.is_cold(0, "b") and health.is_cold(0, "b", tried=True)
-    health.model_mended(0, "b")
+    health.model_recovered(0, "b")
     assert health.serves(0, "b") and not health.is_cold(0, "b", tried=True)
     assert not health.serves(1, "b")
 
@@ -405,7 +405,7 @@ def test_nothing_is_known_of_a_model_that_was_forgotten() -> None:
     health.model_failed(0, "b", 0.1)
     health.failed(0, 0.1, "a")
     health.forget("b")
-    assert health.serves(0, "b") and not health.vouches(0, 0.2, "b")
+    assert health.serves(0, "b") and not health.is_batch_fault(0, 0.2, "b")
     assert health.due_s(0) == math.inf
     assert not health.failed(0, 0.2, "b")
     assert health.failed(0, 0.2, "a"), "the other model's are not forgotten"

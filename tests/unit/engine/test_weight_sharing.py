@@ -165,7 +165,7 @@ def scaled_convolution() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def test_a_scale_behind_a_convolution_is_not_folded_into_shared_weights(tmp_path: Path) -> None:
+def test_a_scale_after_a_convolution_is_not_folded_into_shared_weights(tmp_path: Path) -> None:
     whole = scaled_convolution().SerializeToString()
     packed = pack_weights({"m": whole}, None)
     assert packed.sizes.file_bytes == 16 * 16 * 9 * 4
@@ -237,7 +237,7 @@ def test_bundles_that_were_not_measured_share_only_if_asked() -> None:
     assert share_weights(manifest(), "always", backend, served=0).forms == (SHARED,)
 
 
-def test_what_is_in_force_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_of_weight_sharing_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         share_weights(manifest(), "auto", OnnxRuntimeBackend(), served=2)
         share_weights(manifest(), "never", OnnxRuntimeBackend(), served=2)

@@ -265,7 +265,7 @@ def test_only_compilers_that_are_too_new() -> None:
     assert compile_kernels("sm_90", [new], driver_version=(13, 0))[1].startswith(b"sm_90")
 
 
-def test_another_compiler_of_the_same_cuda_compiles_anew(
+def test_another_compiler_version_recompiles(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     one, other = OtherCompiler(), OtherCompiler()
@@ -331,7 +331,9 @@ def test_an_unwritable_cache_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert len(compiler.texts) == 2
 
 
-def test_a_full_disk_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_partial_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 

@@ -52,10 +52,10 @@ def test_the_idle_share_is_that_since_the_last_look(tmp_path: Path) -> None:
     stat.write_text("cpu  1000 0 1000 8000 500 0 0 0 0 0\ncpu0 1 2 3\n")
     idle = IdleShare(stat)
     stat.write_text("cpu  1100 0 1100 8100 500 0 0 0 0 0\n")
-    idle.look()
+    idle.update()
     assert idle.share is None, "too short a time"
     stat.write_text("cpu  1300 0 1100 8500 600 0 0 100 0 0\n")
-    idle.look()
+    idle.update()
     assert idle.share == pytest.approx(600 / 1100)
 
 
@@ -66,7 +66,7 @@ def test_where_the_system_does_not_tell_nothing_is_known(
     if content is not None:
         (tmp_path / "stat").write_text(content)
     idle = IdleShare(tmp_path / "stat")
-    idle.look()
+    idle.update()
     assert idle.share is None
 
 

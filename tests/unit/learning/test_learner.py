@@ -123,9 +123,9 @@ class Scene:
             await asyncio.sleep(0.002)
         raise AssertionError(self.learner.status())
 
-    async def look(self, times: int = 1) -> None:
+    async def poll(self, times: int = 1) -> None:
         for _ in range(times):
-            await self.learner.look(may_compile=True)
+            await self.learner.poll(may_compile=True)
 
     @property
     def phase(self) -> str:
@@ -165,9 +165,9 @@ def play(tmp_path: Path) -> Iterator[Callable[[Story], Scene]]:
 async def to_serving(scene: Scene, bundle: Bundle) -> None:
     await scene.begin()
     await scene.record()
-    await scene.look()
+    await scene.poll()
     scene.compilations[-1].succeed(bundle.path)
-    await scene.look()
+    await scene.poll()
 
 
 def test_it_records_compiles_switches_and_forgets(
@@ -180,11 +180,11 @@ def test_it_records_compiles_switches_and_forgets(
         assert scene.learner.path == scene.model
         assert stat.S_IMODE(scene.learned.stat().st_mode) == 0o700
         await scene.record(SAMPLES - 1)
-        await scene.look()
+        await scene.poll()
         assert scene.learner.status().text == f"recorded {SAMPLES - 1} of {SAMPLES}"
         assert not scene.compilations
         await scene.record(1)
-        await scene.look()
+        await scene.poll()
         assert (scene.phase, scene.kept()["phase"]) == ("compiling", "compiling")
         (compilation,) = scene.compilations
         assert compilation.arguments[0] == str(scene.model)
@@ -197,12 +197,12 @@ def test_it_records_compiles_switches_and_forgets(
         assert len(read_recording(scene.learned)) == SAMPLES
         progress = Path(argument(compilation.arguments, "progress-file"))
         write(progress, '{"step": 4, "steps": 9, "title": "Train", "share": 0.4}\n{"st')
-        await scene.look()
+        await scene.poll()
         status = scene.learner.status()
         assert (status.step, status.steps) == (4, 9)
         assert status.text == "compiling, step 4 of 9: Train, 40 %"
         compilation.succeed(bundle.path)
-        await scene.look()
+        await scene.poll()
         assert scene.engine.replaced == [scene.learned / "1.ee"]
         assert scene.engine.observer is None
         assert compilation.ended
@@ -237,16 +237,16 @@ def test_nothing_that_pays_is_said_with_its_reason(
     async def story(scene: Scene) -> None:
         await scene.begin()
         await scene.record()
-        await scene.look()
+        await scene.poll()
         scene.compilations[-1].succeed(idle.path)
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "nothing_pays"
         text = scene.learner.status().text
         tells(text, "no exit pays", IDLE_REASON, "1.ee/report.html", "unmodified model")
         assert not scene.engine.replaced
         assert scene.engine.observer is None
         assert not is_recording(scene.learned)
-        await scene.look(3)
+        await scene.poll(3)
         await scene.learner.close()
         await scene.begin()  # the same again
         assert scene.phase == "nothing_pays"
@@ -268,30 +268,30 @@ def test_nothing_that_pays_is_said_with_its_reason(
         (0, "", "it wrote no complete bundle"),
     ],
 )
-def test_a_compilation_that_fails_is_told_and_tried_again(
+def test_a_failed_compilation_is_logged_and_retried(
     play: Callable[[Story], Scene], bundle: Bundle, status: int, said: str, reason: str
 ) -> None:
     async def story(scene: Scene) -> None:
         await scene.begin()
         await scene.record()
-        await scene.look()
+        await scene.poll()
         (scene.learned / ".1.ee.abc").mkdir()  # what a killed compiler leaves
         scene.compilations[-1].fail(status, said)
-        await scene.look()
+        await scene.poll()
         found = scene.learner.status()
         assert (found.phase, found.failures, found.attempts) == ("waiting", 1, 1)
         assert found.reason == reason
         assert found.text.startswith(f"compiling failed: {reason}; again at ")
         assert not (scene.learned / ".1.ee.abc").exists()
         scene.now_s += 9.9
-        await scene.look()
+        await scene.poll()
         assert len(scene.compilations) == 1
         scene.send(5000)  # the next attempt is made with what is asked since
         scene.now_s += 0.1
-        await scene.look()
+        await scene.poll()
         assert len(scene.compilations) == 2
         scene.compilations[-1].succeed(bundle.path)
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "serving"
         assert scene.learner.status().failures == 0
 
@@ -307,7 +307,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(play: Callable[[Story],
 
         scene.learner._start_process = refuse  # type: ignore[assignment]
         await scene.record()
-        await scene.look()
+        await scene.poll()
         tells(scene.learner.status().reason, "no process", "no more processes")
         assert scene.phase == "waiting"
 
@@ -329,11 +329,11 @@ def test_packages_that_are_missing_are_told_and_looked_for_again(
             for record in caplog.records
         )
         await scene.record()
-        await scene.look()
+        await scene.poll()
         tells(scene.learner.status().reason, "torch", "pip install 'offramp[compile]'")
         monkeypatch.setattr(learner_module, "missing_packages", list)
         scene.now_s += 60
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "compiling"
 
     play(story)
@@ -345,10 +345,10 @@ def test_a_bundle_that_cannot_be_served_is_a_failed_attempt(
     async def story(scene: Scene) -> None:
         await scene.begin()
         await scene.record()
-        await scene.look()
+        await scene.poll()
         scene.engine.error = BackendError("no memory for stage 0")
         scene.compilations[-1].succeed(bundle.path)
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "waiting"
         tells(scene.learner.status().reason, "compiled bundle", "no memory for stage 0")
         assert scene.engine.observer is not None, "recording goes on"
@@ -365,10 +365,10 @@ def test_whatever_else_goes_wrong_is_a_failed_attempt(
         await scene.begin()
         await scene.record()
         if when == "switch":
-            await scene.look()
+            await scene.poll()
             scene.engine.error = RuntimeError("a defect")
             scene.compilations[-1].succeed(bundle.path)
-            await scene.look()
+            await scene.poll()
         else:
             with monkeypatch.context() as patched:
 
@@ -376,12 +376,12 @@ def test_whatever_else_goes_wrong_is_a_failed_attempt(
                     raise OSError(28, "No space left on device")
 
                 patched.setattr(LearnState, "save", refuse)
-                await scene.look()
+                await scene.poll()
         assert scene.phase == "waiting"
         assert scene.learner._failing
         scene.engine.error = None
         scene.now_s += 10
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "compiling"
 
     play(story)
@@ -393,10 +393,10 @@ def test_a_server_that_ends_while_it_switches_leaves_the_bundle_to_the_next(
     async def story(scene: Scene) -> None:
         await scene.begin()
         await scene.record()
-        await scene.look()
+        await scene.poll()
         scene.engine.error = DrainingError("the server is shutting down")
         scene.compilations[-1].succeed(bundle.path)
-        await scene.look()
+        await scene.poll()
         assert scene.kept()["phase"] == "switching"
         await scene.learner.close()
         await scene.begin()
@@ -415,7 +415,7 @@ def test_killed_while_recording_it_goes_on_recording(play: Callable[[Story], Sce
         await scene.begin()
         assert scene.learner.status().text == f"recorded 500 of {SAMPLES}"
         await scene.record(SAMPLES - 500)
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "compiling"
 
     play(story)
@@ -427,15 +427,15 @@ def test_killed_while_compiling_it_compiles_again(
     async def story(scene: Scene) -> None:
         await scene.begin()
         await scene.record()
-        await scene.look()
+        await scene.poll()
         scene.learner.release()
         await scene.begin()
         assert scene.learner.path == scene.model
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "compiling"
         assert scene.compilations[1].output.name == "1.ee"
         scene.compilations[1].succeed(bundle.path)
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "serving"
 
     play(story)
@@ -447,7 +447,7 @@ def test_killed_after_a_compilation_it_serves_what_was_compiled(
     async def story(scene: Scene) -> None:
         await scene.begin()
         await scene.record()
-        await scene.look()
+        await scene.poll()
         scene.compilations[0].succeed(bundle.path)
         scene.learner.release()
         await scene.begin()
@@ -475,7 +475,7 @@ def test_a_damaged_bundle_is_not_served(
     assert any("cannot be used any more" in record.message for record in caplog.records)
 
 
-def test_another_model_begins_anew(
+def test_learning_restarts_for_another_model(
     play: Callable[[Story], Scene], bundle: Bundle, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def story(scene: Scene) -> None:
@@ -491,7 +491,7 @@ def test_another_model_begins_anew(
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"phase": "x"}', '{"model_sha256": 3}'])
-def test_a_state_that_is_of_no_use_begins_anew(
+def test_learning_restarts_from_unusable_state(
     play: Callable[[Story], Scene], bundle: Bundle, content: str
 ) -> None:
     async def story(scene: Scene) -> None:
@@ -504,30 +504,30 @@ def test_a_state_that_is_of_no_use_begins_anew(
     play(story)
 
 
-def test_drift_for_good_is_learned_from_what_is_asked_since(
+def test_permanent_drift_is_learned_from_later_requests(
     play: Callable[[Story], Scene], bundle: Bundle
 ) -> None:
     async def story(scene: Scene) -> None:
         await to_serving(scene, bundle)
         scene.engine.answered, scene.engine.early = 5000, 4000
-        await scene.look()
+        await scene.poll()
         assert scene.engine.observer is None
         scene.engine.alarms = 1
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "relearning"
         tells(scene.learner.status().text, "exits answer no more requests", f"0 of {SAMPLES}")
         first = scene.sent
         await scene.record()
-        await scene.look(2)
+        await scene.poll(2)
         assert len(scene.compilations) == 1, "too few answers to tell whether exits come back"
         scene.engine.answered += 1000
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "compiling"
         found = read_recording(scene.learned)
         assert found.sample(0)["x"][0] == first
         assert scene.compilations[1].output == scene.learned / "2.ee"
         scene.compilations[1].succeed(bundle.path)
-        await scene.look()
+        await scene.poll()
         assert scene.engine.replaced[-1] == scene.learned / "2.ee"
         assert not (scene.learned / "1.ee").exists()
         assert scene.kept()["serving"] == 2
@@ -541,12 +541,12 @@ def test_exits_that_come_back_end_the_recording(
     async def story(scene: Scene) -> None:
         scene.options = replace(scene.options, keep=True)
         await to_serving(scene, bundle)
-        await scene.look()
+        await scene.poll()
         scene.engine.alarms = 1
-        await scene.look()
+        await scene.poll()
         await scene.record(100)
         scene.engine.answered, scene.engine.early = 1000, 300
-        await scene.look()
+        await scene.poll()
         assert scene.phase == "serving"
         assert scene.engine.observer is None
         assert not is_recording(scene.learned), "it is of no use, and not kept"
@@ -559,9 +559,9 @@ def test_a_restart_while_relearning_serves_the_old_exits_and_goes_on(
 ) -> None:
     async def story(scene: Scene) -> None:
         await to_serving(scene, bundle)
-        await scene.look()
+        await scene.poll()
         scene.engine.alarms = 1
-        await scene.look()
+        await scene.poll()
         await scene.record(200)
         await scene.learner.close()
         await scene.begin()
@@ -597,7 +597,7 @@ def test_samples_that_turn_out_too_large_stop_it(
         await scene.begin()
         scene.send(5000)
         for _ in range(500):
-            await scene.look()
+            await scene.poll()
             if scene.phase == "stopped":
                 break
             await asyncio.sleep(0.01)

@@ -10,12 +10,12 @@ from offramp.engine.learning.lifecycle import (
     LearnAction,
     LifeCycle,
     Phase,
-    Progressed,
+    RecordingProgress,
     retry_delay_s,
 )
 
-FULL = Progressed(recorded=100, wanted=100)
-HALF = Progressed(recorded=50, wanted=100)
+FULL = RecordingProgress(recorded=100, wanted=100)
+HALF = RecordingProgress(recorded=50, wanted=100)
 
 
 def compiling(now_s: float = 0.0) -> LifeCycle:
@@ -29,13 +29,13 @@ def serving() -> LifeCycle:
     assert life.compiled(pays=True) is LearnAction.SWITCH
     assert life.phase is Phase.SWITCHING
     life.switched()
-    life.exits.look(alarms=0, answered=0, early=0)
+    life.exits.update(alarms=0, answered=0, early=0)
     return life
 
 
 def relearning() -> LifeCycle:
     life = serving()
-    life.exits.look(alarms=1, answered=500, early=400)
+    life.exits.update(alarms=1, answered=500, early=400)
     assert life.step(1.0, HALF) is LearnAction.RECORD
     assert life.phase is Phase.RELEARNING
     return life
@@ -59,10 +59,10 @@ def test_a_bundle_without_exits_in_use_is_not() -> None:
     life = compiling()
     assert life.compiled(pays=False, reason="exits take too long") is LearnAction.FORGET
     assert (life.phase, life.reason) == (Phase.NOTHING_PAYS, "exits take too long")
-    life.exits.look(alarms=0, answered=0, early=0)
-    life.exits.look(alarms=0, answered=5000, early=0)
+    life.exits.update(alarms=0, answered=0, early=0)
+    life.exits.update(alarms=0, answered=5000, early=0)
     assert life.step(1e6, FULL) is None, "exits that answer nothing are no news"
-    life.exits.look(alarms=1, answered=5000, early=0)
+    life.exits.update(alarms=1, answered=5000, early=0)
     assert life.step(1e6, FULL) is LearnAction.RECORD
 
 
@@ -98,9 +98,9 @@ def test_a_retry_waits_for_samples_that_were_lost() -> None:
 
 def test_an_alarm_begins_a_recording_and_exits_that_come_back_end_it() -> None:
     life = relearning()
-    life.exits.look(alarms=1, answered=1499, early=900)
+    life.exits.update(alarms=1, answered=1499, early=900)
     assert life.step(2.0, FULL) is None, "too few answers to tell"
-    life.exits.look(alarms=1, answered=1500, early=900)
+    life.exits.update(alarms=1, answered=1500, early=900)
     assert life.step(3.0, HALF) is LearnAction.FORGET
     assert life.phase is Phase.SERVING
     assert life.step(4.0, HALF) is None
@@ -108,7 +108,7 @@ def test_an_alarm_begins_a_recording_and_exits_that_come_back_end_it() -> None:
 
 def test_exits_that_stay_away_are_learned_anew() -> None:
     life = relearning()
-    life.exits.look(alarms=1, answered=1500, early=409)
+    life.exits.update(alarms=1, answered=1500, early=409)
     assert life.step(2.0, HALF) is None
     assert life.step(3.0, FULL, may_compile=False) is None
     assert life.step(3.0, FULL) is LearnAction.COMPILE
@@ -116,26 +116,26 @@ def test_exits_that_stay_away_are_learned_anew() -> None:
 
 def test_a_further_alarm_starts_the_judgement_again() -> None:
     life = relearning()
-    life.exits.look(alarms=1, answered=1500, early=400)
-    life.exits.look(alarms=2, answered=1600, early=450)
+    life.exits.update(alarms=1, answered=1500, early=400)
+    life.exits.update(alarms=2, answered=1600, early=450)
     assert life.step(2.0, FULL) is None
-    life.exits.look(alarms=2, answered=2600, early=1000)
+    life.exits.update(alarms=2, answered=2600, early=1000)
     assert life.step(3.0, FULL) is LearnAction.FORGET
 
 
 def test_exits_that_answer_nothing_are_noticed_without_an_alarm() -> None:
     life = serving()
-    life.exits.look(alarms=0, answered=1000, early=10)
+    life.exits.update(alarms=0, answered=1000, early=10)
     assert life.step(1.0, HALF) is None, "one of a hundred is something"
-    life.exits.look(alarms=0, answered=2000, early=19)
+    life.exits.update(alarms=0, answered=2000, early=19)
     assert life.step(2.0, HALF) is LearnAction.RECORD
 
 
 def test_alarms_before_the_start_are_no_news() -> None:
     watch = ExitWatch()
-    watch.look(alarms=7, answered=100, early=50)
+    watch.update(alarms=7, answered=100, early=50)
     assert (watch.alarmed, watch.withheld) == (False, None)
-    watch.look(alarms=8, answered=100, early=50)
+    watch.update(alarms=8, answered=100, early=50)
     assert watch.alarmed
     watch.begin()
     assert not watch.alarmed

@@ -22,7 +22,7 @@ from offramp.engine.learning.recording_file import (
     record_bytes,
     shapes_by_count,
 )
-from offramp.engine.learning.recording_log import NoRoomError, RecordingLog
+from offramp.engine.learning.recording_log import RecordingFullError, RecordingLog
 
 HEADER = RecordingHeader(model_sha256="ab" * 32, inputs=(("x", "float32"), ("mask", "int64")))
 LIMIT = 2**20
@@ -216,7 +216,7 @@ def test_the_folder_takes_no_more_than_the_limit(
     room = (int(0.45 * 8000) - len(HEADER.encode())) // one
     for number in range(room):
         assert log.append(number, number + 1, written(sample(number)))
-    with pytest.raises(NoRoomError, match="bytes"):
+    with pytest.raises(RecordingFullError, match="bytes"):
         log.append(room, room, written(sample(room)))
     most = 0
     original = Path.replace

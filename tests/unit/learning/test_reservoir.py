@@ -75,7 +75,7 @@ def test_a_smaller_sample_keeps_to_the_slots_that_are_filled() -> None:
     assert slots == {1, 4, 6}
 
 
-def test_a_sample_needs_room() -> None:
+def test_a_reservoir_needs_capacity_for_a_sample() -> None:
     with pytest.raises(ValueError, match="capacity is 0, expected at least 1"):
         Reservoir(0)
     with pytest.raises(ValueError, match="at least one slot"):

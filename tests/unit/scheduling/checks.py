@@ -19,7 +19,7 @@ from offramp.engine.scheduling import (
     StepOutcome,
     Wait,
 )
-from offramp.engine.scheduling.stragglers import Standing
+from offramp.engine.scheduling.stragglers import ReplicaStatus
 
 Flags: TypeAlias = NDArray[np.bool_]
 
@@ -163,12 +163,12 @@ class CheckedScheduler(RuleBasedStateMachine):
     def go_on(self, stream: int, run: Run, outcome: StepOutcome) -> None:
         rows = outcome.survivors
         survivors = [pairs(run)[row] for row in rows]
-        makes_way = bool(survivors) and self.makes_way(survivors)
-        assert outcome.buffered is not None or not makes_way, "feedback went before an answer"
+        yields_first = bool(survivors) and self.yields_first(survivors)
+        assert outcome.buffered is not None or not yields_first, "feedback went before an answer"
         if outcome.buffered is not None:
             assert outcome.buffered not in self.numbers, "a number was given again"
             self.numbers.add(outcome.buffered)
-            alone = stream in self.failed_on or makes_way
+            alone = stream in self.failed_on or yields_first
             place = "interrupted" if alone else "buffered"
             self.account.keep(outcome.buffered, dict(enumerate(survivors)), place)
             if alone:  # it goes on by itself, on a stream that holds its next stage
@@ -181,7 +181,7 @@ class CheckedScheduler(RuleBasedStateMachine):
             assert self.may_stay(stream, run.plan, run.stage + 1), "another stream's split began"
             self.before[stream] = run._replace(samples=run.samples.take(rows))
 
-    def makes_way(self, survivors: list[Sample]) -> bool:
+    def yields_first(self, survivors: list[Sample]) -> bool:
         """Return True if a fully answered batch lets waiting samples go first."""
         places = Counter(self.account.place.values())
         few = places["interrupted"] + len(survivors) <= SIZE
@@ -237,7 +237,7 @@ class CheckedScheduler(RuleBasedStateMachine):
         buffered = [sample for sample, place in account.place.items() if place == "buffered"]
         old = [sample for sample in buffered if account.origin[sample].plan != run.plan]
         assert not any(self.prefers(stream, *self.wanted(sample)) for sample in old) or (
-            self.placements and self.standing(stream)
+            self.placements and self.status(stream)
         ), "old plans first"
         assert all(account.place[sample] == "queued" for sample in samples)
         batch_key = account.asked[samples[0][0]].batch_key
@@ -350,10 +350,10 @@ class CheckedScheduler(RuleBasedStateMachine):
         """Other streams in service that can run a stage."""
         return [other for other in self.others(stream) if self.holds(other, plan, stage)]
 
-    def standing(self, stream: int) -> Standing:
+    def status(self, stream: int) -> ReplicaStatus:
         placed = self.s._current.placed
         assert placed is not None
-        return placed.stragglers.standing(stream)
+        return placed.stragglers.status(stream)
 
     def left_to_it(self, stream: int) -> list[Sample]:
         """Return samples that wait at a split held by an idle stream, and that only it should take.
@@ -369,14 +369,14 @@ class CheckedScheduler(RuleBasedStateMachine):
             if place != "buffered" or not self.holds(stream, *self.wanted(sample)):
                 continue
             able = self.able(stream, *self.wanted(sample))
-            if self.standing(stream) is Standing.EXCLUDED:
-                theirs = [other for other in able if self.standing(other) < Standing.EXCLUDED]
+            if self.status(stream) is ReplicaStatus.EXCLUDED:
+                theirs = [other for other in able if self.status(other) < ReplicaStatus.EXCLUDED]
             else:
-                mine = self.prefers(stream, *self.wanted(sample)) and not self.standing(stream)
+                mine = self.prefers(stream, *self.wanted(sample)) and not self.status(stream)
                 theirs = [
                     other
                     for other in able
-                    if not (mine or other in busy or self.standing(other))
+                    if not (mine or other in busy or self.status(other))
                     and self.prefers(other, *self.wanted(sample))
                 ]
             if not theirs:

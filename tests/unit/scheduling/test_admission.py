@@ -62,7 +62,7 @@ def made(outcomes: Outcomes) -> int:
 
 
 @pytest.mark.parametrize("policy", ["run-through", "refill", "clockwork", "slackfit"])
-def test_below_capacity_nobody_is_refused(policy: str) -> None:
+def test_below_capacity_no_request_is_refused(policy: str) -> None:
     outcomes = simulated(policy, 0.7)
     assert made(outcomes) == len(outcomes.status)
 
@@ -143,7 +143,7 @@ def test_what_the_headroom_covers_is_left_to_the_policy() -> None:
 
 
 @pytest.mark.parametrize("lowest", [-1, -(2**31)])
-def test_one_of_lower_priority_lets_nobody_else_in(lowest: int) -> None:
+def test_a_lower_priority_sample_admits_no_other(lowest: int) -> None:
     made = overloaded()
     made.submit(Submission(1000, 1, 100.0, lowest), 0.0)
     assert share_refused(made, slack_s=0.05) > 0.9

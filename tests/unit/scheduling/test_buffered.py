@@ -59,7 +59,7 @@ def test_if_not_all_fit_the_most_urgent_are_taken() -> None:
     assert discarded(queue) == [10, 11]
 
 
-def test_a_batch_of_which_nobody_is_urgent_is_no_piece() -> None:
+def test_rows_of_a_batch_without_urgent_rows_are_discarded() -> None:
     queue = BufferedQueue()
     queue.buffer(rows((1, 0.9), (2, 0.8)), "a", 10, 0.0)
     queue.buffer(rows((3, 0.1), (4, 0.2)), "a", 11, 0.0)

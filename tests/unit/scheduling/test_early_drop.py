@@ -59,7 +59,7 @@ def test_one_that_can_wait_for_an_hour_does_not_make_the_others_patient() -> Non
     assert gives_up(rule, 1.5, 8, 3600.0)
 
 
-def test_nobody_is_given_up_for_others_of_lower_priority() -> None:
+def test_no_sample_is_dropped_for_lower_priorities() -> None:
     rule = EarlyDrop(PAYS, streams=1)
     assert gives_up(rule, 1.5, 98, 8.0)
     assert not gives_up(rule, 1.5, 98, 8.0, priority=1)

@@ -100,7 +100,7 @@ def test_a_row_that_runs_on_is_released_once_and_ends_at_the_last_stage() -> Non
     assert (lost(s), s.take_dropped()) == ([], [])
 
 
-def test_a_batch_goes_on_though_nobody_waits_for_it() -> None:
+def test_a_batch_continues_after_its_clients_disconnect() -> None:
     s = after_the_first_stage("xx", "xx")
     assert (s.in_flight, s.auditing, s.busy) == (0, 2, True)
     assert started(s.next(0, 0.25)).stage == 1
@@ -121,7 +121,7 @@ def test_where_nobody_is_to_run_on_whoever_is_released_leaves(
     assert (s.in_flight, s.auditing) == (2, 0)
 
 
-def test_only_who_was_released_can_run_on() -> None:
+def test_only_released_samples_can_run_on() -> None:
     """A coin for a row that is not sure yet says nothing: it goes on anyway, unanswered."""
     s = after_the_first_stage("..", "xx")
     assert (s.in_flight, s.auditing) == (2, 0)
@@ -394,7 +394,7 @@ def test_at_a_forced_first_exit_there_is_no_feedback() -> None:
 # Making way for samples that wait
 
 
-def test_a_batch_that_nobody_waits_for_makes_way() -> None:
+def test_a_batch_without_waiting_clients_yields() -> None:
     s = scheduler()
     s.submit(Submission(1, 2), 0.0)
     first = started(s.next(0, 0.0))

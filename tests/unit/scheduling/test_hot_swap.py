@@ -113,7 +113,7 @@ def test_plans_are_forgotten_once_they_are_through() -> None:
     assert s.plans == {2}
 
 
-def test_a_plan_is_forgotten_once_it_has_told_what_it_lost() -> None:
+def test_a_plan_is_dropped_once_its_losses_are_reported() -> None:
     s = first("refill")
     s.submit(Submission(1, 3), 0.0)
     run = started(s.next(0, 0.0))

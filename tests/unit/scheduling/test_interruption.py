@@ -57,7 +57,7 @@ def test_who_left_or_is_late_is_not_resumed() -> None:
     assert (s.busy, s.resumed) == (False, 4 + 3)
 
 
-def test_nothing_is_kept_of_what_nobody_waits_for() -> None:
+def test_unawaited_results_are_not_kept() -> None:
     s, run = with_batch()
     s.cancel(8)
     assert s.interrupted(0, 6.0).buffered is None

@@ -66,7 +66,7 @@ def test_containers_stay_small_however_many_requests_there_were(
     assert max(largest.values()) <= BOUND, largest
 
 
-def test_cancelled_requests_of_low_priority_and_own_batch_key_leave_nothing_behind() -> None:
+def test_cancelled_requests_of_low_priority_and_own_batch_key_leak_nothing() -> None:
     """They never reach the top of the heap of ready buckets: more urgent requests always come
     first.
     """

@@ -16,7 +16,7 @@ from offramp.engine.scheduling import (
 )
 
 
-def test_a_batch_starts_beside_another_exactly_when_that_is_below_tau_b() -> None:
+def test_a_batch_starts_in_parallel_exactly_when_below_tau_b() -> None:
     s = scheduler(streams=2, parallel=ParallelLimit(4, fixed=2))
     s.submit(Submission(1, 8), 0.0)
     started(s.next(0, 0.0))

@@ -31,7 +31,7 @@ from offramp.engine.scheduling import (
     Wait,
 )
 from offramp.engine.scheduling.policies import PolicyName, make_policy, place, policy_for
-from offramp.engine.scheduling.stragglers import Standing, StragglerMonitor
+from offramp.engine.scheduling.stragglers import ReplicaStatus, StragglerMonitor
 
 FAST, SLOW = DeviceKind(name="fast"), DeviceKind(name="slow", speed=2.0)
 
@@ -266,7 +266,7 @@ def test_a_straggler_gets_what_is_left_then_a_probe_now_and_then() -> None:
     monitor = plan.stragglers = StragglerMonitor(["fast", "fast", "slow"], window=1)
     for ratio in (1.0, 9.0):
         monitor.observe(int(ratio > 1), ratio, 0.0)
-    assert monitor.standing(1) is Standing.REDUCED
+    assert monitor.status(1) is ReplicaStatus.REDUCED
     submit(s, 0)
     assert s.next(1, 0.0) == Idle(), "others are idle"
     started(s.next(0, 0.0))
@@ -275,23 +275,23 @@ def test_a_straggler_gets_what_is_left_then_a_probe_now_and_then() -> None:
     submit(s, 2)
     assert started(s.next(1, 0.0)).stage == 0, "all others are busy"
     s.update(1, np.ones(1, np.bool_), 9.0)
-    assert monitor.standing(1) is Standing.EXCLUDED
+    assert monitor.status(1) is ReplicaStatus.EXCLUDED
     submit(s, 3, now_s=9.0)
     wait = s.next(1, 9.0)
     assert getattr(wait, "until_s", None) == monitor.probe_s(1) == 10.0
     assert started(s.next(1, 10.0)).stage == 0
     s.update(1, np.ones(1, np.bool_), 10.75)
-    assert monitor.standing(1) is Standing.EXCLUDED, "three times as long as the other"
+    assert monitor.status(1) is ReplicaStatus.EXCLUDED, "three times as long as the other"
 
 
-def test_an_excluded_straggler_runs_what_nobody_else_can() -> None:
+def test_an_excluded_straggler_runs_stages_that_no_other_replica_can() -> None:
     s = placed(on([0, 1]), on([2]), on([0, 1]))
     plan = s._current.placed
     assert plan is not None
     monitor = plan.stragglers = StragglerMonitor(["fast"] * 3, window=1)
     for stream, ratio in ((0, 1.0), (2, 1.0), (1, 9.0), (1, 9.0)):
         monitor.observe(stream, ratio, 0.0)
-    assert monitor.standing(1) is Standing.EXCLUDED
+    assert monitor.status(1) is ReplicaStatus.EXCLUDED
     submit(s, 0, 1, 2, 3)
     finish(s, 0, started(s.next(0, 0.0)), 0.25)
     finish(s, 0, started(s.next(0, 0.25)), 0.5)
@@ -370,9 +370,11 @@ def test_a_batch_goes_on_to_what_its_stream_holds_and_is_no_slower_at() -> None:
     """Splits of stages 0 and 1, and of 2, which a slow stream prefers."""
     seconds = table(first_s=1.0, more_s=0.0).profiled_s
     streams = on([0, 1], [2]), on([0, 1]), on([2], [0, 1], kind="slow")
-    assert placement(*streams).going_on_to(seconds) == [{0, 1, 2}, {0, 1}, {1, 2}]
+    assert placement(*streams).continued_stages(seconds) == [{0, 1, 2}, {0, 1}, {1, 2}]
     turned = on([0, 1], [2], kind="slow"), on([2])
-    assert placement(*turned).going_on_to(seconds) == [{0, 1}, {2}], "fast streams prefer stage 2"
+    assert placement(*turned).continued_stages(seconds) == [{0, 1}, {2}], (
+        "fast streams prefer stage 2"
+    )
     s = placed(*streams)
     submit(s, 0, 1, 2, 3)
     for stage in range(2):

@@ -24,8 +24,8 @@ from offramp.client.conversion import build_request
 from offramp.proto.descriptors import method_path
 from offramp.server.arguments.options import KeepaliveOptions, ServerOptions
 from offramp.server.ports.sockets import addresses_of
-from offramp.server.requests import reception
-from offramp.server.requests.reception import (
+from offramp.server.requests import admission
+from offramp.server.requests.admission import (
     CROWDED_S,
     MAX_RESETS,
     UNREAD_S,
@@ -53,7 +53,7 @@ def test_only_answers_that_wait_too_long_are_unread(old: list[bool], crowded: bo
     assert list(unread) == [f"peer {number}" for number in range(sum(old))]
 
 
-def test_a_large_answer_may_take_longer_and_a_stream_as_long_as_it_likes() -> None:
+def test_a_large_answer_gets_more_time_and_a_stream_has_no_limit() -> None:
     pending = PendingAnswers()
     pending.add("large", 2**20, 0.0)
     pending.add("streamed", 0, 0.0, streamed=True)
@@ -99,7 +99,7 @@ def test_connections_that_reset_too_much_are_named(peers: int) -> None:
             counts.add(f"peer {number}", 0.0)
     assert list(counts.take_beyond()) == ["peer 0"]
     assert counts.take_beyond() == {}  # it is closed, and its port may be another client's
-    counts.add("peer 1", reception.RESET_WINDOW_S)
+    counts.add("peer 1", admission.RESET_WINDOW_S)
     assert counts.take_beyond() == {}
 
 
@@ -124,29 +124,29 @@ def call(number: int, request: bytes = REQUEST) -> bytes:
 
 def test_a_request_counts_until_its_answer_is_read(served: Any, connection: socket.socket) -> None:
     connection.sendall(call(1))
-    wait_until(lambda: served.reception.answers.unread(1e12, crowded=True))
-    assert (served.reception.requests, served.reception.held_bytes > 0) == (1, True)
+    wait_until(lambda: served.admission.answers.unread(1e12, crowded=True))
+    assert (served.admission.requests, served.admission.held_bytes > 0) == (1, True)
     connection.sendall(frame(8, 0, 1, struct.pack(">I", 2**16)))  # now it may send
-    wait_until(lambda: served.reception.requests == 0)
-    assert served.reception.held_bytes == 0
+    wait_until(lambda: served.admission.requests == 0)
+    assert served.admission.held_bytes == 0
 
 
 def test_a_connection_that_reads_no_answers_is_closed(
     served: Any, connection: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("UNREAD_S", "CROWDED_S"):
-        monkeypatch.setattr(reception, name, 0.1)
+        monkeypatch.setattr(admission, name, 0.1)
     connection.sendall(b"".join(call(number) for number in range(1, 20, 2)))
     with Client(served.address) as client:
         wait_until(lambda: not is_open(connection))
-        wait_until(lambda: served.reception.requests == 0)
+        wait_until(lambda: served.admission.requests == 0)
         assert client.infer("fake", {"x": X}).exits.tolist() == [0]
 
 
-def test_others_get_their_room_back_from_those_who_read_nothing(
+def test_clients_that_read_nothing_lose_their_capacity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reception, "CROWDED_S", 0.1)
+    monkeypatch.setattr(admission, "CROWDED_S", 0.1)
     options = ServerOptions(max_concurrent_requests=4)
     with (
         FakeServer(FakeEngine(), options) as server,
@@ -175,19 +175,19 @@ def test_a_client_that_cancels_what_is_being_answered_is_not_closed(served: Any)
         infer = channel.unary_unary(INFER)
         for _ in range(5):
             calls = [infer.future(REQUEST) for _ in range(MAX_RESETS // 5 + 1)]
-            wait_until(lambda: served.reception.requests == MAX_RESETS // 5 + 1)
+            wait_until(lambda: served.admission.requests == MAX_RESETS // 5 + 1)
             for one in calls:
                 one.cancel()
-            wait_until(lambda: served.reception.requests == 0)
+            wait_until(lambda: served.admission.requests == 0)
     assert served.run(offenders(served)) == {}
 
 
 async def offenders(served: Any) -> Any:
-    return served.reception.offenders()
+    return served.admission.offenders()
 
 
 def test_watchers_of_a_connection_are_few_and_leave_streams_their_room(served: Any) -> None:
-    most = reception.MAX_WATCHES_OF_A_PEER
+    most = admission.MAX_WATCHES_OF_A_PEER
     with grpc.insecure_channel(served.address) as channel, Client(served.address) as client:
         watch: Callable[..., Any] = health_pb2_grpc.HealthStub(channel).Watch
         watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(most)]
@@ -197,11 +197,11 @@ def test_watchers_of_a_connection_are_few_and_leave_streams_their_room(served: A
         error: Any = caught.value
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         tells(error.details(), f"{most} open streams")
-        assert served.reception.streams == 0
+        assert served.admission.streams == 0
         assert [one.exits.tolist() for one in client.infer_stream("fake", {"x": X})] == [[0]]
         for one in watches:
             one.cancel()
-        wait_until(lambda: not served.reception._watches)
+        wait_until(lambda: not served.admission._watches)
 
 
 def test_pings_every_second_are_taken_and_a_flood_is_not(
@@ -221,7 +221,7 @@ def test_pings_every_second_are_taken_and_a_flood_is_not(
 def test_watches_that_end_at_their_deadline_leave_their_room(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception, "MAX_WATCHES_OF_A_PEER", 2)
+    monkeypatch.setattr(admission, "MAX_WATCHES_OF_A_PEER", 2)
     with grpc.insecure_channel(served.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch
         for _ in range(40):

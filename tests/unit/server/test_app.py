@@ -172,7 +172,9 @@ def test_new_requests_are_answered_for_a_while_after_readiness_fell(
     assert told.index("SIGTERM again: stopping immediately") < told.index("stopped")
 
 
-def test_at_a_terminal_nobody_waits_for_load_balancers(launch: Callable[..., Process]) -> None:
+def test_at_a_terminal_shutdown_does_not_wait_for_load_balancers(
+    launch: Callable[..., Process],
+) -> None:
     server = launch("--drain-delay-s=3600")
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(30) == 0
@@ -370,7 +372,7 @@ def test_json_lines() -> None:
     }
 
 
-def test_health_watchers_are_told_before_the_server_hangs_up(
+def test_health_watchers_are_notified_before_connections_close(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def open_engine() -> FakeEngine:

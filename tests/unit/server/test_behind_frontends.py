@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from tests.unit.server import (
+    test_admission,
     test_health_and_reflection,
-    test_reception,
     test_service,
     test_streaming,
     test_tritonclient,
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # each starts a process
 
 MODULES = (
     test_health_and_reflection,
-    test_reception,
+    test_admission,
     test_service,
     test_streaming,
     test_tritonclient,

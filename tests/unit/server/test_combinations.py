@@ -48,16 +48,16 @@ def cases() -> list[tuple[Illegal, str]]:
     """Every row with each value of the option that excludes it."""
     found: list[tuple[Illegal, str]] = []
     for row in EVERY:
-        _, _, values = (row.beside or "").partition(" ")
+        _, _, values = (row.other or "").partition(" ")
         found += itertools.product([row], values.split("|"))
     return found
 
 
-def beside(row: Illegal, value: str) -> list[str]:
+def other_words(row: Illegal, value: str) -> list[str]:
     """Return the arguments that accompany the row's option."""
-    if row.beside is None:
+    if row.other is None:
         return []
-    flag, _, _ = row.beside.partition(" ")
+    flag, _, _ = row.other.partition(" ")
     if value:
         return [f"{flag}={SPELLED.get(value, value)}"]
     return words(flag) if flag in GIVEN else [flag]
@@ -72,12 +72,12 @@ def test_a_row_is_refused_on_the_command_line(
     row: Illegal, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for order in (1, -1):
-        given = [*words(row.option), *beside(row, value)][::order]
+        given = [*words(row.option), *other_words(row, value)][::order]
         with pytest.raises(SystemExit) as stopped:
             parse_arguments(["m.ee", *given])
         assert stopped.value.code == 2
-        flag, _, _ = (row.beside or "").partition(" ")
-        other = f"with {flag} {value}".rstrip() if row.beside else f"without {row.without}"
+        flag, _, _ = (row.other or "").partition(" ")
+        other = f"with {flag} {value}".rstrip() if row.other else f"without {row.without}"
         tells(
             capsys.readouterr().err,
             f"eeserve: error: {row.option} {other}",
@@ -119,7 +119,7 @@ ENGINE = {
     "mode", "backend", "device", "precision", "graphs", "threads", "engine_build_minutes",
     "forecast", "keep_state", "profile_window_s", "uncertified_exits",
 }  # fmt: skip
-IN_FILES = [(row, value) for row, value in cases() if row.beside and row.option in {
+IN_FILES = [(row, value) for row, value in cases() if row.other and row.option in {
     "--audit-budget", "--confidence", "--controller", "--device", "--engine-build-minutes",
     "--forecast", "--max-disagreement", "--max-queue-delay-ms", "--max-source-share",
     "--never-beyond-compiled",
@@ -140,8 +140,8 @@ def setting(flag: str, value: str | None) -> tuple[str, str]:
 def test_a_row_is_refused_in_a_file(
     row: Illegal, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert row.beside is not None
-    flag, _, _ = row.beside.partition(" ")
+    assert row.other is not None
+    flag, _, _ = row.other.partition(" ")
     key, set_to = setting(row.option, GIVEN[row.option])
     other = setting(flag, SPELLED.get(value, value))
     file = write(tmp_path, (key, set_to), other)
@@ -157,7 +157,7 @@ def test_a_row_is_refused_in_a_file(
 def test_every_row_that_a_file_can_have_is_tried_there() -> None:
     flags = {flag: a.dest for a in make_parser().options() for flag in a.option_strings}
     possible = {
-        row.option for row in EVERY if flags[row.option] in KEYS - {"learning"} and row.beside
+        row.option for row in EVERY if flags[row.option] in KEYS - {"learning"} and row.other
     }
     assert {row.option for row, _ in IN_FILES} == possible
 

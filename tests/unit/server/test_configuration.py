@@ -147,7 +147,7 @@ def test_of_two_alternatives_the_command_lines_is_taken(
     assert arguments(file, flag).engine == EngineOptions(mode=Mode.AUDIT, **expected)
 
 
-def test_a_cluster_file_is_found_beside_it(tmp_path: Path) -> None:
+def test_a_cluster_file_is_found_next_to_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "cluster.toml").write_text(
         "[devices.cpu]\ncount = 1\ncost_per_hour = 0\nspeed = 1\n[[workers]]\ndevice = 'cpu'\n"
     )

@@ -89,7 +89,7 @@ def assert_answers(connection: socket.socket) -> None:
     assert answer.startswith(b"HTTP/1.1 200")
 
 
-def test_http_connections_are_few_and_the_idlest_makes_room(served: Any, connect: Any) -> None:
+def test_the_idlest_http_connection_is_closed_at_the_limit(served: Any, connect: Any) -> None:
     address = served.url.removeprefix("http://")
     used = connect(address, b"")
     assert_answers(used)
@@ -144,7 +144,9 @@ def test_idle_connections_end_though_their_peers_do_not_read(
 
 
 @pytest.mark.usefixtures("large_page")
-def test_connections_whose_peers_do_not_read_make_room(served: Any, connect: Any) -> None:
+def test_connections_with_unread_responses_are_closed_at_the_limit(
+    served: Any, connect: Any
+) -> None:
     address = served.url.removeprefix("http://")
     connect(address, GET_METRICS)
     wait_until(lambda: waiting_bytes(served) > MIB)

@@ -15,7 +15,7 @@ import pytest
 from offramp.engine.common import errors as engine_errors
 from offramp.engine.common.errors import EngineError
 from offramp.server.common.errors import REFUSALS, refusal_of, shortened
-from offramp.server.requests.reception import Reception, answering_errors
+from offramp.server.requests.admission import RequestAdmission, answering_errors
 
 
 def family(cls: type[EngineError]) -> Iterator[type[EngineError]]:
@@ -69,12 +69,12 @@ class Context:
 
 
 def abort_of(error: Exception) -> tuple[Any, ...]:
-    async def method(_visit: Any, _request: None, _context: Any) -> None:
+    async def method(_state: Any, _request: None, _context: Any) -> None:
         raise error
 
     context: Any = Context()
     with pytest.raises(AbortedError):
-        asyncio.run(answering_errors(Reception(), "Method", method)(None, context))
+        asyncio.run(answering_errors(RequestAdmission(), "Method", method)(None, context))
     return tuple(context.aborted)
 
 

@@ -30,7 +30,7 @@ from offramp.server.frontends import frontends
 from offramp.server.frontends.frames import FrameKind, FrameLink, Payload
 from offramp.server.frontends.heads import CallHead, CallStatus
 from offramp.server.frontends.relay import MethodShape, Relay
-from offramp.server.requests.reception import Reception
+from offramp.server.requests.admission import RequestAdmission
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 
@@ -115,7 +115,7 @@ def test_large_requests_are_answered(served: Any) -> None:
     with Client(served.address) as client:
         result = client.infer("fake", {"x": rows})
     np.testing.assert_array_equal(result.outputs["logits"], rows[:, :3])
-    assert wait_until(lambda: served.reception.held_bytes == 0)
+    assert wait_until(lambda: served.admission.held_bytes == 0)
 
 
 def test_what_a_front_end_refuses_is_counted(served: Any) -> None:
@@ -123,7 +123,7 @@ def test_what_a_front_end_refuses_is_counted(served: Any) -> None:
         infer: Any = channel.stream_unary(INFER)
         call = infer.future(iter(()), timeout=30)
         assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert wait_until(lambda: served.reception.refused["INVALID_ARGUMENT", "undecodable"] == 1)
+    assert wait_until(lambda: served.admission.refused["INVALID_ARGUMENT", "undecodable"] == 1)
 
 
 def test_a_front_end_that_dies_takes_its_own_connections_alone(served: Any) -> None:
@@ -168,7 +168,7 @@ def test_they_encrypt_and_the_engines_process_knows_the_tokens(tmp_path: Path) -
             pytest.raises(AuthenticationError, match="the token is not valid"),
         ):
             client.infer("fake", {"x": X})
-        assert server.reception.refused["UNAUTHENTICATED", "unauthenticated"] == 1
+        assert server.admission.refused["UNAUTHENTICATED", "unauthenticated"] == 1
 
 
 def test_a_server_is_ready_once_its_front_ends_listen() -> None:
@@ -225,7 +225,7 @@ def test_they_end_with_the_server() -> None:
         with Client(server.address) as client:
             client.infer("fake", {"x": X})
         server.run(server.grpc.leaving())
-        server.run(server.grpc.send_away(5.0))
+        server.run(server.grpc.send_goaway(5.0))
         assert len(ours & processes()) == 2
     assert wait_until(lambda: not ours & processes())
 
@@ -283,7 +283,7 @@ class StreamContext:
 def test_a_stream_whose_message_cannot_be_passed_on_ends() -> None:
     link, context = LinkWithoutMemory(), StreamContext()
     path = method_path("ModelStreamInfer")
-    relay = Relay(link, Reception(), {path: MethodShape(True, True)})  # type: ignore[arg-type]
+    relay = Relay(link, RequestAdmission(), {path: MethodShape(True, True)})  # type: ignore[arg-type]
     handler = relay.handlers[path]
 
     async def run() -> None:

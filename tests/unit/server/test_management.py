@@ -130,7 +130,7 @@ def test_a_region_that_is_shortened_harms_its_request_alone(
     with pytest.raises(InferenceServerException, match="it was shortened after it was registered"):
         client.infer("fake", [shared_input()])
     assert client.is_server_ready()
-    assert wait_until(lambda: served.reception.held_bytes == 0)
+    assert wait_until(lambda: served.admission.held_bytes == 0)
 
 
 def test_cuda_shared_memory_is_not_supported(client: Any) -> None:

@@ -52,15 +52,15 @@ def test_the_compiled_schema_is_that_of_the_proto_file() -> None:
 def test_the_type_stub_has_every_message_and_field() -> None:
     classes: dict[str, set[str]] = {}
 
-    def visit(node: ast.AST, prefix: str) -> None:
+    def state(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
                 name = f"{prefix}.{child.name}"
                 slots = next(c for c in child.body if isinstance(c, ast.Assign))
                 classes[name] = set(ast.literal_eval(slots.value))
-                visit(child, name)
+                state(child, name)
 
-    visit(ast.parse(STUB.read_text()), "inference")
+    state(ast.parse(STUB.read_text()), "inference")
     nested = [enum for message in all_messages() for enum in message.enum_types]
     for enum in (*FILE.enum_types_by_name.values(), *nested):
         assert classes.pop(enum.full_name) == set()

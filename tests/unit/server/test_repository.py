@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_loaded_at_the_start_is_left_out(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("control", RepositoryControl)
-def test_a_folder_that_cannot_be_read_is_said_at_the_start(
+def test_an_unreadable_folder_is_logged_at_the_start(
     tmp_path: Path, control: RepositoryControl
 ) -> None:
     async def body(*_: Any) -> None:

@@ -204,7 +204,7 @@ def test_tritons_client_infers_and_manages(client: Any, served: Any) -> None:
     assert client.get_log_settings()["log_error"] is True
     with pytest.raises(InferenceServerException, match="no log setting 'colour'"):
         client.update_log_settings({"colour": True})
-    assert served.reception.refused["UNAVAILABLE", "model_control"] == 2
+    assert served.admission.refused["UNAVAILABLE", "model_control"] == 2
 
 
 def test_the_asynchronous_client_asks_for_many_at_once(served: Any) -> None:
@@ -247,7 +247,7 @@ def test_a_small_body_that_is_large_decompressed_is_refused(
         status, answer = ask(server, INFER, body, headers={"Content-Encoding": encoding})
         assert status == 400
         assert "body" in answer["error"]
-        assert wait_until(lambda: server.reception.held_bytes == 0)
+        assert wait_until(lambda: server.admission.held_bytes == 0)
 
 
 def test_a_body_above_the_limit_is_refused_before_it_is_read(served: Any) -> None:
@@ -304,7 +304,7 @@ def test_wrong_bodies_are_refused(served: Any, body: Any, facts: list[str]) -> N
     status, answer = ask(served, INFER, body)
     assert status == 400
     assert all(fact in answer["error"] for fact in facts), answer
-    assert served.reception.held_bytes == served.reception.requests == 0
+    assert served.admission.held_bytes == served.admission.requests == 0
 
 
 def test_integers_that_no_int64_holds_are_taken_where_they_fit() -> None:
@@ -384,7 +384,7 @@ def test_a_client_that_hangs_up_withdraws_its_request(served: Any) -> None:
 
     asyncio.run(leave())
     assert wait_until(lambda: served.engine.cancelled == 2)
-    assert wait_until(lambda: served.reception.requests == served.reception.held_bytes == 0)
+    assert wait_until(lambda: served.admission.requests == served.admission.held_bytes == 0)
 
 
 def test_limits_are_those_of_grpc() -> None:
@@ -405,7 +405,7 @@ def test_limits_are_those_of_grpc() -> None:
                 return [await first, second]
 
         assert asyncio.run(both()) == [200, 429]
-        assert server.reception.refused["RESOURCE_EXHAUSTED", "concurrency"] == 1
+        assert server.admission.refused["RESOURCE_EXHAUSTED", "concurrency"] == 1
 
 
 def test_pages_of_other_sites_are_refused(served: Any) -> None:

@@ -58,7 +58,7 @@ def test_the_command_says_what_passed_and_leaves_with_0(tmp_path: Path) -> None:
     assert {check["verdict"] for check in document["checks"]} == {"passed", "skipped"}
 
 
-def test_a_fault_is_told_and_leaves_with_1(
+def test_a_fault_is_printed_and_exits_with_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = tmp_path / "found.json"
@@ -90,7 +90,7 @@ def test_a_check_that_does_not_end_ends_the_process(
     comes, left = threading.Event(), list[int]()
     monkeypatch.setattr(os, "_exit", left.append)
     kind = type("Never", (faults.NeverEnds,), {"comes": comes})
-    with_backend(monkeypatch, faults.SlotMaker(kind), seconds=0.1, hangs_after_s=5.0)
+    with_backend(monkeypatch, faults.SlotMaker(kind), seconds=0.1, hang_timeout_s=5.0)
     report = tmp_path / "found.json"
     cli.main([*COMMAND, "--json", str(report)])
     comes.set()

@@ -37,7 +37,7 @@ from offramp.engine.stages.plan import Mode
 from offramp.proto import messages
 from offramp.proto.descriptors import method_path
 from offramp.server.common.errors import UndecodableError
-from offramp.server.requests.reception import Reception
+from offramp.server.requests.admission import RequestAdmission
 from offramp.server.requests.streaming import MAX_IN_FLIGHT, RequestStream
 from offramp.testing.engine import FakeEngine, fake_model
 from offramp.testing.server import FakeServer
@@ -647,7 +647,7 @@ def test_a_decoupled_request_does_not_wait_for_those_before(served: Any) -> None
     assert asyncio.run(asyncio.wait_for(talk(), 20)) == ["decoupled", "held", "in turn"]
 
 
-def test_a_response_that_waits_for_its_turn_holds_no_request() -> None:
+def test_a_response_that_waits_for_earlier_ones_keeps_no_request_alive() -> None:
     alive: set[int] = set()
     arrays: list[weakref.ref[Any]] = []
 
@@ -695,7 +695,7 @@ def test_a_response_that_waits_for_its_turn_holds_no_request() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.LEAVE, Mode.RELEASE], ids=["one answer", "both"])
 def test_a_decoupled_response_that_waits_for_its_client_holds_no_request(mode: Mode) -> None:
-    engine, reception = FakeEngine(mode=mode), Reception()
+    engine, admission = FakeEngine(mode=mode), RequestAdmission()
 
     async def run() -> None:
         reads, written = asyncio.Event(), []
@@ -704,7 +704,7 @@ def test_a_decoupled_response_that_waits_for_its_client_holds_no_request(mode: M
             for number in range(5):
                 yield serialized(request(str(number), offramp_decoupled=True))
             await until(lambda: len(engine.calls) == 5)
-            await until(lambda: reception.requests == reception.held_bytes == 0)
+            await until(lambda: admission.requests == admission.held_bytes == 0)
             assert written == []
             reads.set()
 
@@ -712,7 +712,7 @@ def test_a_decoupled_response_that_waits_for_its_client_holds_no_request(mode: M
             await reads.wait()
             written.append(response.infer_response.parameters["offramp_answer"].string_param)
 
-        await RequestStream(engine, write, reception=reception).serve(requests())
+        await RequestStream(engine, write, admission=admission).serve(requests())
         assert len(written) == (10 if mode is Mode.RELEASE else 5)
 
     asyncio.run(asyncio.wait_for(run(), 20))

@@ -312,7 +312,7 @@ def test_secrets_are_never_logged_or_answered(
         assert infer(guarded, ANN) == 1
     assert len(answers) == 5
     said = "\n".join(
-        [*answers, caplog.text, repr(guarded.reception.access.identify([f"Bearer {ANN}"]))]
+        [*answers, caplog.text, repr(guarded.admission.access.identify([f"Bearer {ANN}"]))]
     )
     assert "refused (UNAUTHENTICATED, unauthenticated)" in said
     assert "refused (PERMISSION_DENIED, forbidden)" in said

@@ -18,7 +18,7 @@ from tests.unit.server.test_service import wait_until
 from tritonclient.utils import InferenceServerException
 
 from offramp.server.arguments.options import ServerOptions
-from offramp.server.requests.reception import Reception
+from offramp.server.requests.admission import RequestAdmission
 from offramp.server.requests.tracing import RequestTrace, RequestTraces, TraceParent
 from offramp.server.tracing.otlp import OtlpTraces
 from offramp.testing.engine import FakeEngine
@@ -70,7 +70,7 @@ class Traced(FakeServer[FakeEngine]):
     def __init__(self) -> None:
         super().__init__(FakeEngine())
         self.traces: list[RequestTrace] = []
-        self.reception = Reception(traces=RequestTraces(self.traces.append, rate=1))
+        self.admission = RequestAdmission(traces=RequestTraces(self.traces.append, rate=1))
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_collector_gets_spans_of_request_queue_and_stages() -> None:
     exporter = OtlpTraces(f"http://127.0.0.1:{port}")
     try:
         with FakeServer(FakeEngine()) as server:
-            server.reception.traces = RequestTraces(exporter, rate=10**6)  # type: ignore[misc]
+            server.admission.traces = RequestTraces(exporter, rate=10**6)  # type: ignore[misc]
             with triton.InferenceServerClient(server.address) as client:
                 infer(client, triton, headers={"traceparent": PARENT})
         exporter.close()

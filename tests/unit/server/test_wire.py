@@ -145,7 +145,7 @@ def test_raw_contents_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("offset", range(8))
-def test_arrays_are_aligned_wherever_they_lie(offset: int) -> None:
+def test_arrays_are_aligned_at_any_offset(offset: int) -> None:
     x = np.arange(2000, dtype=np.float64)
     made = request("FP64", (2000,))
     made.id = "i" * offset

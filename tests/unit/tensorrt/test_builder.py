@@ -150,7 +150,7 @@ def test_timing_caches_live_as_long_as_the_builder_that_used_them(
     assert died == [True, False, False]
 
 
-def test_a_timing_cache_that_does_not_fit_is_begun_anew(
+def test_an_incompatible_timing_cache_is_replaced(
     builder: TensorRTBuilder, fake: FakeTensorRT
 ) -> None:
     fake.refuses_timing_cache = True

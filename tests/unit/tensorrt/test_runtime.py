@@ -316,7 +316,7 @@ def test_a_stage_says_what_it_takes(fake: FakeRuntime, device: FakeDriver, bundl
         assert stage.scratch_bytes == 1024  # of TensorRT's 1000; one engine has nothing between
         assert stage.capturable
         assert stage.pads
-        assert [stage.room(rows) for rows in (1, 2, 8)] == [1, 8, 8]  # profiles 1,2-8
+        assert [stage.padding_limit(rows) for rows in (1, 2, 8)] == [1, 8, 8]  # profiles 1,2-8
 
 
 @pytest.mark.parametrize("bundle", ["bert"], indirect=True)
@@ -569,7 +569,7 @@ def test_an_altered_file_is_not_loaded(
     assert "eecompile build" in told
 
 
-def test_a_chain_that_lacks_a_link_is_told(
+def test_an_incomplete_engine_chain_names_the_missing_unit(
     fake: FakeRuntime, device: FakeDriver, bundle: Bundle
 ) -> None:
     store = build(fake, bundle, ["segments"])

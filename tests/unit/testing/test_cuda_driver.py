@@ -629,7 +629,7 @@ def _nothing() -> Iterator[None]:
         assert "wrote" in str(error)
 
 
-def test_close_runs_what_nobody_waited_for() -> None:
+def test_close_executes_pending_operations() -> None:
     device = FakeDriver()
     with device.current():
         bench = Bench(device)

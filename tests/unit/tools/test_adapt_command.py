@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.adapt.__main__ import main
-from benchmarks.adapt.contenders import KINDS, Workplace, contenders_of, make_contender
+from benchmarks.adapt.contenders import KINDS, ControllerInputs, contenders_of, make_contender
 from benchmarks.adapt.scenarios import answering
 from benchmarks.adapt.sequence import answering_places
 from tests import models
@@ -199,9 +199,9 @@ def test_recorded_answers_are_those_that_are_served(bundle: Bundle, data: Path) 
     np.testing.assert_allclose(early.confidence, population.confidence[0, early.rows], rtol=1e-4)
 
 
-def workplace(bundle: Bundle) -> Workplace:
+def workplace(bundle: Bundle) -> ControllerInputs:
     costs = CostModel.of(bundle.manifest, bundle.profile(), 32)
-    return Workplace(
+    return ControllerInputs(
         bundle=bundle,
         batch_size=32,
         costs=costs,

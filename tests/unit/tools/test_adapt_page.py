@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.adapt.page import cards, write_page
-from benchmarks.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
+from benchmarks.adapt.replay import ComparedController, ReplaySettings, ReplayTrace, replay
 from benchmarks.adapt.report import Comparison, ControllerRun
 from benchmarks.adapt.scores import course, hindsight, score
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
@@ -23,7 +23,7 @@ SEQUENCE = in_order(("first", repeated(FOUR, 500)), ("second <b>", repeated(FOUR
 
 def comparison(label: str = "some <name>", **changed: Any) -> Comparison:
     """Exit 0 alone, which is wrong on one sample of four; a trace may be changed."""
-    contender = Contender(
+    contender = ComparedController(
         label=label,
         description="made by hand",
         controller=Scripted(policy_of(1, {0: 0.5, 1: NEVER})),

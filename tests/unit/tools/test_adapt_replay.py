@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.adapt.replay import Contender, ReplaySettings, ReplayTrace, replay
+from benchmarks.adapt.replay import ComparedController, ReplaySettings, ReplayTrace, replay
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
 
 from offramp.bundle import NEVER
@@ -16,7 +16,7 @@ from offramp.engine.stages.plan import Mode
 
 def run(controller: Scripted, mode: Mode, times: int = 1, **settings: Any) -> ReplayTrace:
     given = {"chunk": 4, "delay_chunks": 0, "tuning_delay": 0, **settings}
-    contender = Contender(label="x", description="", controller=controller, mode=mode)
+    contender = ComparedController(label="x", description="", controller=controller, mode=mode)
     sequence = in_order(("all", repeated(FOUR, times)))
     return replay(sequence, contender, COSTS, ReplaySettings(**given))
 
@@ -111,7 +111,7 @@ def test_a_result_comes_late_and_a_policy_holds_for_whole_chunks() -> None:
     assert trace.latency_ms[12:16].tolist() == [3, 11, 3, 11]
 
 
-def test_a_job_at_once_is_in_force_with_the_next_chunk() -> None:
+def test_an_immediate_job_is_active_from_the_next_chunk() -> None:
     trace = run(Scripted(jobs=True), Mode.RELEASE, times=3, tuning_delay=0)
     assert [c.at for c in trace.changes] == [0, 4, 8]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from benchmarks.adapt.scenarios import (
     SCENARIOS,
-    Material,
+    ScenarioData,
     ScenarioSettings,
     is_easy,
     scenarios_of,
@@ -45,7 +45,7 @@ class Recorded:
 
 def material(
     *, names: tuple[str, ...] = ("test",), shape: tuple[int, ...] = (1, 8, 8), **changed: Any
-) -> tuple[Material, Recorded]:
+) -> tuple[ScenarioData, Recorded]:
     settings = {"samples": 50, "corruption": "noise", "severity": 2, "seed": 3, **changed}
     recorder = Recorded()
     images = np.full((SAMPLES, *shape), 100, np.uint8)
@@ -53,7 +53,7 @@ def material(
         name: Dataset(inputs={"x": images}, labels=np.arange(SAMPLES) % 10, sha256="")
         for name in names
     }
-    return Material(datasets, recorder.record, ScenarioSettings(**settings)), recorder
+    return ScenarioData(datasets, recorder.record, ScenarioSettings(**settings)), recorder
 
 
 def test_easy_are_those_answered_surely_and_rightly_in_the_first_half() -> None:
@@ -97,7 +97,7 @@ def test_classes_by_label_else_by_the_models_answer() -> None:
     )
     settings = ScenarioSettings(samples=5, corruption="blur", severity=1, seed=0)
     segments = SCENARIOS["classes"].segments(
-        Material({"a": unlabelled}, Recorded().record, settings)
+        ScenarioData({"a": unlabelled}, Recorded().record, settings)
     )
     assert [s.name for s in segments] == ["all classes", "mostly 0–2", "mostly 3–5"]
 
@@ -151,4 +151,4 @@ def test_groups_that_are_too_small_are_refused() -> None:
     few = Dataset(inputs={"x": np.zeros((90, 1, 8, 8), np.uint8)}, labels=None, sha256="")
     settings = ScenarioSettings(samples=5, corruption="noise", severity=1, seed=0)
     with pytest.raises(ValueError, match=facts("18 hard samples", "too few")):
-        SCENARIOS["difficulty"].segments(Material({"few": few}, Recorded().record, settings))
+        SCENARIOS["difficulty"].segments(ScenarioData({"few": few}, Recorded().record, settings))

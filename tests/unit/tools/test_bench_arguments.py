@@ -35,11 +35,11 @@ def word(flag: str) -> str:
 
 @pytest.mark.parametrize(("command", "row"), ROWS, ids=lambda part: getattr(part, "option", part))
 def test_a_row_is_refused(command: str, row: Illegal, capsys: pytest.CaptureFixture[str]) -> None:
-    beside = [word(row.beside)] if row.beside else []
+    other = [word(row.other)] if row.other else []
     with pytest.raises(SystemExit) as stopped:
-        make_parser().parse_args([command, *NEEDED[command], word(row.option), *beside])
+        make_parser().parse_args([command, *NEEDED[command], word(row.option), *other])
     assert stopped.value.code == 2
-    other = f"with {row.beside}" if row.beside else f"without {row.without}"
+    other = f"with {row.other}" if row.other else f"without {row.without}"
     line, see = capsys.readouterr().err.splitlines()
     tells(line, f"eebench {command}", f"{row.option} {other}", row.why)
     assert see == f"see eebench {command} --help"

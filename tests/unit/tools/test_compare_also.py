@@ -16,7 +16,7 @@ from tests.sliced import dataset_of, inputs_of, sliced
 
 from offramp.bundle import Bundle
 from offramp.tools.bench.cli import main
-from offramp.tools.bench.common.compare import Also, AlsoRunner, parse_also
+from offramp.tools.bench.common.compare import AdditionalModel, AdditionalRunner, parse_also
 
 
 @pytest.fixture
@@ -104,21 +104,21 @@ def test_a_name_is_given_once(bundle: Bundle) -> None:
 def test_models_that_are_not_comparable_are_refused(bundle: Bundle, model, message: Told) -> None:
     onnx.save(model(), "other.onnx")
     with pytest.raises(ValueError, match=facts(*message)):
-        AlsoRunner(Also(name="other", path=Path("other.onnx")), bundle, 1)
+        AdditionalRunner(AdditionalModel(name="other", path=Path("other.onnx")), bundle, 1)
 
 
 def test_of_several_outputs_it_is_that_of_the_answers_name(bundle: Bundle) -> None:
     model = mlp()
     model.graph.output.add().name = "hidden0"
     onnx.save(model, "two.onnx")
-    runner = AlsoRunner(Also(name="two", path=Path("two.onnx")), bundle, 1)
+    runner = AdditionalRunner(AdditionalModel(name="two", path=Path("two.onnx")), bundle, 1)
     (departure,) = runner.run(inputs_of(sliced("mlp"), 6))
     assert departure.answer.shape == (6, 3)
     assert departure.rows.tolist() == list(range(6))
     model.graph.output[0].name = "hidden1"
     onnx.save(model, "two.onnx")
     with pytest.raises(ValueError, match="there are several"):
-        AlsoRunner(Also(name="two", path=Path("two.onnx")), bundle, 1)
+        AdditionalRunner(AdditionalModel(name="two", path=Path("two.onnx")), bundle, 1)
 
 
 def test_what_is_no_model_is_refused(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def test_a_load_shows_certificate_and_token(
             *(f"--token-file={token}", f"--metrics={server.url.removeprefix('https://')}"),
         ]
         assert cli.main(words) == 0
-        assert server.reception.refused["UNAUTHENTICATED", "unauthenticated"] == 0
+        assert server.admission.refused["UNAUTHENTICATED", "unauthenticated"] == 0
         assert cli.main([word for word in words if "token-file" not in word]) != 0
     written = figures.read_text()
     assert json.loads(written)["summary"]["requests"] == len(server.engine.calls) > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from benchmarks.adapt.replay import Contender, ReplaySettings, replay
+from benchmarks.adapt.replay import ComparedController, ReplaySettings, replay
 from benchmarks.served_profiles import departures_of, profile_of
 from tests.facts import facts
 from tests.unit.tools.adapt_cases import COSTS, FOUR, Scripted, in_order, policy_of, repeated
@@ -19,7 +19,7 @@ from offramp.engine.stages.plan import Mode
 def test_windows_are_of_the_exits_in_use(mode: Mode, decided: tuple[int, ...]) -> None:
     """Exits in shadow mode run if answers are observed; otherwise they are off."""
     controller = Scripted(policy_of(1, {0: 0.95, 1: NEVER}))
-    contender = Contender(label="x", description="", controller=controller, mode=mode)
+    contender = ComparedController(label="x", description="", controller=controller, mode=mode)
     pace = ReplaySettings(chunk=4, delay_chunks=0, tuning_delay=0)
     trace = replay(in_order(("all", repeated(FOUR, 2))), contender, COSTS, pace)
     profile = profile_of(trace, contender, np.array([4, 4]), 120.0, exits=2)

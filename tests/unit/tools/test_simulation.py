@@ -60,7 +60,7 @@ def load(*requests: tuple[float, int], slo_s: float = float("inf")) -> Simulated
 
 
 @pytest.mark.parametrize(("first_runs_on", "third_s"), [(False, 3.0), (True, 4.8)])
-def test_an_answered_request_runs_on_when_nobody_waits(
+def test_an_answered_request_continues_without_waiting_clients(
     *, first_runs_on: bool, third_s: float
 ) -> None:
     """The first is answered at 1.0; the second starts then, and from 4.0 the first runs on."""

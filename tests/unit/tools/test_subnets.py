@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 from benchmarks.frontier.measurement import FrontierPoint
-from benchmarks.subnets import DROPS, EqualWorth, MeasuredPoint, at_equal_worth, choose
+from benchmarks.subnets import DROPS, EqualQuality, MeasuredPoint, at_equal_worth, choose
 from tests.unit.calibration.test_trade_offs import OF_FULL, OF_SUBNET, full, subnet
 
 from offramp.bundle import Ratio
-from offramp.calibration.choose.trade_offs import WAYS, TradeOff, Way
+from offramp.calibration.choose.trade_offs import TRADE_OFF_KINDS, TradeOff, TradeOffKind
 from offramp.certify import MODEL_END
 
 
 def measured(
-    ways: tuple[Way, ...], busy: float, agreement: float, accuracy: float | None
+    ways: tuple[TradeOffKind, ...], busy: float, agreement: float, accuracy: float | None
 ) -> MeasuredPoint:
     point = TradeOff(
         variant=0,
@@ -46,7 +46,7 @@ def points(*, labels: bool = True) -> list[MeasuredPoint]:
         return value if labels else None
 
     return [
-        measured(WAYS, 1.0, 1.0, right(0.9)),
+        measured(TRADE_OFF_KINDS, 1.0, 1.0, right(0.9)),
         measured(("exits", "both"), 0.5, 0.99, right(0.895)),
         measured(("subnets",), 0.4, 0.95, right(0.88)),
         measured(("both",), 0.36, 0.95, right(0.88)),
@@ -54,7 +54,7 @@ def points(*, labels: bool = True) -> list[MeasuredPoint]:
     ]
 
 
-def at(rows: list[EqualWorth], worth: str, drop: float) -> EqualWorth:
+def at(rows: list[EqualQuality], worth: str, drop: float) -> EqualQuality:
     (row,) = [row for row in rows if (row.worth, row.drop) == (worth, drop)]
     return row
 
@@ -85,10 +85,10 @@ def test_points_are_chosen_of_each_way_and_the_full_model_comes_first() -> None:
     chosen = choose([(full(), OF_FULL), (near, OF_SUBNET)], 4)
     first = chosen[0].chosen
     assert (first.variant, first.deepest, first.active) == (0, MODEL_END, ())
-    assert chosen[0].ways == WAYS
+    assert chosen[0].ways == TRADE_OFF_KINDS
     keys = [(p.chosen.variant, p.chosen.deepest, p.chosen.active) for p in chosen]
     assert len(set(keys)) == len(keys), "each is measured once"
-    for way in WAYS:
+    for way in TRADE_OFF_KINDS:
         assert any(way in p.ways for p in chosen[1:]), way
     for point in chosen:
         assert not (point.ways == ("exits",) and point.chosen.variant)

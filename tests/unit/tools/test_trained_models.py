@@ -63,7 +63,7 @@ def test_a_bundle_is_measured_and_described(tmp_path: Path) -> None:
     assert told["certify_samples"] == bundle.manifest.calibration.certify_samples
 
 
-def test_a_compilation_that_fails_is_told_of(tmp_path: Path) -> None:
+def test_a_failed_compilation_names_model_and_exit_status(tmp_path: Path) -> None:
     missing = tmp_path / "missing.onnx"
     with pytest.raises(SystemExit, match=r"missing\.onnx ended with 1"):
         compile_by_default(missing, tmp_path / "data.npz", tmp_path / "made.ee")

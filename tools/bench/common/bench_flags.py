@@ -116,20 +116,20 @@ def trace_of(options: argparse.Namespace) -> Trace:
         close = difflib.get_close_matches(kind, _KINDS, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
         raise TraceError(f"no trace is called '{kind}'; {meant}there are {', '.join(_KINDS)}")
-    asked = _KINDS[kind]
-    if asked.reads_file != bool(file):
-        right = f"{kind}:FILE" if asked.reads_file else kind
+    kind_spec = _KINDS[kind]
+    if kind_spec.reads_file != bool(file):
+        right = f"{kind}:FILE" if kind_spec.reads_file else kind
         raise TraceError(f"--trace {kind}{colon}{file} must be --trace {right}")
     for name, words in _OPTIONS.items():
         value = getattr(options, name)
-        if value is None and name in asked.needs:
+        if value is None and name in kind_spec.needs:
             raise TraceError(f"--trace {kind} needs {_flag(name)}: {words}")
-        if value is not None and name not in asked.takes:
+        if value is not None and name not in kind_spec.takes:
             users = ", ".join(other for other, spec in _KINDS.items() if name in spec.takes)
             raise TraceError(
                 f"--trace {kind} has no {_flag(name)} (it is for {users}); leave it out"
             )
-    return asked.make(options)
+    return kind_spec.make(options)
 
 
 def _flag(name: str) -> str:

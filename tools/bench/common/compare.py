@@ -237,7 +237,7 @@ _ORT_TYPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Also:
+class AdditionalModel:
     """A model that is measured along."""
 
     name: str
@@ -245,9 +245,9 @@ class Also:
     path: Path
 
 
-def parse_also(texts: Sequence[str]) -> tuple[Also, ...]:
+def parse_also(texts: Sequence[str]) -> tuple[AdditionalModel, ...]:
     """Read ``NAME=FILE.onnx`` each; ValueError for a malformed one, a taken name, no file."""
-    models: list[Also] = []
+    models: list[AdditionalModel] = []
     taken = {SOURCE, OFFRAMP, NO_EXIT}
     for text in texts:
         name, equals, file = text.partition("=")
@@ -262,18 +262,18 @@ def parse_also(texts: Sequence[str]) -> tuple[Also, ...]:
         if not Path(file).is_file():
             raise ValueError(f"--also {text}: {file} is no file")
         taken.add(name)
-        models.append(Also(name=name, path=Path(file)))
+        models.append(AdditionalModel(name=name, path=Path(file)))
     return tuple(models)
 
 
-class AlsoRunner:
+class AdditionalRunner:
     """A model in a session with ONNX Runtime's defaults, like the source model.
 
     Raise ValueError if it has other inputs or answers than the bundle's source model, or cannot be
     loaded.
     """
 
-    def __init__(self, also: Also, bundle: Bundle, threads: int) -> None:
+    def __init__(self, also: AdditionalModel, bundle: Bundle, threads: int) -> None:
         where = f"--also {also.name}={also.path}"
         try:
             self._session = plain_session(str(also.path), threads)
@@ -325,7 +325,7 @@ class AlsoRunner:
         return {**tensors, **{spec.name: _zeros(spec, sizes) for spec in missing}}
 
 
-def describe_also(models: Sequence[Also]) -> dict[str, dict[str, str]]:
+def describe_also(models: Sequence[AdditionalModel]) -> dict[str, dict[str, str]]:
     """Return the measured files by name, for the JSON document."""
     return {
         also.name: {

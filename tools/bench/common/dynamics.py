@@ -26,7 +26,7 @@ from offramp.tools.bench.common.outcomes import Summary, Timeline
 _WIDE, _NARROW = 1040.0, 360.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 10.0, 8.0, 22.0
 _HEIGHT, _TALL = 110.0, 240.0
-_ROOM = 44.0
+_LABEL_SPACING = 44.0
 """Between the middles of two labels below an axis."""
 Point = tuple[float, float]
 _SHARE_SPANS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -304,7 +304,7 @@ def _apart(ticks: list[Tick], x: Scale) -> list[Tick]:
     """Drop ticks whose labels would touch the previous one."""
     kept = ticks[:1]
     for tick in ticks[1:]:
-        if x(tick[0]) - x(kept[-1][0]) >= _ROOM:
+        if x(tick[0]) - x(kept[-1][0]) >= _LABEL_SPACING:
             kept.append(tick)
     return kept
 

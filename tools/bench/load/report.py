@@ -30,7 +30,7 @@ WINDOWS: Final = 60
 
 _LATE_MS, _LATE_SHARE = 1.0, 0.1
 """The p99 of lateness, and its share of the median latency, beyond which figures are doubtful."""
-_CAUSES_TOLD: Final = 5
+_MAX_CAUSES: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,10 +128,10 @@ def print_report(console: Console, report: LoadReport, *, title: str) -> None:
     for name, value in rows(report.summary):
         table.add_row(name, value)
     console.print(table)
-    for cause, count in list(report.causes.items())[:_CAUSES_TOLD]:
+    for cause, count in list(report.causes.items())[:_MAX_CAUSES]:
         console.print(f"{count:,} × {escape(cause)}", soft_wrap=True)
-    if len(report.causes) > _CAUSES_TOLD:
-        console.print(f"and {len(report.causes) - _CAUSES_TOLD} other causes")
+    if len(report.causes) > _MAX_CAUSES:
+        console.print(f"and {len(report.causes) - _MAX_CAUSES} other causes")
 
 
 def rows(summary: Summary) -> Iterator[tuple[str, str]]:

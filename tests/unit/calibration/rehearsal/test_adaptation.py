@@ -13,7 +13,7 @@ from tests.unit.certify.problems import realistic
 
 from offramp.bundle import NEVER, ActiveExit
 from offramp.calibration.rehearsal import RehearsalSettings
-from offramp.calibration.rehearsal.adaptation import Move, adapt, raise_thresholds, raising_path
+from offramp.calibration.rehearsal.adaptation import ExitMove, adapt, raise_thresholds, raising_path
 from offramp.calibration.rehearsal.load import RehearsalLoad
 from offramp.certify import evaluate
 
@@ -37,7 +37,7 @@ def test_an_exit_that_makes_batches_late_moves_to_the_next_candidate() -> None:
     known = KNOWN.copy()
     known[0, 4:] = False  # all of batch 1 goes on behind exit 0
     found = adapt(load(known), times(), IN_USE[:1], settings())
-    assert found.moves == (Move(exit=0, to=1, violations=0.5),)
+    assert found.moves == (ExitMove(exit=0, to=1, violations=0.5),)
     # its threshold is that of its configuration: the least at which all answers agree
     assert found.least == (ActiveExit(exit=1, threshold=float(np.float32(0.9))),)
     assert [s.chosen for s in found.rehearsal.steps] == [1]
@@ -64,7 +64,7 @@ def test_it_gives_way_where_the_next_candidate_is_in_use() -> None:
     known = KNOWN.copy()
     known[0, 4:] = False
     found = adapt(load(known), times(), IN_USE, settings())
-    assert found.moves == (Move(exit=0, to=None, violations=0.5),)
+    assert found.moves == (ExitMove(exit=0, to=None, violations=0.5),)
     assert found.least == IN_USE[1:]
 
 
@@ -79,7 +79,7 @@ def test_an_exit_that_is_late_even_if_all_leave_there_gives_way() -> None:
     """Exit 2 alone takes longer than the rest of the model."""
     active = (ActiveExit(exit=1, threshold=0.5), ActiveExit(exit=2, threshold=0.5))
     found = adapt(load(), times((1.0, 1.0, 7.0)), active, settings())
-    assert found.moves == (Move(exit=2, to=None, violations=1.0),)
+    assert found.moves == (ExitMove(exit=2, to=None, violations=1.0),)
     assert found.least == active[:1]
 
 
@@ -88,17 +88,17 @@ def test_no_exit_follows_one_behind_which_nothing_may_go_on() -> None:
     active = (ActiveExit(exit=1, threshold=0.5), ActiveExit(exit=2, threshold=0.5))
     found = adapt(load(), times((1.0, 9.5, 1.0)), active, settings(max_violations=0.5))
     assert found.rehearsal.steps[0].candidate(1).allowed_rows == 0
-    assert found.moves == (Move(exit=2, to=None, violations=1.0),)
+    assert found.moves == (ExitMove(exit=2, to=None, violations=1.0),)
     assert found.least == active[:1]
 
 
-def test_behind_such_an_exit_no_later_candidate_is_tried() -> None:
+def test_after_such_an_exit_no_later_candidate_is_tried() -> None:
     """Exit 0 with 16 ms (22 of 24) lets not one row on; half of the batches are late by it."""
     known = KNOWN.copy()
     known[0, :4] = True
     active = (ActiveExit(exit=0, threshold=0.5), ActiveExit(exit=1, threshold=0.5))
     found = adapt(load(known), times((16.0, 1.0, 1.0)), active, settings(max_violations=0.5))
-    assert found.moves == (Move(exit=1, to=None, violations=1.0),)
+    assert found.moves == (ExitMove(exit=1, to=None, violations=1.0),)
     assert found.least == active[:1]
 
 

@@ -41,7 +41,7 @@ def test_inference_times_by_hand() -> None:
 
 def test_a_threshold_that_is_no_float32_is_rounded_as_in_serving() -> None:
     assert float(load().confidence[0, 0]) < 0.9  # the float32 nearest to 0.9 lies below it
-    behind = Position.start(load()).behind(load(), 0, 0.9, rows=4)
+    behind = Position.start(load()).advance(load(), 0, 0.9, rows=4)
     np.testing.assert_array_equal(behind.waiting, ~KNOWN[0])
 
 
@@ -167,7 +167,7 @@ def test_a_violated_exit_is_not_chosen_though_its_average_is_shortest() -> None:
 def test_a_batch_that_was_late_already_stands_in_the_last_column() -> None:
     known = KNOWN.copy()
     known[0, 4:] = False
-    at = Position.start(load(known)).behind(load(known), 0, 0.5, rows=3)
+    at = Position.start(load(known)).advance(load(known), 0, 0.5, rows=3)
     step = characterise(load(known), times(), at, {1: 0.5, 2: 0.5}, settings())
     assert [c.pattern for c in step.candidates] == [(1, 0, 0, 1), (1, 0, 0, 1)]
 

@@ -100,22 +100,22 @@ def test_each_row_is_refused_with_its_remedy(
 ) -> None:
     parser = parser_of(command)
     with pytest.raises(SystemExit) as stop:
-        parser.parse_args(arguments(command, row.option, row.beside))
+        parser.parse_args(arguments(command, row.option, row.other))
     assert stop.value.code == 2
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{parser.prog}: error: --")
     assert second == f"see {parser.prog} --help"
     if command != "supernet":  # whose --elastic is always there
-        parser.parse_args(arguments(command, row.beside or row.option, row.without))
+        parser.parse_args(arguments(command, row.other or row.option, row.without))
 
 
 @pytest.mark.parametrize(("command", "row"), ROWS, ids=lambda each: getattr(each, "option", each))
 def test_each_message_names_both_options_and_a_remedy(command: str, row: Illegal) -> None:
     parser = parser_of(command)
-    given = arguments(command, row.option, row.beside)
+    given = arguments(command, row.option, row.other)
     options, _ = ArgumentParser.parse_known_args(parser, given)
     message = row.message(parser.values(options))
-    for option in (row.option, row.beside or row.without):
+    for option in (row.option, row.other or row.without):
         assert str(option).partition(" ")[0] in message
     remedies = ("leave", "choose", "give", "take", "add", "use", "compile", "name", "omit")
     assert any(f"{remedy} " in row.why for remedy in remedies), row.why

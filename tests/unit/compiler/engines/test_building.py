@@ -79,7 +79,7 @@ class Bench:
         self.builder.builds.clear()
         done = build_bundle(
             BuildOptions(bundle=self.bundle.path, engines=options, **others),
-            Reports(progress=self, say=self.lines.append),
+            Reports(progress=self, print_line=self.lines.append),
         )
         assert done.results is not None
         self.done = done
@@ -91,7 +91,7 @@ class Bench:
         self.lines.clear()
         done = build_bundle(
             BuildOptions(bundle=self.bundle.path, engines=options, dry_run=True, **others),
-            Reports(progress=self, say=self.lines.append),
+            Reports(progress=self, print_line=self.lines.append),
         )
         assert done.results is None
         return done.planned

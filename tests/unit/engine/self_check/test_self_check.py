@@ -148,7 +148,7 @@ def test_a_kernel_that_is_sure_of_nan_fails_the_kernels_check() -> None:
 def test_a_check_that_does_not_end_is_given_up(residual: Path) -> None:
     comes = threading.Event()
     kind = type("Never", (faults.NeverEnds,), {"comes": comes})
-    report = checked(faults.SlotMaker(kind), residual, seconds=0.1, hangs_after_s=5.0)
+    report = checked(faults.SlotMaker(kind), residual, seconds=0.1, hang_timeout_s=5.0)
     comes.set()
     assert report.hangs
     assert failed(report) == {"answers"}
@@ -174,7 +174,7 @@ def test_a_bundle_that_cannot_be_loaded_does_not_hinder_others(residual: Path) -
 
 def test_the_report_is_json_with_what_was_measured(residual: Path) -> None:
     lines: list[str] = []
-    report = checked(fake_cuda()[0], residual, say=lines.append)
+    report = checked(fake_cuda()[0], residual, print_line=lines.append)
     document = json.loads(json.dumps(report.document()))
     assert document["passed"] is True
     assert document["environment"]["device"]["name"] == "Fake GPU"

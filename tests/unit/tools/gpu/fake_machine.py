@@ -11,7 +11,7 @@ from tests.cuda_fakes import FakeExecutables
 from offramp.bundle import Bundle
 from offramp.calibration.measure.paired import BatchRunner
 from offramp.testing.cuda_driver import FakeDriver
-from offramp.tools.gpu.machine import Ingredients
+from offramp.tools.gpu.machine import BackendParts
 from offramp.tools.gpu.timing import FakeTimer
 
 
@@ -22,11 +22,11 @@ class FakeMachine:
         self.drivers: list[FakeDriver] = []
         self.built: list[Path] = []
 
-    def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> Ingredients:
+    def ingredients(self, bundle: Path, *, graphs: bool, max_rows: int) -> BackendParts:
         assert bundle.is_dir()
         driver = FakeDriver(graphs=graphs)
         self.drivers.append(driver)
-        return Ingredients(
+        return BackendParts(
             driver=driver,
             timer=FakeTimer(driver),
             factory=lambda _: FakeExecutables(driver=driver, max_rows=max_rows),

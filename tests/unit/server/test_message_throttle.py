@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from offramp.server.requests.receiving import LONG_S, Turns
+from offramp.server.requests.receiving import LONG_S, MessageThrottle
 
 
 async def after(waited: Awaitable[Any], busy_s: float = 0.0) -> Any:
@@ -23,7 +23,7 @@ async def after(waited: Awaitable[Any], busy_s: float = 0.0) -> Any:
 
 def test_what_is_ready_together_takes_turns_with_the_rest_of_the_loop() -> None:
     async def run(*, in_turns: bool) -> list[str]:
-        turns, seen = Turns(), []
+        turns, seen = MessageThrottle(), []
         ready = asyncio.get_running_loop().create_future()
 
         async def one(name: str) -> None:
@@ -60,7 +60,7 @@ def test_results_errors_and_steps_that_wait_for_nothing_pass_through() -> None:
         return 3
 
     async def run() -> None:
-        turns = Turns()
+        turns = MessageThrottle()
         assert await turns.take(after(asyncio.sleep(0, 5))) == 5
         assert await turns.take(at_once()) == 3
         with pytest.raises(KeyError):
@@ -82,7 +82,7 @@ def test_what_is_cancelled_keeps_no_turn(where: str) -> None:
             raise
 
     async def run() -> None:
-        turns = Turns()
+        turns = MessageThrottle()
         if where == "in the queue":
             await turns.take(after(asyncio.sleep(0), 20 * LONG_S))
             task = asyncio.create_task(turns.take(noting(asyncio.sleep(0))))  # type: ignore[arg-type]

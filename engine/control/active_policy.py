@@ -36,7 +36,7 @@ _FOR_PATHS: Final = 0.8
 """Share of α for certificates; the remainder is for upper bounds."""
 
 
-class PolicyInForce:
+class ActivePolicy:
     """Determines early answers, and makes statements about them, each with its share of α."""
 
     def __init__(
@@ -124,7 +124,7 @@ class PolicyInForce:
         self.drifted = self.recovering = True
         self.switch(0, path=self.new_path(self.path.exits, self.path))
 
-    def hold_back(self) -> bool:
+    def restrict_to_compiled(self) -> bool:
         """Restrict early answers to those of the compiled policy, after a restart.
 
         Returns whether this reduces early answers. Samples are served under the compiled thresholds
@@ -411,10 +411,10 @@ class Resumption:
     """
 
     def __init__(
-        self, in_force: PolicyInForce, counters: ControlCounters, guard: ShiftGuard | None
+        self, active_policy: ActivePolicy, counters: ControlCounters, guard: ShiftGuard | None
     ) -> None:
         """Start with nothing held back; without a guard nothing ever is."""
-        self._in_force, self._counters, self._guard = in_force, counters, guard
+        self._active, self._counters, self._guard = active_policy, counters, guard
         self.kept: Mapping[str, Any] | None = None
         """The restored state, while it is held back."""
 
@@ -425,21 +425,21 @@ class Resumption:
         """
         if self._guard is None:
             return
-        if not self._in_force.hold_back():
-            self._guard.watch(self._in_force.policy)
+        if not self._active.restrict_to_compiled():
+            self._guard.watch(self._active.policy)
             return
-        if not self._guard.compare_with_past(self._in_force.policy):
+        if not self._guard.compare_with_past(self._active.policy):
             raise ValueError("state: 'recent' has too few samples to compare with")
         self.kept = state
         text = f"thresholds stay within the compiled ones until {ALIKE:,} samples look like those"
         self._note(f"{text} before the restart")
 
-    def resume_if_alike(self) -> None:
+    def resume_if_matching(self) -> None:
         """Activate what was learned once enough samples look like those before the restart."""
-        if self._guard is None or self.kept is None or not self._guard.is_alike:
+        if self._guard is None or self.kept is None or not self._guard.matches_previous:
             return
-        self._in_force.resume()
-        version = self._in_force.policy.version
+        self._active.resume()
+        version = self._active.policy.version
         self._counters.resume_estimate(kept_part(self.kept, "counters"), version=version)
         self.kept = None
         self._note("samples look like those before the restart; what was learned is in force")
@@ -447,9 +447,9 @@ class Resumption:
     def forget(self) -> bool:
         """Forget what was learned; return whether the compiled thresholds remain active."""
         kept, self.kept = self.kept, None
-        if self._guard is None or kept is None or not self._in_force.forget_learned():
+        if self._guard is None or kept is None or not self._active.forget_learned():
             return False
-        self._guard.start_over(self._in_force.policy)
+        self._guard.start_over(self._active.policy)
         self._note("samples differ from those before the restart; what was learned is dropped")
         return True
 
@@ -459,4 +459,4 @@ class Resumption:
         return f"as compiled: {alike:,} of {ALIKE:,} samples like those before the restart"
 
     def _note(self, why: str) -> None:
-        self._counters.note("policy", f"policy {self._in_force.policy.version}: {why}")
+        self._counters.note("policy", f"policy {self._active.policy.version}: {why}")

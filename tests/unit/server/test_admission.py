@@ -34,9 +34,9 @@ from offramp.server.arguments.logging_setup import JsonFormatter
 from offramp.server.arguments.options import ServerOptions
 from offramp.server.common.errors import REFUSALS, RequestLimitError
 from offramp.server.ports.grpc_listener import MAX_CALLS
+from offramp.server.requests.admission import CallState, RequestAdmission, answering_errors
 from offramp.server.requests.decoding import RequestDecoder
 from offramp.server.requests.message_memory import PEAK_BYTES, MemoryReturn
-from offramp.server.requests.reception import Reception, Visit, answering_errors
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
 
@@ -65,7 +65,7 @@ def status(address: str, path: str, data: bytes) -> tuple[str, str]:
 
 
 def refused(server: FakeServer[FakeEngine]) -> dict[tuple[str, str], int]:
-    return {pair: count for pair, count in server.reception.refused.items() if count}
+    return {pair: count for pair, count in server.admission.refused.items() if count}
 
 
 def silent() -> Iterator[bytes]:
@@ -83,13 +83,13 @@ def next_status(channel: grpc.Channel, path: str) -> tuple[str, str]:
 
 def count_entries(server: FakeServer[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The methods of the calls that come from now on."""
-    entered, enter = [], server.reception.enter
+    entered, enter = [], server.admission.enter
 
     def noted(method: str, *rest: Any, **how: Any) -> Any:
         entered.append(method)
         return enter(method, *rest, **how)
 
-    monkeypatch.setattr(server.reception, "enter", noted)
+    monkeypatch.setattr(server.admission, "enter", noted)
     return entered
 
 
@@ -218,7 +218,7 @@ def test_more_requests_than_the_limit_are_refused_and_others_answered(
         server.release()
         for call in waiting:
             call.result(timeout=60)
-    assert wait_until(lambda: server.reception.requests == 0)
+    assert wait_until(lambda: server.admission.requests == 0)
     assert refused(server) == {("RESOURCE_EXHAUSTED", "concurrency"): 2}
     assert status(server.address, INFER, request())[0] == "OK"
 
@@ -228,7 +228,7 @@ def test_more_bytes_than_the_limit_are_refused(one_mib: FakeServer[FakeEngine]) 
     large = request(shape=(40_000, 4), raw=bytes(640_000))
     with grpc.insecure_channel(server.address) as channel:
         waiting = channel.unary_unary(INFER).future(large, timeout=60)
-        assert wait_until(lambda: server.reception.held_bytes == len(large))
+        assert wait_until(lambda: server.admission.held_bytes == len(large))
         code, details = status(server.address, INFER, large)
         assert code == "RESOURCE_EXHAUSTED"
         assert re.fullmatch(
@@ -238,7 +238,7 @@ def test_more_bytes_than_the_limit_are_refused(one_mib: FakeServer[FakeEngine]) 
         with Client(server.address) as client, pytest.raises(ServerBusyError, match=r"0\.6 MiB"):
             list(client.infer_stream("fake", {"x": np.zeros((40_000, 4), np.float32)}))
         waiting.cancel()
-        assert wait_until(lambda: server.reception.held_bytes == 0)
+        assert wait_until(lambda: server.admission.held_bytes == 0)
     assert refused(server) == {("RESOURCE_EXHAUSTED", "bytes"): 2}
 
 
@@ -250,24 +250,24 @@ def test_a_stream_that_breaks_off_gives_back_what_it_held(
         path = method_path("ModelStreamInfer")
         call = channel.stream_stream(path)(iter([request(), request()]), timeout=60)
         assert wait_until(lambda: server.engine.waiting == 4)
-        assert server.reception.held_bytes == 2 * len(request())
+        assert server.admission.held_bytes == 2 * len(request())
         call.cancel()
-        assert wait_until(lambda: server.reception.requests == server.reception.held_bytes == 0)
+        assert wait_until(lambda: server.admission.requests == server.admission.held_bytes == 0)
 
 
-def test_a_request_without_room_is_refused_before_its_message_is_received() -> None:
+def test_a_request_beyond_capacity_is_refused_before_its_message_is_received() -> None:
     """The limit is checked before reading: unread data wait at the client."""
-    reception = Reception(ServerOptions(max_message_mib=1, max_queue_mib=1))
-    first = reception.enter("ModelInfer", str)
-    reception.check_room()
-    reception.hold(first, 1 << 20)
+    admission = RequestAdmission(ServerOptions(max_message_mib=1, max_queue_mib=1))
+    first = admission.enter("ModelInfer", str)
+    admission.check_capacity()
+    admission.hold(first, 1 << 20)
     with pytest.raises(engine_errors.QueueFullError, match=r"holds 1\.0 MiB"):
-        reception.check_room()
-    reception.leave(first)
-    reception.check_room()
+        admission.check_capacity()
+    admission.leave(first)
+    admission.check_capacity()
 
 
-def test_calls_whose_message_never_comes_keep_nobody_out(
+def test_calls_without_a_message_block_no_other_call(
     two_at_once: FakeServer[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = two_at_once
@@ -320,13 +320,13 @@ def test_a_call_without_a_message_is_refused(served: Any) -> None:
 
 def test_a_call_that_outlives_the_server_is_no_refusal(caplog: pytest.LogCaptureFixture) -> None:
     """gRPC gives it no message any more, and takes no answer."""
-    reception = Reception()
+    admission = RequestAdmission()
     ends = []
 
     async def run() -> None:
         entered, stopped, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-        async def late(_visit: Visit, _request: object, context: Any) -> None:
+        async def late(_state: CallState, _request: object, context: Any) -> None:
             entered.set()
             try:
                 await asyncio.sleep(60)
@@ -336,7 +336,7 @@ def test_a_call_that_outlives_the_server_is_no_refusal(caplog: pytest.LogCapture
 
         async def noting(request: object, context: Any) -> None:
             try:
-                await answering_errors(reception, "ModelInfer", late)(request, context)
+                await answering_errors(admission, "ModelInfer", late)(request, context)
             except BaseException as error:
                 ends.append(type(error))
                 raise
@@ -359,7 +359,7 @@ def test_a_call_that_outlives_the_server_is_no_refusal(caplog: pytest.LogCapture
 
     asyncio.run(run())
     assert ends == [asyncio.CancelledError]
-    assert not any(reception.refused.values())
+    assert not any(admission.refused.values())
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -368,7 +368,7 @@ def test_more_streams_than_the_limit_are_refused(two_at_once: FakeServer[FakeEng
     with grpc.insecure_channel(server.address) as channel:
         stream = channel.stream_stream(method_path("ModelStreamInfer"))
         calls = [stream(silent()) for _ in range(2)]
-        assert wait_until(lambda: server.reception.streams == 2)
+        assert wait_until(lambda: server.admission.streams == 2)
         code, details = next_status(channel, path)
         assert code == "RESOURCE_EXHAUSTED"
         tells(details, "2 streams", "limit", "try again")
@@ -376,7 +376,7 @@ def test_more_streams_than_the_limit_are_refused(two_at_once: FakeServer[FakeEng
         assert status(server.address, INFER, request())[0] == "OK"
         for call in calls:
             call.cancel()
-        assert wait_until(lambda: server.reception.streams == 0)
+        assert wait_until(lambda: server.admission.streams == 0)
 
 
 def test_calls_beyond_those_of_a_connection_wait_at_their_client(
@@ -423,7 +423,7 @@ def test_what_a_refused_request_held_is_given_back_at_once() -> None:
 
     context: Any = Context()
     with pytest.raises(AbortedError):
-        asyncio.run(answering_errors(Reception(), "ModelInfer", method)(None, context))
+        asyncio.run(answering_errors(RequestAdmission(), "ModelInfer", method)(None, context))
     assert context.kept.__context__ is None
     assert gone == [True]
 
@@ -470,7 +470,7 @@ def test_lines_of_a_kind_are_limited_and_what_is_left_out_is_told() -> None:
 
 
 def test_refusals_of_a_kind_are_few_lines(served: Any, caplog: pytest.LogCaptureFixture) -> None:
-    served.run(_stand_still(served.reception))
+    served.run(_stand_still(served.admission))
     with caplog.at_level(logging.INFO), grpc.insecure_channel(served.address) as channel:
         for _ in range(50):
             with pytest.raises(grpc.RpcError):
@@ -479,8 +479,8 @@ def test_refusals_of_a_kind_are_few_lines(served: Any, caplog: pytest.LogCapture
     assert len(caplog.records) == LINES
 
 
-async def _stand_still(reception: Reception) -> None:
-    reception._lines = LineLimit(clock=lambda: 0.0)
+async def _stand_still(admission: RequestAdmission) -> None:
+    admission._lines = LineLimit(clock=lambda: 0.0)
 
 
 def test_records_of_a_filtered_logger_are_one_line_each() -> None:
@@ -515,14 +515,14 @@ def test_memory_is_given_back_once_after_a_peak() -> None:
 
     async def run() -> None:
         memory = MemoryReturn(lambda: trimmed.append(1), delay_s=0.0)
-        reception = Reception(ServerOptions(), memory)
+        admission = RequestAdmission(ServerOptions(), memory)
 
         def together(count: int, size_bytes: int) -> None:
-            visits = [reception.enter("ModelInfer", str) for _ in range(count)]
-            for visit in visits:
-                reception.hold(visit, size_bytes)
-            for visit in visits:
-                reception.leave(visit)
+            visits = [admission.enter("ModelInfer", str) for _ in range(count)]
+            for state in visits:
+                admission.hold(state, size_bytes)
+            for state in visits:
+                admission.leave(state)
 
         together(8, PEAK_BYTES // 8 - 1)
         await asyncio.sleep(0)
@@ -542,25 +542,25 @@ def test_memory_is_given_back_after_large_messages_one_by_one() -> None:
     """Half a peak each, and none of them here with another; then all the time."""
     trimmed = []
 
-    async def messages(reception: Reception, count: int) -> None:
+    async def messages(admission: RequestAdmission, count: int) -> None:
         for _ in range(count):
-            visit = reception.enter("ModelInfer", str)
-            reception.hold(visit, PEAK_BYTES // 2)
-            reception.leave(visit)
+            state = admission.enter("ModelInfer", str)
+            admission.hold(state, PEAK_BYTES // 2)
+            admission.leave(state)
             await asyncio.sleep(0)
 
     async def run() -> None:
         memory = MemoryReturn(lambda: trimmed.append(1), delay_s=0.0)
-        reception = Reception(ServerOptions(), memory)
-        await messages(reception, 1)
+        admission = RequestAdmission(ServerOptions(), memory)
+        await messages(admission, 1)
         await asyncio.sleep(0.01)
         await asyncio.to_thread(int)
         assert trimmed == []
-        await messages(reception, 1)
+        await messages(admission, 1)
         await asyncio.sleep(0.01)
         await asyncio.to_thread(int)
         assert trimmed == [1]
-        await messages(reception, 1000)
+        await messages(admission, 1000)
         await asyncio.get_running_loop().shutdown_default_executor()
         assert len(trimmed) > 1
 
@@ -569,16 +569,16 @@ def test_memory_is_given_back_after_large_messages_one_by_one() -> None:
 
 def test_the_message_of_a_refused_request_counts_for_the_peak() -> None:
     memory = MemoryReturn()
-    reception = Reception(ServerOptions(max_queue_mib=64), memory)
-    visit = reception.enter("ModelInfer", str)
+    admission = RequestAdmission(ServerOptions(max_queue_mib=64), memory)
+    state = admission.enter("ModelInfer", str)
     with pytest.raises(engine_errors.QueueFullError):
-        reception.hold(visit, PEAK_BYTES + 1)
+        admission.hold(state, PEAK_BYTES + 1)
     assert memory._peak_bytes == PEAK_BYTES + 1
 
 
 def test_the_message_of_another_method_counts_for_the_peak(served: Any) -> None:
     assert status(served.address, HEALTH, bytes(900_000))[0] == "INVALID_ARGUMENT"
-    assert served.reception._memory._peak_bytes == 900_000
+    assert served.admission._memory._peak_bytes == 900_000
 
 
 SENDER = """

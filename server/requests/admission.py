@@ -193,7 +193,7 @@ class CallKind(Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Visit:
+class CallState:
     """A call from its arrival to its end."""
 
     method: str
@@ -222,7 +222,7 @@ class Visit:
         return self.peer.rpartition(":")[0]
 
 
-class Reception:
+class RequestAdmission:
     """Admits requests within the limits, counts refusals, and writes the access log.
 
     Used on the event loop's thread. The bytes of a message are held from arrival to answer, because
@@ -271,11 +271,11 @@ class Reception:
         """Number of refusals by names of status code and reason."""
         return MappingProxyType(self._refused)
 
-    def enter(self, method: str, peer: str, *, kind: CallKind = CallKind.REQUEST) -> Visit:
+    def enter(self, method: str, peer: str, *, kind: CallKind = CallKind.REQUEST) -> CallState:
         """Record a new call; :meth:`leave` must follow."""
-        return Visit(method=method, peer=peer, began_s=time.monotonic(), kind=kind)
+        return CallState(method=method, peer=peer, began_s=time.monotonic(), kind=kind)
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Refuse an inference request before its message is received, if a limit is reached.
 
         This reserves nothing, so that a call without a message blocks no other.
@@ -288,41 +288,41 @@ class Reception:
         if self.held_bytes >= self._max_bytes:
             raise self._full(0)
 
-    def hold(self, visit: Visit, size_bytes: int) -> None:
+    def hold(self, state: CallState, size_bytes: int) -> None:
         """Admit an inference request whose message has arrived.
 
         Raises:
             RequestCountError: The limit of requests is reached.
             HeldBytesError: The message exceeds the memory left.
         """
-        self._memory.grew(size_bytes, self.held_bytes + size_bytes)
+        self._memory.record_growth(size_bytes, self.held_bytes + size_bytes)
         self._check_count(self.requests, "requests are being answered")
         if self.held_bytes + size_bytes > self._max_bytes:
             raise self._full(size_bytes)
         self.requests += 1
         self.admitted += 1
         self.held_bytes += size_bytes
-        visit.admitted = True
-        visit.size_bytes += size_bytes
+        state.admitted = True
+        state.size_bytes += size_bytes
 
-    def hold_more(self, visit: Visit, size_bytes: int) -> None:
+    def hold_more(self, state: CallState, size_bytes: int) -> None:
         """Hold further bytes of a request, such as its shared memory; HeldBytesError."""
         if self.held_bytes + size_bytes > self._max_bytes:
             raise self._full(size_bytes)
         self.held_bytes += size_bytes
-        visit.size_bytes += size_bytes
+        state.size_bytes += size_bytes
 
-    def open_stream(self, visit: Visit) -> None:
+    def open_stream(self, state: CallState) -> None:
         """Admit a stream; RequestCountError if the limit of its kind is reached."""
-        if visit.kind is CallKind.WATCH:
-            peer = visit.peer
+        if state.kind is CallKind.WATCH:
+            peer = state.peer
             self._check_watches(self._watches[peer], MAX_WATCHES_OF_A_PEER, "this connection has")
             self._check_watches(self._watches.total(), MAX_WATCHES, "the server has")
             self._watches[peer] += 1
         else:
             self._check_count(self.streams, "streams are open")
             self.streams += 1
-        visit.admitted = True
+        state.admitted = True
 
     def _check_watches(self, here: int, limit: int, who: str) -> None:
         if here >= limit:
@@ -340,24 +340,26 @@ class Reception:
 
     def passed(self, size_bytes: int) -> None:
         """Record a message that is not held, of a method whose messages only have names."""
-        self._memory.grew(size_bytes, self.held_bytes + size_bytes)
+        self._memory.record_growth(size_bytes, self.held_bytes + size_bytes)
 
-    async def answer(self, visit: Visit, size_bytes: int, when_done: Callable[[Any], None]) -> None:
+    async def answer(
+        self, state: CallState, size_bytes: int, when_done: Callable[[Any], None]
+    ) -> None:
         """Record that gRPC gets the answer of a request, once it may.
 
         ``when_done`` registers a callback for the end of the call.
         """
         await self.answers.turn()
-        answer = self.answers.add(visit.peer, size_bytes, time.monotonic())
-        self.held_bytes += size_bytes - visit.size_bytes
-        self._memory.grew(size_bytes, self.held_bytes)
-        visit.size_bytes, visit.answer = size_bytes, answer
+        answer = self.answers.add(state.peer, size_bytes, time.monotonic())
+        self.held_bytes += size_bytes - state.size_bytes
+        self._memory.record_growth(size_bytes, self.held_bytes)
+        state.size_bytes, state.answer = size_bytes, answer
 
         def written(_: object) -> None:
             self.answers.remove(answer)
             if time.monotonic() - answer.since_s > CROWDED_S:
-                self._memory.grew(0, self.held_bytes, left_bytes=_CALL_BYTES)
-            self._release(visit)
+                self._memory.record_growth(0, self.held_bytes, left_bytes=_CALL_BYTES)
+            self._release(state)
 
         when_done(written)
 
@@ -371,38 +373,38 @@ class Reception:
         finally:
             self.answers.remove(answer)
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, state: CallState) -> None:
         """Record the end of a call: answered, refused, or left by its client."""
-        if visit.answer is None:
-            self._release(visit)
-        if visit.trace is not None:
+        if state.answer is None:
+            self._release(state)
+        if state.trace is not None:
             self.traces.end(
-                visit.trace, method=visit.method, model=visit.model, rows=visit.rows,
-                code=visit.code.name,
+                state.trace, method=state.method, model=state.model, rows=state.rows,
+                code=state.code.name,
             )  # fmt: skip
-        if visit.rows:
-            self.last_answers[visit.model] = time.time()
-        stream = visit.kind is not CallKind.REQUEST
-        if self._access_log and not (stream and visit.code is grpc.StatusCode.OK):
-            self._log_access(visit)
+        if state.rows:
+            self.last_answers[state.model] = time.time()
+        stream = state.kind is not CallKind.REQUEST
+        if self._access_log and not (stream and state.code is grpc.StatusCode.OK):
+            self._log_access(state)
 
-    def _release(self, visit: Visit) -> None:
+    def _release(self, state: CallState) -> None:
         """Release the capacity of a call that gRPC is done with."""
-        if visit.kind is CallKind.REQUEST:
-            self.requests -= visit.admitted
-        elif visit.kind is CallKind.STREAM:
-            self.streams -= visit.admitted
-        elif visit.admitted:
-            self._watches -= Counter((visit.peer,))  # drops peers without watches
-        self.held_bytes -= visit.size_bytes
-        self._memory.shrank(self.held_bytes)
+        if state.kind is CallKind.REQUEST:
+            self.requests -= state.admitted
+        elif state.kind is CallKind.STREAM:
+            self.streams -= state.admitted
+        elif state.admitted:
+            self._watches -= Counter((state.peer,))  # drops peers without watches
+        self.held_bytes -= state.size_bytes
+        self._memory.record_shrink(self.held_bytes)
 
-    def reset(self, visit: Visit) -> None:
+    def reset(self, state: CallState) -> None:
         """Record a call that was cancelled before its message was taken."""
-        self._memory.grew(0, self.held_bytes, left_bytes=_CALL_BYTES)
-        if visit.peer:
-            self._resets.add(visit.peer, time.monotonic())
-            if self._resets.excessive(visit.peer):
+        self._memory.record_growth(0, self.held_bytes, left_bytes=_CALL_BYTES)
+        if state.peer:
+            self._resets.add(state.peer, time.monotonic())
+            if self._resets.excessive(state.peer):
                 self.offended.set()
 
     def offenders(self) -> Mapping[str, str]:
@@ -417,16 +419,16 @@ class Reception:
         if (suffix := self._lines.admit("closed")) is not None:
             logger.info("closed the connection of %s: %s%s", peer, reason, suffix)
 
-    def refuse(self, visit: Visit, error: Exception) -> tuple[grpc.StatusCode, str]:
+    def refuse(self, state: CallState, error: Exception) -> tuple[grpc.StatusCode, str]:
         """Count and log a refusal or failure; return the code and message for the client."""
         if isinstance(error, EngineError):
             (code, reason), message = refusal_of(error), str(error)
         else:
             (code, reason), message = REFUSALS[EngineError], INTERNAL_ERROR
-        visit.code = code
+        state.code = code
         self.count_refused(code.name, reason)
         if (suffix := self._lines.admit(reason)) is not None:
-            self._log_refusal(visit, reason, error, suffix)
+            self._log_refusal(state, reason, error, suffix)
         return code, message
 
     def count_refused(self, code: str, reason: str) -> None:
@@ -440,26 +442,26 @@ class Reception:
             "MiB; try again later, or raise --max-queue-mib"
         )
 
-    def _log_refusal(self, visit: Visit, reason: str, error: Exception, suffix: str) -> None:
+    def _log_refusal(self, state: CallState, reason: str, error: Exception, suffix: str) -> None:
         if not isinstance(error, EngineError):
-            logger.error("unexpected error in %s%s", visit.method, suffix, exc_info=error)
-        elif visit.code in _OURS:
-            logger.error("answered %s: %s%s", visit.code.name, one_line(str(error)), suffix)
+            logger.error("unexpected error in %s%s", state.method, suffix, exc_info=error)
+        elif state.code in _OURS:
+            logger.error("answered %s: %s%s", state.code.name, one_line(str(error)), suffix)
         else:
-            where = one_line(visit.peer, _PEER_CHARS)
+            where = one_line(state.peer, _PEER_CHARS)
             logger.info(
                 "refused (%s, %s) %s: %s%s",
-                visit.code.name, reason, where, one_line(str(error)), suffix,
+                state.code.name, reason, where, one_line(str(error)), suffix,
             )  # fmt: skip
 
-    def _log_access(self, visit: Visit) -> None:
+    def _log_access(self, state: CallState) -> None:
         facts = {
-            "peer": one_line(visit.peer, _PEER_CHARS),
-            "method": visit.method,
-            "code": visit.code.name,
-            "ms": round((time.monotonic() - visit.began_s) * 1e3, 1),
-            "rows": visit.rows,
-            "model": one_line(visit.model, _MODEL_CHARS),  # last, because it may contain spaces
+            "peer": one_line(state.peer, _PEER_CHARS),
+            "method": state.method,
+            "code": state.code.name,
+            "ms": round((time.monotonic() - state.began_s) * 1e3, 1),
+            "rows": state.rows,
+            "model": one_line(state.model, _MODEL_CHARS),  # last, because it may contain spaces
         }
         line = " ".join(f"{name}={fact}" for name, fact in facts.items())
         access_logger.info("%s", line, extra={"facts": facts})
@@ -467,12 +469,12 @@ class Reception:
 
 _T = TypeVar("_T")
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-Method: TypeAlias = Callable[[Visit, Any, _Context], Awaitable[_T]]
-"""A service method that takes a visit and may raise EngineError."""
+Method: TypeAlias = Callable[[CallState, Any, _Context], Awaitable[_T]]
+"""A service method that takes a call and may raise EngineError."""
 
 
 def answering_errors(
-    reception: Reception,
+    admission: RequestAdmission,
     name: str,
     method: Method[_T],
     *,
@@ -486,39 +488,39 @@ def answering_errors(
 
     @wraps(method)
     async def answered(request: Any, context: _Context) -> bytes | None:
-        visit = reception.enter(name, context.peer(), kind=kind)
+        state = admission.enter(name, context.peer(), kind=kind)
         if isinstance(request, bytes):
-            reception.passed(len(request))
+            admission.passed(len(request))
         try:
-            authorization = _authorization(context) if reception.access.uses_tokens else ()
-            visit.principal = reception.access.admit(name, visit.peer, authorization)
+            authorization = _authorization(context) if admission.access.uses_tokens else ()
+            state.principal = admission.access.admit(name, state.peer, authorization)
             if kind is not CallKind.REQUEST:
-                reception.open_stream(visit)
-            result = await method(visit, request, context)
+                admission.open_stream(state)
+            result = await method(state, request, context)
             answer = None if serialize is None else serialize(result)
             if answer is not None:
-                await reception.answer(visit, len(answer), context.add_done_callback)
+                await admission.answer(state, len(answer), context.add_done_callback)
         except grpc.aio.AbortError:  # a status that the method has set itself
-            visit.code = context.code()
+            state.code = context.code()
             raise
         except Exception as error:
             if _lost(error):
-                visit.code = grpc.StatusCode.UNAVAILABLE
+                state.code = grpc.StatusCode.UNAVAILABLE
                 raise asyncio.CancelledError(str(error)) from error
-            code, message = reception.refuse(visit, error)
+            code, message = admission.refuse(state, error)
             metadata = ((ERROR_METADATA_KEY, wire_name(error)),)
         except BaseException:
-            visit.code = grpc.StatusCode.CANCELLED
-            if not visit.admitted and not _expired(context):
-                reception.reset(visit)
+            state.code = grpc.StatusCode.CANCELLED
+            if not state.admitted and not _expired(context):
+                admission.reset(state)
             raise
         else:
             return answer
         finally:
-            reception.leave(visit)
+            admission.leave(state)
         # Outside the except block: the call keeps the exception that abort raises, which would
         # otherwise refer to the error, its traceback, and all objects that the method held.
-        await reception.answers.turn()
+        await admission.answers.turn()
         return await context.abort(code, shortened(message), metadata)
 
     return answered

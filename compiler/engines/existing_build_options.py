@@ -15,7 +15,7 @@ WORKSPACE_BYTES: Final = 2**30
 """Largest scratch memory in bytes next to a server, which needs free memory for its batches."""
 
 
-def like_there(
+def existing_build_options(
     manifest: Manifest, store: EngineStore, asked: EngineBuildOptions
 ) -> tuple[EngineBuildOptions, tuple[Sizes, ...]]:
     """Return options and profiles with which the engines of a store were built.
