@@ -64,7 +64,7 @@ class GeneratingBundle:
         root = Path(path)
         if not (root / GENERATION).is_file():
             raise BundleNotFoundError(
-                f"{root} is not a generating bundle (no {GENERATION} there); {MEND}: "
+                f"{root} is not a generating bundle (no {GENERATION} there); {REMEDY}: "
                 "eecompile generation MODEL --data DATA"
             )
         files = CheckedFolder(root, listing=GENERATION)
