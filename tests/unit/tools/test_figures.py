@@ -11,6 +11,7 @@ import pytest
 from tests.facts import tells
 
 from offramp.tools import figures
+from offramp.tools.tables.rows import Table
 
 
 @pytest.fixture
@@ -32,12 +33,28 @@ def test_every_table_is_in_a_page() -> None:
     assert [name for name in figures.TABLES if f"<!-- table: {name} -->" not in text] == []
 
 
+def test_every_result_is_named_by_a_page() -> None:
+    """A result that no page names or shows is of no use to a reader: delete it."""
+    text = "".join(page.read_text() for page in figures.pages())
+    names = {path.stem for path in figures.RESULTS.glob("*.json")}
+    assert sorted(name for name in names if f"{name}.json" not in text) == []
+
+
+@pytest.mark.parametrize("name", figures.TABLES)
+def test_rows_of_a_table_have_a_cell_for_each_column(name: str) -> None:
+    made = figures.TABLES[name]
+    heading, *rows = made.rows(*map(figures.read_result, made.results))
+    assert len(rows) > 1
+    assert {len(row) for row in rows} == {len(heading)}
+    assert not any("|" in cell or "\n" in cell for row in rows for cell in row)
+
+
 def test_a_table_is_written_between_its_markers(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows() -> Iterator[Sequence[str]]:
         yield "a", "b"
         yield "1", "2"
 
-    monkeypatch.setattr(figures, "TABLES", {"x": rows})
+    monkeypatch.setattr(figures, "TABLES", {"x": Table(rows, ())})
     page = "before\n<!-- table: x -->\nold\n<!-- end -->\nafter"
     wanted = "before\n<!-- table: x -->\n| a | b |\n|---|---|\n| 1 | 2 |\n<!-- end -->\nafter"
     assert figures.filled(page) == wanted
