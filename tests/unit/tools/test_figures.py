@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from benchmarks import large_models, planner
 from tests.facts import tells
 
 from offramp.tools import figures
@@ -47,6 +49,22 @@ def test_rows_of_a_table_have_a_cell_for_each_column(name: str) -> None:
     assert len(rows) > 1
     assert {len(row) for row in rows} == {len(heading)}
     assert not any("|" in cell or "\n" in cell for row in rows for cell in row)
+
+
+def test_pictures_are_those_of_the_results() -> None:
+    plans, sizes = (figures.read_result(name) for name in ("planner", "large_models"))
+    docs = figures.ROOT / "docs"
+    drawn = planner.plot(plans["rows"], plans["segments"])
+    assert (docs / "planner.svg").read_text() == f"{drawn}\n"
+    assert (docs / "large_models.svg").read_text() == f"{large_models.plot(sizes['rows'])}\n"
+
+
+@pytest.mark.parametrize("picture", sorted((figures.ROOT / "docs").glob("*.svg")), ids=str)
+def test_pictures_fit_dark_pages(picture: Path) -> None:
+    """Text has colours for dark pages, and no card hides the page's own ground."""
+    text = picture.read_text()
+    assert "prefers-color-scheme" in text
+    assert not re.search(r'<rect width="\d+" height="[\d.]+"( rx="\d+")? fill="#fff', text)
 
 
 def test_a_table_is_written_between_its_markers(monkeypatch: pytest.MonkeyPatch) -> None:
