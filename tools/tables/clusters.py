@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from offramp.tools.tables.rows import Result, Rows, Table
+from offramp.tools.tables.rows import Result, Rows, Table, by
 
 _PAPER_WRONG: Final = "4 to 8 % (fig. 22)"
 """Goodput that E3 loses by a forecast that is wrong by 20 %."""
@@ -27,6 +27,53 @@ def forecasts(result: Result) -> Rows:
     for key, name in names.items():
         means = (result[part][key] for part in ("mean_of_made", "mean_of_served", "mean"))
         yield name, *(f"{100 * m['lost_at_0.8']:.1f} %, {m['pinball']:.4f}" for m in means)
+
+
+def predicted(result: Result) -> Rows:
+    """Yield E3's experiments as predicted in closed form, batches of 8."""
+    parts = {name: part["rows"] for name, part in result["experiments"].items()}
+    equal = by(parts["homogeneous"], "easy", "batch")
+    mixed = by(parts["heterogeneous"], "easy", "batch")
+    cost = by(parts["fixed rate"], "easy", "batch")["80%", "8"]
+    errors = [by(parts["forecast errors"], "case")[f"{easy} easy"] for easy in ("80%", "50%")]
+    more, fewer = ([row[f"error {error}: lost %"] for row in errors] for error in ("-20%", "+20%"))
+    lower = [cost[f"{kind}: lower by %"] for kind in ("V100", "any type")]
+    wrapper = [100 * (row["with / without"] - 1) for row in parts["wrapper"]]
+    easy, hard = equal["80%", 8], equal["20%", 8]
+    at_1, at_8 = (mixed["80%", size]["mixed / 16 V100"] for size in (1, 8))
+    yield "", "here, PREDICTED", "the paper, measured"
+    yield (
+        "16 V100, 80 % easy, against the unmodified model",
+        f"× {easy['plan / source']:.2f}",
+        "× 1.30 (fig. 7)",
+    )
+    yield "the same against run-through", f"× {easy['plan / run-through']:.2f}", "× 1.44 (fig. 7)"
+    yield (
+        "20 % easy, against the unmodified model",
+        f"× {hard['plan / source']:.2f}",
+        "up to 23 % below (fig. 16)",
+    )
+    yield (
+        f"{_MIXED} against 16 V100, 80 % easy",
+        f"× {at_8:.2f}; × {at_1:.2f} at a batch of 1",
+        "up to × 1.70 (fig. 13)",
+    )
+    yield (
+        "6,000 rows/s at the least cost, 80 % easy",
+        f"{min(lower):.0f} to {max(lower):.0f} % lower",
+        "35 to 78 % lower (figs. 14, 15)",
+    )
+    for kind, lost in (("more", more), ("fewer", fewer)):
+        yield (
+            f"forecast wrong by 20 %, {kind} rows than forecast, 50 to 80 % easy",
+            f"{min(lost):.0f} to {max(lost):.0f} % lost",
+            _PAPER_WRONG,
+        )
+    yield (
+        "exits inside splits off, an exit costs 2 to 20 % of a layer",
+        f"{min(wrapper):+.0f} to {max(wrapper):+.0f} %",
+        "up to +16 % (fig. 25)",
+    )
 
 
 def simulated(result: Result) -> Rows:
@@ -125,6 +172,7 @@ TABLES: Final[Mapping[str, Table]] = {
     "e3-emulated-cost": Table(emulated_cost, ("e3_emulated_cost",)),
     "e3-emulated-lost": Table(emulated_lost, ("e3_emulated",)),
     "e3-emulated-sizes": Table(emulated_sizes, ("e3_emulated",)),
+    "e3-predicted": Table(predicted, ("e3_plans",)),
     "e3-simulated": Table(simulated, ("e3",)),
     "e3-simulated-lost": Table(simulated_lost, ("e3",)),
     "forecasts": Table(forecasts, ("forecasts",)),
