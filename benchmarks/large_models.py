@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import onnx
-from benchmarks.common import make_parser
+from benchmarks.common import CHART_STYLE, make_parser
 from markupsafe import Markup
 from onnx import helper, numpy_helper
 from rich.table import Table
@@ -34,10 +34,6 @@ from offramp.compiler.frontend.preparation import MOST_SIMPLIFIED
 from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
 
 WIDTH, CLASSES = 16, 10
-_STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#30475e}.grid{stroke:#dde5ec}.axis{stroke:#8899aa}"
-    "path{fill:none}.measured{stroke-width:2.5}.linear{stroke-dasharray:4 4}"
-)
 
 _Result = TypeVar("_Result")
 
@@ -111,7 +107,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> str:
     y = Scale(low=math.floor(min(every)), high=math.ceil(max(every)), start=250.0, end=20.0)
     marks = [(float(tick), f"{10.0**tick:g} s") for tick in range(int(y.low), int(y.high) + 1)]
     counts = [(size, f"{row['operators']:,}") for size, row in zip(sizes, rows, strict=True)]
-    drawn = [element("style", Markup(_STYLE)), axes(x, y, counts, marks)]
+    drawn = [element("style", Markup(CHART_STYLE)), axes(x, y, counts, marks)]
     for name, colour in lines.items():
         points = [(x(size), y(value)) for size, value in zip(sizes, seconds[name], strict=True)]
         start = seconds[name][0]

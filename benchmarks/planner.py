@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clusters import cluster_of, going_on, model_of
-from benchmarks.common import make_parser
+from benchmarks.common import CHART_STYLE, make_parser
 from benchmarks.e3_plans import timed
 from markupsafe import Markup
 from rich.table import Table
@@ -29,10 +29,6 @@ from offramp.tools.bench.common.output import describe_environment, wide_console
 
 SIZES = (8, 16, 32, 64)
 COLOURS = {"one type": "#30475e", "three types": "#5a9a59"}
-_STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#30475e}.grid{stroke:#dde5ec}.axis{stroke:#8899aa}"
-    "path{fill:none}.measured{stroke-width:2.5}.linear{stroke-dasharray:4 4}"
-)
 
 
 def main() -> None:
@@ -94,7 +90,7 @@ def plot(rows: Sequence[Mapping[str, Any]], segments: int) -> str:
     y = Scale(low=1.0, high=3.0, start=250.0, end=20.0)
     marks = [(1.0, "10 ms"), (2.0, "100 ms"), (3.0, "1 s")]
     counts = [(value, f"{size}") for value, size in zip(sizes, SIZES, strict=True)]
-    drawn = [element("style", Markup(_STYLE)), axes(x, y, counts, marks)]
+    drawn = [element("style", Markup(CHART_STYLE)), axes(x, y, counts, marks)]
     for name, colour in COLOURS.items():
         times = [math.log10(_longest(row)) for row in rows if row["types"] == name]
         points = [(x(size), y(value)) for size, value in zip(sizes, times, strict=True)]

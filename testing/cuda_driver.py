@@ -100,19 +100,19 @@ class FakeDriver(CheckedCalls):
             return self._queues.use(ByteRange(address, size_bytes, writes=True))
 
     def memory(self) -> tuple[int, int]:
-        """Return the free and total bytes."""
+        """Return free and total bytes of the device."""
         with self._called("memory"):
             return self._free_bytes(), self.memory_bytes
 
     def allocate(self, size_bytes: int) -> int:
-        """Return the address of new memory, filled with a pattern."""
+        """Allocate device memory, filled with a pattern."""
         with self._called("allocate"):
             if size_bytes > self._free_bytes():
                 raise DeviceMemoryError(size_bytes, self._free_bytes(), self.device)
             return self._memory.allocate(max(size_bytes, 1), "device").address
 
     def free(self, address: int) -> None:
-        """Free memory that nothing uses; MisuseError."""
+        """Free device memory; MisuseError if enqueued work still uses it."""
         with self._called("free"):
             block = self._memory.owned(address)
             if not self._lost:
@@ -120,7 +120,7 @@ class FakeDriver(CheckedCalls):
             self._memory.free(block)
 
     def allocate_pinned(self, size_bytes: int) -> FakePinned:
-        """Return new pinned memory."""
+        """Allocate pinned memory, filled with a pattern."""
         with self._called("allocate_pinned"):
             free_bytes = self.memory_bytes - self._memory.used_bytes("pinned")
             if size_bytes > free_bytes:
@@ -143,7 +143,7 @@ class FakeDriver(CheckedCalls):
             return event
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
-        """Enqueue a copy from pinned memory, which must not change before the copy."""
+        """Enqueue a copy from pinned memory to the device; its source must not change before."""
         with self._called("copy_in"):
             reads = self._pinned(source, writes=False)
             writes = self._on_device(target, source.nbytes, writes=True)
@@ -163,7 +163,7 @@ class FakeDriver(CheckedCalls):
             self._enqueue(stream, Work(label="copy_in", enqueued=enqueued, ranges=(reads, writes)))
 
     def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
-        """Enqueue a copy to pinned memory, which holds a pattern until the copy."""
+        """Enqueue a copy from the device to pinned memory, which has a pattern until then."""
         with self._called("copy_out"):
             writes = self._pinned(target, writes=True)
             reads = self._on_device(source, target.nbytes, writes=False)
@@ -175,7 +175,7 @@ class FakeDriver(CheckedCalls):
             self._enqueue_run(stream, "copy_out", run, reads, writes)
 
     def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
-        """Enqueue a copy on the device."""
+        """Enqueue a copy from device memory to device memory; MisuseError if they overlap."""
         with self._called("copy_within"):
             reads = self._on_device(source, size_bytes, writes=False)
             writes = self._on_device(target, size_bytes, writes=True)
@@ -188,7 +188,7 @@ class FakeDriver(CheckedCalls):
             self._enqueue_run(stream, "copy_within", run, reads, writes)
 
     def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
-        """Enqueue the clearing of memory to zeros."""
+        """Enqueue zeros."""
         with self._called("clear"):
             writes = self._on_device(address, size_bytes, writes=True)
 
@@ -198,13 +198,13 @@ class FakeDriver(CheckedCalls):
             self._enqueue_run(stream, "clear", run, writes)
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Record an event for the work enqueued so far."""
+        """Record all work enqueued so far in the event."""
         with self._called("record"):
             assert isinstance(event, FakeEvent)
             event.live().recorded = self._queues.mark(_own(stream).handle)
 
     def wait_on(self, stream: Stream, event: StreamEvent) -> None:
-        """Make the stream wait for the event."""
+        """Make later work on the stream wait for the event."""
         with self._called("wait_on"):
             self._queues.hold(_own(stream).handle, self._recorded(event))
 

@@ -29,9 +29,9 @@ REMARKS: Final[Mapping[str, str]] = {
     "`offramp_policy_version` among the parameters. No BF16 as inputs: no model that Offramp "
     "compiles has them; strings (BYTES) are the prompts of models that generate text. Sequence "
     "parameters are not read: no model has a state",
-    "ModelStreamInfer": "one response a request, in their order, as Triton; with "
+    "ModelStreamInfer": "one response per request, in their order, as Triton; with "
     "`offramp_decoupled` an early answer and a final one. Models that generate text are decoupled: "
-    "a response a token, the last with `offramp_end`",
+    "a response per token, the last with `offramp_end`",
     "ModelStatistics": "`response_stats` by exit; `compute_infer` is the time from a request's "
     "first batch to its answer. `batch_stats` is empty: batches shrink from stage to stage",
     "RepositoryIndex": "as Triton; states READY, LOADING, UNLOADING, UNAVAILABLE",
@@ -56,7 +56,7 @@ def methods() -> str:
     """Return the table of gRPC methods."""
     names = [m.name for m in FILE.services_by_name[SERVICE.rpartition(".")[2]].methods]
     rows = [f"| `{name}` | {REMARKS[name]} |" for name in names]
-    return "\n".join(["| method | beside Triton |", "|---|---|", *rows])
+    return "\n".join(["| method | compared with Triton |", "|---|---|", *rows])
 
 
 def routes() -> str:

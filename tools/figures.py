@@ -2,10 +2,10 @@
 
     python -m offramp.tools.figures [--measure [RESULT ...]] [--busy]
 
-Tables are made from ``benchmarks/results/*.json`` and written between ``<!-- table: NAME -->`` and
-``<!-- end -->``. With ``--measure`` the results are measured first, all or those that are named, by
-the command that each file records. One process measures at a time, and none starts on a busy
-machine unless ``--busy`` is given; the load is recorded in the results.
+Tables are made from ``benchmarks/results/*.json`` (``tools/tables``) and written between
+``<!-- table: NAME -->`` and ``<!-- end -->``. With ``--measure`` the results are measured first,
+all or those that are named, by the command that each file records. One process measures at a time,
+and none starts on a busy machine unless ``--busy`` is given; the load is recorded in the results.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Final
+
+from offramp.tools.tables import clusters, memory, models, serving, text
+from offramp.tools.tables.rows import Result, Table
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks/results"
@@ -45,8 +48,6 @@ PREPARED: Final[Mapping[str, str]] = {
 }
 """Commands that make what measurements read, by its path."""
 
-Result: TypeAlias = "dict[str, Any]"
-
 
 def read_result(name: str) -> Result:
     """Return a file of ``benchmarks/results``, with its facts under ``environment``."""
@@ -54,89 +55,23 @@ def read_result(name: str) -> Result:
     return content if isinstance(content, dict) else {"rows": content}
 
 
-def compare_table() -> Iterator[Sequence[str]]:
-    """Yield the rows of README's table: exits over the unmodified model, by model and batch."""
-    yield "model", "batch", "mean", "median", "p99", "busy time", "nothing exits", "agreement"
-    models = {
-        "fashion": ("Fashion-MNIST, ResNet-56", (1, 4, 16, 32)),
-        "minilm_sentiment": ("sentiment, MiniLM (6 layers)", (1, 16)),
-    }
-    for name, (model, sizes) in models.items():
-        rows = {(row["system"], row["batch_size"]): row for row in read_result(name)["rows"]}
-        for size in sizes:
-            source, early, none = (
-                rows[system, size] for system in ("source", "offramp", "offramp-no-exit")
-            )
-            shares = [
-                early[key] / source[key]
-                for key in ("mean_ms", "median_ms", "p99_ms", "busy_ms_per_sample")
-            ]
-            shares.append(none["busy_ms_per_sample"] / source["busy_ms_per_sample"])
-            agreement = f"{early['agreement']:.2%}"
-            yield model, str(size), *(f"{share:.2f}" for share in shares), agreement
+TABLES: Final[Mapping[str, Table]] = {
+    **models.TABLES, **memory.TABLES, **serving.TABLES, **clusters.TABLES, **text.TABLES,
+}  # fmt: skip
+"""Tables by the names in their markers."""
 
 
-def text_risks_table() -> Iterator[Sequence[str]]:
-    """Yield how often generated text differs from the unmodified model's, by system."""
-    yield (
-        "system", "tokens that differ", "answers that differ", "edit distance", "layers run",
-        "right answers",
-    )  # fmt: skip
-    for name, risk in read_result("generation")["risks"].items():
-        if name.endswith(_TOGETHER):
-            continue
-        keys = ("tokens", "whole_outputs", "edit_distance", "layers_run", "right")
-        yield _text_system(name), *(f"{risk[key]:.2%}" for key in keys)
-
-
-def text_goodput_table() -> Iterator[Sequence[str]]:
-    """Yield tokens a second over the unmodified model's, by system and sequences in flight."""
-    figures = read_result("generation")["goodput"]
-    counts = sorted({figure["in_flight"] for figure in figures})
-    yield "system", *(f"{count} in flight" for count in counts)
-    for name in dict.fromkeys(figure["system"] for figure in figures):
-        of_system = {f["in_flight"]: f for f in figures if f["system"] == name}
-        if name == "unmodified":
-            rates = (f"{of_system[count]['tokens_per_s']:,.0f} tokens/s" for count in counts)
-            yield _text_system(name), *rates
-        else:
-            yield _text_system(name), *(f"×{of_system[count]['ratio']:.2f}" for count in counts)
-
-
-_TOGETHER: Final = ", together"
-_TEXT_SYSTEMS: Final[Mapping[str, str]] = {
-    "whole": "exits, answers that differ ≤ 1 %",
-    "edit": "exits, edit distance ≤ 1 %",
-    "tokens": "exits, tokens that differ ≤ 1 %",
-    "layers_3": "trained with 3 layers",
-    "layers_4": "trained with 4 layers",
-}
-
-
-def _text_system(name: str) -> str:
-    system, _, policy = name.partition(", ")
-    shown = _TEXT_SYSTEMS.get(system, system)
-    return f"{shown}; batches together" if policy == "together" else shown
-
-
-TABLES: Final[Mapping[str, Callable[[], Iterator[Sequence[str]]]]] = {
-    "compare": compare_table,
-    "text-goodput": text_goodput_table,
-    "text-risks": text_risks_table,
-}
-"""Rows of each table, its heading first."""
-
-
-def filled(text: str) -> str:
+def filled(page: str) -> str:
     """Return a page with its tables made anew; KeyError if one has an unknown name."""
 
     def table(match: re.Match[str]) -> str:
-        heading, *rows = TABLES[match["name"]]()
+        made = TABLES[match["name"]]
+        heading, *rows = made.rows(*map(read_result, made.results))
         lines = [heading, ["---"] * len(heading), *rows]
         written = "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---")
         return f"{match[1]}{written.replace('|--- |', '|---|')}{match[3]}"
 
-    return _TABLE.sub(table, text)
+    return _TABLE.sub(table, page)
 
 
 def pages() -> list[Path]:
@@ -214,8 +149,8 @@ def main() -> None:
         with measuring_alone():
             measure(options.measure or every, busy=options.busy)
     for page in pages():
-        text = page.read_text()
-        if (new := filled(text)) != text:
+        old = page.read_text()
+        if (new := filled(old)) != old:
             page.write_text(new)
             print(f"wrote {page.relative_to(ROOT)}")
 

@@ -223,8 +223,16 @@ def draw(packages: Mapping[str, Package]) -> str:
         'font-family="system-ui, sans-serif" font-size="12" role="img" '
         'aria-label="The packages in layers: each imports from those below it only">'
     )
-    ground = f'<rect width="{_WIDTH}" height="{total:g}" fill="#ffffff"/>'
-    return "\n".join((head, ground, *body, "</svg>\n"))
+    return "\n".join((head, _DARK, *body, "</svg>\n"))
+
+
+_DARK = (
+    "<style>@media (prefers-color-scheme: dark) { "
+    'rect { fill: #22303d; stroke: #5b7590 } text[fill="#1d2f40"] { fill: #e4e7ea } '
+    'text[fill="#30475e"] { fill: #d5dee6 } text[fill="#2f5d2e"] { fill: #9fd39d } '
+    'text[fill="#5b6b7a"] { fill: #a3b1bd } }</style>'
+)
+"""Colours for readers whose page is dark; the ground is that of the page."""
 
 
 _Line = tuple[float, str, str]
@@ -263,7 +271,7 @@ def _text(x: float, y: float, text: str, style: str) -> str:
         "name": 'font-weight="600" font-size="14" fill="#1d2f40"',
         "text": 'fill="#30475e"',
         "inside": 'fill="#2f5d2e"',
-        "imports": 'fill="#77838f" font-style="italic"',
+        "imports": 'fill="#5b6b7a" font-style="italic"',
     }[style]
     return f'<text x="{x:g}" y="{y:g}" {look} xml:space="preserve">{escape(text)}</text>'
 

@@ -81,7 +81,7 @@ class PyCudaDriver:
         return self._context
 
     def memory(self) -> tuple[int, int]:
-        """Return free and total bytes."""
+        """Return free and total bytes of the device."""
         with self._errors:
             free_bytes, total_bytes = self._cuda.mem_get_info()
         return int(free_bytes), int(total_bytes)
@@ -130,17 +130,17 @@ class PyCudaDriver:
             return PyCudaEvent(self._cuda.Event(self._event_flags))
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
-        """Enqueue a copy to the device."""
+        """Enqueue a copy from pinned memory to the device."""
         with self._errors:
             self._cuda.memcpy_htod_async(target, source, _own(stream))
 
     def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
-        """Enqueue a copy to the host."""
+        """Enqueue a copy from the device to pinned memory."""
         with self._errors:
             self._cuda.memcpy_dtoh_async(target, source, _own(stream))
 
     def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
-        """Enqueue a copy on the device."""
+        """Enqueue a copy from device memory to device memory."""
         with self._errors:
             self._cuda.memcpy_dtod_async(target, source, size_bytes, _own(stream))
 
@@ -150,12 +150,12 @@ class PyCudaDriver:
             self._cuda.memset_d8_async(address, 0, size_bytes, _own(stream))
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Record the work enqueued so far in the event."""
+        """Record all work enqueued so far in the event."""
         with self._errors:
             _own_event(event).record(_own(stream))
 
     def wait_on(self, stream: Stream, event: StreamEvent) -> None:
-        """Make the stream wait for the event."""
+        """Make later work on the stream wait for the event."""
         with self._errors:
             _own(stream).wait_for_event(_own_event(event))
 

@@ -280,7 +280,7 @@ def test_names_of_devices_are_text() -> None:
     page = render_plan("<i>", plan, None, model, reasons=["<u>"], label="")
     assert "&lt;b&gt;[red]&amp;" in page
     assert not re.search("<[iu]>|<b>\\[", page)
-    assert "The model as it is meets no such goal" in page
+    assert "The unmodified model cannot meet this goal" in page
 
 
 def test_the_command_writes_the_page(cluster: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from benchmarks import large_models, planner
 from tests.facts import tells
 
 from offramp.tools import figures
+from offramp.tools.tables.rows import Table
 
 
 @pytest.fixture
@@ -32,12 +35,44 @@ def test_every_table_is_in_a_page() -> None:
     assert [name for name in figures.TABLES if f"<!-- table: {name} -->" not in text] == []
 
 
+def test_every_result_is_named_by_a_page() -> None:
+    """A result that no page names or shows is of no use to a reader: delete it."""
+    text = "".join(page.read_text() for page in figures.pages())
+    names = {path.stem for path in figures.RESULTS.glob("*.json")}
+    assert sorted(name for name in names if f"{name}.json" not in text) == []
+
+
+@pytest.mark.parametrize("name", figures.TABLES)
+def test_rows_of_a_table_have_a_cell_for_each_column(name: str) -> None:
+    made = figures.TABLES[name]
+    heading, *rows = made.rows(*map(figures.read_result, made.results))
+    assert len(rows) > 1
+    assert {len(row) for row in rows} == {len(heading)}
+    assert not any("|" in cell or "\n" in cell for row in rows for cell in row)
+
+
+def test_pictures_are_those_of_the_results() -> None:
+    plans, sizes = (figures.read_result(name) for name in ("planner", "large_models"))
+    docs = figures.ROOT / "docs"
+    drawn = planner.plot(plans["rows"], plans["segments"])
+    assert (docs / "planner.svg").read_text() == f"{drawn}\n"
+    assert (docs / "large_models.svg").read_text() == f"{large_models.plot(sizes['rows'])}\n"
+
+
+@pytest.mark.parametrize("picture", sorted((figures.ROOT / "docs").glob("*.svg")), ids=str)
+def test_pictures_fit_dark_pages(picture: Path) -> None:
+    """Text has colours for dark pages, and no card hides the page's own ground."""
+    text = picture.read_text()
+    assert "prefers-color-scheme" in text
+    assert not re.search(r'<rect width="\d+" height="[\d.]+"( rx="\d+")? fill="#fff', text)
+
+
 def test_a_table_is_written_between_its_markers(monkeypatch: pytest.MonkeyPatch) -> None:
     def rows() -> Iterator[Sequence[str]]:
         yield "a", "b"
         yield "1", "2"
 
-    monkeypatch.setattr(figures, "TABLES", {"x": rows})
+    monkeypatch.setattr(figures, "TABLES", {"x": Table(rows, ())})
     page = "before\n<!-- table: x -->\nold\n<!-- end -->\nafter"
     wanted = "before\n<!-- table: x -->\n| a | b |\n|---|---|\n| 1 | 2 |\n<!-- end -->\nafter"
     assert figures.filled(page) == wanted

@@ -1,0 +1,1 @@
+"""Tables of README and docs: for each, the results that it is made from, and its rows."""
