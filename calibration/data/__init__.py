@@ -1,1 +1,1 @@
-"""Data sets: reading within bounded memory, groups of samples, splits, made samples."""
+"""Data sets: reading within bounded memory, groups of samples, splits, augmented samples."""

@@ -1,8 +1,8 @@
 """Data augmentation: more samples to train heads on, made from real ones and labelled by the model.
 
 A head imitates the source model, so any input that the model accepts is a training sample: no human
-labels are needed. Only training uses made samples; exits are tuned and certified on real ones, so
-the promise does not depend on how realistic made samples are.
+labels are needed. Only training uses augmented samples; exits are tuned and certified on real ones,
+so the promise does not depend on how realistic augmented samples are.
 
 Measured on the Fashion-MNIST example (certified share of time saved on test data, seven candidate
 exits, predicted from costs): none .749; shifts and flips .749; mixup .774; mixup of shifted and

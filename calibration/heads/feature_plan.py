@@ -96,7 +96,7 @@ def _filled(sizes: Sequence[int], room: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _kept(counts: SampleCounts, most: int) -> SampleCounts:
-    """Leave out made samples, then real ones that train; all tuning samples stay."""
+    """Leave out augmented samples, then real ones that train; all tuning samples stay."""
     made = min(counts.made, max(most - counts.train - counts.tune, 0))
     train = min(counts.train, max(most - counts.tune, 0))
     return SampleCounts(train=train, made=made, tune=counts.tune)

@@ -113,7 +113,7 @@ def record(
             for rows, (answered, *values) in run_over(model, wanted, made, threads=threads):
                 store.keep(len(dataset), rows, answered, values)
         except DataError as error:
-            _log.warning("Heads train without some of the made samples: %s.", error)
+            _log.warning("Heads train without some of the augmented samples: %s.", error)
     # Samples that the model cannot answer are replaced by those that they were made from.
     bad = np.flatnonzero(~agreement_of(answer).decided(store.answers))
     if made is not None and len(bad):
@@ -324,7 +324,7 @@ def _masks(
 
 
 def _mask(path: Path, name: str, dataset: Dataset, made: AugmentedSamples | None) -> NDArray[Any]:
-    """Copy a mask [n, tokens] to a new file, those of made samples after the others."""
+    """Copy a mask [n, tokens] to a new file, those of augmented samples after the others."""
     total = len(dataset) + (0 if made is None else len(made))
     first = dataset.column(name, slice(1))
     mask = _new_file(path, first.dtype, (total, *first.shape[1:]))

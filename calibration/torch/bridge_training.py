@@ -180,7 +180,7 @@ def train_bridges(
 
 
 def _sizes_of_epoch(samples: int, made: Method | None) -> tuple[int, int]:
-    """Return the numbers of real and of made samples of an epoch."""
+    """Return the numbers of real and of augmented samples of an epoch."""
     joined = 0 if made is None else samples // 2
     return samples - joined, joined
 

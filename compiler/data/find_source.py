@@ -145,8 +145,8 @@ KINDS: Final[tuple[DataKind, ...]] = (
         make=lambda data, spec: FunctionSource(data.text, spec.max_samples),
     ),
     DataKind(
-        name="made inputs",
-        form=f"{RANDOM} for a dry run on made inputs",
+        name="generated inputs",
+        form=f"{RANDOM} for a dry run on generated inputs",
         fits=lambda data: not data.exists and data.text == RANDOM,
         make=lambda _, spec: RandomSource(spec.max_samples or SAMPLES),
     ),

@@ -53,7 +53,7 @@ class RandomSource:
         specs: Sequence[TensorSpec],
         scratch: ScratchSpace,
         *,
-        keys: Collection[str] = (),  # noqa: ARG002 - made samples have no groups
+        keys: Collection[str] = (),  # noqa: ARG002 - generated inputs have no groups
     ) -> ArraysAndHash:
         """Draw the samples; DataError if real samples are required."""
         if self.draw is None:

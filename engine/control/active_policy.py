@@ -442,7 +442,7 @@ class Resumption:
         version = self._active.policy.version
         self._counters.resume_estimate(kept_part(self.kept, "counters"), version=version)
         self.kept = None
-        self._note("samples look like those before the restart; what was learned is in force")
+        self._note("samples look like those before the restart; what was learned is active")
 
     def forget(self) -> bool:
         """Forget what was learned; return whether the compiled thresholds remain active."""

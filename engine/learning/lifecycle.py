@@ -1,13 +1,13 @@
-"""The life cycle of learning, sans I/O: when to record, compile, switch, and restart.
+"""The life cycle of learning, without I/O: when to record, compile, switch, and restart.
 
-    recording      a sample of what is asked is recorded until it is full
-    compiling      a process compiles the model with it
-    waiting        that failed; it is tried again after a while, with the sample as it is by then
-    switching      the compiled bundle has exits that pay: it is loaded, and takes over
+    recording      requests are sampled and recorded until there are enough
+    compiling      a process compiles the model with the recorded inputs
+    waiting        compiling failed; it is repeated after a while, with the inputs of that time
+    switching      the compiled bundle has exits that pay: it is loaded and then answers
     serving        exits answer; nothing is recorded
-    relearning     they answer nothing any more: what is asked now is recorded
-    nothing_pays   no exit pays: the unmodified model goes on serving
-    stopped        the sample cannot be recorded; a person has to change something
+    relearning     control has switched the exits off: current requests are recorded
+    nothing_pays   no exit pays: the unmodified model continues to serve
+    stopped        inputs cannot be recorded; an operator has to change something
 
 The driver calls :meth:`LifeCycle.step` now and then, does what it returns, and reports the
 outcome.

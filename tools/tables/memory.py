@@ -38,6 +38,14 @@ def compile_memory(*results: Result) -> Rows:
         )
 
 
+def beyond_two_gib(result: Result) -> Rows:
+    """Yield the peak memory of commands on a model of 3 GiB."""
+    yield "command", "most resident", "most anonymous"
+    for run in result["runs"]:
+        parts = [f"{run[key] / 2**30:.1f} GiB" for key in ("resident_bytes", "anonymous_bytes")]
+        yield f"`{run['command']}`", *parts
+
+
 def bundle_memory(result: Result) -> Rows:
     """Yield a bundle with one file of weights, over one with weights in every graph."""
     yield "", "Fashion example", "BERT, 6 × 768, random weights"
@@ -90,6 +98,7 @@ def variant_memory(result: Result) -> Rows:
 
 
 TABLES: Final[Mapping[str, Table]] = {
+    "beyond-two-gib": Table(beyond_two_gib, ("beyond_two_gib",)),
     "large-models": Table(large_models, ("large_models",)),
     "compile-memory": Table(
         compile_memory, ("compile_memory_bert", "compile_memory_bert_128", "compile_memory_data")

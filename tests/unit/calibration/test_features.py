@@ -261,7 +261,7 @@ def test_made_samples_that_the_model_fails_on_are_done_without(
             graph, outputs, pieces.model.answer, data, made=made, masks=["attention_mask"],
             threads=1, directory=tmp_path / "f",
         )  # fmt: skip
-    assert "without some of the made samples" in caplog.text
+    assert "without some of the augmented samples" in caplog.text
     np.testing.assert_array_equal(recording.answers, np.tile(alone.answers, (2, 1)))
     mask = data.inputs["attention_mask"]
     np.testing.assert_array_equal(recording.masks["attention_mask"], np.tile(mask, (2, 1)))

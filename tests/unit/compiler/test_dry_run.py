@@ -1,4 +1,4 @@
-"""Dry runs on made inputs: exits and times to see, and nothing that looks like a promise."""
+"""Dry runs on generated inputs: exits and times to see, and nothing that looks like a promise."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -109,13 +111,13 @@ def test_nothing_is_measured_on_a_busy_machine_or_twice(
     (results / "x.json").write_text(json.dumps({"environment": {"command": "front.py"}}))
     ran: list[list[str]] = []
     monkeypatch.setattr(figures.subprocess, "run", lambda command, **_: ran.append(command))
-    monkeypatch.setattr(figures.os, "getloadavg", lambda: (2.0, 0, 0))
+    monkeypatch.setattr(figures, "busy_cores", lambda: 1.5)
     with pytest.raises(SystemExit) as refused:
         figures.measure(["x"], busy=False)
-    tells(str(refused.value), "2.00", "0.3", "--busy")
+    tells(str(refused.value), "1.50", "0.3", "--busy")
     assert ran == []
     figures.measure(["x"], busy=True)
-    monkeypatch.setattr(figures.os, "getloadavg", lambda: (0.1, 0, 0))
+    monkeypatch.setattr(figures, "busy_cores", lambda: 0.1)
     figures.measure(["x"], busy=False)
     assert ran == [[sys.executable, "-m", "benchmarks.front"]] * 2
     with (
@@ -126,6 +128,16 @@ def test_nothing_is_measured_on_a_busy_machine_or_twice(
         pass
 
 
+def test_busy_cores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spin(_seconds: float) -> None:
+        began = time.process_time()
+        while time.process_time() < began + 0.1:
+            pass
+
+    monkeypatch.setattr(figures.time, "sleep", spin)
+    assert 0 < figures.busy_cores() <= (os.cpu_count() or 1) + 0.1
+
+
 def test_what_is_read_is_made_first(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     monkeypatch.setattr(figures.subprocess, "run", lambda words, **_: ran.append(" ".join(words)))
@@ -134,3 +146,5 @@ def test_what_is_read_is_made_first(results: Path, monkeypatch: pytest.MonkeyPat
     (results / "demo/fashion.ee").mkdir(parents=True)
     figures.prepare(["demo/fashion.ee"])
     assert len(ran) == 1
+    figures.prepare(["demo/minilm/test.npz"])
+    assert ran[1].endswith("tools.zoo.minilm_sentiment --output demo/minilm")
