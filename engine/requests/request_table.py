@@ -288,6 +288,15 @@ class RequestTable:
             request.following -= count
             self._follow_up(request)
 
+    def withdraw(self, number: int) -> bool:
+        """Record that a caller left; return whether its request is open."""
+        request = self._open.get(number)
+        if request is None:
+            return False
+        self.counters.failed_requests += request.error is None
+        request.withdrawn = True
+        return True
+
     def forget(self, number: int) -> None:
         """Record that no caller waits for the final answers of a request any more."""
         self._followed.pop(number, None)
@@ -325,6 +334,7 @@ class RequestTable:
     def _fail(self, request: Request, error: EngineError) -> None:
         """Complete a request with an error; only the first error counts."""
         if request.error is None:
+            self.counters.failed_requests += not request.withdrawn  # that has been counted
             request.error = copy_of(error)
             self._complete(request)
 

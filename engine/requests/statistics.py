@@ -111,6 +111,8 @@ class CountersSnapshot:
     answered: int
     failed: dict[str, int]
     """Samples without an answer, by cause (:data:`FAILURE_CAUSES`), where there are any."""
+    failed_requests: int = 0
+    """Requests that ended with an error, or that their callers withdrew."""
     retried: int
     """Samples of failed batches that were retried."""
     queued: int
@@ -270,6 +272,7 @@ class Counters:
         self.requests = 0
         self.samples = 0
         self.failed: Counter[str] = Counter()
+        self.failed_requests = 0
         self.retried = 0
         self.resumed = 0
         self.unseen_lengths = 0
@@ -283,6 +286,11 @@ class Counters:
             self.stages[place] = StageCounters(self._label(*place))
         for place, counters in self.stages.items():
             counters.threshold = thresholds.get(place, NEVER)
+
+    def reject(self, samples: int) -> None:
+        """Count a request that was not accepted."""
+        self.failed["rejected"] += samples
+        self.failed_requests += 1
 
     def departures_of(self, exits: Sequence[int]) -> DepartureCounters:
         """Return the counters of the full model for these exits in use."""
@@ -318,6 +326,7 @@ class Counters:
             samples=self.samples,
             answered=sum(stage.answered for stage in stages),
             failed=dict(self.failed),
+            failed_requests=self.failed_requests,
             retried=self.retried,
             resumed=self.resumed,
             queued=queued,

@@ -7,10 +7,10 @@ An early refusal costs almost nothing.
 
 The share to refuse is that of adaptive throttling (Beyer et al., Site Reliability Engineering,
 2016, chapter 21): where ``kept`` of the ``arrived`` recent samples were answered, the probability
-is max(0, 1 − K · kept / arrived). So K times the capacity is admitted, whether the device, the
-front end or another process limits it. K > 1 keeps enough load for policies to choose faster
-settings, and detects when more can be served. As long as the policy drops no sample, no request is
-refused.
+is max(0, (arrived − K · kept) / (arrived + 1)). So K times the capacity is admitted, whether the
+device, the front end or another process limits it, and a single late sample after a pause refuses
+few others. K > 1 keeps enough load for policies to choose faster settings, and detects when more
+can be served. As long as the policy drops no sample, no request is refused.
 
 A request that the queue does not endanger is not refused either: its slack exceeds the time that
 the samples before it take at the recent rate. Before it are samples of its priority and of higher
@@ -66,7 +66,7 @@ class AdmissionControl:
         if slack_s * self._kept > PATIENCE * MEMORY_S * ahead:
             return False
         arrived = self._kept + self._lost
-        share = 1.0 - HEADROOM * self._kept / arrived if self._lost else 0.0
+        share = (arrived - HEADROOM * self._kept) / (arrived + 1) if self._lost else 0.0
         if self._random.random() >= share:
             return False
         self._lost += samples

@@ -148,7 +148,7 @@ class Executor:
             try:
                 runtime.scheduler.admit(samples, slack_s, priority, self._clock())
             except SchedulerFullError as error:
-                runtime.table.counters.failed["rejected"] += samples
+                runtime.table.counters.reject(samples)
                 raise QueueFullError(
                     f"{runtime.name}: overloaded: {error}; retry later, with more time, or on "
                     "another server"
@@ -176,7 +176,7 @@ class Executor:
                 outcome = self._scheduler.submit(model, submission, request.submitted_s)
             except SchedulerFullError as error:
                 runtime.follow(error.outcome)
-                runtime.table.counters.failed["rejected"] += request.count
+                runtime.table.counters.reject(request.count)
                 raise QueueFullError(
                     f"{runtime.name}: the queue is full: {error}; try again later, or send less"
                 ) from error
@@ -189,9 +189,7 @@ class Executor:
         with self._lock:
             if (runtime := self._models.get(model)) is None:  # removed: the request has ended
                 return
-            request = runtime.table.get(number)
-            if request is not None:
-                request.withdrawn = True
+            if runtime.table.withdraw(number):
                 runtime.cancel(number)
             runtime.table.forget(number)
 

@@ -34,6 +34,7 @@ def add_counts(earlier: CountersSnapshot, now: CountersSnapshot) -> CountersSnap
         samples=earlier.samples + now.samples,
         answered=earlier.answered + now.answered,
         failed=dict(Counter(earlier.failed) + Counter(now.failed)),
+        failed_requests=earlier.failed_requests + now.failed_requests,
         retried=earlier.retried + now.retried,
         queued=earlier.queued + now.queued,
         in_flight=earlier.in_flight + now.in_flight,

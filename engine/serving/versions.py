@@ -155,8 +155,8 @@ class ModelVersions:
         if before is not None:
             self._finish(before)
         took_s = time.monotonic() - began_s
-        _log.info("%s: version %d answers from now on, loaded from %s in %.1f s", name, number,
-                  path, took_s)  # fmt: skip
+        _log.info("%s: %s answers from now on, loaded in %.1f s (replacement %d)", name, path,
+                  took_s, number)  # fmt: skip
 
     def end(self) -> None:
         """Replace nothing from now on; a replacement in progress is cancelled."""

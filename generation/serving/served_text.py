@@ -264,6 +264,7 @@ class ServedText:
             samples=answered + found.awaited + sum(failed.values()),
             answered=answered,
             failed=failed | ({"rejected": self._rejected} if self._rejected else {}),
+            failed_requests=sum(failed.values()) + self._rejected,
             retried=found.retried,
             queued=queued,
             in_flight=found.awaited - queued,

@@ -190,7 +190,8 @@ def _tables(file: Configuration, models: Collection[Path]) -> Iterator[_Settings
     common = {**engine, **file.defaults}
     yield _Settings("[engine] and [defaults]", engine, common, models)
     for name, model in file.models.items():
-        yield _Settings(f"[models.{name}] and [engine]", engine, model.settings, (model.path,))
+        yield _Settings(f"[models.{name}] and [engine]", engine, model.settings,
+                        () if model.path is None else (model.path,))  # fmt: skip
 
 
 def _of_engine(file: Configuration) -> dict[str, Any]:

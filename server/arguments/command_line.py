@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -281,8 +281,8 @@ def make_parser() -> LayeredParser:
 def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
     given, flags = parser.parse_args(argv), parser.given(argv)
     file = Configuration() if given.config is None else read_configuration(given.config)
-    configured = [(name, model.path) for name, model in file.models.items()]
     server, log = _server_options(given, file)
+    configured = [*_configured_models(file, server)]
     models = name_models(
         given.bundles,
         [*given.model, *configured],
@@ -311,6 +311,19 @@ def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
         custom_ops=tuple(given.custom_ops),
         criterion_modules=tuple(given.criterion_module),
     )
+
+
+def _configured_models(file: Configuration, server: ServerOptions) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of the file's models; ConfigurationError if one is nowhere."""
+    for name, model in file.models.items():
+        if model.path is not None:
+            yield name, model.path
+        elif server.repository.model_repository is None:
+            raise ConfigurationError(
+                f"{file.source}: [models.{name}] has no path; expected the folder that eecompile "
+                f'wrote, relative to this file, for instance path = "{name}.ee", or a '
+                "--model-repository that has the model"
+            )
 
 
 def _server_options(

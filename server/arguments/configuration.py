@@ -8,7 +8,7 @@
     policy = "run-through"
     [learning]                # fields of LearnOptions; the table means --learn
     [models.fashion]          # as in [defaults], for one model
-    path = "fashion.ee"       # relative to this file
+    path = "fashion.ee"       # relative to this file; none for a model of the repository
     policy = "slackfit"
     slo_ms = 20
     max_disagreement = 0.005
@@ -66,8 +66,8 @@ class ConfigurationError(ValueError):
 class ConfiguredModel:
     """A table ``[models.NAME]``."""
 
-    path: Path
-    """The bundle folder or ONNX file."""
+    path: Path | None
+    """The bundle folder or ONNX file; ``None`` for a model of the repository."""
     settings: Mapping[str, Any]
     """Fields of :class:`ModelOptions` that the table sets."""
 
@@ -299,15 +299,12 @@ def _model(folder: Path, models: _Table, name: str) -> ConfiguredModel:
     if not name:
         raise ConfigurationError(f"{where} has no name; expected for instance [models.resnet]")
     table = _table(models.content, name, where)
-    if "path" not in table.content:
-        raise ConfigurationError(
-            f"{where} has no path; expected the folder that eecompile wrote, relative to this "
-            f'file, for instance path = "{name}.ee"'
-        )
-    path = _convert(table.content["path"], _KINDS[str], f"{where} path")
+    path = None
+    if "path" in table.content:
+        path = folder / _convert(table.content["path"], _KINDS[str], f"{where} path")
     rest = {key: value for key, value in table.content.items() if key != "path"}
     settings = _checked(ModelOptions, _Table(where, rest), besides=("path",))
-    return ConfiguredModel(path=folder / path, settings=settings)
+    return ConfiguredModel(path=path, settings=settings)
 
 
 def _checked(options: _Options, table: _Table, besides: Iterable[str] = ()) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Catalog:
     def __init__(self, engine: ServedEngine) -> None:
         """Start with all models of the engine, each as version 1."""
         self._engine = engine
+        self.missing: set[str] = set()
+        """Models that the server should have had from its start, and that could not be loaded."""
         self._served: dict[str, dict[str, ServedName]] = {}
         """Served names by model and version, newest version first."""
         for model in engine.models():
@@ -43,10 +45,12 @@ class Catalog:
     def put(self, name: str, versions: Mapping[str, str]) -> None:
         """Serve exactly these versions of a model, as engine names, newest version first."""
         self._served[name] = {v: ServedName(name, v, engine) for v, engine in versions.items()}
+        self.missing.discard(name)
 
     def remove(self, name: str) -> None:
         """Stop serving a model."""
         self._served.pop(name, None)
+        self.missing.discard(name)
 
     def find(self, name: str, version: str = "") -> ServedName:
         """Return the version of a model that answers a request.
@@ -80,6 +84,10 @@ class Catalog:
             return self._engine.ready(self.find(name, version).engine_name)
         except ModelNotServedError:
             return False
+
+    def all_ready(self) -> bool:
+        """Return whether every model takes requests, and none is missing since the start."""
+        return self._engine.ready() and not self.missing
 
     def __iter__(self) -> Iterator[ServedName]:
         """Iterate over all versions of all models."""

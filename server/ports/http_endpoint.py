@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from offramp.server.common.catalog import Catalog
 from offramp.server.common.served import ServedEngine
 from offramp.server.pages.history import History, HistoryRecorder
 from offramp.server.pages.metrics import CONTENT_TYPE, render_metrics
@@ -125,7 +126,7 @@ def make_application(services: ProtocolServices, max_message_bytes: int) -> web.
         "/": lambda request: _status(engine, recorder.history, request),
         "/history.json": lambda _: web.json_response(recorder.history.to_json()),
         "/health/live": lambda _: _liveness(engine),
-        "/health/ready": lambda _: _readiness(engine),
+        "/health/ready": lambda _: _readiness(engine, services.repository.catalog),
         "/metrics": lambda _: web.Response(
             body=render_metrics(engine, admission.refused),
             headers={"Content-Type": CONTENT_TYPE},
@@ -172,7 +173,10 @@ def _status(engine: ServedEngine, history: History, request: web.Request) -> web
     return web.Response(text=text, content_type="text/html")
 
 
-def _readiness(engine: ServedEngine) -> web.Response:
+def _readiness(engine: ServedEngine, catalog: Catalog) -> web.Response:
+    if catalog.missing:
+        names = ", ".join(sorted(catalog.missing))
+        return _text(f"not ready: {names} could not be loaded: see the log\n", status=503)
     waiting = [model.name for model in engine.models() if not engine.ready(model.name)]
     if waiting:
         reason = "shutting down, or out of service: see the log"

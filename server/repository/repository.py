@@ -94,23 +94,29 @@ class ModelRepository:
 
         Raises:
             ModelLoadError: A model of ``--load-model`` cannot be loaded. Other failing models are
-                skipped; the log and the index show the reason.
+                skipped: the server is not ready until they are loaded or removed; the log and the
+                index show the reason.
             StartError: The repository cannot be read.
         """
         settings = self._settings
         if settings.model_repository is not None:
             try:
-                await asyncio.to_thread(self._names_in_folder)
+                names = await asyncio.to_thread(self._names_in_folder)
             except OSError as error:
                 raise StartError(
                     f"the model repository {settings.model_repository} cannot be read: "
                     f"{error.strerror}; expected a folder with models, as NAME/1.ee"
                 ) from error
+            for name in self._named.keys() & set(names):
+                logger.warning("%s is served from %s, not from the repository, which has a model "
+                               "of that name too", name, self._named[name])  # fmt: skip
             if settings.model_control is RepositoryControl.EXPLICIT:
                 for name in settings.load_model:
                     await self._load(name)
             else:
                 await self._follow_folder()
+                failed = {name for name, _ in self._reasons}
+                self.catalog.missing |= failed - set(self.catalog.names())
         if settings.model_control is RepositoryControl.POLL:
             self._polling = asyncio.create_task(self._poll(), name="repository")
 
@@ -222,6 +228,7 @@ class ModelRepository:
     async def _forget(self, name: str, reason: str) -> None:
         """Unload a model that is no longer wanted, if it is loaded."""
         async with self._turn(name):
+            self.catalog.missing.discard(name)
             if name in self.catalog.names():
                 await self._unload(name, reason)
 
@@ -254,7 +261,7 @@ class ModelRepository:
     async def _follow_folder(self) -> None:
         """Load new and changed models of the folder, and unload those that are gone."""
         there = set(await asyncio.to_thread(self._names_in_folder))
-        for name in set(self.catalog.names()) - there - self._named.keys():
+        for name in {*self.catalog.names(), *self.catalog.missing} - there - self._named.keys():
             await self._forget(name, "removed from the repository")
         for name in sorted(there - self._named.keys()):
             await self._try_load(name)

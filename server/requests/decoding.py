@@ -119,7 +119,7 @@ def decode_small(data: bytes, decode: Callable[[bytes], _T]) -> _T:
     if len(data) > _SMALL_MESSAGE_BYTES:
         raise RequestLimitError(
             f"the message has {len(data)} bytes, expected at most {_SMALL_MESSAGE_BYTES}: "
-            "messages of this method only hold names"
+            "messages of this method only hold names and settings; put files into the repository"
         )
     try:
         return decode(data)

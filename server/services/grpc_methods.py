@@ -80,7 +80,7 @@ class HealthReporter:
 
     def _readiness(self) -> Iterator[tuple[str, bool]]:
         for name in ("", SERVICE):
-            yield name, self._engine.ready()
+            yield name, self._catalog.all_ready()
         for name in self._catalog.names():
             yield name, self._catalog.ready(name)
 

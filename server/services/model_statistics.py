@@ -7,7 +7,7 @@ field                      content
 ``execution_count``        runs of stages
 ``inference_stats``        times of requests: ``success`` from arrival to answer, ``queue`` to the
                            first batch, ``compute_infer`` from there to the answer; ``fail`` counts
-                           samples, without a time
+                           requests, without a time
 ``response_stats``         by exit: ``success`` counts the samples answered there,
                            ``compute_infer`` the runs of its stage, with their time
 ``batch_stats``            empty: batches shrink from stage to stage, and have no single size
@@ -38,7 +38,7 @@ def write_statistics(
         execution_count=sum(stage.run_s.count for stage in statistics.stages),
         inference_stats=messages.InferStatistics(
             success=_times(latency),
-            fail=messages.StatisticDuration(count=sum(statistics.failed.values())),
+            fail=messages.StatisticDuration(count=statistics.failed_requests),
             queue=_times(queue),
             compute_input=messages.StatisticDuration(count=latency.count),
             compute_infer=messages.StatisticDuration(

@@ -40,6 +40,7 @@ _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 SERVER_NAME: Final = "offramp"
 
 EXTENSIONS: Final = (
+    "binary_tensor_data",
     "classification",
     "logging",
     "model_configuration",
@@ -85,8 +86,8 @@ class InferenceService:
     async def ServerReady(  # noqa: N802
         self, _request: messages.ServerReadyRequest, _context: _Context
     ) -> messages.ServerReadyResponse:
-        """Return ready while every model takes requests."""
-        return messages.ServerReadyResponse(ready=self._engine.ready())
+        """Return ready while every model takes requests, and none failed to load at the start."""
+        return messages.ServerReadyResponse(ready=self._catalog.all_ready())
 
     async def ModelReady(  # noqa: N802
         self, request: messages.ModelReadyRequest, _context: _Context

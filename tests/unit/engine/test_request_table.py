@@ -95,10 +95,12 @@ def test_an_answer_that_comes_after_its_request_was_given_up_is_counted_as_that(
 def test_a_withdrawn_request_is_counted_as_cancelled() -> None:
     book, asked = table(), request(2)
     book.accept(asked)
-    asked.withdrawn = True
+    assert book.withdraw(1)
     book.drop([Dropped(1, 1, DropCause.CANCELLED)])
     answer(book, 1)
+    assert not book.withdraw(1)
     assert book.counters.failed == {"cancelled": 2}
+    assert book.counters.failed_requests == 1
     assert (len(book), asked.error) == (0, None)
 
 
@@ -109,6 +111,7 @@ def test_the_first_reason_counts() -> None:
     book.drop([Dropped(1, 1, DropCause.EXPIRED)])
     assert str(asked.error) == "device lost"
     assert book.counters.failed == {"backend_error": 1, "expired": 1}
+    assert book.counters.failed_requests == 1
 
 
 def test_failing_all_closes_every_request() -> None:
@@ -119,6 +122,7 @@ def test_failing_all_closes_every_request() -> None:
     answer(book, 1, 2)
     assert (len(book), str(asked.error)) == (0, "out of service")
     assert book.counters.failed == {"backend_error": 2}
+    assert book.counters.failed_requests == 1
     assert stage(book).answered == 1
 
 

@@ -133,6 +133,16 @@ def test_when_the_load_has_gone_it_is_forgotten() -> None:
     assert not control.overloaded
 
 
+def test_a_single_late_sample_after_a_pause_refuses_few() -> None:
+    refused = 0
+    for seed in range(200):
+        control = AdmissionControl()
+        control._random.seed(seed)
+        control.lose(1, 0.0)
+        refused += control.refuses(1, 0.01, 1, 0.0)
+    assert 0.35 < refused / 200 < 0.65
+
+
 def test_what_the_headroom_covers_is_left_to_the_policy() -> None:
     control = AdmissionControl()
     control.keep(1000, 0.0)

@@ -284,6 +284,19 @@ def test_what_is_wrong_is_one_line_that_names_it(
     tells(line, *reason)
 
 
+def test_a_table_without_a_path_is_about_a_model_of_the_repository(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, "[models.net]\nmax_batch_size = 16")
+    given = arguments(file, f"--model-repository={tmp_path}")
+    assert given.models == {}
+    assert given.engine.of("net").max_batch_size == 16
+    assert given.engine.of("other").max_batch_size != 16
+    with pytest.raises(SystemExit):
+        arguments(file, "m.ee")
+    tells(capsys.readouterr().err, "[models.net]", "has no path", "--model-repository")
+
+
 def test_the_command_line_mends_what_would_not_go_together(tmp_path: Path) -> None:
     file = write(tmp_path, '[engine]\nbackend = "onnxruntime"\nstreams = 8\n[models.m]\npath = "m"')
     assert arguments(file, "--streams=4").engine.streams == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,44 @@ def test_a_model_that_cannot_be_loaded_at_the_start_is_left_out(tmp_path: Path) 
 
     engine = FakeEngine(served=(), load_failure=BackendError("no room"))
     run(tmp_path, body, RepositoryControl.NONE, engine)
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_server_is_not_ready_while_a_model_of_its_start_is_missing(
+    tmp_path: Path, *, mended: bool
+) -> None:
+    path = add_version(tmp_path, "a", "1")
+    engine = FakeEngine(served=(), load_failure=BackendError("no room"))
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        assert engine.ready()
+        assert not repository.catalog.all_ready()
+        if mended:
+            engine.load_failure = None
+            add_version(tmp_path, "a", "1", text='{"changed": 1}')
+        else:
+            shutil.rmtree(path.parent)
+        while not repository.catalog.all_ready():  # until the limit of ``run``
+            await asyncio.sleep(0.01)
+        assert [name for name, _, _ in served(repository)] == (["a"] if mended else [])
+
+    run(tmp_path, body, RepositoryControl.POLL, engine, repository_poll_s=0.01)
+
+
+def test_a_model_that_breaks_later_leaves_the_server_ready(tmp_path: Path) -> None:
+    add_version(tmp_path, "a", "1")
+    engine = FakeEngine(served=())
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        engine.load_failure = BackendError("no room")
+        add_version(tmp_path, "b", "1")
+        while len(await repository.index()) < 2 or not any(
+            entry.reason == "no room" for entry in await repository.index()
+        ):
+            await asyncio.sleep(0.01)
+        assert repository.catalog.all_ready()
+
+    run(tmp_path, body, RepositoryControl.POLL, engine, repository_poll_s=0.01)
 
 
 @pytest.mark.parametrize("control", RepositoryControl)
