@@ -19,7 +19,8 @@ DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "protocol.md"
 REMARKS: Final[Mapping[str, str]] = {
     "ServerLive": "not live once no model could be served for 60 s, so that the process is started "
     "again; Triton is live as long as it answers",
-    "ServerReady": "as Triton, whose strict readiness is the default; a model that could not be loaded at the start makes the server not ready, one that is added later does not",
+    "ServerReady": "as Triton, whose strict readiness is the default; a model that could not be "
+    "loaded at the start makes the server not ready, one that is added later does not",
     "ModelReady": "as Triton: `false`, not an error, for a model that is not there",
     "ServerMetadata": "extensions are those that are implemented",
     "ModelMetadata": "as Triton; the platform is `offramp_` and the backend",

@@ -231,7 +231,6 @@ def test_extensions_have_keys_too(tmp_path: Path) -> None:
         ("models = 3", ("[models] is 3 (an integer)", "table")),
         ('[models]\nx = "x.ee"', ('[models.x] is "x.ee" (a string)', "table")),
         ('[models.""]\npath = "x"', ("[models.]", "name", "[models.res")),
-        ("[models.x]", ("[models.x]", "path", "folder")),
         ("[models.x]\npath = 3", ("[models.x] path is 3 (an integer)", "string")),
         ('[models.x]\npath = "x"\nslo = 3', ("[models.x]", "'slo'", "'slo_ms'")),
         ('[models.x]\npath = "x"\nweight = 0', ("[models.x]", "weight is 0.0", "above 0")),

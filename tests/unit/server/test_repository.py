@@ -62,6 +62,12 @@ def run(
     asyncio.run(asyncio.wait_for(started(), 30))
 
 
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something; the limit is that of :func:`run`."""
+    while not true():  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.01)
+
+
 def served(repository: ModelRepository) -> list[tuple[str, str, str]]:
     return [(s.name, s.version, s.engine_name) for s in repository.catalog]
 
@@ -155,8 +161,7 @@ def test_a_server_is_not_ready_while_a_model_of_its_start_is_missing(
             add_version(tmp_path, "a", "1", text='{"changed": 1}')
         else:
             shutil.rmtree(path.parent)
-        while not repository.catalog.all_ready():  # until the limit of ``run``
-            await asyncio.sleep(0.01)
+        await until(repository.catalog.all_ready)
         assert [name for name, _, _ in served(repository)] == (["a"] if mended else [])
 
     run(tmp_path, body, RepositoryControl.POLL, engine, repository_poll_s=0.01)
@@ -169,10 +174,7 @@ def test_a_model_that_breaks_later_leaves_the_server_ready(tmp_path: Path) -> No
     async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
         engine.load_failure = BackendError("no room")
         add_version(tmp_path, "b", "1")
-        while len(await repository.index()) < 2 or not any(
-            entry.reason == "no room" for entry in await repository.index()
-        ):
-            await asyncio.sleep(0.01)
+        await until(lambda: ("b", "1") in repository._reasons)
         assert repository.catalog.all_ready()
 
     run(tmp_path, body, RepositoryControl.POLL, engine, repository_poll_s=0.01)
