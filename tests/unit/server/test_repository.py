@@ -62,12 +62,6 @@ def run(
     asyncio.run(asyncio.wait_for(started(), 30))
 
 
-async def until(true: Callable[[], bool]) -> None:
-    """Wait for something; the limit is that of :func:`run`."""
-    while not true():  # noqa: ASYNC110 - nothing tells of it
-        await asyncio.sleep(0.01)
-
-
 def served(repository: ModelRepository) -> list[tuple[str, str, str]]:
     return [(s.name, s.version, s.engine_name) for s in repository.catalog]
 
