@@ -135,7 +135,7 @@ def test_bundles_are_served_without_torch(installed: Installed, launch: Launch) 
     np.savez("asked.npz", sample=np.arange(400)[:, None])
     server = launch("recorded.ee", "--mode=leave", program=[installed.command("eeserve")])
     installed.run("python", "-c", ASK, server.address, server.model)
-    with offramp.load(BUNDLE, mode="leave") as model, np.load("answers.npz") as answers:
+    with offramp.load("recorded.ee", mode="leave") as model, np.load("answers.npz") as answers:
         expected = model.predict(sample=np.arange(400)[:, None])
         np.testing.assert_array_equal(answers["exits"], expected.exits)
         assert len(set(expected.exits.tolist())) > 2
