@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -166,9 +167,12 @@ def test_a_model_is_compiled_and_served(with_compiler: Installed, launch: Launch
     assert agreed > 0.85  # promised are 0.95 on average, to which 400 samples add chance
 
 
-def test_the_page_of_the_python_api_runs(with_compiler: Installed) -> None:
-    blocks = blocks_of(ROOT / "docs" / "python.md")
-    Path("page.py").write_text("\n".join(block.code for block in blocks))
-    printed = with_compiler.run("python", "page.py").splitlines()
-    assert "(8, 3)" in printed
-    assert {path.name for path in Path().glob("*.ee")} >= {"Net.ee", "second.ee", "third.ee"}
+def test_the_page_of_the_python_api_compiles_loads_and_serves(with_compiler: Installed) -> None:
+    """All of it runs in ``test_python_docs.py``."""
+    first, *others = blocks_of(ROOT / "docs" / "python.md")
+    serving = [block for block in others if "offramp.serve(" in block.code]
+    assert len(serving) == 2
+    Path("page.py").write_text("\n".join(block.code for block in (first, *serving)))
+    printed = with_compiler.run("python", "page.py")
+    assert re.search(r"^http://127.0.0.1:\d+$", printed, re.MULTILINE)
+    assert re.search(r"^\[\d( \d){7}\] \[ *-?\d", printed, re.MULTILINE)
