@@ -274,11 +274,11 @@ def warmup_files(served: ServedFile) -> dict[str, bytes]:
 def _warmup(served: ServedFile, batch_size: int) -> dict[str, Any]:
     """Describe a warm-up batch: as many requests of the same sample."""
     inputs = {
-        tensor.name: {
-            "data_type": _type_of(tensor),
-            "dims": served.sample[tensor.name].shape[1:] or (1,),
-            "input_data_file": _file_of(number),
-        }
+        tensor.name: messages.ModelWarmup.Input(  # protobuf 5 takes no dict as a map's value
+            data_type=_type_of(tensor),
+            dims=served.sample[tensor.name].shape[1:] or (1,),
+            input_data_file=_file_of(number),
+        )
         for number, tensor in enumerate(served.inputs)
     }
     return {"name": f"batch of {batch_size}", "batch_size": batch_size, "inputs": inputs}

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +76,13 @@ class Server:
 
 
 Launch = Callable[..., Server]
+PROGRAM = (sys.executable, "-m", "offramp.server.cli")
 
 
 def launcher(stack: ExitStack, folder: Path) -> Launch:
-    def launch(*arguments: str | Path) -> Server:
+    def launch(*arguments: str | Path, program: Sequence[str] = PROGRAM) -> Server:
         log = folder / f"eeserve-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "offramp.server.cli", "--grpc-port=0", "--http-port=0"]
+        command = [*program, "--grpc-port=0", "--http-port=0"]
         told = set(map(str, arguments))
         if not {"--mode=leave", "--mode=off", "--config"} & told:
             # State that is kept is the other tests' too; and what these send is like no
@@ -127,7 +128,7 @@ def refused() -> Callable[..., tuple[int, str]]:
     """Run a server that cannot start: its exit status, and what it told on stderr."""
 
     def run(*arguments: str | Path) -> tuple[int, str]:
-        command = [sys.executable, "-m", "offramp.server.cli", *map(str, arguments)]
+        command = [*PROGRAM, *map(str, arguments)]
         ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
         return ended.returncode, ended.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import re
 import shutil
 import subprocess
@@ -87,11 +88,17 @@ def test_the_source_archive_is_the_tree(tree: Path, unpacked: Path) -> None:
         assert (unpacked / "src/offramp" / name).readlink() == Path("../..", name)
 
 
-def test_the_wheel_out_of_the_source_archive_has_each_package_and_no_script_of_ours(
-    tree: Path, unpacked: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """The wheel that is built out of the source archive."""
+    with zipfile.ZipFile(built(unpacked, "build_wheel", tmp_path_factory.mktemp("wheel"))) as made:
+        yield made
+
+
+def test_the_wheel_has_each_package_and_no_script_of_ours(
+    tree: Path, wheel: zipfile.ZipFile
 ) -> None:
-    with zipfile.ZipFile(built(unpacked, "build_wheel", tmp_path)) as wheel:
-        found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     wanted = {
         f"offramp/{file}"
         for file in files_of(tree)
@@ -100,6 +107,23 @@ def test_the_wheel_out_of_the_source_archive_has_each_package_and_no_script_of_o
     }
     assert found == wanted | {"offramp/__init__.py", "offramp/py.typed", "offramp/start.py"}
     assert "offramp/tools/bench/cli.py" in found
+
+
+def test_the_wheel_has_the_licence_the_notice_and_what_it_needs(
+    tree: Path, wheel: zipfile.ZipFile
+) -> None:
+    project = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
+    told = f"offramp-{project['version']}.dist-info"
+    for name in ("LICENSE", "NOTICE"):
+        assert wheel.read(f"{told}/licenses/{name}") == (tree / name).read_bytes()
+    metadata = email.message_from_bytes(wheel.read(f"{told}/METADATA"))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == project["requires-python"]
+    required = [text.partition(" extra ") for text in metadata.get_all("Requires-Dist")]
+    assert floors([text for text, extra, _ in required if not extra]) == floors(
+        project["dependencies"]
+    )
+    assert set(metadata.get_all("Provides-Extra")) == set(project["optional-dependencies"])
 
 
 def spoil(link: Path, how: str) -> None:

@@ -217,12 +217,13 @@ def test_rules_of_onnx_are_checked_of_models_that_name_their_weights(tmp_path: P
     length = outside(models.mlp(width=64), tmp_path / "length.onnx")
     rename(length, length="8192", offset="0")
     for path, rule in (
-        (attribute, "no_such"),
-        (length, r"raw_data size \(8192 bytes\) is too small"),
+        (attribute, "breaks a rule of ONNX.*no_such"),
+        # onnx 1.17 does not check the size; reading the weight fails then
+        (length, r"raw_data size \(8192 bytes\) is too small|contradicts itself.*2048"),
     ):
         with (
             weight_file(ScratchSpace(tmp_path)) as weights,
-            pytest.raises(ModelError, match=rf"breaks a rule of ONNX.*{rule}"),
+            pytest.raises(ModelError, match=rule),
         ):
             read_model(path, weights=weights)
 
