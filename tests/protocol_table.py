@@ -18,7 +18,8 @@ DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "protocol.md"
 
 REMARKS: Final[Mapping[str, str]] = {
     "ServerLive": "not live once no model could be served for 60 s, so that the process is started "
-    "again; Triton is live as long as it answers",
+    "again; Triton is live as long as it answers. The ports open once the models of the start are "
+    "loaded: until then there is no answer, where Triton is live; give Kubernetes a startup probe",
     "ServerReady": "as Triton, whose strict readiness is the default; a model that could not be "
     "loaded at the start makes the server not ready, one that is added later does not",
     "ModelReady": "as Triton: `false`, not an error, for a model that is not there",
@@ -26,10 +27,10 @@ REMARKS: Final[Mapping[str, str]] = {
     "ModelMetadata": "as Triton; the platform is `offramp_` and the backend",
     "ModelConfig": "the fields that clients read: name, platform, batch size, inputs, outputs, "
     "decoupled or not. The others describe Triton's own scheduling",
-    "ModelInfer": "as Triton, with `offramp_exits`, `offramp_confidences` and "
-    "`offramp_policy_version` among the parameters. No BF16 as inputs: no model that Offramp "
-    "compiles has them; strings (BYTES) are the prompts of models that generate text. Sequence "
-    "parameters are not read: no model has a state",
+    "ModelInfer": "as Triton, of [one output](howto/moving.md#models-with-several-outputs), with "
+    "`offramp_exits`, `offramp_confidences` and `offramp_policy_version` among the parameters. No "
+    "BF16 as inputs: no model that Offramp compiles has them; strings (BYTES) are the prompts of "
+    "models that generate text. Sequence parameters are not read: no model has a state",
     "ModelStreamInfer": "one response per request, in their order, as Triton; with "
     "`offramp_decoupled` an early answer and a final one. Models that generate text are decoupled: "
     "a response per token, the last with `offramp_end`",

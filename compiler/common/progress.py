@@ -1,4 +1,4 @@
-"""Progress of long steps: a protocol, and versions for terminals, for programs, and silent."""
+"""Progress of long steps: a protocol, and versions for terminals, logs, programs, and silence."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ SILENT = SilentProgress()
 
 
 class TerminalProgress:
-    """Progress as bars on standard error, one per step."""
+    """Progress on standard error: a bar per step, or in a log a line as each step begins.
+
+    A log is everything that bars cannot be redrawn in: a file, a pipe, a dumb terminal. Its lines
+    begin with the time since the start, in seconds.
+    """
 
     def __init__(self, console: Console) -> None:
         self._bars = RichProgress(
@@ -49,26 +53,26 @@ class TerminalProgress:
             TimeElapsedColumn(),
             console=console,
         )
+        redraws = console.is_terminal and not console.is_dumb_terminal
+        self._in_log = not (redraws or console.is_jupyter)
+        self._began_s = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        if not self._in_log:
+            self._bars.start()
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        """Leave the bars as they are.
-
-        In a log, where bars are written once at the end, they are dropped after a failure, so only
-        its message is shown.
-        """
-        if kind is None or self._bars.console.is_terminal:
+    def __exit__(self, *_: object) -> None:
+        """Leave the bars as they are."""
+        if not self._in_log:
             self._bars.stop()
-            return
-        self._bars.live.transient = True
-        self._bars.live.stop()
 
     @contextmanager
     def step(self, title: str, total: int) -> Iterator[Advance]:
         """Begin a step."""
+        if self._in_log:
+            line = f"{time.monotonic() - self._began_s:5.0f} s  {title}"
+            self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
         task = self._bars.add_task(title, total=total)
         yield lambda amount: self._bars.advance(task, amount)
         self._bars.update(task, completed=total)

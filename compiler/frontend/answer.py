@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import onnx
@@ -33,6 +33,8 @@ from offramp.compiler.graphs.tail import SIGMOIDS, find_activation, keeps_column
 
 _log = logging.getLogger(__name__)
 
+LISTED: Final = 8
+"""Most names of outputs that a message lists."""
 _TRANSPARENT = frozenset(
     {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Clip", "Dropout", "ZipMap"}
 )
@@ -49,8 +51,8 @@ _TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegre
 _FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-probabilities"}
 
 
-def settle_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, str]:
-    """Return the name of the output that is the answer, and a note if it was inferred.
+def settle_output(proto: onnx.ModelProto, answer: str | None) -> str | None:
+    """Return the name of the output that is the answer; ``None`` if nobody named it.
 
     Of several outputs the only floating-point one is the answer if all others are integers: labels.
     """
@@ -58,8 +60,8 @@ def settle_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | Non
     scores = [name for name, found in outputs.items() if found in FLOATING]
     labels = [name for name, found in outputs.items() if found in _LABELS]
     if answer is None and len(scores) == 1 and 0 < len(labels) == len(outputs) - 1:
-        return scores[0], f"the answer is output {scores[0]!r}, not the labels {', '.join(labels)}"
-    return answer, ""
+        return scores[0]
+    return answer
 
 
 def output_type(output: onnx.ValueInfoProto) -> str:
@@ -69,11 +71,14 @@ def output_type(output: onnx.ValueInfoProto) -> str:
     return dtype_name(output.type.tensor_type.elem_type)
 
 
-def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
+def keep_answer(
+    proto: onnx.ModelProto, answer: str | None, note: Callable[[str], None] = lambda _text: None
+) -> None:
     """Reduce the model, in place, to one output, [batch, classes].
 
-    An output [batch, classes, 1, 1] of a fully convolutional classifier is flattened. ModelError if
-    there are several outputs and ``answer`` does not name one of them.
+    An output [batch, classes, 1, 1] of a fully convolutional classifier is flattened. ``note`` is
+    called with a sentence on the outputs that are removed. ModelError if there are several outputs
+    and ``answer`` does not name one of them.
     """
     outputs = {output.name: output for output in proto.graph.output}
     if not outputs:
@@ -84,9 +89,7 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
         trees = {name: op for name, op in ends.items() if op is not None and op.kind in _TREES}
         if len(trees) == len(outputs):
             raise ModelError(_of_trees(*next(iter(trees.items()))))
-    answer, note = settle_output(proto, answer)
-    if note:
-        _log.warning("%s", note)
+    answer = settle_output(proto, answer)
     if answer is None and len(outputs) > 1:
         raise ModelError(
             f"{len(outputs)} outputs ({', '.join(outputs)}); {_likely(outputs.values())}"
@@ -99,6 +102,12 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
         raise ModelError(
             f"output {kept.name!r} is no tensor, but a {kept.type.WhichOneof('value')}; convert the"
             " model such that it returns an array (skl2onnx: options={'zipmap': False})"
+        )
+    if removed := [name for name in outputs if name != kept.name]:
+        more = f" and {len(removed) - LISTED} more" if len(removed) > LISTED else ""
+        note(
+            f"answers have the output {kept.name!r} only: the model's other outputs are not "
+            f"served ({', '.join(removed[:LISTED])}{more})"
         )
     shape = kept.type.tensor_type.shape
     refill(proto.graph.output, [kept])

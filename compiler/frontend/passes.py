@@ -264,7 +264,7 @@ ANSWER_WITH_TOKENS = _pass(
 )
 KEEP_ANSWER = _pass(
     "keep the one output that is the answer",
-    lambda d: keep_answer(d.proto, d.answer),
+    lambda d: keep_answer(d.proto, d.answer, d.note),
     ensures=[Property.ONE_ANSWER],
 )
 GIVE_COLUMN = _pass(

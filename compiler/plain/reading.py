@@ -22,7 +22,7 @@ from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.export.nesting import METADATA
-from offramp.compiler.frontend.answer import find_answer, output_type, settle_output
+from offramp.compiler.frontend.answer import LISTED, find_answer, output_type, settle_output
 from offramp.compiler.frontend.batch import fixed_size, free_batch, rename_batch
 from offramp.compiler.frontend.passes import (
     ANNOTATE,
@@ -50,9 +50,6 @@ from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.weights import WeightFile
 from offramp.engine.answers.differences import compare
 from offramp.engine.common.environment import available_cores
-
-_LISTED: Final = 8
-"""Names of outputs that an error lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +161,13 @@ def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | No
         (only,) = (output.name for output in proto.graph.output)
         unused = f"--answer {answer} is not used: the only output is {only!r}"
         return only, [] if answer in (None, only) else [unused]
-    answer, note = settle_output(proto, answer)
+    answer = settle_output(proto, answer)
     if answer is not None or len(proto.graph.output) < 2:
-        return answer, [note] if note else []
+        return answer, []
     outputs = {o.name: output_type(o) for o in proto.graph.output}
     scores = [name for name, found in outputs.items() if found in FLOATING]
-    names = ", ".join(f"{name} ({found})" for name, found in list(outputs.items())[:_LISTED])
-    more = f" and {len(outputs) - _LISTED} more" if len(outputs) > _LISTED else ""
+    names = ", ".join(f"{name} ({found})" for name, found in list(outputs.items())[:LISTED])
+    more = f" and {len(outputs) - LISTED} more" if len(outputs) > LISTED else ""
     raise ModelError(
         f"{len(outputs)} outputs ({names}{more}), of which one can be served; "
         f"name it, for instance --answer {(scores or [*outputs])[0]}"

@@ -58,7 +58,7 @@ async def wrap(
         if status := await asyncio.to_thread(process.wait):
             raise OnnxFileError(_reason(path, status, process.last_words(_MOST_WORDS)))
         for note in process.lines(NOTE):
-            _log.info("%s: %s", path, note[:_MOST_WORDS])
+            _log.warning("%s: %s", path, note[:_MOST_WORDS])
     finally:
         process.end()
 

@@ -290,10 +290,7 @@ curl --silent --fail --request POST --data '{}' "http://$http/v2/repository/inde
 echo
 
 title "Metrics, on the HTTP port instead of 8002"
-# nv_inference_request_success  offramp_request_duration_seconds_count
-# nv_inference_request_failure  offramp_refused_requests_total, by reason, of all models
-# nv_inference_count            offramp_samples_total
-# nv_inference_queue_duration_us  offramp_queue_duration_seconds
+# docs/howto/moving.md has a table of Triton's names and these.
 curl --silent --fail "http://$http/metrics" >"$work/metrics"
 # A model of a repository has its version in its label, so match it: {model=~"fashion:.*"}.
 for metric in 'offramp_request_duration_seconds_count{model="fashion:1"}' \

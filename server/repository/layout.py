@@ -10,12 +10,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
 _SUFFIXES: Final = (".ee", ".onnx")
 _MANIFEST: Final = "manifest.json"
+TRITON_CONFIG: Final = "config.pbtxt"
+"""Name of Triton's configuration of a model, next to its versions."""
+_IN_MODEL: Final = frozenset({"name", "platform", "backend", "input", "output"})
+"""Settings of Triton's configuration that the model itself has."""
+_INNER: Final = frozenset({"label_filename"})
+"""Settings to report that are inside of others."""
+_TOKEN: Final = re.compile(
+    r"""\#[^\n]* | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*'   # comments and strings, skipped
+        | (?P<opens>[{\[<]) | (?P<closes>[}\]>]) | (?P<key>[A-Za-z_]\w*)\s*(?=[:{\[<])""",
+    re.VERBOSE,
+)
+"""Tokens of a text-format protobuf message that settings are found by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +87,21 @@ def _model_in(entry: Path) -> Path | None:
         return entry
     inside = (entry / f"model{suffix}" for suffix in _SUFFIXES)
     return next((path for path in inside if path.exists()), None)
+
+
+def ignored_settings(folder: Path) -> tuple[str, ...]:
+    """Return the settings of a model's ``config.pbtxt`` that have no effect here, in their order.
+
+    Empty if there is no such file, or if it only describes the model.
+    """
+    try:
+        text = (folder / TRITON_CONFIG).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    found, depth = list[str](), 0
+    for token in _TOKEN.finditer(text):
+        depth += (token["opens"] is not None) - (token["closes"] is not None)
+        key = token["key"]
+        if key in _INNER or (key and depth == 0 and key not in _IN_MODEL):
+            found.append(key)
+    return tuple(dict.fromkeys(found))

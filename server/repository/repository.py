@@ -23,7 +23,13 @@ from offramp.server.arguments.options import ModelRepositoryOptions, RepositoryC
 from offramp.server.common.catalog import ONLY_VERSION, Catalog, ServedName
 from offramp.server.common.errors import ModelControlError, ModelLoadError, StartError
 from offramp.server.common.served import ServedEngine
-from offramp.server.repository.layout import FileStamp, find_models, find_versions
+from offramp.server.repository.layout import (
+    TRITON_CONFIG,
+    FileStamp,
+    find_models,
+    find_versions,
+    ignored_settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +93,8 @@ class ModelRepository:
         self._reasons: dict[tuple[str, str], str] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         """One lock per model, so that a model has one change at a time."""
+        self._configs_reported: set[Path] = set()
+        """Folders of models whose ``config.pbtxt`` was reported."""
         self._polling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -288,7 +296,20 @@ class ModelRepository:
             return {ONLY_VERSION: self._named[name]}
         folder = self._settings.model_repository
         plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name
-        return {} if folder is None or not plain else find_versions(folder / name)
+        if folder is None or not plain:
+            return {}
+        self._warn_of_config(folder / name)
+        return find_versions(folder / name)
+
+    def _warn_of_config(self, folder: Path) -> None:
+        """Log, once for each model, what its ``config.pbtxt`` sets in vain."""
+        if folder not in self._configs_reported and (ignored := ignored_settings(folder)):
+            self._configs_reported.add(folder)
+            logger.warning(
+                "%s is not read; ignored: %s; docs/howto/moving.md names the options for them",
+                folder / TRITON_CONFIG,
+                ", ".join(ignored),
+            )
 
     def _chosen(self, name: str, versions: Mapping[str, Path]) -> Sequence[str]:
         if name in self._named:

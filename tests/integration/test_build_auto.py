@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from tests import models
-from tests.facts import tells
+from tests.facts import tells, without_steps
 from tests.fake_builder import FakeBuilder
 from tests.integration.test_compile_tiny import images
 
@@ -75,7 +75,7 @@ class Place:
     def __call__(self, *arguments: str) -> BuildResult:
         self._capsys.readouterr()
         status = main(arguments)
-        err = [line for line in self._capsys.readouterr().err.splitlines() if "━" not in line]
+        err = without_steps(self._capsys.readouterr().err).splitlines()
         return BuildResult(
             status, [line for line in err if line.startswith("--precision auto")], err
         )

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from tests import models
 from tests.engines import engine_bundle
-from tests.facts import Told, tells
+from tests.facts import Told, tells, without_steps
 from tests.fake_builder import FakeBuilder
 from tests.integration.test_compile_tiny import images
 from tests.sliced import inputs_of, sliced
@@ -42,8 +42,7 @@ class Shell:
         self._capsys.readouterr()
         status = main(arguments)
         said = self._capsys.readouterr()
-        # Bars are drawn for people; what counts is said beside them.
-        err = [line for line in said.err.splitlines() if "━" not in line]
+        err = without_steps(said.err).splitlines()
         return CommandResult(status, said.out.splitlines(), err)
 
 

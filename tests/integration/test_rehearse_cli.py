@@ -11,7 +11,7 @@ import onnx
 import pytest
 from tests import models
 from tests.bundles import compile_tiny
-from tests.facts import tells
+from tests.facts import tells, without_steps
 from tests.integration.test_compile_tiny import images
 
 from offramp.bundle import NEVER, Bundle, ExitPolicy
@@ -265,6 +265,7 @@ def fails(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     before = sorted(Path().rglob("*"))
     assert main(["rehearse", *arguments]) == 1
     out, err = capfd.readouterr()
+    err = without_steps(err)
     assert (out, err.count("\n")) == ("", 1), err
     assert sorted(Path().rglob("*")) == before
     return err

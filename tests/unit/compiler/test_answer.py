@@ -215,7 +215,7 @@ def test_scores_beside_labels_made_of_them_are_the_answer(read, caplog):
     b.output("label", ["batch", 1], TensorProto.INT64)
     b.output("chances", ["batch", 4])
     assert read(b.build()).answer.output == "chances"
-    tells(caplog.text, "output 'chances'", "labels label")
+    tells(caplog.text, "output 'chances' only", "not served (label)")
 
 
 def test_outputs_none_of_which_may_be_the_answer(read):

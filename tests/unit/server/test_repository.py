@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from tests.facts import facts
+from tests.facts import facts, tells
 from tritonclient.utils import InferenceServerException
 
 from offramp.client import Client
@@ -24,7 +24,7 @@ from offramp.server.arguments.options import (
     VersionChoice,
 )
 from offramp.server.common.errors import ModelControlError, ModelLoadError, StartError
-from offramp.server.repository.layout import find_models
+from offramp.server.repository.layout import find_models, ignored_settings
 from offramp.server.repository.repository import ModelRepository
 from offramp.testing.engine import FakeEngine
 from offramp.testing.server import FakeServer
@@ -172,6 +172,61 @@ def test_a_model_that_breaks_later_leaves_the_server_ready(tmp_path: Path) -> No
         assert repository.catalog.all_ready()
 
     run(tmp_path, body, RepositoryControl.POLL, engine, repository_poll_s=0.01)
+
+
+CONFIG = """
+name: "a"   # a comment { with max_queue_size: 1
+platform: "onnxruntime_onnx"
+max_batch_size: 16
+input [ { name: "x: {" data_type: TYPE_FP32 dims: [ 4 ] } ]
+output [
+  { name: "y" data_type: TYPE_FP32 dims: [ 10 ] label_filename: 'labels.txt' }
+]
+instance_group [ { count: 2 kind: KIND_CPU }, { count: 1 } ]
+dynamic_batching { max_queue_delay_microseconds: 500 }
+parameters: { key: "k" value: { string_value: "v" } }
+parameters < key: "l" value { string_value: "w" } >
+"""
+IGNORED = (
+    "max_batch_size", "label_filename", "instance_group", "dynamic_batching", "parameters",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "ignored"),
+    [
+        (CONFIG, IGNORED),
+        ('name: "a" backend: "onnxruntime" input { name: "x" } output { name: "y" }', ()),
+        ("", ()),
+        ("}}} \xff ] name", ()),
+    ],
+)
+def test_settings_of_a_triton_configuration_are_found(
+    tmp_path: Path, text: str, ignored: tuple[str, ...]
+) -> None:
+    assert ignored_settings(tmp_path) == ()
+    (tmp_path / "config.pbtxt").write_text(text)
+    assert ignored_settings(tmp_path) == ignored
+
+
+@pytest.mark.parametrize("control", [RepositoryControl.NONE, RepositoryControl.EXPLICIT])
+def test_a_triton_configuration_is_reported_once(
+    tmp_path: Path, control: RepositoryControl, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, text in (("a", CONFIG), ("b", 'name: "b"'), ("c", "max_batch_size: 8")):
+        add_version(tmp_path, name, "1")
+        (tmp_path / name / "config.pbtxt").write_text(text)
+
+    async def body(repository: ModelRepository, engine: FakeEngine) -> None:
+        if control is RepositoryControl.EXPLICIT:
+            for name in ("a", "b", "c", "a"):
+                await repository.load(name)
+        assert len(engine.loads) == 3
+
+    run(tmp_path, body, control)
+    first, second = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
+    tells(first, f"{tmp_path}/a/config.pbtxt is not read", ", ".join(IGNORED), "moving.md")
+    tells(second, f"{tmp_path}/c/config.pbtxt is not read", "ignored: max_batch_size;")
 
 
 @pytest.mark.parametrize("control", RepositoryControl)

@@ -267,8 +267,14 @@ def test_what_cannot_be_served_is_refused_by_name(
     assert not (tmp_path / "model.ee").exists()
 
 
-def test_the_output_that_is_named_is_served(wrap: Any) -> None:
-    assert wrap(two_outputs(), answer="logits").manifest.outputs[0].name == "logits"
+def test_the_output_that_is_named_is_served(tmp_path: Path) -> None:
+    path, notes = tmp_path / "model.onnx", list[str]()
+    onnx.save(two_outputs(), path)
+    options = WrapOptions(model=path, output=tmp_path / "a.ee", answer="logits")
+    assert wrap_model(options, note=notes.append).manifest.outputs[0].name == "logits"
+    others = [o.name for o in two_outputs().graph.output if o.name != "logits"]
+    [said] = notes
+    tells(said, "output 'logits' only", f"not served ({', '.join(others)})")
 
 
 def labelled() -> onnx.ModelProto:
@@ -289,7 +295,7 @@ def test_scores_beside_labels_are_the_answer(wrap: Any, tmp_path: Path) -> None:
     onnx.save(labelled(), path)
     wrap_model(WrapOptions(model=path, output=tmp_path / "a.ee"), note=notes.append)
     [said] = notes
-    tells(said, f"output {scores!r}", "labels label")
+    tells(said, f"output {scores!r} only", "not served (label)")
 
 
 def test_a_name_is_not_used_where_there_is_one_output(tmp_path: Path) -> None:
