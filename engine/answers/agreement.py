@@ -45,7 +45,7 @@ class Agreement(ABC):
     ) -> NDArray[np.bool_]:
         """[b]: whether reduced answers agree with those of the model's end.
 
-        ``mask`` [b, tokens] is the task's, where it has one.
+        ``mask`` [b, tokens] is the mask of the task, where it has one.
         """
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
@@ -59,9 +59,10 @@ class Agreement(ABC):
     def margins(
         self, ours: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """Return how far the end's own scores prefer its decisions, and the winning scores.
+        """Return by how much the end's scores prefer its decisions to ours, and the winning scores.
 
-        Both are [b, decisions], of whole answers [b, …]; ``None`` if answers are not scores.
+        ``ours`` and ``ends`` are whole answers [b, …]; both results are [b, decisions]. ``None`` if
+        answers are not scores.
         """
         del ours, ends
         return None
@@ -101,7 +102,7 @@ class Equality(Agreement):
 
 
 class ClassAgreement(Equality):
-    """One class of several; the code is its number."""
+    """Agreement of answers that are one class of several; the code is the class number."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return the class of the largest value."""
@@ -122,7 +123,7 @@ class ClassAgreement(Equality):
 
 
 class LabelAgreement(Equality):
-    """A set of labels; the code is the set's number, or a checksum of many labels."""
+    """Agreement of label sets; the code is the set's number, or a checksum if labels are many."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """[b, labels]: whether the sample has the label."""
@@ -155,7 +156,7 @@ class LabelAgreement(Equality):
 
 
 class PlaceAgreement(Agreement):
-    """A class for each token or pixel; a share of them must be equal."""
+    """Agreement of classes at all *places* (tokens or pixels): a share of them must be equal."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """[b, places]: the classes, in the smallest sufficient type."""
@@ -196,7 +197,7 @@ class PlaceAgreement(Agreement):
 
 
 class PoseAgreement(Agreement):
-    """A key point for each heat map: the position of its largest value."""
+    """Agreement of heat maps: each one's key point is the position of its largest value."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """[b, key points, 3]: row, column, and the map's longer side."""
@@ -211,7 +212,7 @@ class PoseAgreement(Agreement):
         return _all_of(np.isfinite(values.max(axis=(2, 3))))
 
     def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Compare the values of both places in each map."""
+        """Compare the end's values at the positions of both key points in each map."""
         return _lead(*(maps.reshape(*maps.shape[:2], -1) for maps in (ours, ends)))
 
     def agree(
@@ -228,7 +229,7 @@ class PoseAgreement(Agreement):
 
 
 class ValueAgreement(Agreement):
-    """Values, all of which must be near."""
+    """Agreement of values: every value must be near that of the model's end."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return the values, [b, values]."""
@@ -252,7 +253,7 @@ def _all_of(found: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _lead(ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Compare the end's scores [b, …, choices] of its choice and ours; [b, …] each."""
+    """Return the lead of the end's choice over ours, and its score; scores are [b, …, choices]."""
     winning = ends.max(axis=-1)
     chosen = np.take_along_axis(ends, ours.argmax(axis=-1)[..., None], axis=-1)[..., 0]
     with np.errstate(invalid="ignore"):

@@ -292,7 +292,7 @@ def _operator_libraries(bundles: Sequence[Path]) -> list[OperatorLibrary]:
 
 
 def _refuse_operators(name: str, needed: Sequence[OperatorLibrary]) -> None:
-    """Raise BackendError if operators of libraries are needed and a backend takes none."""
+    """Raise BackendError if operators of libraries are needed and a backend supports none."""
     if needed and not _ENTRIES[name].custom_ops:
         told = "; ".join(library.describe() for library in needed)
         raise BackendError(

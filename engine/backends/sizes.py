@@ -1,6 +1,6 @@
 """Shapes of a bundle's tensors, found by running the model on the CPU.
 
-Shape inference loses sizes at a ``Reshape``, so some graphs lack them. The model is run once.
+Shape inference loses sizes at a ``Reshape``, so graphs may lack them; one run finds them all.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class OneLineFilter(logging.Filter):
 
 
 MOST_LINES: Final = 10_000
-"""Most lines that wait to be written; further ones are dropped and counted."""
+"""Largest number of lines that wait to be written; further ones are dropped and counted."""
 _FLUSH_S: Final = 1.0
 """Longest wait, in seconds, for queued lines when the process ends."""
 

@@ -29,9 +29,9 @@ def clock_of(threads: int) -> Callable[[], float]:
     """Return the clock, in seconds, for work on this many threads that ends in the calling thread.
 
     One thread is timed by its own CPU time, which excludes other processes. By wall time, with two
-    processes on a core, the border of a small model, 0.07 ms, appeared as 2.5 ms: one preemption of
-    a batch takes longer than borders and heads. Parallel work of several threads can only be timed
-    by wall time.
+    processes on a core, the border of a small model (the cost of a cut between two stages), 0.07
+    ms, appeared as 2.5 ms: one preemption of a batch takes longer than borders and heads. Parallel
+    work of several threads can only be timed by wall time.
     """
     return time.thread_time if threads == 1 else time.perf_counter
 
@@ -45,7 +45,7 @@ class Effort:
     most: int = 40
     """Largest number of sweeps."""
     seconds: float = 2.0
-    """Seconds after which no sweep begins, once there are ``least``."""
+    """Seconds after which no sweep begins, once there were ``least`` sweeps."""
     half_width: float = 0.004
     """Sufficient half-width of an interval, as a share of its scale."""
 
@@ -130,7 +130,7 @@ class Sweeps:
     done: int = 0
 
     def order(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the rounds of the next sweep: batch size's index, and systems in running order."""
+        """Yield the rounds of the next sweep: index of batch size, and systems in running order."""
         for size, repeats in enumerate(self.repeats):
             for repeat in range(repeats):
                 # counted for each size: a common count may be a multiple of the number of systems

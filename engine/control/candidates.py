@@ -197,7 +197,7 @@ class CandidateTests:
 
 
 _JUDGED: Final = 2048
-"""Newest complete samples that levels are judged by."""
+"""Number of newest complete samples that levels are judged by."""
 _FEWEST: Final = 64
 """Complete samples below which expected values are used instead."""
 _WORTH_A_TEST: Final = 3.0
@@ -253,7 +253,7 @@ class SavingsEstimator:
         return int(np.flatnonzero(fine)[-1])
 
     def promising(self, risk: FloatArray) -> int:
-        """Return the most aggressive level that may pass later, by float64[levels] risks."""
+        """Return the most aggressive level that may pass later; ``risk`` is float64[levels]."""
         return int(np.flatnonzero(risk <= _PROMISING * self._bound)[-1])
 
     def is_gain(self, mean_ms: float, than_ms: float) -> bool:

@@ -1,4 +1,4 @@
-"""The certified controller: thresholds go as far as the evidence allows, and back if it breaks.
+"""The certified controller: it lowers thresholds as far as evidence allows; drift resets them.
 
     the bundle's policy is a level of a threshold path
     every chunk of served samples:

@@ -26,7 +26,7 @@ class CostModel:
     """Time of each segment. The sum is ``source_ms``; in a cascade, segments of the quantised model
     come first, in addition."""
     stages_ms: tuple[float, ...]
-    """Time per exit for border, dispatch and exit check."""
+    """Time per exit for its border (the cost of the cut between two stages), dispatch and check."""
     after_segment: tuple[int, ...]
     """Index of the segment before each exit."""
     exits_ms: tuple[float, ...]

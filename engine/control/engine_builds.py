@@ -65,7 +65,7 @@ class BuildDecisions:
         self._failures = 0
 
     def want(self, model: str, units: Collection[str], now_s: float) -> None:
-        """Set the engines that a model lacks now, all of them."""
+        """Set the names of all engines that a model lacks now."""
         before = self._wanted.get(model, {})
         self._wanted[model] = {unit: before.get(unit, now_s) for unit in units}
 
@@ -105,7 +105,7 @@ class BuildDecisions:
         still.update((unit, now_s) for unit in request.units if unit in still)
 
     def _due(self, model: str, now_s: float) -> list[str]:
-        """Return the engines to build together: all with tries left, once all have settled."""
+        """Return all engines with tries left, to build together; none until all have settled."""
         budget = self._budget
         units = {u: since for u, since in self._wanted[model].items() if self._may_try(model, u)}
         settled = all(now_s - since >= budget.settle_s for since in units.values())

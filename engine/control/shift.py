@@ -126,7 +126,7 @@ class ShiftDetector:
         return np.array(bins, np.int64).reshape(confidence.shape)
 
     def _look(self) -> bool:
-        """Compare at every scale; then add samples that are recent at none to the reference."""
+        """Compare at every scale; then add samples that are no longer recent to the reference."""
         found = False
         newest = _count(self._recent)
         for place, scale in enumerate(SCALES):
@@ -237,7 +237,7 @@ class ShiftGuard:
         self._wait = self._since = FIRST_WAIT
         """Least number of samples between two notices, and samples since the last notice."""
         self._left = 0
-        """Samples left of those that are all audited."""
+        """Number of next samples that are audited without exception."""
         self._detector = ShiftDetector()
         self._watched: tuple[int, ...] = ()
         """Exits whose confidences are compared."""
@@ -250,7 +250,7 @@ class ShiftGuard:
         self.alike = ALIKE
         """Samples since a restart that look like those before it, up to :data:`ALIKE`."""
         self._is_half_blind, self._blind_for = False, 0
-        """True if some exits lack samples and are not compared; and for how many samples more."""
+        """True if some exits lack samples and are not compared; samples until they are compared."""
 
     @property
     def matches_previous(self) -> bool:

@@ -1,4 +1,4 @@
-"""Batches of tensors in device memory: places and lifetimes of their tensors.
+"""Batches of tensors in device memory: offsets and lifetimes of their tensors.
 
 Offsets depend on the row and the capacity, never on the actual number of rows: so a stage finds its
 inputs at the same addresses for any number of survivors of the stage before it, and a captured CUDA

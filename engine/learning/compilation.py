@@ -30,7 +30,7 @@ _STAT: Final = Path("/proc/stat")
 _IDLE: Final = (3, 4)
 """Columns of idle time, and of waiting for the disk."""
 _LEAST_TICKS: Final = 500
-"""Fewest ticks of all processors for a share: a few seconds."""
+"""Smallest number of ticks, of all processors, to measure a share over: a few seconds."""
 
 
 class Compilation(Protocol):

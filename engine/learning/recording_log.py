@@ -81,7 +81,7 @@ class RecordingLog:
         return self._end
 
     def append(self, slot: int, seen: int, sample: Sample) -> bool:
-        """Write a sample to a slot, replacing the slot's old sample; OSError, and no loss.
+        """Write a sample to a slot, replacing the slot's old sample, which an OSError keeps.
 
         Returns ``False`` if the same sample is kept already. Raises RecordingFullError if the size
         limit would be exceeded.

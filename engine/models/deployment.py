@@ -299,7 +299,7 @@ class DeploymentMaker:
         return make_plan(self.bundle, policy, self.mode, borders=borders)
 
     def _of_exits(self, exits: Sequence[int], splits: ModelSplits | None = None) -> Plan:
-        """Return the plan with some exits in use that run, and answer nothing if observed.
+        """Return a plan that runs some exits; in modes with observation they answer nothing.
 
         In modes without observation, exits that answer nothing would not run: there they answer
         every sample.

@@ -132,9 +132,9 @@ class ServedModel:
     ) -> Self:
         """Prepare the stages, warm up every batch size, and measure their speed here.
 
-        ``parallel`` is the device's limit on parallel batches; ``splits`` is the plan of a cluster
-        whose devices the streams are. BackendError if a stage cannot be loaded, OptionsError if the
-        scheduling policy does not fit the model.
+        ``parallel`` is the device's limit on parallel batches; ``splits`` is the plan of the
+        cluster whose devices run the streams. BackendError if a stage cannot be loaded,
+        OptionsError if the scheduling policy does not fit the model.
         """
         options = options_for(name, bundle.manifest, options)
         mode, of_model, identity = options.mode, options.of(name), identity_of(bundle)["bundle"]

@@ -64,7 +64,7 @@ class AnswerRing:
 
 
 class Recorder(AnswerRing):
-    """A ring of samples by sample id, with random decisions on which are audited; at first all.
+    """A ring of samples by sample id, with random decisions on which are audited; at first all are.
 
     ``exits`` is K, all exits of the bundle, in use or not; ``seed`` is for the random decisions,
     ``None`` takes one from the system; ``capacity`` is a power of two. ``window`` decides which

@@ -59,7 +59,7 @@ class AdmissionControl:
         self._lost += samples
 
     def refuses(self, samples: int, slack_s: float, ahead: int, now_s: float) -> bool:
-        """Return whether to refuse samples with ``slack_s`` left, with ``ahead`` others before."""
+        """Return whether to refuse samples with ``slack_s`` left if ``ahead`` others come first."""
         if not (self._lost and ahead) or slack_s == math.inf:
             return False
         self._fade(now_s)

@@ -133,11 +133,12 @@ class InFlight:
         return ScheduledBatch(plan, choice.stage, samples, key, last, variant, pieces)
 
     def fail(self, stream: int, now_s: float, *, blamed: bool = True) -> int:
-        """Queue the batch of a stream for retries, in halves; return how many samples that are.
+        """Queue the batch of a stream for retries, in halves; return the number of their samples.
 
         After a failure in a shared batch, most requests are well, so each half may run immediately.
         A request that failed alone waits for all others, and fails for good the next time. If
-        neither batch nor stream is ``blamed``, this is not a failure, :data:`_MOST_UNBLAMED` times.
+        neither batch nor stream is ``blamed``, this does not count as a failure, up to
+        :data:`_MOST_UNBLAMED` times.
         """
         batch = self.batches[stream]
         if not blamed:
@@ -175,7 +176,7 @@ class InFlight:
         return sum(len(samples.requests) for samples in requests)
 
     def _suspect_until_s(self, batch: ScheduledBatch, now_s: float) -> float:
-        """Return until when a request that failed alone waits: not while its own samples queue."""
+        """Return until when a request that failed alone waits: now, if its own samples queue."""
         own = self.plans[-1].waiting.queue.holds(int(batch.samples.requests[0]))
         return now_s if own else now_s + PATIENCE_S
 

@@ -20,7 +20,8 @@ from offramp.bundle.schema.serde import check_numbers
 class DeviceLink:
     """The link between replicas of adjacent splits, T_x of the paper's 3.2.1.
 
-    In plans, all rows that cross a border share one link, for any number of replicas.
+    In plans, all rows that pass from one split to the next share one link, for any number of
+    replicas.
     """
 
     bytes_per_s: float = math.inf
@@ -165,8 +166,9 @@ class Placement:
     def continued_stages(self, table: Sequence[Sequence[float]]) -> list[frozenset[int]]:
         """[streams]: stages that a batch goes on to on the same stream, after the stage before.
 
-        Of the stages that a stream holds: all inside a split, and the first of another split if the
-        stream is not slower than some stream that prefers it, as moving the rows would be useless.
+        Among the stages that a stream holds, these are all inside a split, and the first of another
+        split if the stream is not slower than some stream that prefers it: moving the rows would be
+        useless.
         """
         own = {kind.name: kind.own_s(table) for kind in self.kinds}
         slowest_s = [

@@ -62,7 +62,7 @@ class BatchObserver(Protocol):
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
         """Take the result of a stage.
 
-        Returns the step without exits of samples that must stay, and the rows that run on once
+        Returns the step, in which samples that must stay do not exit, and the rows that run on once
         they are answered; ``None`` if none does.
         """
 

@@ -85,7 +85,7 @@ class ModelVersions:
         self._ends = False
         """True once nothing is loaded or unloaded any more."""
         self._turn = asyncio.Lock()
-        """Held while a model is loaded, so that only one is at a time."""
+        """Held while a model is loaded, so that models are loaded one at a time."""
         self._finishing: dict[str, ModelVersion] = {}
         """Replaced versions with requests or audits in flight, by key."""
         self._earlier: dict[str, CountersSnapshot] = {}

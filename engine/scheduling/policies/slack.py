@@ -86,7 +86,7 @@ class SlackPolicy(NeverBuffers, ABC):
 
     @abstractmethod
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
-        """Return the setting for a slack, maybe infinite; ``None`` if there is no time.
+        """Return the setting for a slack, which may be infinite; ``None`` if there is no time.
 
         ``slack_s`` is that of the most urgent sample. ``wanted_rate`` is the required rows per
         second at a margin of 1: the arrival rate, or the rate that serves all waiting samples by
@@ -124,7 +124,7 @@ class SlackPolicy(NeverBuffers, ABC):
         now_s: float,  # noqa: ARG002
         wanted_rate: float,  # noqa: ARG002
     ) -> Setting:
-        """Return a better setting than one for any queue, by the samples of this queue."""
+        """Return a better setting than ``setting``, given the samples of this queue."""
         return setting
 
     def _settings(self) -> Iterator[tuple[float, float]]:
@@ -150,7 +150,7 @@ class SlackPolicy(NeverBuffers, ABC):
         return self._points.latencies.until_s(where.deepest, where.variant)
 
     def _largest_batch(self, where: OperatingPoint | Setting, slack_s: float) -> int:
-        """Return the most rows that end within ``slack_s`` if none leaves early; may be 0."""
+        """Return the largest batch that ends within ``slack_s`` if no row leaves; may be 0."""
         largest = self._points.latencies.largest_batch(where.deepest, slack_s, where.variant)
         return min(largest, self._max_batch_size)
 
