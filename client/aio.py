@@ -151,7 +151,7 @@ class AsyncClient(ClientBase):
     async def optional_inputs(
         self, model: str, *, timeout_s: float | None = None
     ) -> frozenset[str]:
-        """Return the names of inputs that requests may leave out; errors as :meth:`infer`."""
+        """Return the names of inputs that requests may omit; errors as :meth:`infer`."""
         request = messages.ModelConfigRequest(name=model)
         return parse_optional(await self._call(self._config, request, timeout_s))
 

@@ -176,7 +176,7 @@ class InFlight:
         return sum(len(samples.requests) for samples in requests)
 
     def _suspect_until_s(self, batch: ScheduledBatch, now_s: float) -> float:
-        """Return until when a request that failed alone waits: now, if its own samples queue."""
+        """Return the end of the wait of a request that failed alone: now, if its samples queue."""
         own = self.plans[-1].waiting.queue.holds(int(batch.samples.requests[0]))
         return now_s if own else now_s + PATIENCE_S
 

@@ -62,9 +62,9 @@ STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
 
 _NOT_HEALTHY: Final = 400
 _MAX_SMALL_BYTES: Final = 64 * 1024
-"""Most bytes of a body that only has names and settings."""
+"""Largest size, in bytes, of a body that only has names and settings."""
 _MAX_GENERATE_BYTES: Final = 1024 * 1024
-"""Most bytes of a body of the generate extension."""
+"""Largest size, in bytes, of a body of the generate extension."""
 _QUICK_JSON_BYTES: Final = 64 * 1024
 """Size up to which a body is decoded within a few milliseconds."""
 _COMPRESSED_FROM_BYTES: Final = 1024
@@ -420,7 +420,7 @@ def _check_origin(request: web.Request) -> None:
 
 
 def _check_host(request: web.Request) -> None:
-    """Refuse requests that may come from elsewhere through this machine: local ones use an address.
+    """Refuse requests that reach this machine under a host name: local clients use an address.
 
     A proxy forwards the host name that its clients use. So does a browser that runs another site's
     page whose host name was changed to resolve to this machine (DNS rebinding).

@@ -132,7 +132,7 @@ class AccessRules:
         _check_name(principal, model)
 
     def check_all_models(self, principal: Principal | None, what: str) -> None:
-        """Refuse access to all models to a token for some models; ForbiddenError."""
+        """Refuse a method for all models if the token is for some models only; ForbiddenError."""
         if principal is not None and principal.models is not None:
             raise ForbiddenError(
                 f"{what} concerns more than one model, and {_described(principal)}; use a token "
