@@ -156,7 +156,7 @@ class AsyncClient(ClientBase):
         return parse_optional(await self._call(self._config, request, timeout_s))
 
     async def server_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Return whether every model takes requests; DeadlineError, ConnectionFailedError."""
+        """Return whether every model takes requests; DeadlineError or ConnectionFailedError."""
         request = messages.ServerReadyRequest()
         return bool((await self._call(self._server_ready, request, timeout_s)).ready)
 

@@ -242,7 +242,7 @@ class Client(ClientBase):
         return parse_optional(self._call(self._config, request, timeout_s))
 
     def server_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Return whether every model takes requests; DeadlineError, ConnectionFailedError."""
+        """Return whether every model takes requests; DeadlineError or ConnectionFailedError."""
         request = messages.ServerReadyRequest()
         return bool((self._call(self._server_ready, request, timeout_s)).ready)
 

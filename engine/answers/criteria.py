@@ -49,9 +49,9 @@ class HostCriterion(NamedTuple):
     depends_on_earlier: bool
 
     def apply(self, answer: NDArray[Any], state: State) -> tuple[NDArray[np.float32], State]:
-        """Return the confidence of answers [b, classes] and the state after them; CriterionError.
+        """Return the confidence of answers [b, classes] and the state after them.
 
-        The function receives a read-only float32 copy of the answers.
+        The function receives a read-only float32 copy of the answers. CriterionError if it fails.
         """
         given = answer.astype(np.float32)
         given.setflags(write=False)
@@ -161,7 +161,7 @@ def known_criterion(name: str) -> Criterion:
 
 
 def host_criterion(criterion: Criterion) -> HostCriterion | None:
-    """Return a criterion's function; ``None`` where graphs compute it; CriterionError."""
+    """Return a criterion's function (``None``: graphs compute it); CriterionError if unknown."""
     if not criterion.on_host:
         return None
     found = _REGISTERED.get(criterion.name)

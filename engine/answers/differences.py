@@ -153,7 +153,7 @@ def _decisions(
 
 
 def _tops(sizes: NDArray[np.float64], least: float) -> NDArray[np.float64]:
-    """[columns]: the largest of ``sizes`` [columns, n] that is not apart (:data:`_APART`).
+    """Return the largest of ``sizes`` [columns, n] that is not apart (:data:`_APART`), [columns].
 
     It is at least ``least``, but 0 for a column of zeros, which do not determine its scale.
     """

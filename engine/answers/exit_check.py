@@ -57,5 +57,5 @@ def confidence_of(
 
 
 def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
-    """[b]: whether samples exit; compared in float32, as in the kernels."""
+    """Return which samples exit, [b]; the comparison is in float32, as in the kernels."""
     return leaves(confidence, np.float32(threshold))

@@ -244,7 +244,7 @@ class SavingsEstimator:
         return risk if risk > limit else None
 
     def mean_ms(self, exits: Sequence[int], shares: FloatArray) -> FloatArray:
-        """float64[levels]: mean time until the answer, with these exits in use."""
+        """Return the mean time until the answer with these exits in use, float64[levels]."""
         return np.asarray(shares @ self._costs.latency_ms(exits))
 
     def best_certified(self, path: ThresholdPath, outlook: Outlook) -> int:

@@ -163,7 +163,7 @@ def _learner_of(
 def prepare_learner(
     name: str, model: Path, options: ModelOptions, learning: LearnOptions
 ) -> ModelLearner:
-    """Lock the folder of a model, and continue from its state; OptionsError."""
+    """Lock the folder of a model, and continue from its state; OptionsError if that fails."""
     bound = options.max_disagreement or DEFAULT_DISAGREEMENT
     least = least_samples(bound, options.confidence)
     if learning.samples < least:

@@ -52,7 +52,7 @@ class RecordingLog:
     """
 
     def __init__(self, folder: Path, header: RecordingHeader, *, limit_bytes: int) -> None:
-        """Continue the log of the folder, or begin one; RecordingError, OSError.
+        """Continue the log of the folder, or begin one; RecordingError or OSError if that fails.
 
         A log of another model, or of other inputs, is replaced.
         """

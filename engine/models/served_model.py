@@ -331,9 +331,10 @@ def scheduler_of(
 
 
 def _calibrate(scheduler: ModelScheduler, deployment: Deployment, bundle: Bundle) -> None:
-    """Warm up, and calibrate predictions to the speed of the stages here; BackendError.
+    """Warm up, and calibrate predictions to the speed of the stages on this machine.
 
     Where streams differ, each kind has its own times, measured on its first available stream.
+    BackendError if a stage fails.
     """
     most, backend = scheduler.latencies.max_batch_size, deployment.pipeline.backend
     if scheduler.placed is None:

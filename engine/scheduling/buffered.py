@@ -72,7 +72,7 @@ class BufferedBucket:
                 self.add(buffered)
 
     def most_urgent(self, limit: int) -> list[NDArray[np.bool_]]:
-        """[batches]: masks of the samples that are among the ``limit`` most urgent ones."""
+        """Return a mask for each batch: its samples among the ``limit`` most urgent ones."""
         due_s = np.concatenate([buffered.due_s for buffered in self.batches])
         priorities = np.concatenate([buffered.samples.priorities for buffered in self.batches])
         chosen = np.zeros(self.size, np.bool_)

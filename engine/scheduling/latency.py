@@ -155,7 +155,7 @@ class Latencies:
         return (until[last][batch_size] - before) * self.speed
 
     def until_s(self, last: int, variant: int = 0) -> Sequence[float]:
-        """[max_batch_size + 1]: profiled seconds until the end of a stage, uncorrected."""
+        """Return the profiled, uncorrected seconds until a stage's end: [max_batch_size + 1]."""
         return self.variants[variant].until[last]
 
     def largest_batch(self, last: int, slack_s: float, variant: int = 0) -> int:

@@ -91,7 +91,7 @@ class PlacedPlan:
         self.placement = replace(self.placement, streams=streams)
 
     def holders(self) -> list[list[int]]:
-        """[stages]: streams that have the weights of each stage."""
+        """Return the streams that have the weights of each stage: [stages]."""
         streams = range(len(self.placement.streams))
         stages = range(self.placement.stages)
         return [[n for n in streams if self.holds(n, stage)] for stage in stages]

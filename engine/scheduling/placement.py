@@ -55,7 +55,7 @@ class DeviceKind:
         check_numbers(self, "speed", above=0)
 
     def own_s(self, table: Sequence[Sequence[float]]) -> list[list[float]]:
-        """[stages][max_batch_size + 1]: seconds of stages on this kind, by the model's table."""
+        """Return this kind's seconds in the shape of ``table``, which is the model's own."""
         own = self.seconds or table
         if (len(own), len(own[0])) != (len(table), len(table[0])):
             raise ValueError(
@@ -145,10 +145,11 @@ class Placement:
         return self.link.seconds(size_bytes)
 
     def expected_s(self, kind: str, table: Sequence[Sequence[float]]) -> list[list[float]]:
-        """[stages][max_batch_size + 1]: expected seconds of stages for rows of a kind's streams.
+        """Return the expected seconds of stages for rows of a kind's streams.
 
-        Stages that these streams prefer run there; other stages run on the slowest kind that
-        prefers them, and include moving the rows where a split begins.
+        The result is [stages][max_batch_size + 1]. Stages that these streams prefer run there;
+        other stages run on the slowest kind that prefers them, and include moving the rows where a
+        split begins.
         """
         own = {k.name: k.own_s(table) for k in self.kinds}
         mine = self.preferred([n for n, s in enumerate(self.streams) if s.kind == kind])
@@ -164,7 +165,7 @@ class Placement:
         return expected
 
     def continued_stages(self, table: Sequence[Sequence[float]]) -> list[frozenset[int]]:
-        """[streams]: stages that a batch goes on to on the same stream, after the stage before.
+        """Return, for each stream, the stages that a batch goes on to on the same stream.
 
         Among the stages that a stream holds, these are all inside a split, and the first of another
         split if the stream is not slower than some stream that prefers it: moving the rows would be
@@ -191,7 +192,7 @@ class Placement:
         return [by_stream[stream] for stream in self.streams]
 
     def _crossing_s(self, stage: int, sizes: int) -> list[float]:
-        """[sizes]: longest time to move rows to a stage, if a split begins with the stage."""
+        """Return the longest time to move rows to a stage, if a split begins there: [sizes]."""
         inside = any({stage - 1, stage} <= stream.prefers for stream in self.streams)
         if not stage or inside:
             return [0.0] * sizes

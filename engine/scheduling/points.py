@@ -121,7 +121,7 @@ def operating_points(
 def going_on(
     exits: Sequence[tuple[int, int, float]], records: Mapping[str, NDArray[Any]], stages: int
 ) -> list[float]:
-    """[stages]: share of each stage's rows that went on to the next one, at calibration.
+    """Return the share of each stage's rows that went on at calibration: [stages].
 
     Exits and records are as in :func:`operating_points`; from a stage without an exit all go on.
     """

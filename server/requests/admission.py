@@ -240,7 +240,7 @@ class RequestAdmission:
         access: AccessRules | None = None,
         traces: RequestTraces | None = None,
     ) -> None:
-        """Without ``access``, read the token files that the options name; StartError."""
+        """Without ``access``, read the token files of the options; StartError if one is invalid."""
         self.traces: Final = traces or RequestTraces()
         self._memory = memory or MemoryReturn()
         options = options or ServerOptions()
@@ -309,7 +309,7 @@ class RequestAdmission:
         state.size_bytes += size_bytes
 
     def hold_more(self, state: CallState, size_bytes: int) -> None:
-        """Hold further bytes of a request, such as its shared memory; HeldBytesError."""
+        """Hold further bytes of a request, such as its shared memory, or raise HeldBytesError."""
         if self.held_bytes + size_bytes > self._max_bytes:
             raise self._full(size_bytes)
         self.held_bytes += size_bytes

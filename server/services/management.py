@@ -184,7 +184,7 @@ class ManagementService:
         return response
 
     def _override(self, request: messages.RepositoryModelLoadRequest) -> ModelOptions | None:
-        """Return the options sent with a load, or ``None``; BadInputError."""
+        """Return the options sent with a load, or ``None``; BadInputError if they are invalid."""
         if others := [name for name in request.parameters if name != "config"]:
             raise BadInputError(
                 f"load parameter {others[0]!r:.80} is not supported; files of models are read from "

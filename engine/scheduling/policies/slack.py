@@ -146,7 +146,7 @@ class SlackPolicy(NeverBuffers, ABC):
         return setting.batch_size / busy_s if busy_s else math.inf
 
     def _until_s(self, where: OperatingPoint | Setting) -> Sequence[float]:
-        """[max_batch_size + 1]: seconds as profiled, by batch size."""
+        """Return the seconds as profiled, by batch size: [max_batch_size + 1]."""
         return self._points.latencies.until_s(where.deepest, where.variant)
 
     def _largest_batch(self, where: OperatingPoint | Setting, slack_s: float) -> int:
