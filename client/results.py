@@ -98,6 +98,6 @@ class ModelMetadata:
 
     name: str
     platform: str
-    """For instance ``offramp_onnxruntime-cpu``."""
+    """Platform, for instance ``offramp_onnxruntime-cpu``."""
     inputs: Mapping[str, TensorMetadata]
     outputs: Mapping[str, TensorMetadata]

@@ -17,7 +17,7 @@ from offramp.certify import leaves
 from offramp.engine.answers.principal_values import principal_values, sure_of
 
 _ZERO = np.float32(0)
-"""``fmax`` with it replaces NaN."""
+"""Zero in float32: ``fmax`` with it replaces NaN by 0."""
 _ONE = np.float32(1)
 
 

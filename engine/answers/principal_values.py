@@ -78,7 +78,7 @@ def sure_of(principal: Values, share: float, mask: NDArray[Any] | None = None) -
 
 
 ROUNDING: Final = 1e-6
-"""Tolerance for a share of a number of values that should be a whole number."""
+"""Tolerance with which the required number of values is rounded up to a whole number."""
 
 
 def stride_of(height: int, width: int) -> int:

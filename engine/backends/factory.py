@@ -98,7 +98,7 @@ def make_backend(
 
 def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
     reasons = [] if options.devices else ["no GPU is to be used"]
-    several = len(options.devices) > 1  # devices named by the user: no CPU instead
+    several = len(options.devices) > 1  # the user named devices: no CPU instead
     try:
         for device in options.devices:
             probe.find_device(device)

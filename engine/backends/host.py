@@ -33,7 +33,7 @@ _EMPTY = np.empty(0, np.float32)
 _ZERO = np.float32(0)
 
 Execute: TypeAlias = Callable[[Sequence[str], Mapping[str, NDArray[Any]], None], list[Any]]
-"""Takes the names of outputs, and inputs by name; returns arrays that the caller owns."""
+"""Function that takes names of outputs, and inputs by name; it returns arrays for the caller."""
 
 
 @dataclass(slots=True)  # not frozen: each stage makes one, and frozen ones take 4 times as long

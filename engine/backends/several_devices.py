@@ -56,7 +56,8 @@ class _SharedStage:
 
     spec: StageSpec
     parts: dict[str, Stage]
-    """Prepared stages by device; one that failed to prepare is missing, and tries again."""
+    """Prepared stages by device; a device that failed to prepare its stage is missing, and tries
+    again."""
 
 
 class SeveralDevices:

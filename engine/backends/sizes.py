@@ -19,7 +19,7 @@ from offramp.engine.cuda.executable import Shape
 from offramp.engine.graphs.assembly import assemble
 
 PROBED_ROWS = 2
-"""Rows of the run: small, and not 1, which broadcasts."""
+"""Number of rows in the run: small, but not 1, because a size of 1 broadcasts."""
 
 _NUMPY = {
     "tensor(float)": np.float32,

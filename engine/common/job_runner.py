@@ -83,7 +83,7 @@ class JobRunner:
         self._limit_s = limit_s
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        """Guards the next three attributes; never held while waiting."""
+        """Lock of the next three attributes; it is never held while waiting."""
         self._tasks: dict[Future[Any], _Task] = {}
         """Unfinished tasks."""
         self._child: _Child | None = None

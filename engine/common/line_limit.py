@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, TextIO
 
 LINES: Final = 5
-"""Lines of a kind that are written within :data:`WINDOW_S`; further ones are counted."""
+"""Number of lines of a kind that are written within :data:`WINDOW_S`; further ones are counted."""
 WINDOW_S: Final = 1.0
 
 _MAX_CHARS: Final = 500

@@ -104,7 +104,7 @@ def estimate(values: FloatArray) -> Estimate:
 
 
 def _rank(rounds: int) -> int:
-    """Return the largest r for which the r-th smallest and largest hold the median with LEVEL."""
+    """Return the largest r so that r-th smallest and r-th largest enclose the median with LEVEL."""
     below, rank = 0.0, 0
     for r in range(rounds // 2):
         below += comb(rounds, r) / 2**rounds
@@ -196,8 +196,8 @@ def time_rounds(
         repeats: [batch sizes]: rounds in a sweep.
         effort: When to stop.
         half_widths: Returns the widest wanted interval of the rounds so far, as a share.
-        clock: Seconds.
-        cpu_clock: CPU seconds of this process.
+        clock: Returns the time in seconds.
+        cpu_clock: Returns the CPU seconds of this process.
         progress: Called with 1 after each of the first ``effort.least`` sweeps.
         one_by_one: Run all of a system's rounds in a sweep before the next system's, if the systems
             cannot all be loaded at the same time.
@@ -230,7 +230,7 @@ def time_rounds(
 
 
 _Run: TypeAlias = "tuple[int, int, list[float]]"
-"""System's index, batch size's index, and the milliseconds of the round by system."""
+"""Index of the system, index of the batch size, and milliseconds of the round by system."""
 
 
 def _by_system(runs: Iterable[_Run]) -> list[_Run]:

@@ -361,7 +361,7 @@ class PolicyMetrics:
         *,
         alpha: float,
     ) -> None:
-        """Start without observations of a policy with these exits in use, in shadow mode or not.
+        """Start without observations; ``exits`` are in use, some of them in shadow mode.
 
         ``shares``, float64[K + 1], are the expected shares of samples answered at each exit, the
         last at the end. The upper bound is ever wrong with a probability of at most ``alpha``.

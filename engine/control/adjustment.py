@@ -163,7 +163,7 @@ class Adjustment:
     """The exits to use from now on."""
 
     active: tuple[int, ...]
-    """Indices in depth order; their overhead is within the budget."""
+    """Indices of the exits, in depth order; their overhead is within the budget."""
     thresholds: tuple[float, ...]
     """Thresholds of the active exits; ``NEVER`` for the one that is tried, until the next
     tuning."""

@@ -199,18 +199,18 @@ class CandidateTests:
 _JUDGED: Final = 2048
 """Number of newest complete samples that levels are judged by."""
 _FEWEST: Final = 64
-"""Complete samples below which expected values are used instead."""
+"""Number of complete samples below which expected values are used instead."""
 _WORTH_A_TEST: Final = 3.0
 """Least gain that a candidate must promise, in units of ``min_gain``: its test uses α and audits.
 """
 _PROMISING: Final = 0.8
 """Estimated risk, as a share of the bound, up to which a level is worth testing."""
 _ENOUGH_AUDITED: Final = 500
-"""Audited samples, or samples of the same weight, below which recent risk is not judged. With
-fewer, the drift alarm is faster, and a change of policy would only delay it."""
+"""Number of audited samples, or of samples of the same weight, below which recent risk is not
+judged. With fewer, the drift alarm is faster, and a change of policy would only delay it."""
 _DEVIATIONS: Final = 3.0
-"""Standard errors by which recent risk must exceed the bound to count as drift. The check repeats
-often, and 2 were often reached by chance."""
+"""Number of standard errors by which recent risk must exceed the bound to count as drift. The check
+repeats often, and chance often reaches 2."""
 
 
 class SavingsEstimator:

@@ -36,9 +36,10 @@ class CertifiedSettings:
     look_every: int = 256
     """Samples between two checks for possible changes."""
     window: int = 4096
-    """Complete samples that are kept to tune on."""
+    """Number of complete samples (:attr:`.Observations.complete`) that are kept to tune on."""
     tune_samples: int = 512
-    """Complete samples needed to tune; they must be worth half as many unweighted ones."""
+    """Number of complete samples needed to tune; with their weights, they must be worth half as
+    many unweighted ones."""
     retune_every: int = 16_384
     """Samples after which a new path is fitted, to see if it saves more; doubled each time it does
     not.

@@ -109,11 +109,11 @@ def _without_loss(sums: FloatArray, factor: FloatArray, samples: int) -> FloatAr
 
 
 _TOLERATED: Final = 1.25
-"""κ, as a multiple of the bound."""
+"""κ of :class:`Suspicion`, the tolerated share of disagreement, as a multiple of the bound."""
 _SERIOUS: Final = 5.0
-"""S from which the evidence for a policy counts as doubtful. A few disagreements do not reach it:
-where the risk is seven tenths of the bound, S reaches it with a probability of at most
-e^(−5 · 1.07) = 0.5 % (the exponential bound of a reflected walk)."""
+"""Value of S (:class:`Suspicion`) from which the evidence for a policy counts as doubtful. A few
+disagreements do not reach it: where the risk is seven tenths of the bound, S reaches it with a
+probability of at most e^(−5 · 1.07) = 0.5 % (the exponential bound of a reflected walk)."""
 _LEAST_SHARE: Final = 0.3
 """Share of the audits that is never moved to the time after disagreements."""
 _MEMORY: Final = 4096.0

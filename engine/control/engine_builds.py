@@ -29,7 +29,7 @@ class BuildBudget:
     settle_s: float = 60.0
     """Time that stages must have been in use: exits change often."""
     longest_s: float = 1800.0
-    """A build that takes longer is stopped, and counts as failed."""
+    """Time limit of a build; a longer build is stopped, and counts as failed."""
     pause_s: float = 300.0
     """Pause after a failure; doubled with each further failure in a row."""
     longest_pause_s: float = 4 * 3600.0
@@ -56,7 +56,7 @@ class BuildDecisions:
     def __init__(self, budget: BuildBudget, now_s: float) -> None:
         self._budget = budget
         self._wanted: dict[str, dict[str, float]] = {}
-        """For each model, the engines it lacks, and the time since when."""
+        """Engines that each model lacks, each with the time since which it is missing."""
         self._tried: dict[tuple[str, str], int] = {}
         self._running: tuple[BuildRequest, float] | None = None
         self._left_s = budget.share * SAVED_UP_S

@@ -49,10 +49,10 @@ heavier than its formula."""
 LEAST_REFERENCE: Final = 512
 """Least number of samples to make bins from and to compare with."""
 _LEAST_REACHED: Final = 128
-"""Least number of these that reach an exit; else the exit is left out."""
+"""Least number of reference samples that reach an exit; else the exit is not compared."""
 _WINDOWS_AVERAGED: Final = 32
 _ABSENT: Final = BINS
-"""Value instead of a bin if the sample did not reach the exit."""
+"""Value in place of a bin if the sample did not reach the exit."""
 
 
 class ShiftDetector:
@@ -195,7 +195,7 @@ def _count(bins: IntArray) -> FloatArray:
 RECOVERY: Final = 8_192
 """Largest number of samples that are all audited after an alarm."""
 _COMPARED: Final = 4_096
-"""Samples to compare with when a policy becomes active."""
+"""Number of samples to compare with when a policy becomes active."""
 BLIND: Final = 1_024
 """Samples until exits with too little data are compared too."""
 ALIKE: Final = 1_024
@@ -205,9 +205,9 @@ KEPT: Final = 2_048
 FIRST_WAIT: Final = 1_024
 """Samples until a second notice may follow the first."""
 _UNSAID: Final = -1.0
-"""Confidence in a saved state of an exit that a sample did not pass."""
+"""Value in a saved state for the confidence of an exit that a sample did not pass."""
 _MISSING: Final = 0.1
-"""Share of the samples reaching an exit whose confidence there may be unknown."""
+"""Largest share of the samples reaching an exit whose confidence there may be unknown."""
 QUIET: Final = 32_768
 """Samples without a notice after which the wait is halved."""
 

@@ -113,7 +113,7 @@ class StageRun:
     sources: tuple[int, ...]
     """Addresses of the carried tensors while they still have the rows that leave."""
     passes: bool
-    """``True`` if some of them are inputs that pass through."""
+    """``True`` if some carried tensors are inputs that pass through."""
     fills: tuple[tuple[int, int, int], ...]
     """(target, source, bytes) of the padding rows."""
     copies: tuple[tuple[int, int, int], ...]

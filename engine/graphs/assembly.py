@@ -207,7 +207,7 @@ def carries_steps(before: bytes, after: bytes, tensor: str) -> bool:
 
 
 def give_steps(model: bytes, tensor: str) -> bytes:
-    """Make an output the quantised integers, channels last, under the same name.
+    """Replace an output by its quantised integers, channels last, under the same name.
 
     Other readers in the graph, such as a head, still read the float values.
     """
@@ -228,7 +228,7 @@ def give_steps(model: bytes, tensor: str) -> bytes:
 
 
 def take_steps(model: bytes, tensor: str) -> bytes:
-    """Make an input the quantised integers, channels last; the graph no longer quantises it."""
+    """Replace an input by its quantised integers, channels last; the graph stops quantising it."""
     proto = ModelProto.FromString(model)
     graph = proto.graph
     readers = _readers(graph, tensor)

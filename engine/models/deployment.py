@@ -48,12 +48,12 @@ STAGE_OVERHEAD_S: Final = 60e-6
 """Approximate time of a stage in the executor, in addition to its graph (``benchmarks.executor``).
 """
 _KEPT_STAGES: Final = 32
-"""Prepared stages that are kept without a plan: exits that were tried often return."""
+"""Number of prepared stages that are kept without a plan: tried exits are often used again."""
 
 _Unit: TypeAlias = tuple[int, tuple[int, int, int | None], tuple[str, ...]]
 """Key of a prepared stage: a variant, a :attr:`StageSpec.unit`, and the tensors it carries on."""
 _AUDIT_VARIANT: Final = -1
-"""Variant in the key of the full model that audits run after any variant."""
+"""Variant number, in keys, of the full model that audits run after any variant."""
 _LoadedVariant: TypeAlias = tuple[Bundle, Profile, Mapping[str, NDArray[Any]]]
 
 

@@ -66,7 +66,7 @@ class ModelControl:
     state_file: StateFile | None = None
     """File for the controller's state across restarts; ``None`` keeps none."""
     evidence: EndEvidence | None = None
-    """Evidence on the served engines, where they are of another precision."""
+    """Evidence about the served engines, if they have another precision than the bundle."""
 
     def status(self) -> ControlStatus:
         """Return the controller's status, relative to the float32 model."""
@@ -101,7 +101,7 @@ class ServedModel:
     guard: InputGuard | None = None
     """Input guard; ``None`` trusts all inputs."""
     evidence: EndEvidence | None = None
-    """Evidence on the served engines, where they are of another precision."""
+    """Evidence about the served engines, if they have another precision than the bundle."""
     lengths: LengthRules = field(default_factory=LengthRules)
     """Rules for samples of different length: which share a batch, and which lengths are new."""
     limits: ValueLimits = field(default_factory=ValueLimits)

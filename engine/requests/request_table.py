@@ -115,7 +115,7 @@ class Request:
         self.variants = np.zeros(self.count, np.int16)
 
     def origins(self, rows: slice | Rows) -> list[Origin]:
-        """Return the fingerprint and source of each of some rows, at least one."""
+        """Return the fingerprint and source of each of the given rows (at least one)."""
         arrays = [self.inputs[name][rows] for name in sorted(self.inputs)]
         return [(print_, self.source) for print_ in fingerprints(arrays, len(arrays[0]))]
 

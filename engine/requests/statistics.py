@@ -238,7 +238,7 @@ class StageCounters:
 
 
 class DepartureCounters:
-    """Counts at which exits rows of the full model leave while some exits are in use."""
+    """Counts of the exits where rows of the full model leave, for one set of exits in use."""
 
     def __init__(self, exits: Sequence[int]) -> None:
         self.exits = tuple(exits)

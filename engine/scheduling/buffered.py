@@ -19,7 +19,7 @@ class BufferedBatch:
     number: int
     samples: RowSet
     positions: Rows
-    """[n]: their rows in the batch at the time it was buffered."""
+    """[n]: row numbers of the samples in the batch when it was buffered."""
     patience_s: float
     """Assumed due time of samples without a deadline."""
     due_s: NDArray[np.float64] = field(init=False)

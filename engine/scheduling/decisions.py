@@ -133,7 +133,7 @@ class Piece(NamedTuple):
     number: int
     """Number of the buffered batch: :attr:`StepOutcome.buffered`."""
     positions: Rows
-    """Rows of it, as they were numbered when it was buffered."""
+    """Row numbers in that batch when it was buffered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class EarlyDrop:
         """Take the settings of a policy: seconds of each, and rows per second on one stream."""
         ranked = sorted(settings)
         self.horizon_s = _HORIZON * ranked[-1][0] if ranked else 0.0
-        """Seconds beyond which slack is not considered, as if predictions were exact."""
+        """Slack, in predicted seconds, beyond which more slack makes no difference."""
         self._seconds = [seconds for seconds, _ in ranked]
         self._rates = [0.0, *accumulate((rate * streams for _, rate in ranked), max)]
         """[settings + 1]: best rows per second of the fastest 0, 1, 2 … settings."""

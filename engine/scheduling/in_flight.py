@@ -31,9 +31,9 @@ from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 _LATE: Final = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 _NO_ROWS: Rows = np.empty(0, np.intp)
 _LOSSES_OF_HALVES: Final = 2
-"""Workers that each half of a batch may lose after the batch failed by losing workers."""
+"""Number of workers that each half of a batch may lose, if the batch failed by losing some."""
 _MOST_UNBLAMED: Final = 3
-"""Times that the tensors of a batch may be lost before that counts as its failure."""
+"""Number of times that a batch's tensors may be lost before that counts as its failure."""
 
 
 class InFlight:

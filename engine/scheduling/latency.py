@@ -14,9 +14,9 @@ from offramp.engine.scheduling.stage_table import Shrinking, StageTable
 _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
 _DEVIATIONS = 2.0
-"""Mean absolute deviations that are added to the mean for a prediction with a margin."""
+"""Number of mean absolute deviations added to the mean for a prediction with a margin."""
 _PATIENCE = 256
-"""Samples dropped in a row, without any run, until predictions are no longer trusted."""
+"""Number of samples dropped in a row, without any run, after which predictions are distrusted."""
 _FASTEST, _SLOWEST = 1 / 16, 16.0
 """Bounds of the correction: an observation beyond them has another cause."""
 

@@ -337,7 +337,7 @@ class ModelScheduler:
         )
 
     def _yields(self, batch: ScheduledBatch) -> bool:
-        """Return whether neither a request nor a plan change waits for a batch."""
+        """Return whether a batch can wait: no request and no plan change waits for it."""
         return batch.only_feedback and batch.plan is self._current
 
     def _yields_to_waiting(self, batch: ScheduledBatch) -> bool:

@@ -177,7 +177,7 @@ class _Settings(NamedTuple):
     """Settings of a file that are active together."""
 
     name: str
-    """Names of their tables."""
+    """Names of the tables that contain them."""
     engine: Mapping[str, Any]
     settings: Mapping[str, Any]
     """Settings to check, together with those of ``engine``."""

@@ -18,7 +18,7 @@ DEFAULT_MODE: Final = Mode.AUDIT
 
 MAX_FRONTENDS: Final = 64
 MAX_MESSAGE_MIB: Final = 2047
-"""gRPC counts a message's bytes in a signed 32-bit integer."""
+"""Largest message size, in MiB: gRPC counts bytes in a signed 32-bit integer."""
 
 
 MAX_COUNT: Final = 2**31 - 1
@@ -202,9 +202,9 @@ class ServerOptions:
     """Name or address of the interface, for both ports; ``0.0.0.0``, ``::`` and ``*`` mean all
     interfaces, by IPv4 and IPv6. An IPv6 address may be in brackets."""
     grpc_port: int = 8001
-    """0 chooses any free port."""
+    """Port of gRPC; 0 chooses any free port."""
     http_port: int = 8000
-    """0 chooses any free port."""
+    """Port of HTTP; 0 chooses any free port."""
     frontends: int = 0
     """Processes that hold the gRPC connections; with 0, the engine's process holds them."""
     max_message_mib: int = 64

@@ -21,7 +21,7 @@ class ServedName:
     name: str
     """Name in clients' requests."""
     version: str
-    """A number, for instance ``3``."""
+    """Version number, for instance ``3``."""
     engine_name: str
     """Name in the engine."""
 

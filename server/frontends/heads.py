@@ -26,7 +26,7 @@ class CallHead(NamedTuple):
     """A call's data from its front end."""
 
     method: str
-    """For instance ``/inference.GRPCInferenceService/ModelInfer``."""
+    """Full method name, for instance ``/inference.GRPCInferenceService/ModelInfer``."""
     peer: str
     """Client address in gRPC's notation."""
     remaining_s: float | None

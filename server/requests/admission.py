@@ -71,8 +71,8 @@ CROWDED_S: Final = 2.0
 """Value of :data:`UNREAD_S` while requests and answers use at least half of the admission limit."""
 
 MAX_RESETS: Final = 500
-"""Calls of a connection that may be cancelled before their message is taken, within one window.
-Envoy's number (``premature_reset_total_stream_count``)."""
+"""Number of calls of a connection that may be cancelled before their message is taken, within one
+window. Envoy's number (``premature_reset_total_stream_count``)."""
 
 RESET_WINDOW_S: Final = 10.0
 

@@ -156,7 +156,7 @@ class SlackPolicy(NeverBuffers, ABC):
 
 
 class MaxBatch(SlackPolicy):
-    """The largest batch of the fastest point, then the best point for it (SuperServe A.5)."""
+    """Policy: largest batch at the fastest point, then the best point for it (SuperServe A.5)."""
 
     name = "max-batch"
 
@@ -171,7 +171,7 @@ class MaxBatch(SlackPolicy):
 
 
 class MaxAccuracy(SlackPolicy):
-    """The best point that fits one sample, then the largest batch for it (SuperServe A.5)."""
+    """Policy: the best point that fits one sample, then its largest batch (SuperServe A.5)."""
 
     name = "max-accuracy"
 
@@ -185,7 +185,7 @@ class MaxAccuracy(SlackPolicy):
 
 
 class Fixed(SlackPolicy):
-    """One operating point for all, with the largest batch in time: Clipper+ (SuperServe 6.1)."""
+    """Policy: one point for all, in the largest batch in time (Clipper+, SuperServe 6.1)."""
 
     name = "fixed"
 
@@ -207,7 +207,7 @@ class Fixed(SlackPolicy):
 
 
 class Cheapest(Fixed):
-    """The fastest point, always: INFaaS without an accuracy target (SuperServe 6.1)."""
+    """Policy: always the fastest point (INFaaS without an accuracy target, SuperServe 6.1)."""
 
     name = "cheapest"
 
@@ -216,12 +216,12 @@ class Cheapest(Fixed):
 
 
 class Clockwork(Fixed):
-    """The unrestricted model, in the largest batch that meets every deadline (Apparate 2.1).
+    """Policy: the whole model, in the largest batch that meets every deadline (Apparate 2.1).
 
-    Predicted from the profile, as in Clockwork: with earliest deadline first, a batch within the
-    most urgent sample's slack is in time for all others of its priority. A sample that is in time
-    only if it leaves early is tried alone: most do leave, and exits make the way to the model's end
-    slower than without them.
+    Times are predicted from the profile, as in Clockwork: with earliest deadline first, a batch
+    within the most urgent sample's slack is in time for all others of its priority. A sample that
+    is in time only if it leaves early is tried alone: most do leave, and exits make the way to the
+    model's end slower than without them.
     """
 
     name = "clockwork"

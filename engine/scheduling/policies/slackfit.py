@@ -57,7 +57,8 @@ class BareSlackFit(SlackPolicy):
             if held is None or (size, agreement) > held[:2]:
                 best[bucket] = (size, agreement, setting, self._rate(setting))
         self._chosen = [(fastest, self._rate(fastest))]
-        """Setting and rows per second: below the first bucket, then of each bucket."""
+        """Setting and its rows per second: first for slack below all buckets, then for each
+        bucket."""
         for choice in best:
             self._chosen.append(choice[2:] if choice else self._chosen[-1])
 
