@@ -18,7 +18,7 @@ import numpy as np
 from offramp.certify import FloatArray
 
 Timer = Callable[[], float]
-"""Runs a system once; returns its time in milliseconds."""
+"""Function that runs a system once, and returns its time in milliseconds."""
 
 WARM_UP_ROUNDS = 2
 LEVEL = 0.95

@@ -79,7 +79,7 @@ class CandidateTests:
         """Number of the job that is being computed."""
         self._jobs = 0
         self._unfitted = 0
-        """Samples since a path was last requested."""
+        """Number of samples since a path was last requested."""
         self._fruitless = 0
         """Paths requested since one last became active; each doubles the wait for the next."""
         self._drifted = False

@@ -297,7 +297,7 @@ class ShiftGuard:
         self.watch(policy)
 
     def start_over(self, policy: ExitPolicy) -> None:
-        """Compare with calibration, as at first."""
+        """Compare with the calibration data again, as at first."""
         self._recent.keep(0)
         self._recent.add_confidence(self._calibration)
         self.alike = ALIKE

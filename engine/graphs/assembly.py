@@ -303,8 +303,8 @@ def _describe(described: Any, dtype: int) -> None:
 
 
 ReadPart: TypeAlias = Callable[[str], bytes]
-"""Returns the graph of a part, given its file; the graph contains its weights, or names their
-file."""
+"""Function that returns the graph of a part, given its file; the graph contains its weights, or
+names their file."""
 
 
 def assemble_stage(

@@ -45,9 +45,9 @@ class WeightForm(StrEnum):
     """Form of a session's weights in memory."""
 
     PACKED = "packed"
-    """Packed for the kernels, in copies of each session."""
+    """Weights are packed for the kernels; each session has its own copy."""
     SHARED = "shared"
-    """Unchanged in the file, which all sessions map; weights inside the graph are private."""
+    """Weights stay as in the file, which all sessions map; those inside the graph are private."""
 
 
 @contextmanager

@@ -254,7 +254,8 @@ class _Factors:
     expected: float
     """Profiled time of heads and borders, as a share of the source model's time."""
     beyond: float
-    """Excess of all stages over the model; noise can make it negative, but not in a cascade."""
+    """Excess time of all stages over the model; noise can make it negative, but not in a
+    cascade."""
     unseen: float = 1.0
     """The ratio for segments of the quantised model that are in no stage."""
 

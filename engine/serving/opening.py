@@ -32,7 +32,7 @@ class LoadedModel(NamedTuple):
 
     model: ServedModel
     release: Callable[[], None]
-    """Removes its temporary files, once nothing runs it any more."""
+    """Function that removes its temporary files, once nothing runs the model any more."""
 
 
 class OpenedModels(NamedTuple):

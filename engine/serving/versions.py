@@ -55,7 +55,7 @@ class ModelVersion:
     """Unique key for executor, control and batch profiles."""
     model: ServedModel
     release: Callable[[], None] = lambda: None
-    """Removes its temporary files, once nothing runs it any more."""
+    """Function that removes its temporary files, once nothing runs the version any more."""
 
 
 class ModelVersions:

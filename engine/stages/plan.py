@@ -231,7 +231,7 @@ def plan_stages(
         (structure.exits[a.exit].after_segment, a.exit, a.threshold) for a in active
     ]
     last, exits_end = len(structure.segments) - 1, {end for end, _, _ in ends}
-    if last_beginning(structure.segments) > 0:  # only the copy in front can have inner borders
+    if last_beginning(structure.segments) > 0:  # only the copy in front can be cut inside
         last_exit = max(exits_end, default=0)
         borders = [border for border in borders if border < last_exit]
     ends += [(b, None, NEVER) for b in set(borders) - exits_end if 0 <= b < last]

@@ -216,7 +216,7 @@ class _Finder:
         self._bundle = bundle
         self._store = store
         self.refused: dict[str, str] = {}
-        """Reasons by name of the unit."""
+        """Reasons why units were not found, by the unit's name."""
 
     def find(self, first: int, last: int, exit_: int | None) -> StoredEngine | None:
         bundle, engines = self._bundle, self._store.index

@@ -60,7 +60,7 @@ class FrameKind(IntEnum):
 Payload: TypeAlias = bytes | memoryview
 
 Receiver: TypeAlias = Callable[[FrameKind, int, Payload, memoryview | None], None]
-"""Takes the kind, call and payload of a frame, and its message if that is in shared memory."""
+"""Function that takes a frame's kind, call and payload, and its message if in shared memory."""
 
 
 class FrameLink(asyncio.BufferedProtocol):

@@ -395,7 +395,7 @@ class HttpConnections:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Middleware that marks connections with requests as used."""
+        """Mark the connection of a request as used; this is a middleware."""
         one, loop = request.protocol, asyncio.get_running_loop()
         if one in self._used_s:
             self._used_s[one] = math.inf

@@ -36,7 +36,7 @@ ones. The next request is read once all responses to one of them are sent, so th
 does not read its answers cannot accumulate them here."""
 
 _Send: TypeAlias = Callable[[ModelStreamInferResponse], None]
-"""Sends a response after earlier ones, without waiting."""
+"""Function that sends a response after earlier ones, without waiting."""
 
 
 class RequestStream:

@@ -71,9 +71,9 @@ _COMPRESSED_FROM_BYTES: Final = 1024
 """Size from which bodies are compressed, for clients that accept it."""
 
 Answer = Callable[[Any], Any]
-"""Converts a method's response to the JSON document of the answer."""
+"""Function that converts a method's response to the JSON document of the answer."""
 RequestFields = Callable[[Mapping[str, str], dict[str, Any]], Mapping[str, Any]]
-"""Converts names in the path, and the body, to the fields of a method's request."""
+"""Function that converts names in the path, and the body, to the fields of a method's request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Route:
     """Name of the protocol method."""
     answer: Answer = to_document
     request: RequestFields = lambda _path, _body: {}
-    """Converts names in the path, and the body, to the fields of the method's request."""
+    """Function that converts names in the path, and the body, to the fields of the method's request."""
 
 
 def _model(path: Mapping[str, str], _body: dict[str, Any]) -> Mapping[str, Any]:
