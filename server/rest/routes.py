@@ -86,7 +86,7 @@ class Route:
     """Name of the protocol method."""
     answer: Answer = to_document
     request: RequestFields = lambda _path, _body: {}
-    """Function that converts names in the path, and the body, to the fields of the method's request."""
+    """Function that converts names in the path, and the body, to the method's request fields."""
 
 
 def _model(path: Mapping[str, str], _body: dict[str, Any]) -> Mapping[str, Any]:
