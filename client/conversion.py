@@ -54,7 +54,7 @@ def build_request(
     decoupled: bool = False,
     shared: SharedInputs | None = None,
 ) -> ModelInferRequest:
-    """Return an inference request; ``deadline_s`` from now is set if it differs from the call's.
+    """Return an inference request; ``deadline_s``, from now, is ``None`` if it is the call's own.
 
     On a stream, ``decoupled`` requests the early and the final answer as soon as they exist;
     without it the server sends one answer, after those to all earlier requests. The inputs are in

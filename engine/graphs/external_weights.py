@@ -31,8 +31,8 @@ _MAKE_WEIGHTS: Final = (
     *("AttentionFusion", "GemmTransposeFusion", "TransposeOptimizer", "ConstantFolding"),
 )
 """Optimisers that compute new weights, which no file has: they merge a layer with the scale and
-shift after it, as in SubnetNorm, or the three products of an attention, or transpose or split
-weights."""
+shift after it, as in SubnetNorm, or the three products of an attention, transpose weights, or fold
+operators on constant weights."""
 _RUN_ON_FILE: Final = (
     ("session.use_external_initializer_file_buffers_directly", "1"),
     ("session.disable_prepacking", "1"),

@@ -146,7 +146,7 @@ class PlacedPlan:
             self.stragglers.observe(stream, run.elapsed_s / predicted_s, now_s)
 
     def may_shed(self, stream: int, others: Collection[int]) -> bool:
-        """Return whether samples too late for a stream are too late for all kinds that start any.
+        """Return whether samples too late for a stream are so for all others that start batches.
 
         ``others`` are all other streams in service.
         """
