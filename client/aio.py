@@ -151,12 +151,12 @@ class AsyncClient(ClientBase):
     async def optional_inputs(
         self, model: str, *, timeout_s: float | None = None
     ) -> frozenset[str]:
-        """Return the names of inputs that requests may leave out; errors as :meth:`infer`."""
+        """Return the names of inputs that requests may omit; errors as :meth:`infer`."""
         request = messages.ModelConfigRequest(name=model)
         return parse_optional(await self._call(self._config, request, timeout_s))
 
     async def server_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Return whether every model takes requests; DeadlineError, ConnectionFailedError."""
+        """Return whether every model takes requests; DeadlineError or ConnectionFailedError."""
         request = messages.ServerReadyRequest()
         return bool((await self._call(self._server_ready, request, timeout_s)).ready)
 

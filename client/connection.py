@@ -25,7 +25,7 @@ MOST_RETRIES: Final = 4
 """Limit of gRPC, which makes at most five attempts."""
 FIRST_BACKOFF_S: Final = 0.1
 """Longest wait before the first retry; each wait is drawn at random below its limit, which doubles
-with each retry up to:"""
+with each retry, up to :data:`LONGEST_BACKOFF_S`."""
 LONGEST_BACKOFF_S: Final = 2.0
 
 _MIB: Final = 1024 * 1024

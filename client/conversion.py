@@ -54,7 +54,7 @@ def build_request(
     decoupled: bool = False,
     shared: SharedInputs | None = None,
 ) -> ModelInferRequest:
-    """Return an inference request; ``deadline_s``, from now on, is set if it is not the call's.
+    """Return an inference request; ``deadline_s``, from now, is ``None`` if it is the call's own.
 
     On a stream, ``decoupled`` requests the early and the final answer as soon as they exist;
     without it the server sends one answer, after those to all earlier requests. The inputs are in
@@ -175,7 +175,7 @@ def text_inputs(prompt: str | ArrayLike, max_tokens: int | None) -> dict[str, ND
 
 
 def generated_token(result: StreamedResult) -> GeneratedToken:
-    """Return the token in a part of a text; ResponseError if it is not a text's part."""
+    """Return the token in a part of a text; ResponseError if the result is not such a part."""
     ids = result.outputs.get("output_ids")
     if ids is None or ids.shape != (1,):
         raise ResponseError(

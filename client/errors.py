@@ -85,7 +85,8 @@ _BY_GRPC: Final[Mapping[grpc.StatusCode, type[OfframpError]]] = {
 """Error classes of statuses that gRPC set, on either side."""
 
 BROKEN_OFF: Final = "Internal error from Core"
-"""Details of the INTERNAL status with which ``grpc.aio`` reports a connection broken in sending."""
+"""Details of the INTERNAL status that ``grpc.aio`` reports if a connection breaks during
+sending."""
 
 _REMEDIES: Final[Mapping[type[OfframpError], str]] = {
     MessageTooLargeError: "send fewer samples at a time, or raise the limit: "

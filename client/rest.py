@@ -257,7 +257,7 @@ def write_body(request: ModelInferRequest) -> tuple[bytes, bytes]:
 
 
 def read_body(header_bytes: str | None, data: bytes) -> ModelInferResponse:
-    """Return the message in the body of a response; ResponseError.
+    """Return the message in the body of a response; ResponseError if there is none.
 
     ``header_bytes`` is the header with the length of the JSON, if any.
     """

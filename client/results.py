@@ -23,8 +23,8 @@ class InferResult:
     confidences: NDArray[np.float32]
     """[n]: confidence of the answer, 0 to 1."""
     forced: NDArray[np.bool_]
-    """[n]: whether the sample was forced out there, below the threshold, to be in time; the promise
-    of agreement does not hold for it."""
+    """[n]: whether the sample was forced to leave at the exit, below the threshold, to be in time;
+    the promise of agreement does not hold for it."""
     policy_version: int
     """Version of the exit policy that was active."""
     details: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class StreamedResult(InferResult):
 
     @property
     def final(self) -> NDArray[np.bool_]:
-        """[n]: whether the answer is the unmodified model's; the others are their exits'."""
+        """[n]: whether the answer is the unmodified model's; the others are those of exits."""
         return self.exits < 0
 
 
@@ -98,6 +98,6 @@ class ModelMetadata:
 
     name: str
     platform: str
-    """For instance ``offramp_onnxruntime-cpu``."""
+    """Platform, for instance ``offramp_onnxruntime-cpu``."""
     inputs: Mapping[str, TensorMetadata]
     outputs: Mapping[str, TensorMetadata]

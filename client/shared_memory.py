@@ -43,7 +43,7 @@ class SharedInputs:
         self.size_bytes: Final = size_bytes
 
     def place(self, request: ModelInferRequest, inputs: Mapping[str, ArrayLike]) -> None:
-        """Write arrays to the region, and their places into the request's inputs.
+        """Write arrays to the region, and their offsets into the request's inputs.
 
         Raises:
             InvalidInputError: The arrays do not fit.
@@ -55,7 +55,7 @@ class SharedInputs:
     def put(
         self, tensor: ModelInferRequest.InferInputTensor, array: NDArray[Any], offset: int
     ) -> int:
-        """Write an array at an offset and its place into the input; return the next free offset.
+        """Write an array at an offset, and the offset into the input; return the next free one.
 
         Raises:
             InvalidInputError: The array does not fit.

@@ -40,7 +40,6 @@ class Client(ClientBase):
         insecure_token: Whether the token may be sent to another machine without ``tls``.
         retries: How often a call that ends with UNAVAILABLE is tried again, after a random wait
             of up to 0.1 s, 0.2 s, … within the call's limit. Other errors are never retried.
-            of up to 0.1 s, 0.2 s, … and within its limit. Other errors are never tried again.
 
     Raises:
         ValueError: The address is not ``host:port``, a limit is not above 0, or the token would be
@@ -90,7 +89,7 @@ class Client(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> Generator[InferResult, None, None]:
-        """Send many requests, of which at most ``concurrency`` are in progress.
+        """Send many requests; at most ``concurrency`` of them are in progress at a time.
 
         Yields the results in the order of ``requests``, which is read only as far as needed. An
         error is raised in place of its result. Closing the iterator, or an error, withdraws the
@@ -218,7 +217,7 @@ class Client(ClientBase):
         Args:
             model: Name of a served model that generates text.
             prompt: A text, if the model has a tokenizer, or token ids [n].
-            max_tokens: Most tokens of the answer; ``None`` uses the model's limit.
+            max_tokens: Largest number of tokens in the answer; ``None`` uses the model's limit.
             timeout_s: Limit of the whole answer, in seconds; ``None`` leaves the deadline to the
                 model's SLO.
             priority: See :meth:`infer`.
@@ -238,12 +237,12 @@ class Client(ClientBase):
         return parse_metadata(self._call(self._metadata, request, timeout_s))
 
     def optional_inputs(self, model: str, *, timeout_s: float | None = None) -> frozenset[str]:
-        """Return the names of inputs that requests may leave out; errors as :meth:`infer`."""
+        """Return the names of inputs that requests may omit; errors as :meth:`infer`."""
         request = messages.ModelConfigRequest(name=model)
         return parse_optional(self._call(self._config, request, timeout_s))
 
     def server_ready(self, *, timeout_s: float | None = None) -> bool:
-        """Return whether every model takes requests; DeadlineError, ConnectionFailedError."""
+        """Return whether every model takes requests; DeadlineError or ConnectionFailedError."""
         request = messages.ServerReadyRequest()
         return bool((self._call(self._server_ready, request, timeout_s)).ready)
 

@@ -172,8 +172,8 @@ class Engine:
         """Answer a request of n samples (first dimension of every input, n ≥ 1).
 
         Each sample exits separately; the result is complete. Cancelling the awaiting task withdraws
-        the request; the rest of its batch continues. The arrays, one an input with the exact dtype,
-        must not change before the result. The deadline is absolute on ``time.monotonic()``;
+        the request; the rest of its batch continues. The arrays, one for each input with its exact
+        dtype, must not change before the result. The deadline is absolute on ``time.monotonic()``;
         ``None`` is the model's SLO. A higher priority is served first. ``source`` names the sender,
         whose share of the control loop's evidence is limited by the options. ``timeline`` records
         the times of the request, until it is answered.

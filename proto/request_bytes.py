@@ -19,19 +19,20 @@ from offramp.proto.messages import ModelInferRequest
 from offramp.proto.wire_format import BYTES, WireError, WireField, fields_of, message_of
 
 MAX_FIELDS: Final = 1024
-"""Most fields of a request: 256 inputs with their contents, 256 outputs, and more."""
+"""Largest number of fields in a request: 256 inputs with their contents, 256 outputs, and more."""
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Most bytes of names, shapes and parameters, that is, of all but the elements of tensors."""
+"""Largest size, in bytes, of everything but tensor elements: names, shapes and parameters."""
 
 MAX_TYPED_BYTES: Final = 1024 * 1024
-"""Most bytes of typed contents without packed floats: each element becomes a Python object."""
+"""Largest size, in bytes, of typed contents that are not packed floats: each element becomes a
+Python object."""
 
 MAX_NAME_CHARS: Final = 1024
-"""Most characters of a model's or tensor's name: errors search the nearest name, in O(n²)."""
+"""Largest number of characters in a name: errors search the most similar name, in O(n²)."""
 
 SMALL_BYTES: Final = 2 * MAX_FIELDS
-"""Size up to which no message has more fields, and decoding is as fast as walking the fields."""
+"""Size up to which messages cannot exceed :data:`MAX_FIELDS`, and are decoded without a walk."""
 
 _SMALL_INPUT_BYTES: Final = 256
 """Size up to which inputs are not walked; the head can hold 256 of them."""
@@ -41,7 +42,7 @@ QUICK_BYTES: Final = 4 * 1024 * 1024
 """Sizes up to which messages are decoded, and arrays aligned, within a few milliseconds."""
 
 _INPUT, _RAW_CONTENTS = (5, BYTES), (7, BYTES)
-"""Number and wire type of a request's fields."""
+"""Number and wire type of the fields of a request that hold inputs and raw contents."""
 _CONTENTS: Final = (5, BYTES)
 """Number and wire type of an input's contents."""
 _FLOATS: Final[Mapping[int, str]] = {6: "fp32_contents", 7: "fp64_contents"}
@@ -176,7 +177,7 @@ class _Splitting:
         self.head.append(view[kept:])
 
     def _split_input(self, position: int, end: int) -> bytes | None:
-        """Set the input's floats aside and return the rest; ``None`` if it has none."""
+        """Set the input's floats aside and return the rest; ``None`` if the input has no floats."""
         found = [field for field in self._walk(position, end) if field[:2] == _CONTENTS]
         if len(found) > 1:
             raise MessageError("an input has its contents twice; send them once")

@@ -45,15 +45,15 @@ _REMEDIES: Final = {
 
 
 MAX_STRINGS: Final = 4096
-"""Most elements of a BYTES tensor, since each becomes an object."""
+"""Largest number of elements of a BYTES tensor, since each becomes an object."""
 _LENGTH_BYTES: Final = 4
-"""Bytes of the length that precedes each of them."""
+"""Size, in bytes, of the length that precedes each element of a BYTES tensor."""
 
 MAX_DIMENSIONS: Final = 32
-"""Most dimensions of an array before numpy 2.0; later versions allow 64."""
+"""Largest number of dimensions of an array before numpy 2.0; later versions allow 64."""
 
 _MOST_ELEMENTS: Final = 2**60 - 1
-"""Largest count whose size at 8 bytes each is a signed 64-bit number."""
+"""Largest number of elements, at 8 bytes each, whose size is a signed 64-bit number."""
 
 _SLICE: Final = 4096
 
@@ -178,8 +178,8 @@ def describe_tensor(tensor: WireTensor, name: str, array: NDArray[Any]) -> None:
 def encode_strings(tensor: WireTensor, name: str, array: NDArray[Any]) -> bytes:
     """Write name, datatype BYTES and shape into ``tensor``; return the elements, each ``bytes``.
 
-    Each has its length before it, 4 bytes, little endian. TensorError for an element of another
-    type.
+    The length of each element precedes it (4 bytes, little endian). TensorError for an element of
+    another type.
     """
     tensor.name, tensor.datatype = name, "BYTES"
     tensor.shape.extend(array.shape)
@@ -317,7 +317,7 @@ def _typed_elements(tensor: WireTensor, dtype: np.dtype[Any], count: int) -> NDA
 
 
 def _check_field(tensor: WireTensor, used: Sequence[str]) -> str:
-    """Return the typed contents' field for the tensor's datatype; TensorError for another."""
+    """Return the field for a datatype's typed contents; TensorError if another field is used."""
     field = _CONTENTS_FIELDS.get(tensor.datatype)
     if field is None:
         raise TensorError(

@@ -111,7 +111,7 @@ class StopSignals:
 
 EXIT_OK: Final = 0
 EXIT_UNANSWERED: Final = 1
-"""Requests in flight were abandoned: the time ran out, or a second signal came."""
+"""Exit code if requests were abandoned: the time ran out, or a second signal came."""
 
 _DESCRIPTORS_OF_MODELS: Final = 4096
 """File descriptors reserved for model files, in addition to those of connections."""

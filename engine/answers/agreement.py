@@ -43,13 +43,13 @@ class Agreement(ABC):
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> NDArray[np.bool_]:
-        """[b]: whether reduced answers agree with those of the model's end.
+        """Return whether reduced answers agree with those of the model's end, [b].
 
-        ``mask`` [b, tokens] is the task's, where it has one.
+        ``mask`` [b, tokens] is the mask of the task, where it has one.
         """
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """[b]: whether answers [b, …] decide anything: they contain neither NaN nor infinities.
+        """Return which answers [b, …] decide anything: those without NaN and infinities, [b].
 
         Where the largest of several scores decides, −∞ excludes its class, as a mask does; one
         class must be left.
@@ -59,21 +59,22 @@ class Agreement(ABC):
     def margins(
         self, ours: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """Return how far the end's own scores prefer its decisions, and the winning scores.
+        """Return by how much the end's scores prefer its decisions to ours, and the winning scores.
 
-        Both are [b, decisions], of whole answers [b, …]; ``None`` if answers are not scores.
+        ``ours`` and ``ends`` are whole answers [b, …]; both results are [b, decisions]. ``None`` if
+        answers are not scores.
         """
         del ours, ends
         return None
 
     def codes(self, ends: NDArray[Any]) -> Codes:
-        """[b]: the codes of the model's own reduced answers."""
+        """Return the codes [b] of the model's own reduced answers."""
         return np.full(len(ends), AGREED, np.int32)
 
     def codes_against(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> Codes:
-        """[b]: the codes of an exit's reduced answers, given the model's own."""
+        """Return the codes [b] of an exit's reduced answers, given the model's own."""
         return np.where(self.agree(ours, ends, mask), AGREED, DIFFERED).astype(np.int32)
 
     def mask_in(self, inputs: Mapping[str, NDArray[Any]]) -> NDArray[Any] | None:
@@ -87,7 +88,7 @@ class Equality(Agreement):
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> NDArray[np.bool_]:
-        """[b]: whether the codes are equal."""
+        """Return whether the codes are equal, [b]."""
         del mask
         same: NDArray[np.bool_] = self.codes(ours) == self.codes(ends)
         return same
@@ -101,7 +102,7 @@ class Equality(Agreement):
 
 
 class ClassAgreement(Equality):
-    """One class of several; the code is its number."""
+    """Agreement of answers that are one class of several; the code is the class number."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return the class of the largest value."""
@@ -109,7 +110,7 @@ class ClassAgreement(Equality):
         return classes
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """[b]: whether the largest score is finite; NaN and +∞ are refused."""
+        """Return whether the largest score is finite, [b]; NaN and +∞ are refused."""
         return _all_of(np.isfinite(values.max(axis=1)))
 
     def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -122,15 +123,15 @@ class ClassAgreement(Equality):
 
 
 class LabelAgreement(Equality):
-    """A set of labels; the code is the set's number, or a checksum of many labels."""
+    """Agreement of label sets; the code is the set's number, or a checksum if labels are many."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[b, labels]: whether the sample has the label."""
+        """Return whether each sample has each label, [b, labels]."""
         given: NDArray[np.bool_] = values >= self._bounds(values)
         return given
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """[b]: whether there is no NaN; an infinite logit is a sure yes or no."""
+        """Return which answers have no NaN, [b]; an infinite logit is a sure yes or no."""
         return _all_of(~np.isnan(values))
 
     def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -155,16 +156,16 @@ class LabelAgreement(Equality):
 
 
 class PlaceAgreement(Agreement):
-    """A class for each token or pixel; a share of them must be equal."""
+    """Agreement of classes at all *places* (tokens or pixels): a share of them must be equal."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[b, places]: the classes, in the smallest sufficient type."""
+        """Return the classes [b, places], in the smallest sufficient type."""
         classes = values if self.answer.form == "classes" else values.argmax(axis=self._axis)
         narrow = np.uint8 if self.answer.classes <= np.iinfo(np.uint8).max else np.int32
         return classes.reshape(len(values), -1).astype(narrow)
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """[b]: whether the largest score is finite at every place."""
+        """Return whether the largest score is finite at every place, [b]."""
         scores = values if self.answer.form == "classes" else values.max(axis=self._axis)
         return _all_of(np.isfinite(scores))
 
@@ -183,7 +184,7 @@ class PlaceAgreement(Agreement):
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> NDArray[np.bool_]:
-        """[b]: whether enough places are equal; places excluded by the mask do not count."""
+        """Return whether enough places are equal, [b]; places excluded by the mask do not count."""
         same = ours == ends
         if mask is None:
             equal, places = np.count_nonzero(same, axis=1), same.shape[1]
@@ -196,10 +197,10 @@ class PlaceAgreement(Agreement):
 
 
 class PoseAgreement(Agreement):
-    """A key point for each heat map: the position of its largest value."""
+    """Agreement of heat maps: each one's key point is the position of its largest value."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[b, key points, 3]: row, column, and the map's longer side."""
+        """Return row, column, and the map's longer side, [b, key points, 3]."""
         count, points, height, width = values.shape
         places = values.reshape(count, points, height * width).argmax(axis=2)
         rows, columns = np.divmod(places, width)
@@ -207,17 +208,17 @@ class PoseAgreement(Agreement):
         return np.stack([rows, columns, side], axis=2).astype(np.int32)
 
     def decided(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """[b]: whether the largest value is finite in every map."""
+        """Return whether the largest value is finite in every map, [b]."""
         return _all_of(np.isfinite(values.max(axis=(2, 3))))
 
     def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Compare the values of both places in each map."""
+        """Compare the end's values at the positions of both key points in each map."""
         return _lead(*(maps.reshape(*maps.shape[:2], -1) for maps in (ours, ends)))
 
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> NDArray[np.bool_]:
-        """[b]: whether enough key points are near each other (PCK)."""
+        """Return whether enough key points are near each other (PCK), [b]."""
         del mask
         apart = np.hypot(*np.moveaxis(ours[..., :2] - ends[..., :2], 2, 0))
         near = apart <= self.task.within * ends[..., 2] + ROUNDING
@@ -228,7 +229,7 @@ class PoseAgreement(Agreement):
 
 
 class ValueAgreement(Agreement):
-    """Values, all of which must be near."""
+    """Agreement of values: every value must be near that of the model's end."""
 
     def reduce(self, values: NDArray[Any]) -> NDArray[Any]:
         """Return the values, [b, values]."""
@@ -237,7 +238,7 @@ class ValueAgreement(Agreement):
     def agree(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> NDArray[np.bool_]:
-        """[b]: whether the largest difference is within the bound; NaN is near nothing."""
+        """Return whether the largest difference is within the bound, [b]; NaN is near nothing."""
         del mask
         with np.errstate(invalid="ignore"):
             apart = np.abs(ours - ends).max(axis=1)
@@ -246,13 +247,13 @@ class ValueAgreement(Agreement):
 
 
 def _all_of(found: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[b]: whether all of [b, …] are true."""
+    """Return whether all elements of each row of [b, …] are true, [b]."""
     every: NDArray[np.bool_] = np.asarray(found.reshape(len(found), -1).all(axis=1))
     return every
 
 
 def _lead(ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Compare the end's scores [b, …, choices] of its choice and ours; [b, …] each."""
+    """Return the lead of the end's choice over ours, and its score; scores are [b, …, choices]."""
     winning = ends.max(axis=-1)
     chosen = np.take_along_axis(ends, ours.argmax(axis=-1)[..., None], axis=-1)[..., 0]
     with np.errstate(invalid="ignore"):

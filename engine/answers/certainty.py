@@ -1,4 +1,4 @@
-"""Criteria of confidence for one class of several, as computed by exits' graphs, in numpy.
+"""The confidence criteria of exits' graphs, for one class of several, in numpy.
 
 The graphs (:mod:`offramp.compiler.exits.endings`) are compared with these functions.
 """
@@ -53,8 +53,9 @@ def statistics_of(answer: NDArray[Any], form: AnswerForm) -> Values:
 def sure_by(statistics: Values, name: str, weights: Sequence[float] = ()) -> Values:
     """Return the confidence by a criterion of :data:`IN_GRAPH` from statistics, float32 [b].
 
-    ``statistics`` are those of :func:`statistics_of`. ``weights`` are those of ``learned``: one for
-    each statistic's log-odds, and the constant. 0 where all statistics are 0.
+    ``statistics`` are those of :func:`statistics_of`. ``weights`` are those of the criterion
+    ``learned``: one for each statistic's log-odds, and the constant. The confidence is 0 where all
+    statistics are 0.
     """
     columns = {"probability": 0, "margin": 1, "entropy": 2}
     if name in columns:

@@ -49,9 +49,9 @@ class HostCriterion(NamedTuple):
     depends_on_earlier: bool
 
     def apply(self, answer: NDArray[Any], state: State) -> tuple[NDArray[np.float32], State]:
-        """Return the confidence of answers [b, classes] and the state after them; CriterionError.
+        """Return the confidence of answers [b, classes] and the state after them.
 
-        The function receives a read-only float32 copy of the answers.
+        The function receives a read-only float32 copy of the answers. CriterionError if it fails.
         """
         given = answer.astype(np.float32)
         given.setflags(write=False)
@@ -101,7 +101,7 @@ def patience(answers: NDArray[np.float32], state: State) -> tuple[NDArray[np.flo
 
     n is PABEE's counter: 0 at the first exit, plus 1 if the class equals that of the exit before,
     else 0 again. So patience k is the threshold k / (k + 1), and the log-odds of the confidence are
-    log n. An answer with NaN agrees with none.
+    log n. An answer with NaN agrees with no other answer.
     """
     classes = answers.argmax(axis=1)
     # The first NaN counts as the largest.
@@ -112,7 +112,7 @@ def patience(answers: NDArray[np.float32], state: State) -> tuple[NDArray[np.flo
 def patience_of_classes(
     classes: NDArray[np.integer[Any]], state: State
 ) -> tuple[NDArray[np.float32], State]:
-    """Compute :func:`patience` from classes [b], −1 where there is none."""
+    """Compute :func:`patience` from classes [b]; −1 stands for an answer without a class."""
     counter = np.zeros(len(classes), np.int64)
     if state:
         same = (classes == state["class"]) & (classes >= 0)
@@ -125,7 +125,7 @@ _REGISTERED: dict[str, HostCriterion] = {
     PATIENCE: HostCriterion(PATIENCE, patience, depends_on_earlier=True)
 }
 _modules: list[str] = []
-"""Arguments of :func:`load_criterion`, for other processes that need the same."""
+"""Arguments of :func:`load_criterion`, for other processes that need the same criteria."""
 _last_logged: dict[str, float] = {}
 _lock = threading.Lock()
 
@@ -161,7 +161,7 @@ def known_criterion(name: str) -> Criterion:
 
 
 def host_criterion(criterion: Criterion) -> HostCriterion | None:
-    """Return a criterion's function; ``None`` where graphs compute it; CriterionError."""
+    """Return a criterion's function (``None``: graphs compute it); CriterionError if unknown."""
     if not criterion.on_host:
         return None
     found = _REGISTERED.get(criterion.name)

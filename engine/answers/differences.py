@@ -19,7 +19,7 @@ from offramp.bundle import Answer
 from offramp.engine.answers.agreement import agreement_of
 
 _APART: Final = 5
-"""Least gap, in powers of two, between two groups of magnitudes: the larger one counts as apart."""
+"""Least gap, in powers of two, from which the larger of two groups of magnitudes is apart."""
 _BEYOND: Final = 64.0
 """Multiple of the median column's size; larger columns do not set the scale of others."""
 
@@ -153,9 +153,9 @@ def _decisions(
 
 
 def _tops(sizes: NDArray[np.float64], least: float) -> NDArray[np.float64]:
-    """[columns]: the largest of ``sizes`` [columns, n] that is not apart, at least ``least``.
+    """Return the largest of ``sizes`` [columns, n] that is not apart (:data:`_APART`), [columns].
 
-    0 where a column has only zeros, which do not determine its scale.
+    It is at least ``least``, but 0 for a column of zeros, which do not determine its scale.
     """
     _, powers = np.frexp(np.maximum(sizes, least))
     lowest = int(powers.min())

@@ -17,7 +17,7 @@ from offramp.certify import leaves
 from offramp.engine.answers.principal_values import principal_values, sure_of
 
 _ZERO = np.float32(0)
-"""``fmax`` with it replaces NaN."""
+"""Zero in float32: ``fmax`` with it replaces NaN by 0."""
 _ONE = np.float32(1)
 
 
@@ -26,11 +26,12 @@ def confidence_of(
 ) -> NDArray[np.float32]:
     """Return the largest probability of answers [b, classes], which are floating-point numbers.
 
-    [b], 0 to 1; for other tasks, the value that as many principal values reach as have to agree
-    (:mod:`.principal_values`). Log-probabilities are treated as logits: their softmax equals their
-    exponential. An answer with NaN, or with logits of +infinity, has confidence 0, so it never
-    exits early; probabilities above 1 count as 1, so that none reaches ``NEVER``. Scores on the
-    model's own scale (``values``) have confidence 1: exits compute theirs before that scale.
+    The confidence is [b], from 0 to 1. For other tasks it is the largest value that the required
+    share of the principal values reaches (:mod:`.principal_values`). Log-probabilities are treated
+    as logits: their softmax equals their exponential. An answer with NaN, or with logits of
+    +infinity, has confidence 0, so it never exits early; probabilities above 1 count as 1, so that
+    none reaches ``NEVER``. Scores on the model's own scale (``values``) have confidence 1: exits
+    compute their confidence before they convert to that scale.
     """
     # Runs between any two stages on arrays of a few dozen numbers, where the number of numpy calls
     # matters: bare ufuncs, no methods, no second pass over the data.
@@ -56,5 +57,5 @@ def confidence_of(
 
 
 def exits(confidence: NDArray[np.float32], threshold: float) -> NDArray[np.bool_]:
-    """[b]: whether samples exit; compared in float32, as in the kernels."""
+    """Return which samples exit, [b]; the comparison is in float32, as in the kernels."""
     return leaves(confidence, np.float32(threshold))

@@ -19,7 +19,7 @@ from offramp.bundle import AnswerForm, AnswerTask
 HIGHEST: Final = 5
 """Number of values used of each heat map (PAME 5.3)."""
 MOST_PLACES: Final = 1024
-"""Largest number of pixels used: of larger maps, those on a coarser grid."""
+"""Largest number of pixels used; larger maps are sampled on a coarser grid."""
 
 Values = NDArray[np.float32]
 
@@ -60,9 +60,9 @@ def principal_values(answer: NDArray[Any], form: AnswerForm, task: AnswerTask) -
 
 
 def sure_of(principal: Values, share: float, mask: NDArray[Any] | None = None) -> Values:
-    """Return the value [b] that at least a share of the principal values [b, n] reach.
+    """Return the largest value [b] that at least a share of the principal values [b, n] reach.
 
-    With a ``mask`` [b, n], only places where it is not 0 count; with none the confidence is 0.
+    With a ``mask`` [b, n], only values where it is not 0 count; if it is all 0, the result is 0.
     """
     count, places = principal.shape
     if mask is None:
@@ -78,7 +78,7 @@ def sure_of(principal: Values, share: float, mask: NDArray[Any] | None = None) -
 
 
 ROUNDING: Final = 1e-6
-"""Tolerance for a share of a number of values that should be a whole number."""
+"""Tolerance with which the required number of values is rounded up to a whole number."""
 
 
 def stride_of(height: int, width: int) -> int:

@@ -26,7 +26,7 @@ _EFFORT: Final = Effort(least=5, most=60, seconds=1.0, half_width=0.0)
 _MOST_ROWS: Final = 8
 LEAST_GAIN: Final = 0.05
 """Share of the time that a runtime must certainly save to be chosen. In a tie ONNX Runtime is
-chosen, with which the bundle was certified and profiled."""
+chosen, because the bundle was certified and profiled with it."""
 
 
 def relative_time(

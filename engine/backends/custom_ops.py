@@ -56,7 +56,7 @@ def libraries() -> tuple[LoadedLibrary, ...]:
 def using_libraries(paths: Sequence[Path]) -> Iterator[None]:
     """Register these libraries with all sessions made in this context, instead of any others.
 
-    This runs code of the libraries. BackendError if a file is no such library.
+    This runs code of the libraries. BackendError if a file is not such a library.
     """
     global _libraries  # noqa: PLW0603 - one set a process, see above
     named = {library.sha256: library for library in map(_loaded, paths)}

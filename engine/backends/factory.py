@@ -98,7 +98,7 @@ def make_backend(
 
 def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
     reasons = [] if options.devices else ["no GPU is to be used"]
-    several = len(options.devices) > 1  # devices named by the user: no CPU instead
+    several = len(options.devices) > 1  # the user named devices: no CPU instead
     try:
         for device in options.devices:
             probe.find_device(device)
@@ -292,7 +292,7 @@ def _operator_libraries(bundles: Sequence[Path]) -> list[OperatorLibrary]:
 
 
 def _refuse_operators(name: str, needed: Sequence[OperatorLibrary]) -> None:
-    """Raise BackendError if operators of libraries are needed and a backend takes none."""
+    """Raise BackendError if operators of libraries are needed and a backend supports none."""
     if needed and not _ENTRIES[name].custom_ops:
         told = "; ".join(library.describe() for library in needed)
         raise BackendError(

@@ -33,10 +33,10 @@ _EMPTY = np.empty(0, np.float32)
 _ZERO = np.float32(0)
 
 Execute: TypeAlias = Callable[[Sequence[str], Mapping[str, NDArray[Any]], None], list[Any]]
-"""Takes the names of outputs, and inputs by name; returns arrays that the caller owns."""
+"""Function that takes names of outputs, and inputs by name; it returns arrays for the caller."""
 
 
-@dataclass(slots=True)  # not frozen, which takes 4 times as long to make: one a stage
+@dataclass(slots=True)  # not frozen: each stage makes one, and frozen ones take 4 times as long
 class HostBatch:
     """Rows of named arrays of equal first dimension."""
 
@@ -70,7 +70,7 @@ class HostStage:
     fetched: tuple[str, ...]
     """Outputs of the graph: answer and confidence first, if they exist, then ``computed``."""
     computed: tuple[str, ...]
-    """Carried tensors that are outputs of the graph."""
+    """Carried tensors (:attr:`.StageSpec.carried`) that are outputs of the graph."""
     passed: tuple[str, ...]
     """Carried tensors that are not outputs of the graph: graph inputs, outputs of earlier
     stages."""
@@ -224,7 +224,7 @@ class HostSlot:
         return StageResult(answer, confidence, HostBatch(carried, batch.rows))
 
     def select(self, batch: TensorBatch, rows: Rows) -> HostBatch:
-        """Copy the given rows, unless they are all there are."""
+        """Copy the given rows, unless these are all rows of the batch."""
         assert isinstance(batch, HostBatch)
         if len(rows) == len(batch):
             return batch

@@ -143,6 +143,6 @@ class OnnxRuntimeBackend(HostBackend):
             session = self._sessions[key] = _native(made)
         return LoadedGraph(
             read={tensor.name for tensor in session.inputs_meta},
-            given={output.name for output in session.outputs_meta},  # names may be no UTF-8
+            given={output.name for output in session.outputs_meta},  # names are not always UTF-8
             execute=session.run,
         )

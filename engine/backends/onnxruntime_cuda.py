@@ -131,7 +131,7 @@ def _has_convolutions(model: bytes) -> bool:
 
 
 def _fixed_sizes(shapes: GraphShapes) -> dict[str, Shape]:
-    """Return the shapes of one row for a graph without a bundle; BackendError if sizes are open."""
+    """Return the shapes of one row for a graph without a bundle; BackendError if any is unknown."""
     fixed: dict[str, Shape] = {}
     for name, argument in shapes.inputs.items():
         sizes = tuple(size for size in argument.shape[1:] if isinstance(size, int))

@@ -1,8 +1,8 @@
 """Several devices of one kind as one backend; each stream stays on one device.
 
-Stream *s* runs on device *s* modulo their number, with the slots, memory and engines of the
-device's own backend. Stages are prepared on every device. Rows that were buffered on one device may
-be merged on another, which copies them through the host
+Stream *s* runs on device *s* modulo the number of devices, with the slots, memory and engines of
+the device's own backend. Stages are prepared on every device. Rows that were buffered on one device
+may be merged on another, which copies them through the host
 (:meth:`offramp.engine.cuda.slot.CudaSlot.merge`).
 
 If a device fails, the health checks (:mod:`offramp.engine.serving.stream_health`) take its streams
@@ -56,7 +56,8 @@ class _SharedStage:
 
     spec: StageSpec
     parts: dict[str, Stage]
-    """Prepared stages by device; one that failed to prepare is missing, and tries again."""
+    """Prepared stages by device; a device that failed to prepare its stage is missing, and tries
+    again."""
 
 
 class SeveralDevices:
@@ -122,7 +123,7 @@ class SeveralDevices:
         return None
 
     def open_slot(self) -> SlotOnDevice:
-        """Open a slot on the device with the fewest slots; devices that failed last come last.
+        """Open a slot on the device with the fewest slots; devices that failed are tried last.
 
         BackendError if no device can open one.
         """
@@ -187,7 +188,7 @@ class SlotOnDevice:
     ) -> StageResult:
         """Execute the device's copy of a stage; load the stage if the device lacks it.
 
-        WorkerLostError if the device is lost: no fault of the batch, which goes on elsewhere.
+        WorkerLostError if the device is lost: the batch is not at fault, and goes on elsewhere.
         """
         device = self._device
         try:

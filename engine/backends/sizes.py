@@ -1,6 +1,6 @@
 """Shapes of a bundle's tensors, found by running the model on the CPU.
 
-Shape inference loses sizes at a ``Reshape``, so some graphs lack them. The model is run once.
+Shape inference loses sizes at a ``Reshape``, so graphs may lack them; one run finds them all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offramp.engine.cuda.executable import Shape
 from offramp.engine.graphs.assembly import assemble
 
 PROBED_ROWS = 2
-"""Rows of the run: small, and not 1, which broadcasts."""
+"""Number of rows in the run: small, but not 1, because a size of 1 broadcasts."""
 
 _NUMPY = {
     "tensor(float)": np.float32,

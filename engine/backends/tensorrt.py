@@ -30,7 +30,8 @@ from offramp.engine.tensorrt.lookup import EnginePlace, as_computed, find_engine
 from offramp.engine.tensorrt.scratch_layout import ScratchLayout
 
 _MOST_SHAPES = 4096
-"""Most known shapes of an engine in a slot; inputs of variable length have unlimited shapes."""
+"""Largest number of known shapes of an engine in a slot; inputs of variable length have unlimited
+shapes."""
 
 
 class TensorRTFactory:
@@ -126,8 +127,8 @@ class TensorRTStage:
         self.capturable = capturable
         """``True`` if capture is possible; it may still fail at the first attempt."""
         self.pads = capturable
-        """``True`` if batches are padded: every size takes a graph, and slow new contexts of all
-        engines."""
+        """``True`` if batches are padded: every new size needs a graph and new contexts of all
+        engines, which are slow to make."""
         self.remedy = remedy
         self._taken = taken
         engines = [each.engine for each in taken]
@@ -144,7 +145,7 @@ class TensorRTStage:
         """Scratch memory of TensorRT, and of tensors between the engines of a chain, in bytes."""
 
     def padding_limit(self, rows: int) -> int:
-        """Return the last batch size of the profiles that hold the rows; gaps may follow it."""
+        """Return the last batch size of the profiles that ``rows`` fit; the next may not fit."""
         ends = [
             next((p.last_batch for p in each.engine.entry.profiles if p.takes(rows)), rows)
             for each in self._taken

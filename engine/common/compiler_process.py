@@ -14,7 +14,7 @@ from offramp.engine.common.job_runner import environment_of_child
 _STOP_S: Final = 5.0
 _WORKER: Final = "offramp.engine.common.build_worker"
 _SHOWN: Final = 300
-"""Most characters shown of the last line that a failed build printed."""
+"""Largest number of characters shown of the last line that a failed build printed."""
 
 
 class BuildProcess:

@@ -5,7 +5,8 @@ which ``{"$array": 3}`` refers to the array called ``array_3``. :mod:`.state_fil
 place, and which of several servers writes it.
 
 A state only shortens the start. So if the file cannot be used, serving starts without it, and the
-log states why. It is read only under the circumstances in which it was saved (the fingerprint).
+log states why. It is read only if the circumstances (the fingerprint) are those in which it was
+saved.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def identity_of(bundle: Bundle) -> dict[str, str]:
 def save_state(
     path: str | os.PathLike[str], state: Mapping[str, Any], *, fingerprint: Mapping[str, str]
 ) -> bool:
-    """Save a state, replacing the one saved before; readers find either, whole.
+    """Save a state, replacing the one saved before; readers find one of the two, complete.
 
     Args:
         path: The file.

@@ -83,7 +83,7 @@ class JobRunner:
         self._limit_s = limit_s
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        """Guards the next three attributes; never held while waiting."""
+        """Lock of the next three attributes; it is never held while waiting."""
         self._tasks: dict[Future[Any], _Task] = {}
         """Unfinished tasks."""
         self._child: _Child | None = None
@@ -93,7 +93,7 @@ class JobRunner:
         """``True`` if the last child could not be started; used by the thread only."""
 
     def start(self) -> Future[Any]:
-        """Start the child now, so that the first job does not wait; done when it takes jobs."""
+        """Start the child now, for the first job; the future is done when the child takes jobs."""
         return self._put(_Task(purpose="starting", message=None))
 
     def submit(self, job: Job) -> Future[Any]:

@@ -29,12 +29,12 @@ import traceback
 from typing import IO, Any, Final, NoReturn
 
 READY: Final = b"ready"
-"""Sent once, as soon as jobs are accepted."""
+"""Message that is sent once, as soon as jobs are accepted."""
 NICENESS: Final = 10
-"""Added to the parent's nice value: streams that run batches have priority."""
+"""Number added to the parent's nice value, because streams that run batches have priority."""
 _LENGTH: Final = struct.Struct("<Q")
 _MOST_BYTES: Final = 1 << 40
-"""Larger than any message, and smaller than eight printed letters read as a length."""
+"""Bound on lengths: above that of any message, below eight printed letters read as a length."""
 
 
 def write_message(stream: IO[bytes], content: bytes) -> None:

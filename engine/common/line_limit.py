@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, TextIO
 
 LINES: Final = 5
-"""Lines of a kind that are written within :data:`WINDOW_S`; further ones are counted."""
+"""Number of lines of a kind that are written within :data:`WINDOW_S`; further ones are counted."""
 WINDOW_S: Final = 1.0
 
 _MAX_CHARS: Final = 500
@@ -93,7 +93,7 @@ class OneLineFilter(logging.Filter):
 
 
 MOST_LINES: Final = 10_000
-"""Most lines that wait to be written; further ones are dropped and counted."""
+"""Largest number of lines that wait to be written; further ones are dropped and counted."""
 _FLUSH_S: Final = 1.0
 """Longest wait, in seconds, for queued lines when the process ends."""
 

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 SUFFIX: Final = ".state.npz"
 LOCK_SUFFIX: Final = ".state.lock"
 _LONGEST: Final = 60
-"""Most characters of a name or host in the file name; file systems allow 255 in total."""
+"""Largest number of characters of a name or host in the file name; file systems allow 255 in
+total."""
 
 
 class OwnedFile:

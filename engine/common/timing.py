@@ -18,7 +18,7 @@ import numpy as np
 from offramp.certify import FloatArray
 
 Timer = Callable[[], float]
-"""Runs a system once; returns its time in milliseconds."""
+"""Function that runs a system once, and returns its time in milliseconds."""
 
 WARM_UP_ROUNDS = 2
 LEVEL = 0.95
@@ -29,9 +29,9 @@ def clock_of(threads: int) -> Callable[[], float]:
     """Return the clock, in seconds, for work on this many threads that ends in the calling thread.
 
     One thread is timed by its own CPU time, which excludes other processes. By wall time, with two
-    processes on a core, the border of a small model, 0.07 ms, appeared as 2.5 ms: one preemption of
-    a batch takes longer than borders and heads. Parallel work of several threads can only be timed
-    by wall time.
+    processes on a core, the border of a small model (the cost of a cut between two stages), 0.07
+    ms, appeared as 2.5 ms: one preemption of a batch takes longer than borders and heads. Parallel
+    work of several threads can only be timed by wall time.
     """
     return time.thread_time if threads == 1 else time.perf_counter
 
@@ -45,7 +45,7 @@ class Effort:
     most: int = 40
     """Largest number of sweeps."""
     seconds: float = 2.0
-    """Seconds after which no sweep begins, once there are ``least``."""
+    """Seconds after which no sweep begins, once there were ``least`` sweeps."""
     half_width: float = 0.004
     """Sufficient half-width of an interval, as a share of its scale."""
 
@@ -104,7 +104,7 @@ def estimate(values: FloatArray) -> Estimate:
 
 
 def _rank(rounds: int) -> int:
-    """Return the largest r for which the r-th smallest and largest hold the median with LEVEL."""
+    """Return the largest r so that r-th smallest and r-th largest enclose the median with LEVEL."""
     below, rank = 0.0, 0
     for r in range(rounds // 2):
         below += comb(rounds, r) / 2**rounds
@@ -130,7 +130,7 @@ class Sweeps:
     done: int = 0
 
     def order(self) -> Iterator[tuple[int, list[int]]]:
-        """Yield the rounds of the next sweep: batch size's index, and systems in running order."""
+        """Yield the rounds of the next sweep: index of batch size, and systems in running order."""
         for size, repeats in enumerate(self.repeats):
             for repeat in range(repeats):
                 # counted for each size: a common count may be a multiple of the number of systems
@@ -196,8 +196,8 @@ def time_rounds(
         repeats: [batch sizes]: rounds in a sweep.
         effort: When to stop.
         half_widths: Returns the widest wanted interval of the rounds so far, as a share.
-        clock: Seconds.
-        cpu_clock: CPU seconds of this process.
+        clock: Returns the time in seconds.
+        cpu_clock: Returns the CPU seconds of this process.
         progress: Called with 1 after each of the first ``effort.least`` sweeps.
         one_by_one: Run all of a system's rounds in a sweep before the next system's, if the systems
             cannot all be loaded at the same time.
@@ -230,7 +230,7 @@ def time_rounds(
 
 
 _Run: TypeAlias = "tuple[int, int, list[float]]"
-"""System's index, batch size's index, and the milliseconds of the round by system."""
+"""Index of the system, index of the batch size, and milliseconds of the round by system."""
 
 
 def _by_system(runs: Iterable[_Run]) -> list[_Run]:

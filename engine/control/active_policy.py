@@ -165,7 +165,7 @@ class ActivePolicy:
         return True
 
     def limited(self, exits: tuple[int, ...], levels: Fitted) -> Fitted:
-        """Drop levels that answer more than the compiled policy, if none may."""
+        """Drop levels that answer more than the compiled policy, if the settings forbid these."""
         if not self._settings.never_beyond_compiled:
             return levels
         end = self._last_within(exits, levels.thresholds) + 1
@@ -302,8 +302,9 @@ class AuditSettings:
 def affordable(shares: FloatArray, latency_ms: FloatArray, budget: float) -> float:
     """Return the largest audit probability within the budget, a share of all compute, in (0, 1].
 
-    ``shares``, float64[active + 1], are of samples answered at each exit in use, the last at the
-    end. ``latency_ms`` is the time until each, including all exits (:meth:`.CostModel.latency_ms`).
+    ``shares``, float64[active + 1], are the shares of samples answered at each exit in use, and at
+    the end. ``latency_ms`` is the time until each of these answers, including all exits
+    (:meth:`.CostModel.latency_ms`).
     """
     without = float(shares @ latency_ms)
     more = float(shares @ (latency_ms[-1] - latency_ms))
@@ -360,10 +361,10 @@ class PolicyMetrics:
         *,
         alpha: float,
     ) -> None:
-        """Start without observations of a policy with these exits in use, in shadow mode or not.
+        """Start without observations; ``exits`` are in use, some of them in shadow mode.
 
         ``shares``, float64[K + 1], are the expected shares of samples answered at each exit, the
-        last at the end. The upper bound may ever be wrong with probability ``alpha``.
+        last at the end. The upper bound is ever wrong with a probability of at most ``alpha``.
         """
         self._costs = costs
         self._answered = shares.copy()
@@ -376,7 +377,7 @@ class PolicyMetrics:
         self.audit = AuditRate(audits, *self._shares(exits))
 
     def observe(self, seen: Observations, loss: FloatArray) -> None:
-        """Add samples served under the policy, none forced, and their float64[n] losses."""
+        """Add samples served under the policy, none of them forced, with losses float64[n]."""
         self.served += len(seen)
         self.bound.add(loss, largest=1 / float(seen.audit_probability.min()))
         self._answered *= math.exp(-len(seen) / _MEMORY)

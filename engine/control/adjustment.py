@@ -163,7 +163,7 @@ class Adjustment:
     """The exits to use from now on."""
 
     active: tuple[int, ...]
-    """Indices in depth order; their overhead is within the budget."""
+    """Indices of the exits, in depth order; their overhead is within the budget."""
     thresholds: tuple[float, ...]
     """Thresholds of the active exits; ``NEVER`` for the one that is tried, until the next
     tuning."""
@@ -245,7 +245,7 @@ def _within_budget(
 def _best_candidate(
     kept: tuple[int, ...], worth: Utilities, costs: CostModel, max_overhead: float
 ) -> int | None:
-    """Return the exit after the last one kept that could win the most; ``None`` if none could."""
+    """Return which exit after the last one kept could win the most time; ``None`` if none could."""
     leaving = dict(zip(worth.active, worth.counts.tolist(), strict=False))
     reaching = int(worth.counts.sum()) - sum(leaving[e] for e in kept)
     dropped = [e for e in worth.active if e not in kept]
@@ -271,7 +271,7 @@ def _intervals(first: int, dropped: Sequence[int], exits: int) -> list[range]:
 
 
 def _rounds(intervals: list[range]) -> Iterator[list[int]]:
-    """Yield the middle of each interval, then the next exit of each, in all in parallel."""
+    """Yield the middle exits of all intervals, then the next exit of each interval, and so on."""
     tails = [span[(len(span) - 1) // 2 :] for span in intervals]
     for place in range(max((len(tail) for tail in tails), default=0)):
         yield [tail[place] for tail in tails if place < len(tail)]
@@ -294,7 +294,7 @@ def _most_leaving(
 def _probe(
     worth: Utilities, costs: CostModel, max_overhead: float
 ) -> tuple[tuple[int, ...], int | None, Reason]:
-    """Add an exit just before the best, or else shift the worst: exits kept, exit tried, reason."""
+    """Add an exit before the best, or shift the worst; return exits kept, exit tried, reason."""
     active = worth.active
     worst_first = [active[i] for i in np.argsort(worth.utility_ms, kind="stable")]
 

@@ -79,7 +79,7 @@ class CandidateTests:
         """Number of the job that is being computed."""
         self._jobs = 0
         self._unfitted = 0
-        """Samples since a path was last requested."""
+        """Number of samples since a path was last requested."""
         self._fruitless = 0
         """Paths requested since one last became active; each doubles the wait for the next."""
         self._drifted = False
@@ -197,20 +197,20 @@ class CandidateTests:
 
 
 _JUDGED: Final = 2048
-"""Newest complete samples that levels are judged by."""
+"""Number of newest complete samples that levels are judged by."""
 _FEWEST: Final = 64
-"""Complete samples below which expected values are used instead."""
+"""Number of complete samples below which expected values are used instead."""
 _WORTH_A_TEST: Final = 3.0
 """Least gain that a candidate must promise, in units of ``min_gain``: its test uses α and audits.
 """
 _PROMISING: Final = 0.8
 """Estimated risk, as a share of the bound, up to which a level is worth testing."""
 _ENOUGH_AUDITED: Final = 500
-"""Audited samples, or samples of the same weight, below which recent risk is not judged. With
-fewer, the drift alarm is faster, and a change of policy would only delay it."""
+"""Number of audited samples, or of samples of the same weight, below which recent risk is not
+judged. With fewer, the drift alarm is faster, and a change of policy would only delay it."""
 _DEVIATIONS: Final = 3.0
-"""Standard errors by which recent risk must exceed the bound to count as drift. The check repeats
-often, and 2 were often reached by chance."""
+"""Number of standard errors by which recent risk must exceed the bound to count as drift. The check
+repeats often, and chance often reaches 2."""
 
 
 class SavingsEstimator:
@@ -244,7 +244,7 @@ class SavingsEstimator:
         return risk if risk > limit else None
 
     def mean_ms(self, exits: Sequence[int], shares: FloatArray) -> FloatArray:
-        """float64[levels]: mean time until the answer, with these exits in use."""
+        """Return the mean time until the answer with these exits in use, float64[levels]."""
         return np.asarray(shares @ self._costs.latency_ms(exits))
 
     def best_certified(self, path: ThresholdPath, outlook: Outlook) -> int:
@@ -253,7 +253,7 @@ class SavingsEstimator:
         return int(np.flatnonzero(fine)[-1])
 
     def promising(self, risk: FloatArray) -> int:
-        """Return the most aggressive level that may pass later, by float64[levels] risks."""
+        """Return the most aggressive level that may pass later; ``risk`` is float64[levels]."""
         return int(np.flatnonzero(risk <= _PROMISING * self._bound)[-1])
 
     def is_gain(self, mean_ms: float, than_ms: float) -> bool:

@@ -1,4 +1,4 @@
-"""The certified controller: thresholds go as far as the evidence allows, and back if it breaks.
+"""The certified controller: it lowers thresholds as far as evidence allows; drift resets them.
 
     the bundle's policy is a level of a threshold path
     every chunk of served samples:
@@ -48,8 +48,8 @@ from offramp.engine.control.shift import ShiftGuard
 __all__ = ["CertifiedController", "CertifiedSettings"]
 
 _SETTLED: Final = 2048
-"""Samples that an answering policy stays active for, unless the next one takes much less time:
-while levels pass one after the other, versions would otherwise change fast."""
+"""Number of samples for which an answering policy stays active, unless the next policy takes much
+less time: while levels pass one after the other, versions would otherwise change fast."""
 _LEAP: Final = 0.95
 """Share of the mean time that counts as much less."""
 

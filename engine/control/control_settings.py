@@ -25,8 +25,8 @@ class CertifiedSettings:
     least_budgeted: float = 0.01
     """Audit probability that is always affordable, even beyond :attr:`audit_budget`."""
     least_audit: float = 0.003
-    """Lower bound of the audit probability; most audits of the budget may be kept for the samples
-    that follow disagreements (:mod:`.drift`)."""
+    """Lower bound of the audit probability; the larger part of the budget may be kept for the
+    samples that follow disagreements (:mod:`.drift`)."""
     raise_audits: bool = True
     """True if audits increase after a disagreement, and decrease at other times (:mod:`.drift`)."""
     alarm_rate: float = DEFAULT_RATE
@@ -36,16 +36,17 @@ class CertifiedSettings:
     look_every: int = 256
     """Samples between two checks for possible changes."""
     window: int = 4096
-    """Complete samples that are kept to tune on."""
+    """Number of complete samples (:attr:`.Observations.complete`) that are kept to tune on."""
     tune_samples: int = 512
-    """Complete samples needed to tune; they must be worth half as many unweighted ones."""
+    """Number of complete samples needed to tune; with their weights, they must be worth half as
+    many unweighted ones."""
     retune_every: int = 16_384
     """Samples after which a new path is fitted, to see if it saves more; doubled each time it does
     not.
     """
     patience: int = 10_000
-    """Audited samples without success after which no more are requested, and tested candidates are
-    dropped."""
+    """Number of audited samples without success after which no more audits are requested, and
+    tested candidates are dropped."""
 
     def __post_init__(self) -> None:
         shares = ("max_disagreement", "confidence_level", "audit_budget", "alarm_rate", "min_gain")

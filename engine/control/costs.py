@@ -26,7 +26,7 @@ class CostModel:
     """Time of each segment. The sum is ``source_ms``; in a cascade, segments of the quantised model
     come first, in addition."""
     stages_ms: tuple[float, ...]
-    """Time per exit for border, dispatch and exit check."""
+    """Time per exit for its border (the cost of the cut between two stages), dispatch and check."""
     after_segment: tuple[int, ...]
     """Index of the segment before each exit."""
     exits_ms: tuple[float, ...]
@@ -97,11 +97,11 @@ class CostModel:
         return before + max(share * (1 - self.unsure * self.source_ms / everything), 0.0)
 
     def until_ms(self) -> FloatArray:
-        """[exits]: the model's own time up to each exit, without the cost of exits."""
+        """Return the model's own time up to each exit, without the cost of exits: [exits]."""
         return np.asarray(np.cumsum(self.segments_ms)[list(self.after_segment)])
 
     def latency_ms(self, active: Sequence[int]) -> FloatArray:
-        """[active + 1]: time until each active exit's answer, and until the model's end.
+        """Return the time until each active exit's answer, and the model's end: [active + 1].
 
         Apparate 3.3: the model's own time up to the exit, and the cost of every active exit up to
         it. In a cascade, the source model runs from its beginning after the last active exit.
@@ -115,10 +115,11 @@ class CostModel:
         return np.array([*times, end + exits_so_far])
 
     def avoided_ms(self, active: Sequence[int]) -> FloatArray:
-        """[active]: time that a sample avoids by leaving at an exit, without the cost of exits.
+        """Return the time that a sample avoids by leaving at each exit: [active].
 
-        This is the model's own time after the exit. In a cascade, the segments between the last two
-        exits run because of the last exit, also for samples that leave there.
+        This is the model's own time after the exit, without the cost of exits. In a cascade, the
+        segments between the last two exits run because of the last exit, also for samples that
+        leave there.
         """
         until = self.until_ms()[list(active)]
         if not self.source_begins:
@@ -129,9 +130,10 @@ class CostModel:
         return left
 
     def added_ms(self, active: Sequence[int]) -> FloatArray:
-        """[active]: time that an exit costs a sample that passes it: bridge, head and border.
+        """Return the time that each exit costs a sample that passes it: [active].
 
-        In a cascade, the last exit also costs the segments between the exit before it and itself.
+        It includes bridge, head and border. In a cascade, the last exit also costs the segments
+        between the exit before it and itself.
         """
         rows = list(active)
         added = np.add(self.exits_ms, self.stages_ms, dtype=np.float64)[rows]

@@ -3,11 +3,12 @@
 The drift alarm fires when the risk has risen above its bound. It places bets that begin at every
 sample: an e-detector (Shin, Ramdas, Rinaldo: "E-detectors: a nonparametric framework for sequential
 change detection", 2023) of the Shiryaev-Roberts kind: M_t = (M_{t−1} + q_t) (1 + λ_t (X_t − ε)),
-with q_t the audit probability, 1 in release mode. As long as the mean of X given the past is at
-most ε, M_t − (q_1 + … + q_t) is a supermartingale, so M takes at least 1/a audited samples, in the
-mean, to reach 1/a: this bounds the rate of false alarms. Once the mean is above ε, M grows
-exponentially from the best moment to have begun. (With 1 in place of q_t, M would start as many
-bets as there are samples, and would alarm as often with few audits as with many.)
+with X_t the loss of sample t, q_t its audit probability (1 in release mode), λ_t the bet, and ε the
+bound. As long as the mean of X given the past is at most ε, M_t − (q_1 + … + q_t) is a
+supermartingale, so M takes at least 1/a audited samples, in the mean, to reach 1/a: this bounds the
+rate of false alarms. Once the mean is above ε, M grows exponentially from the best moment to have
+begun. (With 1 in place of q_t, M would start as many bets as there are samples, and would alarm as
+often with few audits as with many.)
 
 Each alternative p > ε has its own bet, which grows fastest there (for losses of 0 and 1/q); the
 mean of their M's is again an e-detector. Between two losses above 0 there is a closed form, so only
@@ -96,7 +97,7 @@ class DriftAlarm:
         self.sums = kept_array(state, "sums", self.sums.shape, least=0.0)
 
     def _bets(self, probability: float) -> FloatArray:
-        """float64[alternatives]: bets, at most 1/ε, so that no factor is below 0."""
+        """Return each alternative's bet, float64[alternatives], ≤ 1/ε so that no factor is < 0."""
         edge = self.risks - self.bound
         return np.asarray(edge / (self.bound * (1 / probability - self.bound)))
 
@@ -108,11 +109,11 @@ def _without_loss(sums: FloatArray, factor: FloatArray, samples: int) -> FloatAr
 
 
 _TOLERATED: Final = 1.25
-"""κ, as a multiple of the bound."""
+"""κ of :class:`Suspicion`, the tolerated share of disagreement, as a multiple of the bound."""
 _SERIOUS: Final = 5.0
-"""S from which the evidence for a policy counts as doubtful. A few disagreements do not reach it:
-where the risk is seven tenths of the bound, S reaches it with a probability of at most
-e^(−5 · 1.07) = 0.5 % (the exponential bound of a reflected walk)."""
+"""Value of S (:class:`Suspicion`) from which the evidence for a policy counts as doubtful. A few
+disagreements do not reach it: where the risk is seven tenths of the bound, S reaches it with a
+probability of at most e^(−5 · 1.07) = 0.5 % (the exponential bound of a reflected walk)."""
 _LEAST_SHARE: Final = 0.3
 """Share of the audits that is never moved to the time after disagreements."""
 _MEMORY: Final = 4096.0
@@ -121,8 +122,8 @@ _STEPS_PER_HALVING: Final = 4
 _PRIOR: Final = 512.0
 """Audits that are assumed to have been made before the first one."""
 _FIRST_SHARE: Final = 0.43
-"""Share of these that was not made after disagreements: about the share at a risk of seven tenths
-of the bound, so that there are hardly too many audits at first."""
+"""Share of these audits that was not made after disagreements: about the share at a risk of seven
+tenths of the bound, so that there are hardly too many audits at first."""
 
 
 class Suspicion:
@@ -188,7 +189,7 @@ class Suspicion:
         return self.excess >= _SERIOUS
 
     def audit_probability(self, budgeted: float) -> float:
-        """Return the probability for samples started from now on, in (0, 1], by the budgeted one.
+        """Return the probability for samples started from now on, in (0, 1], from the budgeted one.
 
         A check ends with the first call after samples arrived; further calls return the same value.
         The next check is expected to bring as many samples as this one, or half of the number

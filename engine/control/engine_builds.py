@@ -29,7 +29,7 @@ class BuildBudget:
     settle_s: float = 60.0
     """Time that stages must have been in use: exits change often."""
     longest_s: float = 1800.0
-    """A build that takes longer is stopped, and counts as failed."""
+    """Time limit of a build; a longer build is stopped, and counts as failed."""
     pause_s: float = 300.0
     """Pause after a failure; doubled with each further failure in a row."""
     longest_pause_s: float = 4 * 3600.0
@@ -56,7 +56,7 @@ class BuildDecisions:
     def __init__(self, budget: BuildBudget, now_s: float) -> None:
         self._budget = budget
         self._wanted: dict[str, dict[str, float]] = {}
-        """For each model, the engines it lacks, and the time since when."""
+        """Engines that each model lacks, each with the time since which it is missing."""
         self._tried: dict[tuple[str, str], int] = {}
         self._running: tuple[BuildRequest, float] | None = None
         self._left_s = budget.share * SAVED_UP_S
@@ -65,7 +65,7 @@ class BuildDecisions:
         self._failures = 0
 
     def want(self, model: str, units: Collection[str], now_s: float) -> None:
-        """Set the engines that a model lacks now, all of them."""
+        """Set the names of all engines that a model lacks now."""
         before = self._wanted.get(model, {})
         self._wanted[model] = {unit: before.get(unit, now_s) for unit in units}
 
@@ -105,7 +105,7 @@ class BuildDecisions:
         still.update((unit, now_s) for unit in request.units if unit in still)
 
     def _due(self, model: str, now_s: float) -> list[str]:
-        """Return the engines to build together: all with tries left, once all have settled."""
+        """Return all engines with tries left, to build together; none until all have settled."""
         budget = self._budget
         units = {u: since for u, since in self._wanted[model].items() if self._may_try(model, u)}
         settled = all(now_s - since >= budget.settle_s for since in units.values())

@@ -39,7 +39,7 @@ SHARED: Final = 4096
 """Admitted samples over which the share of one source is bounded."""
 _BLOCKS: Final = 256
 _BLOCK_BYTES: Final = 256
-"""Number of blocks and bytes per block that are read of long inputs."""
+"""Number of blocks that are read of a long input, and number of bytes in a block."""
 
 
 class EvidenceWindow:

@@ -49,10 +49,10 @@ heavier than its formula."""
 LEAST_REFERENCE: Final = 512
 """Least number of samples to make bins from and to compare with."""
 _LEAST_REACHED: Final = 128
-"""Least number of these that reach an exit; else the exit is left out."""
+"""Least number of reference samples that reach an exit; else the exit is not compared."""
 _WINDOWS_AVERAGED: Final = 32
 _ABSENT: Final = BINS
-"""Value instead of a bin if the sample did not reach the exit."""
+"""Value in place of a bin if the sample did not reach the exit."""
 
 
 class ShiftDetector:
@@ -126,7 +126,7 @@ class ShiftDetector:
         return np.array(bins, np.int64).reshape(confidence.shape)
 
     def _look(self) -> bool:
-        """Compare at every scale; then add samples that are recent at none to the reference."""
+        """Compare at every scale; then add samples that are no longer recent to the reference."""
         found = False
         newest = _count(self._recent)
         for place, scale in enumerate(SCALES):
@@ -195,7 +195,7 @@ def _count(bins: IntArray) -> FloatArray:
 RECOVERY: Final = 8_192
 """Largest number of samples that are all audited after an alarm."""
 _COMPARED: Final = 4_096
-"""Samples to compare with when a policy becomes active."""
+"""Number of samples to compare with when a policy becomes active."""
 BLIND: Final = 1_024
 """Samples until exits with too little data are compared too."""
 ALIKE: Final = 1_024
@@ -205,9 +205,9 @@ KEPT: Final = 2_048
 FIRST_WAIT: Final = 1_024
 """Samples until a second notice may follow the first."""
 _UNSAID: Final = -1.0
-"""Confidence in a saved state of an exit that a sample did not pass."""
+"""Value in a saved state for the confidence of an exit that a sample did not pass."""
 _MISSING: Final = 0.1
-"""Share of the samples reaching an exit whose confidence there may be unknown."""
+"""Largest share of the samples reaching an exit whose confidence there may be unknown."""
 QUIET: Final = 32_768
 """Samples without a notice after which the wait is halved."""
 
@@ -237,7 +237,7 @@ class ShiftGuard:
         self._wait = self._since = FIRST_WAIT
         """Least number of samples between two notices, and samples since the last notice."""
         self._left = 0
-        """Samples left of those that are all audited."""
+        """Number of next samples that are audited without exception."""
         self._detector = ShiftDetector()
         self._watched: tuple[int, ...] = ()
         """Exits whose confidences are compared."""
@@ -250,7 +250,7 @@ class ShiftGuard:
         self.alike = ALIKE
         """Samples since a restart that look like those before it, up to :data:`ALIKE`."""
         self._is_half_blind, self._blind_for = False, 0
-        """True if some exits lack samples and are not compared; and for how many samples more."""
+        """True if some exits lack samples and are not compared; samples until they are compared."""
 
     @property
     def matches_previous(self) -> bool:
@@ -297,7 +297,7 @@ class ShiftGuard:
         self.watch(policy)
 
     def start_over(self, policy: ExitPolicy) -> None:
-        """Compare with calibration, as at first."""
+        """Compare with the calibration data again, as at first."""
         self._recent.keep(0)
         self._recent.add_confidence(self._calibration)
         self.alike = ALIKE

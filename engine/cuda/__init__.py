@@ -9,7 +9,7 @@
     execution      a stage's run: shapes, CUDA graph, and the parts of each batch
     padding        the few batch sizes that stages are run at
     stream         kernels and copies of rows, enqueued and waited for
-    memory, batch  buffers and the pool; the tensors in them, their places and lifetimes
+    memory, batch  buffers and the pool; the tensors in them, their offsets and lifetimes
     executable     protocols of running stages, which TensorRT and ONNX Runtime implement
     driver         the protocol of CUDA; pycuda_driver and graphs implement it on a GPU
 

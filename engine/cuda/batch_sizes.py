@@ -3,7 +3,7 @@
 A new size needs a CUDA graph with its own execution contexts (TensorRT), or a new plan of all
 convolutions (ONNX Runtime, whenever the size changes: on an H100 this takes 180 ms for a
 ResNet-101, and the batch 12 ms). So batches are padded to the next of 1, 2, 4, 8, 12, 16, 24, 32,
-48, … rows. The padding is a copy of their first rows, which are valid inputs of every stage, and
+48, … rows. The padding rows are copies of the batch's first rows: valid inputs of every stage,
 whose results are not read. A stage runs less than twice the rows of a batch.
 """
 

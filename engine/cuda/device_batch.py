@@ -1,4 +1,4 @@
-"""Batches of tensors in device memory: places and lifetimes of their tensors.
+"""Batches of tensors in device memory: offsets and lifetimes of their tensors.
 
 Offsets depend on the row and the capacity, never on the actual number of rows: so a stage finds its
 inputs at the same addresses for any number of survivors of the stage before it, and a captured CUDA
@@ -63,7 +63,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """Consecutive tensors; compared by identity, because it is looked up every stage."""
+    """A layout of consecutive tensors; compared by identity, because every stage looks it up."""
 
     row: Row
     capacity: int
@@ -129,7 +129,7 @@ class CudaBatch:
     survivors: NDArray[np.int32] | None = None
     """Rows that the stage's end has already copied to the input area, ascending."""
     brought: tuple[Region, int] | None = None
-    """The input area, and its version at that time."""
+    """The input area, and its version when these rows were copied."""
 
     def __len__(self) -> int:
         return self.rows

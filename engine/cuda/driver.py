@@ -123,7 +123,7 @@ class Driver(Protocol):
         """Compute capability, such as (9, 0)."""
 
     def current(self) -> AbstractContextManager[None]:
-        """Make the device's context current on this thread, until the end of the block; nests."""
+        """Make the device's context current on this thread until the block ends; may be nested."""
 
     def memory(self) -> tuple[int, int]:
         """Return free and total bytes of the device."""

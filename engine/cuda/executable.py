@@ -122,7 +122,7 @@ class PreparedStage(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Largest memory between its beginning and its end; 0 if it allocates its own."""
+        """Largest scratch memory that one run needs, in bytes; 0 if it allocates its own."""
 
     @property
     def max_rows(self) -> int:

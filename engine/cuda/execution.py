@@ -46,7 +46,8 @@ class Execution:
     given: dict[str, RowPart]
     """Row part of each output."""
     carried: Layout | None
-    """Layout of the carried tensors, in the next input area; ``None`` after the last stage."""
+    """Layout of the carried tensors (``StageSpec.carried``), in the next input area; ``None`` after
+    the last stage."""
     targets: dict[str, int]
     """Addresses of the carried tensors there, by name."""
     runs: dict[int, StageRun] = field(default_factory=dict)
@@ -110,9 +111,9 @@ class StageRun:
     targets: tuple[int, ...]
     """Addresses of the carried tensors there."""
     sources: tuple[int, ...]
-    """Addresses of the carried tensors before rows leave."""
+    """Addresses of the carried tensors while they still have the rows that leave."""
     passes: bool
-    """``True`` if some of them are inputs that pass through."""
+    """``True`` if some carried tensors are inputs that pass through."""
     fills: tuple[tuple[int, int, int], ...]
     """(target, source, bytes) of the padding rows."""
     copies: tuple[tuple[int, int, int], ...]

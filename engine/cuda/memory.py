@@ -3,7 +3,7 @@
 The arena of a slot has, on the device::
 
     inputs 0, 1   inputs of a stage; the next stage reads from the other one
-    outputs       outputs of a stage before leaving rows are removed
+    outputs       outputs of a stage, still with the rows that leave
     scratch       memory of the executables, between the beginning and the end of a stage
     by_row        counters of the stage end, row numbers
 
@@ -230,7 +230,7 @@ class Arena:
             self.growths += 1
 
     def grow_rows(self, rows: int) -> None:
-        """Ensure buffers for batches of ``rows`` in all that depends on rows."""
+        """Ensure that all buffers that depend on rows hold batches of ``rows``."""
         if rows > self.by_row.rows:
             self.settle()
             self.by_row.reserve(rows)
@@ -287,7 +287,7 @@ class MemoryPool:
         self._returned: deque[tuple[int, int]] = deque()
 
     def take(self, size_bytes: int) -> PooledMemory:
-        """Allocate memory; the driver must be current. DeviceMemoryError if none is idle either."""
+        """Allocate memory; the driver must be current. DeviceMemoryError if it is short."""
         size_bytes = max(_LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
         with self._lock:
             while self._returned:

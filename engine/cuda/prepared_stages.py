@@ -45,11 +45,11 @@ class StageCheck:
 
 
 def check_of(spec: StageSpec, dtype: np.dtype[Any], classes: int) -> StageCheck | None:
-    """Return the exit check after a stage, by the type of its confidence or else answer.
+    """Return the exit check after a stage, by the type of its confidence, or else of its answer.
 
-    A confidence that the graph computes is the largest of one probability: thresholds were tuned on
-    these numbers, so they are compared unchanged. ``None`` if the stage has no answer, or one of a
-    type or task that the kernels do not support.
+    A confidence that the graph computes is checked as the only probability of its row: thresholds
+    were tuned on these numbers, so they are compared unchanged. ``None`` if the stage has no
+    answer, or one of a type or task that the kernels do not support.
     """
     score_type = _SCORE_TYPES.get(dtype)
     if spec.answer is None or score_type is None:
@@ -253,8 +253,8 @@ def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
 def needs_of(prepared: PreparedStage, row_bytes: Mapping[str, int]) -> Needs:
     """Return a stage's needs of a slot, with the largest batch.
 
-    ``row_bytes`` are those of inputs that pass through it, which the stage may not know; missing
-    ones count as 0, and make a slot grow when they occur.
+    ``row_bytes`` are the row sizes of inputs that pass through it, which the stage may not know;
+    missing ones count as 0, and make a slot grow when they occur.
     """
     spec, rows = prepared.spec, prepared.max_rows
     read = {tensor.name: tensor.row_bytes for tensor in prepared.inputs}

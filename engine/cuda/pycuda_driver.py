@@ -260,8 +260,8 @@ class PyCudaPinned:
 class _Current(threading.local):
     """Makes the context current on a thread in the outermost of nested blocks.
 
-    PyCUDA takes about 10 µs to push and pop one, a large part of a stage's Python time: code that
-    runs many stages in a row on a thread may keep a block open around them.
+    PyCUDA takes about 10 µs to push and pop a context, a large part of a stage's Python time: code
+    that runs many stages in a row on a thread may keep a block open around them.
     """
 
     def __init__(self, context: PrimaryContext) -> None:  # called by every thread that uses it

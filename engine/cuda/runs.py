@@ -201,7 +201,7 @@ class OpenStages:
     """Number of lost handles at this slot's last check."""
 
     def of(self, facts: StageFacts) -> OpenStage:
-        """Return a stage's executable here, made at the first call."""
+        """Return a stage's executable in this slot, made at the first call."""
         stage = self._open.get(facts.number)
         if stage is None:
             self._reserve_scratch(facts)

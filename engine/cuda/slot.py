@@ -256,7 +256,7 @@ class CudaSlot:
     def _at_work(self, what: str, *numbers: int) -> Iterator[None]:
         """Work with the driver current; after an error, restore the slot's state.
 
-        ``what`` is the beginning of the BackendError's message, a format of the numbers.
+        ``what`` is the beginning of the BackendError's message: a format string for ``numbers``.
         """
         with self._driver.current():
             try:
@@ -312,7 +312,7 @@ class CudaSlot:
         return StageResult(answer, run.confidence.copy(), carry)
 
     def _say_uncaptured(self, facts: StageFacts, rows: int) -> None:
-        """Log it once a stage, although every slot tries."""
+        """Log once for each stage that it has no graph, although every slot tries."""
         if facts.number not in self._shared.uncaptured:
             self._shared.uncaptured.add(facts.number)
             logger.warning(
@@ -322,7 +322,7 @@ class CudaSlot:
                 rows,
             )
 
-    # Where batches lie.
+    # Where batches are stored.
 
     def _carry(self, run: StageRun, batch: CudaBatch) -> CudaBatch | None:
         """Make the carried batch; invalidates batches in the buffers that the stage writes."""

@@ -79,7 +79,7 @@ class SlotStream:
     def copy(
         self, layout: Layout, sources: Sequence[int], targets: Sequence[int], rows: int
     ) -> None:
-        """Enqueue copies of the first rows; addresses are by tensor of the layout."""
+        """Enqueue copies of the first rows; each tensor of the layout has a source and a target."""
         self.pending = True
         for tensor, source, target in zip(layout.tensors, sources, targets, strict=True):
             if size_bytes := rows * tensor.row_bytes:
@@ -97,8 +97,8 @@ class SlotStream:
     ) -> None:
         """Enqueue copies of some of ``source_rows`` rows; ``rows`` ascend.
 
-        ``numbers`` is their address on the device, if :meth:`send` was called before. BackendError
-        if there is no such row.
+        ``numbers`` is the address of the row numbers on the device, if :meth:`send` was called
+        before. BackendError if there is no such row.
         """
         if not len(rows):
             return

@@ -2,8 +2,8 @@
 
 Every segment and exit names its tensors as the source model does (an exit's own tensors have a
 prefix), so a stage is the union of its parts: nodes and initializers that several parts recompute,
-such as a mask bias, are identical and are kept once. One graph is faster than a chain: a border
-costs layout changes and lost fusion (6 to 10 % on CNNs).
+such as a mask bias, are identical and are kept once. One graph is faster than a chain: a border (a
+cut between two stages) costs layout changes and lost fusion (6 to 10 % on CNNs).
 
 *Quantised borders.* ONNX Runtime's integer convolutions on CPUs read and write maps with the
 channels last, one byte a value. A float32 border between them costs a conversion and a
@@ -207,7 +207,7 @@ def carries_steps(before: bytes, after: bytes, tensor: str) -> bool:
 
 
 def give_steps(model: bytes, tensor: str) -> bytes:
-    """Make an output the quantised integers, channels last, under the same name.
+    """Replace an output by its quantised integers, channels last, under the same name.
 
     Other readers in the graph, such as a head, still read the float values.
     """
@@ -228,7 +228,7 @@ def give_steps(model: bytes, tensor: str) -> bytes:
 
 
 def take_steps(model: bytes, tensor: str) -> bytes:
-    """Make an input the quantised integers, channels last; the graph no longer quantises it."""
+    """Replace an input by its quantised integers, channels last; the graph stops quantising it."""
     proto = ModelProto.FromString(model)
     graph = proto.graph
     readers = _readers(graph, tensor)
@@ -303,7 +303,8 @@ def _describe(described: Any, dtype: int) -> None:
 
 
 ReadPart: TypeAlias = Callable[[str], bytes]
-"""Returns the graph of a part, given its file: with its weights, or naming their file."""
+"""Function that returns the graph of a part, given its file; the graph contains its weights, or
+names their file."""
 
 
 def assemble_stage(
@@ -315,7 +316,7 @@ def assemble_stage(
 ) -> bytes:
     """Join some segments with an exit, and carry integers at the borders where possible.
 
-    ``around`` has, in a cascade, also the neighbours that a cut tensor comes from or goes to;
+    In a cascade, ``around`` also has the segments that a cut tensor comes from or goes to;
     ``inner`` selects the segments to join.
     """
     files = [read(segment.file) for segment in around]

@@ -64,7 +64,7 @@ def _is_map(value: Any, block: int) -> bool:
 
 
 def _joins_more(graph: Any, name: str) -> bool:
-    """Return whether pooling this input makes a join of blocked and plain tensors all blocked."""
+    """Return whether pooling this input makes all tensors of a mixed join blocked."""
     before, after = _in_blocks(graph, ()), _in_blocks(graph, (name,))
     return any(
         node.op_type in _JOINING

@@ -30,8 +30,9 @@ _MAKE_WEIGHTS: Final = (
     *("ConvMulFusion", "ConvAddFusion", "ConvBNFusion", "MatmulBNFusion"),
     *("AttentionFusion", "GemmTransposeFusion", "TransposeOptimizer", "ConstantFolding"),
 )
-"""Optimisers that compute new weights, which no file has: of a layer and the scale and shift after
-it, as in SubnetNorm; of the three products of an attention; transposed ones; weights in parts."""
+"""Optimisers that compute new weights, which no file has: they merge a layer with the scale and
+shift after it, as in SubnetNorm, or the three products of an attention, transpose weights, or fold
+operators on constant weights."""
 _RUN_ON_FILE: Final = (
     ("session.use_external_initializer_file_buffers_directly", "1"),
     ("session.disable_prepacking", "1"),
@@ -44,9 +45,9 @@ class WeightForm(StrEnum):
     """Form of a session's weights in memory."""
 
     PACKED = "packed"
-    """Packed for the kernels, in copies of each session."""
+    """Weights are packed for the kernels; each session has its own copy."""
     SHARED = "shared"
-    """Unchanged in the file, which all sessions map; weights inside the graph are private."""
+    """Weights stay as in the file, which all sessions map; those inside the graph are private."""
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def graphs_of(bundle: Bundle) -> Iterator[Callable[[str], bytes]]:
     """Yield a function that reads a bundle's graphs, by file, for sessions of this context.
 
     The graphs name their weights, which ONNX Runtime maps. If it cannot find the file, the graphs
-    contain their weights, as other runtimes need them: at most 2 GiB then. Errors as of
+    contain their weights, as other runtimes need them: at most 2 GiB then. Raises the errors of
     :meth:`.Bundle.read`.
     """
     folder = bundle.weight_folder()

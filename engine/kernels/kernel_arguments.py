@@ -195,12 +195,12 @@ def stage_end(
     multiprocessors: int,
     tensors: Sequence[RowCopy] = (),
 ) -> Launch:
-    """Make the launch after a stage: who exits, and compaction of those that go on.
+    """Make the launch after a stage: it checks which rows exit, and compacts the others.
 
     The batch has ``rows`` rows, perhaps 0. ``scores`` is the address of [rows, classes], dense.
-    ``scratch`` is the stream's, used by one launch at a time; ``tensors`` are what the next stage
-    takes, none after the last. ValueError if the kernel would misread it, or write where it must
-    not.
+    ``scratch`` is the stream's scratch block, used by one launch at a time; ``tensors`` are the
+    inputs of the next stage, none after the last. ValueError if the kernel would misread an
+    argument, or write where it must not.
     """
     _check_tensors(tensors, rows=rows, copied=rows)
     _check_results(results, scratch, rows)

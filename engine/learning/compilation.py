@@ -28,9 +28,9 @@ _LEAST_IDLE_SHARE: Final = 0.25
 """Share of idle time from which a process of idle priority makes progress."""
 _STAT: Final = Path("/proc/stat")
 _IDLE: Final = (3, 4)
-"""Columns of idle time, and of waiting for the disk."""
+"""Columns of ``/proc/stat`` with idle time, and with the time of waiting for the disk."""
 _LEAST_TICKS: Final = 500
-"""Fewest ticks of all processors for a share: a few seconds."""
+"""Smallest number of ticks, of all processors, to measure a share over: a few seconds."""
 
 
 class Compilation(Protocol):

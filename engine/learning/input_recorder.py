@@ -29,7 +29,7 @@ _STOP_S: Final = 10.0
 _JUDGED: Final = 1000
 """Number of drawn samples for the decision whether inputs repeat."""
 _REPEATING_SHARE: Final = 0.95
-"""Share of already recorded samples among these from which inputs count as repeating."""
+"""Inputs count as repeating if at least this share of these samples is already recorded."""
 
 
 class _Pending(NamedTuple):

@@ -12,7 +12,7 @@ from offramp.engine.requests.results import ModelInfo
 from offramp.engine.requests.statistics import ModelStatistics
 
 Observer: TypeAlias = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
-"""Called with the inputs of an answered request, and its answers [n, …]."""
+"""Function that is called with the inputs of an answered request, and its answers [n, …]."""
 
 
 class LearningEngine(Protocol):

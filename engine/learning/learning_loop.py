@@ -44,7 +44,7 @@ class Learning:
 
     @classmethod
     def prepare(cls, models: Mapping[str, Path], options: EngineOptions) -> Self:
-        """Lock the learn folders of the models that are ONNX files; OptionsError, and none locked.
+        """Lock the learn folders of ONNX files; if one cannot be locked, OptionsError, and none is.
 
         Without learning in the options, nothing is learned.
         """
@@ -77,7 +77,7 @@ class Learning:
         return {**models, **learned}
 
     async def start(self, engine: LearningEngine) -> None:
-        """Begin, with an engine that serves :meth:`paths`; OptionsError."""
+        """Begin, with an engine that serves :meth:`paths`; OptionsError if that is impossible."""
         for learner in self._learners.values():
             await learner.start(engine)
         if self._options is not None:
@@ -163,7 +163,7 @@ def _learner_of(
 def prepare_learner(
     name: str, model: Path, options: ModelOptions, learning: LearnOptions
 ) -> ModelLearner:
-    """Lock the folder of a model, and continue from its state; OptionsError."""
+    """Lock the folder of a model, and continue from its state; OptionsError if that fails."""
     bound = options.max_disagreement or DEFAULT_DISAGREEMENT
     least = least_samples(bound, options.confidence)
     if learning.samples < least:

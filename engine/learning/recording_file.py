@@ -192,7 +192,7 @@ def is_recording(folder: Path) -> bool:
 
 
 def read_recording(folder: Path) -> Recorded:
-    """Map the recording of a folder, which may grow; RecordingError, OSError."""
+    """Map the recording of a folder, which may grow; RecordingError or OSError if that fails."""
     path = folder / LOG_NAME
     try:
         with open_log(path, read_only=True) as file:

@@ -52,7 +52,7 @@ class RecordingLog:
     """
 
     def __init__(self, folder: Path, header: RecordingHeader, *, limit_bytes: int) -> None:
-        """Continue the log of the folder, or begin one; RecordingError, OSError.
+        """Continue the log of the folder, or begin one; RecordingError or OSError if that fails.
 
         A log of another model, or of other inputs, is replaced.
         """
@@ -81,7 +81,7 @@ class RecordingLog:
         return self._end
 
     def append(self, slot: int, seen: int, sample: Sample) -> bool:
-        """Write a sample to a slot, replacing the slot's old sample; OSError, and no loss.
+        """Write a sample to a slot, replacing the slot's old sample, which an OSError keeps.
 
         Returns ``False`` if the same sample is kept already. Raises RecordingFullError if the size
         limit would be exceeded.

@@ -60,7 +60,7 @@ class LearnState:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the file, whole or not at all; OSError."""
+        """Write the file, whole or not at all; OSError if that fails."""
         write_whole(folder / STATE_NAME, json.dumps(asdict(self), indent=1).encode())
 
     def __post_init__(self) -> None:

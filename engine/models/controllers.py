@@ -28,7 +28,8 @@ from offramp.engine.stages.plan import Mode
 MAX_DISAGREEMENT: Final = 0.01
 """The constraint where neither bundle nor user sets one: a bundle without exits has none."""
 STATIC_AUDIT_PROBABILITY: Final = 0.05
-"""Audit probability of controllers without a target for evidence (static, and added ones)."""
+"""Audit probability of controllers without a target for evidence (``static``, and those of
+extensions)."""
 
 
 def make_controller(
@@ -139,7 +140,7 @@ def _certified(
     max_disagreement: float,
     confidence_level: float,
 ) -> ExitPolicy:
-    """Certify some of a bundle's exits; per class too if the bundle's promise is."""
+    """Certify some of a bundle's exits; per class too, if the bundle's promise holds per class."""
     promise = bundle.policy.promise
     return certified_on(
         exits,

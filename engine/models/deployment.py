@@ -48,12 +48,12 @@ STAGE_OVERHEAD_S: Final = 60e-6
 """Approximate time of a stage in the executor, in addition to its graph (``benchmarks.executor``).
 """
 _KEPT_STAGES: Final = 32
-"""Prepared stages that are kept without a plan: exits that were tried often return."""
+"""Number of prepared stages that are kept without a plan: tried exits are often used again."""
 
 _Unit: TypeAlias = tuple[int, tuple[int, int, int | None], tuple[str, ...]]
 """Key of a prepared stage: a variant, a :attr:`StageSpec.unit`, and the tensors it carries on."""
 _AUDIT_VARIANT: Final = -1
-"""Variant in the key of the full model that audits run after any variant."""
+"""Variant number, in keys, of the full model that audits run after any variant."""
 _LoadedVariant: TypeAlias = tuple[Bundle, Profile, Mapping[str, NDArray[Any]]]
 
 
@@ -299,7 +299,7 @@ class DeploymentMaker:
         return make_plan(self.bundle, policy, self.mode, borders=borders)
 
     def _of_exits(self, exits: Sequence[int], splits: ModelSplits | None = None) -> Plan:
-        """Return the plan with some exits in use that run, and answer nothing if observed.
+        """Return a plan that runs some exits; in modes with observation they answer nothing.
 
         In modes without observation, exits that answer nothing would not run: there they answer
         every sample.

@@ -41,10 +41,11 @@ def measure_profile(
 
     Measured on zeros, at the batch sizes of the bundle's own profile up to ``max_batch_size``: the
     source model, and its segments one after another. The time of the chain beyond the source model
-    is attributed to the borders (it includes exits fused into engines of segments, which makes
-    predictions conservative). On a device, heads have no graph of their own: their times are
-    predicted, by their share of the source model's time in the compiler's profile. So are the times
-    of segments that cannot be run alone. BackendError if the source model cannot be run.
+    is attributed to the borders, which are the cuts between stages (it includes exits fused into
+    engines of segments, which makes predictions conservative). On a device, heads have no graph of
+    their own: their times are predicted, by their share of the source model's time in the
+    compiler's profile. So are the times of segments that cannot be run alone. BackendError if the
+    source model cannot be run.
     """
     sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
     unmodified = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))

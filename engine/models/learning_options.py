@@ -1,4 +1,4 @@
-"""Options of learning, and the samples that it needs at least."""
+"""Options of learning, and the smallest number of samples that it needs."""
 
 from __future__ import annotations
 

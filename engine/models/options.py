@@ -25,8 +25,8 @@ MOST_SHARE = 1 - 1e-9
 nothing."""
 _INF = float("inf")
 _MOST_ROWS, MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1
-"""Largest rows of a batch, threads of a process, and value of other counts: more is a typing error,
-and would exhaust the machine before anything is served."""
+"""Largest number of rows in a batch, of threads in a process, and of anything else that is counted:
+a larger one is a typing error, and would exhaust the machine before anything is served."""
 SHARE_WEIGHTS = ("auto", "always", "never")
 """Choices of whether a bundle's models share one copy of their weights in memory."""
 ON_CPU = ("onnxruntime", "openvino")
@@ -70,7 +70,7 @@ class ModelOptions:
     """Share of the device relative to other models, while all are busy."""
     controller: str = "certified"
     """One of :func:`controller_names`: ``certified`` moves thresholds and exits as far as the
-    evidence allows, ``apparate`` as Apparate publishes it, ``static`` only measures."""
+    evidence allows, ``apparate`` moves them as published in Apparate, ``static`` only measures."""
     max_disagreement: float | None = None
     """The constraint: largest tolerated share of answers that differ from the unmodified model's;
     ``None`` is the one that the bundle was compiled for."""
@@ -102,7 +102,8 @@ class ModelOptions:
     """Output to serve of an ONNX file that has several; bundles have one already."""
 
     task: str | None = None
-    """Kind of the answer of an ONNX file, one of :data:`.TASK_KINDS`; ``None``: by its shape."""
+    """Kind of the answer of an ONNX file, one of :data:`.TASK_KINDS`; ``None`` derives it from the
+    shape."""
 
     share_weights: str = "auto"
     """One of :data:`SHARE_WEIGHTS`: whether the model and its variants share one copy of their
@@ -158,7 +159,7 @@ class EngineOptions:
     precision: Precision | None = None
     """Precision of TensorRT's engines; ``None`` is the lowest that was built."""
     graphs: bool = True
-    """True if such backends capture stages into CUDA graphs."""
+    """True if backends on GPUs capture stages into CUDA graphs."""
     engine_build_minutes: float = 0.0
     """Minutes per hour, in the long run, in which engines are built while serving, for stages that
     control started to use; 0 builds none, and such stages run as chains of segments."""
@@ -187,7 +188,7 @@ class EngineOptions:
     extensions: Mapping[str, Any] = field(default_factory=dict)
     """Options of extensions, by the extension's name."""
     models: Mapping[str, ModelOptions] = field(default_factory=dict)
-    """Complete options by name, of models that differ from ``defaults``."""
+    """Complete options, by model name, where they differ from ``defaults``."""
 
     def __post_init__(self) -> None:
         counts = ("streams", "threads", "parallel_below")

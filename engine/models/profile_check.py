@@ -1,10 +1,10 @@
 """The check whether a bundle's profile holds on this CPU, when the bundle is loaded.
 
 A bundle is profiled where it is compiled. Another CPU is not only faster or slower: the relative
-cost of borders and heads differs, and so does whether exits pay. So the source model and the stages
-run in turns for a second or two (at least a few times, which takes longer for slow models), at a
-few batch sizes without exits, and the profile is scaled part by part to the measured times. The
-measurement is stored by CPU, next to the bundle (it is not part of it).
+cost of heads and of borders (cuts between stages) differs, and so does whether exits pay. So the
+source model and the stages run in turns for a second or two (at least a few times, which takes
+longer for slow models), at a few batch sizes without exits, and the profile is scaled part by part
+to the measured times. The measurement is stored by CPU, next to the bundle (it is not part of it).
 """
 
 from __future__ import annotations
@@ -254,7 +254,8 @@ class _Factors:
     expected: float
     """Profiled time of heads and borders, as a share of the source model's time."""
     beyond: float
-    """Excess of all stages over the model; noise can make it negative, but not in a cascade."""
+    """Excess time of all stages over the model; noise can make it negative, but not in a
+    cascade."""
     unseen: float = 1.0
     """The ratio for segments of the quantised model that are in no stage."""
 

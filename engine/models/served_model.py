@@ -66,7 +66,7 @@ class ModelControl:
     state_file: StateFile | None = None
     """File for the controller's state across restarts; ``None`` keeps none."""
     evidence: EndEvidence | None = None
-    """Evidence on the served engines, where they are of another precision."""
+    """Evidence about the served engines, if they have another precision than the bundle."""
 
     def status(self) -> ControlStatus:
         """Return the controller's status, relative to the float32 model."""
@@ -101,7 +101,7 @@ class ServedModel:
     guard: InputGuard | None = None
     """Input guard; ``None`` trusts all inputs."""
     evidence: EndEvidence | None = None
-    """Evidence on the served engines, where they are of another precision."""
+    """Evidence about the served engines, if they have another precision than the bundle."""
     lengths: LengthRules = field(default_factory=LengthRules)
     """Rules for samples of different length: which share a batch, and which lengths are new."""
     limits: ValueLimits = field(default_factory=ValueLimits)
@@ -132,9 +132,9 @@ class ServedModel:
     ) -> Self:
         """Prepare the stages, warm up every batch size, and measure their speed here.
 
-        ``parallel`` is the device's limit on parallel batches; ``splits`` is the plan of a cluster
-        whose devices the streams are. BackendError if a stage cannot be loaded, OptionsError if the
-        scheduling policy does not fit the model.
+        ``parallel`` is the device's limit on parallel batches; ``splits`` is the plan of the
+        cluster whose devices run the streams. BackendError if a stage cannot be loaded,
+        OptionsError if the scheduling policy does not fit the model.
         """
         options = options_for(name, bundle.manifest, options)
         mode, of_model, identity = options.mode, options.of(name), identity_of(bundle)["bundle"]
@@ -331,9 +331,10 @@ def scheduler_of(
 
 
 def _calibrate(scheduler: ModelScheduler, deployment: Deployment, bundle: Bundle) -> None:
-    """Warm up, and calibrate predictions to the speed of the stages here; BackendError.
+    """Warm up, and calibrate predictions to the speed of the stages on this machine.
 
     Where streams differ, each kind has its own times, measured on its first available stream.
+    BackendError if a stage fails.
     """
     most, backend = scheduler.latencies.max_batch_size, deployment.pipeline.backend
     if scheduler.placed is None:

@@ -75,7 +75,7 @@ def log_not_served(bundle: Bundle, reason: str, *, level: int = logging.WARNING)
 
 
 def log_dominated(bundle: Bundle, chosen: Collection[int]) -> None:
-    """Log the variants without an operating point among those of the ``chosen`` numbers."""
+    """Log which variants have no operating point: those whose numbers are not ``chosen``."""
     dominated = [v.name for v in bundle.manifest.variants if v.index not in chosen]
     if dominated:
         _log.info(
@@ -97,7 +97,7 @@ def mode_of_variants(mode: Mode) -> Mode:
 
 
 def as_fast_as(here: Profile, compiled: Profile, of_variant: Profile) -> Profile:
-    """Return a variant's predicted profile on this machine, by the full model's time here."""
+    """Return a variant's profile, scaled by the full model's time on this machine."""
     factors = np.array(here.source_ms) / np.interp(
         here.batch_sizes, compiled.batch_sizes, compiled.source_ms
     )

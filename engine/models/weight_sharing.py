@@ -1,4 +1,4 @@
-"""Choice which models of a bundle share one copy of their weights in memory.
+"""The choice of the models of a bundle that share one copy of their weights in memory.
 
 Sharing saves memory and costs time, so the operator decides (``--share-weights``). By default, it
 costs only time that was measured to be small: the full model keeps packed weights, as it produces

@@ -34,7 +34,7 @@ class WrappedFiles:
     async def bundle(
         self, path: Path, *, answer: str | None = None, task: str | None = None
     ) -> Path:
-        """Wrap a file and return the bundle's folder; errors as of :func:`.wrap`."""
+        """Wrap a file and return the bundle's folder; raises the errors of :func:`.wrap`."""
         self._count += 1
         output = self._made() / str(self._count) / f"{path.stem}.ee"
         await wrap(path, output, answer=answer, task=task)

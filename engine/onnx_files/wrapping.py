@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 SUFFIX: Final = ".onnx"
 _MOST_WORDS: Final = 2000
-"""Most characters of the compiler's error that are passed on."""
+"""Largest number of characters of the compiler's error that are passed on."""
 _PREFIX: Final = "eecompile: "
 NOTE: Final = "note: "
 """Prefix of the lines of ``eecompile wrap`` about differences from the declared model."""

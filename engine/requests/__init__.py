@@ -1,1 +1,1 @@
-"""Requests and what is counted of them: input checks, answers, audits, statistics."""
+"""Requests: checks of their inputs, their answers, audits, and statistics."""

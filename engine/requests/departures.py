@@ -30,12 +30,12 @@ class Departures:
         )
 
     def decided(self) -> tuple[int, ...]:
-        """[exits]: rows that each exit decided about: all that left there or deeper."""
+        """Rows that each exit decided about, [exits]: all that left there or deeper."""
         here = [sure + forced for sure, forced in zip(self.left, self.forced, strict=True)]
         return tuple(accumulate(reversed(here)))[::-1][:-1]
 
     def went_on(self) -> tuple[int, ...]:
-        """[exits]: rows that each exit decided not to release.
+        """Rows that each exit decided not to release, [exits].
 
         Rows that were forced to leave count as going on, and do not count for deeper exits.
         """

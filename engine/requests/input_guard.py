@@ -41,7 +41,7 @@ class InputGuard:
         self._lengths = [r for r in ranges.lengths if r.mask and r.shortest < r.longest]
 
     def in_range(self, inputs: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
-        """[n]: whether every element of a sample is in range; inputs are [n, …]."""
+        """Return whether every element of a sample is in range, [n]; inputs are [n, …]."""
         found = np.ones(len(next(iter(inputs.values()))), np.bool_)
         for name, (lowest, highest) in self._bounds.items():
             rows = inputs[name].reshape(len(found), -1)

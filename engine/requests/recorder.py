@@ -64,7 +64,7 @@ class AnswerRing:
 
 
 class Recorder(AnswerRing):
-    """A ring of samples by sample id, with random decisions on which are audited; at first all.
+    """A ring of samples by sample id, with random decisions on which are audited; at first all are.
 
     ``exits`` is K, all exits of the bundle, in use or not; ``seed`` is for the random decisions,
     ``None`` takes one from the system; ``capacity`` is a power of two. ``window`` decides which
@@ -135,7 +135,7 @@ class Recorder(AnswerRing):
         self._sample_id[slots] = sample_ids
 
     def runs_on(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
-        """[n]: whether the sample was chosen to run on after an early answer."""
+        """Return which samples were chosen to run on after an early answer, [n]."""
         chosen: NDArray[np.bool_] = self._runs_on[sample_ids & self._mask]
         return chosen
 
@@ -162,7 +162,7 @@ class Recorder(AnswerRing):
             self._runs_on[slots] &= admitted[mine]
 
     def in_range(self, sample_ids: SampleIds) -> NDArray[np.bool_]:
-        """[n]: whether the samples' inputs are in range."""
+        """Return which samples' inputs are in range, [n]."""
         found: NDArray[np.bool_] = self._in_range[sample_ids & self._mask]
         return found
 

@@ -115,7 +115,7 @@ class Request:
         self.variants = np.zeros(self.count, np.int16)
 
     def origins(self, rows: slice | Rows) -> list[Origin]:
-        """Return the fingerprint and source of each of some rows, at least one."""
+        """Return the fingerprint and source of each of the given rows (at least one)."""
         arrays = [self.inputs[name][rows] for name in sorted(self.inputs)]
         return [(print_, self.source) for print_ in fingerprints(arrays, len(arrays[0]))]
 
@@ -140,7 +140,7 @@ class CompletionQueue:
 
     @property
     def delay_s(self) -> float:
-        """Delay of an answer into the event loop: the running mean plus two deviations.
+        """Delay until an answer reaches the event loop: the running mean plus two deviations.
 
         An answer must be completed earlier than its deadline by this time.
         """
@@ -239,9 +239,9 @@ class RequestTable:
     ) -> None:
         """Store a stage's answers to n samples of a request, if it is still open.
 
-        ``rows`` [n] are within the request, ``values`` [n, classes]. ``exit_index`` (of
-        ``variant``) answered, or ``MODEL_END``. ``forced`` [n] are below its threshold, to be in
-        time; ``following`` of them run on.
+        ``rows`` [n] are within the request, ``values`` [n, classes]. ``exit_index`` is the exit of
+        ``variant`` that answered, or ``MODEL_END``. ``forced`` [n] marks samples below its
+        threshold that leave to be in time; ``following`` is the number of samples that run on.
         """
         request, count = self._open.get(number), len(confidence)
         if request is None:

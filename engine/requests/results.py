@@ -136,9 +136,9 @@ class ModelInfo:
     name: str
     inputs: tuple[TensorSpec, ...]
     unread: frozenset[str] = frozenset()
-    """Names of inputs that the graph does not read, and requests may leave out."""
+    """Names of inputs that the graph does not read, and that requests may omit."""
     optional: frozenset[str] = frozenset()
-    """Names of other inputs that requests may leave out."""
+    """Names of other inputs that requests may omit."""
     outputs: tuple[TensorSpec, ...]
     decoupled: bool = False
     """True if a request on a stream gets any number of parts, unless it asks otherwise."""
@@ -147,7 +147,8 @@ class ModelInfo:
     platform: str
     """Platform name, for instance ``offramp_onnxruntime-cpu``."""
     max_batch_size: int
-    """Most samples in a batch; 0 if the first dimension of tensors is not the batch."""
+    """Largest number of samples in a batch; 0 if the first dimension of tensors is not the
+    batch."""
     policy: ExitPolicy
     """The active exit policy, with its certified promise."""
     scheduling: str

@@ -129,7 +129,7 @@ class CountersSnapshot:
     out_of_range: int = 0
     """Samples that no exit answered because their inputs are unlike those of calibration."""
     discounted: int = 0
-    """Samples that control ignores: equal ones came before, or too many of one source."""
+    """Samples that control ignores: equal ones came before, or one source sent too many."""
     unseen_lengths: int = 0
     """Accepted samples of a length that calibration never had."""
     padded: int = 0
@@ -190,7 +190,7 @@ Place: TypeAlias = tuple[int, int]
 
 
 def _depth(place: Place) -> tuple[int, bool, int]:
-    """Return a sort key: the full model's end is the least, after all its exits and variants."""
+    """Return a sort key, deepest place first: the model's end, its exits, then its variants."""
     variant, exit_index = place
     return variant, exit_index != MODEL_END, -exit_index
 
@@ -238,7 +238,7 @@ class StageCounters:
 
 
 class DepartureCounters:
-    """Counts at which exits rows of the full model leave while some exits are in use."""
+    """Counts of the exits where rows of the full model leave, for one set of exits in use."""
 
     def __init__(self, exits: Sequence[int]) -> None:
         self.exits = tuple(exits)

@@ -10,7 +10,7 @@ class StageTime(NamedTuple):
     """A run of a stage on a batch with samples of the request."""
 
     label: str
-    """Exit at its end, ``exit 3`` or ``final``; ``split`` without one."""
+    """Name of the exit at its end, ``exit 3`` or ``final``; ``split`` without one."""
     began_s: float
     """Start time, in seconds of the monotonic clock."""
     ended_s: float

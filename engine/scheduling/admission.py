@@ -28,9 +28,9 @@ MEMORY_S: Final = 0.25
 HEADROOM: Final = 1.1
 """K: samples admitted for each answered one."""
 PATIENCE: Final = 2.0
-"""Slack of a request that the queue does not endanger, as a multiple of the queue's time."""
+"""Slack from which the queue does not endanger a request, as a multiple of the queue's time."""
 _LEAST: Final = 1e-3
-"""Decayed number of lost samples that counts as none."""
+"""Decayed number of lost samples below which none counts as lost."""
 
 
 class AdmissionControl:
@@ -59,7 +59,7 @@ class AdmissionControl:
         self._lost += samples
 
     def refuses(self, samples: int, slack_s: float, ahead: int, now_s: float) -> bool:
-        """Return whether to refuse samples with ``slack_s`` left, with ``ahead`` others before."""
+        """Return whether to refuse samples with ``slack_s`` left if ``ahead`` others come first."""
         if not (self._lost and ahead) or slack_s == math.inf:
             return False
         self._fade(now_s)

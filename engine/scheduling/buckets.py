@@ -195,7 +195,7 @@ class BucketIndex:
             self._time(bucket)
 
     def next(self, now_s: float) -> Bucket | float:
-        """Return the bucket to serve, or when the next one is ready (infinity if none waits)."""
+        """Return the bucket to serve, or the time of the next one (infinity if none waits)."""
         timers = self._timers
         while timers and timers[0][0] <= now_s:
             _, _, bucket = heapq.heappop(timers)

@@ -19,7 +19,7 @@ class BufferedBatch:
     number: int
     samples: RowSet
     positions: Rows
-    """[n]: their rows in the batch at the time it was buffered."""
+    """[n]: row numbers of the samples in the batch when it was buffered."""
     patience_s: float
     """Assumed due time of samples without a deadline."""
     due_s: NDArray[np.float64] = field(init=False)
@@ -72,7 +72,7 @@ class BufferedBucket:
                 self.add(buffered)
 
     def most_urgent(self, limit: int) -> list[NDArray[np.bool_]]:
-        """[batches]: masks of the samples that are among the ``limit`` most urgent ones."""
+        """Return a mask for each batch: its samples among the ``limit`` most urgent ones."""
         due_s = np.concatenate([buffered.due_s for buffered in self.batches])
         priorities = np.concatenate([buffered.samples.priorities for buffered in self.batches])
         chosen = np.zeros(self.size, np.bool_)

@@ -133,7 +133,7 @@ class Piece(NamedTuple):
     number: int
     """Number of the buffered batch: :attr:`StepOutcome.buffered`."""
     positions: Rows
-    """Rows of it, as they were numbered when it was buffered."""
+    """Row numbers in that batch when it was buffered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class StepOutcome(NamedTuple):
     """Started samples that left before the model's end, including answered ones: they produce no
     more results."""
     discarded: Sequence[int] = ()
-    """Numbers of kept tensors that no run after the one just decided needs."""
+    """Numbers of kept tensors that are not needed after the run just decided."""
     model: str = ""
     """Model of the samples, where a device's ``next`` reports them."""
 

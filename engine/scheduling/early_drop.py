@@ -35,10 +35,10 @@ class EarlyDrop:
         """Take the settings of a policy: seconds of each, and rows per second on one stream."""
         ranked = sorted(settings)
         self.horizon_s = _HORIZON * ranked[-1][0] if ranked else 0.0
-        """Seconds beyond which slack is not considered, as if predictions were exact."""
+        """Slack, in predicted seconds, beyond which more slack makes no difference."""
         self._seconds = [seconds for seconds, _ in ranked]
         self._rates = [0.0, *accumulate((rate * streams for _, rate in ranked), max)]
-        """Best rows per second of the settings that take at most as long; the first of none."""
+        """[settings + 1]: best rows per second of the fastest 0, 1, 2 … settings."""
 
     def wanted_rate(
         self, queue: SampleQueue, bucket: Bucket, now_s: float, latency_margin: float
@@ -65,5 +65,5 @@ class EarlyDrop:
         return max(min((bucket.latest_s - now_s) / latency_margin, self.horizon_s), _SHORTEST_S)
 
     def best_rate(self, slack_s: float) -> float:
-        """Return the most rows per second of all streams within a slack, at a margin of 1."""
+        """Return the highest rate within a slack: rows per second of all streams, margin 1."""
         return self._rates[bisect_right(self._seconds, slack_s)]

@@ -17,7 +17,7 @@ _EXPECTED: Final = 0.125
 of eight costs up to three times its own time (``tests/unit/scheduling/test_failing_requests.py``).
 """
 _LEAST_SHARE: Final = 1e-3
-"""Share of failing requests that counts as none."""
+"""Share of failing requests below which none counts as failing."""
 _IN_VAIN: Final = 3
 """Failed second tries in a row after which at most one is pending."""
 _ANY_NUMBER: Final = 2**31

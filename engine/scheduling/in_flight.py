@@ -31,9 +31,9 @@ from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 _LATE: Final = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 _NO_ROWS: Rows = np.empty(0, np.intp)
 _LOSSES_OF_HALVES: Final = 2
-"""Workers that each half of a batch may lose after the batch failed by losing workers."""
+"""Number of workers that each half of a batch may lose, if the batch failed by losing some."""
 _MOST_UNBLAMED: Final = 3
-"""Times that the tensors of a batch may be lost before that counts as its failure."""
+"""Number of times that a batch's tensors may be lost before that counts as its failure."""
 
 
 class InFlight:
@@ -133,11 +133,12 @@ class InFlight:
         return ScheduledBatch(plan, choice.stage, samples, key, last, variant, pieces)
 
     def fail(self, stream: int, now_s: float, *, blamed: bool = True) -> int:
-        """Queue the batch of a stream for retries, in halves; return how many samples that are.
+        """Queue the batch of a stream for retries, in halves; return the number of their samples.
 
         After a failure in a shared batch, most requests are well, so each half may run immediately.
         A request that failed alone waits for all others, and fails for good the next time. If
-        neither batch nor stream is ``blamed``, this is not a failure, :data:`_MOST_UNBLAMED` times.
+        neither batch nor stream is ``blamed``, this does not count as a failure, up to
+        :data:`_MOST_UNBLAMED` times.
         """
         batch = self.batches[stream]
         if not blamed:
@@ -175,7 +176,7 @@ class InFlight:
         return sum(len(samples.requests) for samples in requests)
 
     def _suspect_until_s(self, batch: ScheduledBatch, now_s: float) -> float:
-        """Return until when a request that failed alone waits: not while its own samples queue."""
+        """Return the end of the wait of a request that failed alone: now, if its samples queue."""
         own = self.plans[-1].waiting.queue.holds(int(batch.samples.requests[0]))
         return now_s if own else now_s + PATIENCE_S
 

@@ -14,9 +14,9 @@ from offramp.engine.scheduling.stage_table import Shrinking, StageTable
 _MEMORY = 1 / 32
 """Weight of one observation in the running means."""
 _DEVIATIONS = 2.0
-"""Mean absolute deviations that are added to the mean for a prediction with a margin."""
+"""Number of mean absolute deviations added to the mean for a prediction with a margin."""
 _PATIENCE = 256
-"""Samples dropped in a row, without any run, until predictions are no longer trusted."""
+"""Number of samples dropped in a row, without any run, after which predictions are distrusted."""
 _FASTEST, _SLOWEST = 1 / 16, 16.0
 """Bounds of the correction: an observation beyond them has another cause."""
 
@@ -35,7 +35,7 @@ def stage_seconds(
     they are extrapolated with the last slope. ``overhead_s`` is the additional time per stage of
     the executor, for any batch size. Returns [stages][max_batch_size + 1] seconds by batch size;
     index 0 is 0. One stage with all segments of the source model costs the source model's time;
-    each stage with an exit costs its head and one border more.
+    each stage with an exit costs its head and one border (a cut between stages) more.
     """
     table = []
     for first, last, exit_ in stages:
@@ -48,7 +48,7 @@ def stage_seconds(
 
 
 def _at_sizes(profiled: Sequence[int], seconds: FloatArray, largest: int) -> list[float]:
-    """Interpolate; never falling, since a fuller batch can be padded from a smaller one."""
+    """Interpolate without any fall: a smaller batch can always be padded to a larger one."""
     known, values = [0, *profiled], [0.0, *np.maximum.accumulate(seconds).tolist()]
     wanted = np.arange(largest + 1)
     slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
@@ -134,7 +134,7 @@ class Latencies:
         return self.speed + _DEVIATIONS * self.spread
 
     def calibrate(self, speed: float) -> None:
-        """Set observed over predicted time on this machine, before the first request."""
+        """Set :attr:`speed`, observed over predicted time, before the first request."""
         self.speed = self._usual_speed = min(max(speed, _FASTEST), _SLOWEST)
 
     def stage_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
@@ -155,16 +155,16 @@ class Latencies:
         return (until[last][batch_size] - before) * self.speed
 
     def until_s(self, last: int, variant: int = 0) -> Sequence[float]:
-        """[max_batch_size + 1]: profiled seconds until the end of a stage, uncorrected."""
+        """Return the profiled, uncorrected seconds until a stage's end: [max_batch_size + 1]."""
         return self.variants[variant].until[last]
 
     def largest_batch(self, last: int, slack_s: float, variant: int = 0) -> int:
-        """Return the most rows that finish stage ``last`` within ``slack_s``; 0 if none do."""
+        """Return the largest batch that finishes stage ``last`` within ``slack_s``; 0 if none."""
         until_s = self.variants[variant].until[last]
         return max(bisect_right(until_s, slack_s / self.latency_margin) - 1, 0)
 
     def largest_shrinking_batch(self, slack_s: float) -> int:
-        """Return the most rows whose mean time until the full model's answer is within the slack.
+        """Return the largest batch whose mean time to the full model's answer fits the slack.
 
         At least 1 as long as a single row could leave at some exit in time; 0 if it could not.
         """

@@ -91,7 +91,7 @@ class PlacedPlan:
         self.placement = replace(self.placement, streams=streams)
 
     def holders(self) -> list[list[int]]:
-        """[stages]: streams that have the weights of each stage."""
+        """Return the streams that have the weights of each stage: [stages]."""
         streams = range(len(self.placement.streams))
         stages = range(self.placement.stages)
         return [[n for n in streams if self.holds(n, stage)] for stage in stages]
@@ -146,7 +146,7 @@ class PlacedPlan:
             self.stragglers.observe(stream, run.elapsed_s / predicted_s, now_s)
 
     def may_shed(self, stream: int, others: Collection[int]) -> bool:
-        """Return whether samples too late for a stream are so for all: no starting kind is faster.
+        """Return whether samples too late for a stream are so for all others that start batches.
 
         ``others`` are all other streams in service.
         """

@@ -20,7 +20,8 @@ from offramp.bundle.schema.serde import check_numbers
 class DeviceLink:
     """The link between replicas of adjacent splits, T_x of the paper's 3.2.1.
 
-    In plans, all rows that cross a border share one link, for any number of replicas.
+    In plans, all rows that pass from one split to the next share one link, for any number of
+    replicas.
     """
 
     bytes_per_s: float = math.inf
@@ -54,7 +55,7 @@ class DeviceKind:
         check_numbers(self, "speed", above=0)
 
     def own_s(self, table: Sequence[Sequence[float]]) -> list[list[float]]:
-        """[stages][max_batch_size + 1]: seconds of stages on this kind, by the model's table."""
+        """Return this kind's seconds in the shape of ``table``, which is the model's own."""
         own = self.seconds or table
         if (len(own), len(own[0])) != (len(table), len(table[0])):
             raise ValueError(
@@ -144,10 +145,11 @@ class Placement:
         return self.link.seconds(size_bytes)
 
     def expected_s(self, kind: str, table: Sequence[Sequence[float]]) -> list[list[float]]:
-        """[stages][max_batch_size + 1]: expected seconds of stages for rows of a kind's streams.
+        """Return the expected seconds of stages for rows of a kind's streams.
 
-        Stages that these streams prefer run there; other stages run on the slowest kind that
-        prefers them, and include moving the rows where a split begins.
+        The result is [stages][max_batch_size + 1]. Stages that these streams prefer run there;
+        other stages run on the slowest kind that prefers them, and include moving the rows where a
+        split begins.
         """
         own = {k.name: k.own_s(table) for k in self.kinds}
         mine = self.preferred([n for n, s in enumerate(self.streams) if s.kind == kind])
@@ -163,10 +165,11 @@ class Placement:
         return expected
 
     def continued_stages(self, table: Sequence[Sequence[float]]) -> list[frozenset[int]]:
-        """[streams]: stages that a batch goes on to on the same stream, after the stage before.
+        """Return, for each stream, the stages that a batch goes on to on the same stream.
 
-        Of the stages that a stream holds: all inside a split, and the first of another split if the
-        stream is not slower than some stream that prefers it, as moving the rows would be useless.
+        Among the stages that a stream holds, these are all inside a split, and the first of another
+        split if the stream is not slower than some stream that prefers it: moving the rows would be
+        useless.
         """
         own = {kind.name: kind.own_s(table) for kind in self.kinds}
         slowest_s = [
@@ -189,7 +192,7 @@ class Placement:
         return [by_stream[stream] for stream in self.streams]
 
     def _crossing_s(self, stage: int, sizes: int) -> list[float]:
-        """[sizes]: longest time to move rows to a stage, if a split begins with the stage."""
+        """Return the longest time to move rows to a stage, if a split begins there: [sizes]."""
         inside = any({stage - 1, stage} <= stream.prefers for stream in self.streams)
         if not stage or inside:
             return [0.0] * sizes

@@ -92,9 +92,9 @@ def operating_points(
 
     Samples that are sure enough at an earlier exit have left there, as in serving. ``exits`` are
     (stage, exit, threshold) of each stage that has an exit, and of the last, whose exit is
-    ``MODEL_END``. Of a bundle's records (``confidence``, ``prediction`` [exits, samples],
-    ``final_prediction`` and ``split`` [samples]) the certify split is used, which trained nothing.
-    If exits may not be ``forced``, only the last point is returned.
+    ``MODEL_END``. ``records`` are a bundle's (``confidence``, ``prediction`` [exits, samples],
+    ``final_prediction`` and ``split`` [samples]); their certify split is used, because nothing was
+    trained on it. If exits may not be ``forced``, only the last point is returned.
     """
     chosen = records["split"] == CERTIFY
     final = records["final_prediction"][chosen]
@@ -121,7 +121,7 @@ def operating_points(
 def going_on(
     exits: Sequence[tuple[int, int, float]], records: Mapping[str, NDArray[Any]], stages: int
 ) -> list[float]:
-    """[stages]: share of each stage's rows that went on to the next one, at calibration.
+    """Return the share of each stage's rows that went on at calibration: [stages].
 
     Exits and records are as in :func:`operating_points`; from a stage without an exit all go on.
     """

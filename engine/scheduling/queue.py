@@ -162,7 +162,7 @@ def _rowset(taken: list[TakenSamples], sample_ids: NDArray[np.int64]) -> RowSet:
     firsts = [first for _, first, _ in taken]
     sizes = [size for _, _, size in taken]
     ranks = [submission.priority for submission, _, _ in taken]
-    # Nearly always every request is one sample of the default priority; two arrays fewer then.
+    # Nearly always every request is one sample of the default priority: that needs fewer arrays.
     priorities = np.array(ranks, np.int64) if any(ranks) else uniform(len(taken), value=0)
     if max(sizes) == 1:
         rows = np.array(firsts, np.int64) if any(firsts) else uniform(len(taken), value=0)

@@ -56,7 +56,7 @@ from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 
 MOST_LOSSES: Final = 5
-"""Workers that a batch may lose: then it counts as the cause, and has failed."""
+"""Number of lost workers at which a batch counts as the cause, and has failed."""
 
 
 class ModelScheduler:
@@ -157,7 +157,7 @@ class ModelScheduler:
             )
 
     def submit(self, submission: Submission, now_s: float) -> StepOutcome:
-        """Queue a request's samples; SchedulerFullError, and none queued, if not all fit."""
+        """Queue a request's samples; SchedulerFullError if not all fit: then none is queued."""
         self._expire(now_s)
         try:
             self._queue.push(submission, now_s)
@@ -337,7 +337,7 @@ class ModelScheduler:
         )
 
     def _yields(self, batch: ScheduledBatch) -> bool:
-        """Return whether neither a request nor a plan change waits for a batch."""
+        """Return whether a batch can wait: no request and no plan change waits for it."""
         return batch.only_feedback and batch.plan is self._current
 
     def _yields_to_waiting(self, batch: ScheduledBatch) -> bool:
@@ -375,7 +375,7 @@ class ModelScheduler:
         return None
 
     def _choose(self, plan: ServedPlan, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
-        """Choose among waiting samples; in a placed plan, of the stream's stages, or steal."""
+        """Choose among waiting samples; in a placed plan, those of the stream's stages go first."""
         if (placed := plan.placed) is None:
             choice = self._ask(plan.policy, plan.waiting, now_s)
             if not isinstance(choice, Start | Merge):

@@ -37,9 +37,9 @@ class ServedPlan:
     def runs_on(self, stream: int, batch: ScheduledBatch, before: int, survivors: int) -> bool:
         """Return whether the survivors of a batch continue immediately to their next stage.
 
-        In a placed plan they never do where other streams should run it. Elsewhere they do until
-        their empty places have cost as much as a merge would: the ski-rental rule, for an unknown
-        duration.
+        In a placed plan they never do where other streams should run that stage. Elsewhere they do
+        until their empty places have cost as much as a merge would: the ski-rental rule, for an
+        unknown duration.
         """
         stage, retry = batch.stage - 1, batch.by_itself
         if self.placed is None:

@@ -10,7 +10,7 @@ import numpy as np
 _ROWS_REMEMBERED = 512
 """Rows over which the share of rows that go on is averaged."""
 _UNUSED_EXIT_SHARE = 0.999
-"""Share of rows going on from which an exit counts as unused."""
+"""Least share of rows going on at which an exit counts as unused."""
 _REBUILD_EVERY = 64
 """Observed stages between two updates of the costs of shrinking batches."""
 
@@ -18,7 +18,7 @@ _REBUILD_EVERY = 64
 class Shrinking(NamedTuple):
     """The costs of batches that samples leave at exits (PAME's batching pattern, 6.2).
 
-    Uncorrected seconds by batch size.
+    All times are uncorrected seconds, by batch size.
     """
 
     answer_s: Sequence[float]

@@ -80,7 +80,7 @@ class StragglerMonitor:
         return replica.probe_s if replica.status is ReplicaStatus.EXCLUDED else math.inf
 
     def observe(self, stream: int, ratio: float, now_s: float) -> None:
-        """Record a run's seconds, observed over predicted."""
+        """Record the ratio of a run's observed seconds to its predicted ones."""
         replica = self._replicas[stream]
         if replica.status is ReplicaStatus.EXCLUDED:
             self._judge_probe(replica, ratio, now_s)

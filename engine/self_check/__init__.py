@@ -3,7 +3,7 @@
 ::
 
     run          the whole check: makes the backend, runs all checks in about a minute, closes it
-    stages       answers, carried tensors, confidences and exits of stages
+    stages       answers, tensors for later stages, confidences and exits of stages
     rows         results of selecting, buffering and merging
     slots        parallel slots, CUDA graphs, slots after failures
     kernels      our kernels against numpy

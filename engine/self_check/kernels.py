@@ -85,7 +85,7 @@ def check_exit_check_kernel(bench: DeviceBench, limit: TimeLimit) -> Facts:
 
 
 def check_compaction_kernel(bench: DeviceBench, limit: TimeLimit) -> Facts:
-    """Compare compacted and gathered rows with numpy: none, all, one, some."""
+    """Compare compacted and gathered rows with numpy, for no, all, one and some rows."""
     facts: Facts = {"launches": 0, "rows": 0}
     rng = np.random.default_rng(0)
     for rows, pattern in limit.cases(product(reversed(_ROWS), range(6))):
@@ -223,7 +223,7 @@ def _hold_reduction(scores: _Scores, found: _Found, facts: Facts) -> None:
 
 
 def _hold_survivors(scores: _Scores, found: _Found, threshold: float, facts: Facts) -> None:
-    """Compare survivors by the kernel's own confidences, so that a threshold can equal one."""
+    """Compare survivors by the kernel's own confidences; a threshold may equal one of these."""
     goes_on = ~(found.confidence >= np.float32(threshold))
     expected = np.flatnonzero(goes_on)
     if found.survivors.tolist() != expected.tolist():

@@ -111,7 +111,7 @@ def _carrying(subject: CheckSubject) -> list[int]:
 
 
 def _row_sets(count: int) -> list[Rows]:
-    """Return existing sets of the first, the last, every other, all but the first, and all rows."""
+    """Return sets of row numbers: the first, the last, every other, all but the first, all."""
     every = np.arange(count)
     sets = [every[::2], every[1:], every[:1], every[-1:], every]
     return [rows for rows in sets if len(rows)]

@@ -36,10 +36,10 @@ from offramp.engine.tensorrt.lookup import PREFERRED, TOLERANCES
 from offramp.engine.tensorrt.probe import parse_devices
 
 SECONDS: Final = 45.0
-"""Seconds for all checks, without loading stages and the reference's answers."""
+"""Seconds for all checks, not counting the loading of stages and the reference's answers."""
 HANG_TIMEOUT_S: Final = 120.0
 """Additional seconds after which a check counts as hanging, beyond its share of :data:`SECONDS`. A
-check runs its first case, and warms up, in any case."""
+check always warms up and runs its first case."""
 _LOADING: Final = 10
 """Multiple of :data:`SECONDS` after which loading one bundle counts as hanging."""
 _CPU_TOLERANCE: Final = 1e-4

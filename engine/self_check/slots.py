@@ -200,7 +200,7 @@ def _two_batches(subject: CheckSubject, size: int) -> tuple[Inputs, Inputs]:
 def _tell_apart(
     second: list[StageAnswer], first: list[StageAnswer], subject: CheckSubject, facts: Facts
 ) -> None:
-    """Skip if both batches have similar answers: stale inputs would not be noticed."""
+    """Skip the check if both batches have similar answers: stale inputs would go unnoticed."""
     apart = max(difference(a.answer, b.answer) for a, b in zip(second, first, strict=True))
     facts["apart"] = max(apart, facts.get("apart", 0.0))
     if apart <= 10 * subject.tolerance:

@@ -1,4 +1,4 @@
-"""Checks of stages: answers, confidences, carried tensors and exits."""
+"""Checks of stages: answers, confidences, tensors for later stages, and exits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_answers(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_carry(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Compare every stage's carried tensors with the reference's cut tensors."""
+    """Compare the tensors that stages carry (``StageSpec.carried``) with the reference's."""
     worst: dict[str, float] = {}
     facts: Facts = {"allowed": subject.tolerance}
     if len(subject.stages) == 1:

@@ -1,8 +1,8 @@
 """A bundle on a backend, for checks: prepared stages, inputs, and reference results.
 
-The inputs are random, at the ends of their ranges, and broken. A bundle has no samples, only facts
-from calibration: shapes, and mostly the least and the greatest element. If these are missing, the
-graph shows the length of the tables that integers index.
+Some inputs are random, some at the ends of their ranges, and some broken (NaN, infinity). A bundle
+has no samples, only facts from calibration: shapes, and mostly the least and the greatest element.
+If these are missing, the graph shows the length of the tables that integers index.
 
 The reference is the bundle's segments, one after the other, in plain ONNX Runtime on the CPU, with
 one session a file, unchanged. None of the backends' graph changes (fused stages, blocked layouts,
@@ -195,8 +195,8 @@ def _separating_threshold(stage: TrueStage) -> float:
 def difference(found: NDArray[Any], wanted: NDArray[Any], scales: Scales | None = None) -> float:
     """Return the largest difference over elements that are finite in ``wanted``.
 
-    It is relative to ``scales``, by default those of ``wanted``. Infinite if only ``found`` is not
-    finite, or has another shape; 0 if there is nothing to compare.
+    It is relative to ``scales``, by default those of ``wanted``. The result is infinite if only
+    ``found`` is not finite, or has another shape; it is 0 if there is nothing to compare.
     """
     if found.shape == wanted.shape:
         wanted = wanted.astype(np.float64)

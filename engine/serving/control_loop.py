@@ -60,7 +60,7 @@ class _State:
     refused: set[tuple[int, ...]] = field(default_factory=set)
     """Sets of exits that could not be activated."""
     renewing: tuple[frozenset[str], Future[None]] | None = None
-    """Engines that were built since, and for which stages are being prepared again."""
+    """Newly built engines, for which stages are being prepared again."""
     not_renewed: set[str] = field(default_factory=set)
     """Engines that were built, and could not be loaded."""
     status: ControlStatus
@@ -273,7 +273,7 @@ class ControlLoop(PeriodicLoop):
                 _log.error("%s: exits %s do not fit scheduling: %s", state.name, exits, error)
 
     def _upgrade(self, state: _State) -> None:
-        """Start using engines that were built since, for stages that run as chains."""
+        """Start using newly built engines, for stages that run as chains."""
         if state.renewing is not None:
             units, future = state.renewing
             if not future.done():

@@ -55,22 +55,22 @@ class BatchObserver(Protocol):
         """Record samples that start; ``forced`` if they have to leave before the end."""
 
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Take the inputs [n, …] of samples that start, and their requests."""
+        """Receive the inputs [n, …] of samples that start, and their requests."""
 
     def observe_stage(
         self, run: Run, step: StageStep, stage: StageSpec
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
-        """Take the result of a stage.
+        """Receive the result of a stage.
 
-        Returns the step without exits of samples that must stay, and the rows that run on once
+        Returns the step, in which samples that must stay do not exit, and the rows that run on once
         they are answered; ``None`` if none does.
         """
 
     def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
-        """Take the decisions on the rows of a run."""
+        """Receive the decisions on the rows of a run."""
 
     def lost(self, sample_ids: SampleIds) -> None:
-        """Take samples that left unexpectedly."""
+        """Receive samples that left unexpectedly."""
 
     def counts(self) -> EvidenceCounts:
         """Return counts of the observations."""

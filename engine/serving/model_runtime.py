@@ -180,7 +180,7 @@ class ModelRuntime:
         """
         stage, result = self._stage_of(run), step.result
         exit_index = stage.exit
-        if exit_index is not None:  # a stage that ends at a split only has no answer to count
+        if exit_index is not None:  # a stage that ends only at a split has no answer
             counters = self.table.counters.stages[run.variant, exit_index]
             counters.batch_size.observe(len(run.requests))
             counters.run_s.observe(run_s)

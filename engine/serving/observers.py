@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 _log = logging.getLogger(__name__)
 
 InputObserver: TypeAlias = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
-"""Called with the input arrays of an answered request, by name, and with its first answers, [n, …],
-as the model's graph outputs them; neither may be changed."""
+"""Function that is called with the input arrays of an answered request, by name, and with its first
+answers, [n, …], as the model's graph outputs them; neither may be changed."""
 
 
 class InputObservers:

@@ -32,7 +32,7 @@ class LoadedModel(NamedTuple):
 
     model: ServedModel
     release: Callable[[], None]
-    """Removes its temporary files, once nothing runs it any more."""
+    """Function that removes its temporary files, once nothing runs the model any more."""
 
 
 class OpenedModels(NamedTuple):
@@ -173,7 +173,7 @@ def check_names(models: Mapping[str, Path]) -> None:
 
 
 def _largest_batch(models: Iterable[str], options: EngineOptions) -> int:
-    """Return the most rows of a batch of any model; the default if none is served yet."""
+    """Return the largest batch size of any model; the default if none is served yet."""
     sizes = (options.of(name).max_batch_size for name in models)
     return max(sizes, default=options.defaults.max_batch_size)
 

@@ -137,7 +137,7 @@ class StreamThread(threading.Thread):
         with self._lock:
             if (warm := self._shared.warm_slots.pop(self._stream, None)) is not None:
                 return warm, True
-            if not self._shared.backend.on_cpu:  # opening is slow: other streams run meanwhile
+            if not self._shared.backend.on_cpu:  # opening is slow: let others run
                 self._scheduler.suspend(self._stream)
         try:
             return self._shared.open_slot(self._stream), False

@@ -55,7 +55,7 @@ class ModelVersion:
     """Unique key for executor, control and batch profiles."""
     model: ServedModel
     release: Callable[[], None] = lambda: None
-    """Removes its temporary files, once nothing runs it any more."""
+    """Function that removes its temporary files, once nothing runs the version any more."""
 
 
 class ModelVersions:
@@ -85,7 +85,7 @@ class ModelVersions:
         self._ends = False
         """True once nothing is loaded or unloaded any more."""
         self._turn = asyncio.Lock()
-        """Held while a model is loaded, so that only one is at a time."""
+        """Held while a model is loaded, so that models are loaded one at a time."""
         self._finishing: dict[str, ModelVersion] = {}
         """Replaced versions with requests or audits in flight, by key."""
         self._earlier: dict[str, CountersSnapshot] = {}

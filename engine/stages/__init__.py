@@ -1,1 +1,1 @@
-"""From exits and thresholds to stages; the protocols of backends, and the pipeline."""
+"""Plans of stages, by exits and thresholds; the protocols of backends; the pipeline of stages."""

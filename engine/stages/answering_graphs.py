@@ -10,8 +10,8 @@ from offramp.engine.stages.plan import ModelStructure
 def answering_graphs(structure: ModelStructure, read: ReadPart) -> tuple[bytes, ...]:
     """Join all segments and exits, used or not, to answer a sample at every exit and the end.
 
-    Returns one graph, or two for a cascade: the one of all exits, and the source model, which may
-    be of another opset.
+    Returns one graph; for a cascade two: the graph with all exits, and the source model, whose
+    opset may differ.
     """
     outputs = [name for e in structure.exits for name in (e.output, e.confidence)]
     exits = [e.file for e in structure.exits]

@@ -103,7 +103,7 @@ class DeviceSlot(Slot, Protocol):
     """A slot whose tensors are not on the host."""
 
     def download(self, batch: TensorBatch) -> Mapping[str, NDArray[Any]]:
-        """Copy a batch's tensors to the host, by name, for the caller. BackendError."""
+        """Copy a batch's tensors to the host, by name, for the caller; may raise BackendError."""
 
 
 class Backend(Protocol):
@@ -158,7 +158,7 @@ class SlotsByStream(Backend, Protocol):
     """A backend whose slots differ: each stream uses its own device."""
 
     def open_slot_of(self, stream: int) -> Slot:
-        """Open a slot on the device of a stream, restarted if it is lost. BackendError."""
+        """Open a slot on a stream's device, restarted if lost; BackendError if that fails."""
         ...
 
 

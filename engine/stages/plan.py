@@ -93,8 +93,8 @@ class StageSpec:
     inputs: tuple[str, ...]
     """Tensors that the graph reads."""
     carried: tuple[str, ...]
-    """Tensors that later stages read: cut tensors first, then graph inputs that pass through. Only
-    these inputs where the next stage starts from the model's inputs."""
+    """Tensors that later stages read: cut tensors first, then graph inputs that pass through. There
+    are no cut tensors where the next stage starts from the model's inputs."""
     given: tuple[str, ...] = ()
     """Tensors of ``carried`` that the graph produces; others pass through."""
     answer: str | None
@@ -219,7 +219,7 @@ def plan_stages(
     active: Sequence[ActiveExit],
     borders: Collection[int] = (),
 ) -> tuple[StageSpec, ...]:
-    """Plan the stages between exits, in depth order; ``read`` returns a part's file.
+    """Plan the stages between exits, in depth order; ``read`` returns the content of a part's file.
 
     If an exit's decision depends on earlier ones, all exits up to the last of ``active`` run. After
     segments of ``borders`` without such an exit, stages end without an answer. Borders after the
@@ -231,7 +231,7 @@ def plan_stages(
         (structure.exits[a.exit].after_segment, a.exit, a.threshold) for a in active
     ]
     last, exits_end = len(structure.segments) - 1, {end for end, _, _ in ends}
-    if last_beginning(structure.segments) > 0:  # only the copy in front can have inner borders
+    if last_beginning(structure.segments) > 0:  # only the copy in front can be cut inside
         last_exit = max(exits_end, default=0)
         borders = [border for border in borders if border < last_exit]
     ends += [(b, None, NEVER) for b in set(borders) - exits_end if 0 <= b < last]
@@ -250,7 +250,7 @@ def make_chained_plan(bundle: Bundle) -> Plan:
     """Plan every segment of the source model as its own stage, without exits.
 
     The answers equal those of one graph, up to rounding of sums in another order, at the cost of
-    every border. In a cascade the source model is one segment.
+    every cut. In a cascade the source model is one segment.
     """
     stages = _of(bundle, chain_stages(bundle.manifest, bundle.read))
     return Plan(stages=stages, policy_version=0, mode=Mode.OFF)
@@ -336,7 +336,7 @@ def make_stage(
     before: Sequence[Segment] = ()
     behind: Sequence[Segment] = ()
     if last_beginning(structure.segments) > 0:  # a cascade
-        # Other models run on GPUs too, whose engines have float32 borders.
+        # Other models run on GPUs too, whose engines pass float32 tensors to the next stage.
         before = structure.segments[max(first - 1, 0) : first]
         behind = structure.segments[last + 1 : last + 2] if given and not final else ()
     inner = slice(len(before), len(before) + len(segments))

@@ -58,7 +58,7 @@ _EXACT = 1e-4
 
 
 def is_rounded(manifest: Manifest) -> bool:
-    """Return whether parts are computed in less than float32, which runtimes round differently.
+    """Return whether parts are computed below float32 precision, which runtimes round differently.
 
     True for a cascade, and for a model that is itself quantised or of half precision: its segments
     were verified within the tolerance of rounding.
@@ -68,7 +68,7 @@ def is_rounded(manifest: Manifest) -> bool:
 
 
 def warn_of_other_kernels(name: str, manifest: Manifest, backend: str, mode: Mode) -> None:
-    """Warn if another runtime than the certifying one computes in less than float32."""
+    """Warn if another runtime than the certifying one computes below float32 precision."""
     if not is_rounded(manifest) or mode is Mode.OFF or backend != "openvino-cpu":
         return
     _log.warning(

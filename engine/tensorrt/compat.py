@@ -1,8 +1,8 @@
 """TensorRT 8.6, 10 and 11: every difference between them, each in one small function.
 
-No other module names anything that one of these versions lacks; a test holds all names against
-what the bindings of 8.6.0, 10.16 and 11.4 have. TensorRT 10 and 11 are what users install; 8.6.0
-is the newest that is whole on PyPI, and so the one that can be tried where nothing else can be got.
+No other module names anything that one of these versions lacks; a test compares all names with the
+bindings of 8.6.0, 10.16 and 11.4. TensorRT 10 and 11 are what users install; 8.6.0 is the newest
+version that is complete on PyPI, and so the one that can be tested without another package index.
 
 =================  ============================  ======================  ===========================
 matter             8.6                           10                      11

@@ -1,8 +1,8 @@
 """Lookup of the engines of a bundle that run a stage on this machine.
 
-A stage whose segments and exit were built as one engine uses it; another uses the engines of its
-segments, one after the other, with the cost of each border, until it is built. Engines of another
-GPU, TensorRT or model are never used.
+A stage whose segments and exit were built as one engine uses that engine. Until it is built, the
+stage uses the engines of its segments one after the other, which costs time at each cut. Engines of
+another GPU, TensorRT or model are never used.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class _Finder:
         self._bundle = bundle
         self._store = store
         self.refused: dict[str, str] = {}
-        """Reasons by name of the unit."""
+        """Reasons why units were not found, by the unit's name."""
 
     def find(self, first: int, last: int, exit_: int | None) -> StoredEngine | None:
         bundle, engines = self._bundle, self._store.index
@@ -224,7 +224,7 @@ class _Finder:
         wanted = checkable_key(engines.target, parts_digest(bundle.manifest, first, last, exit_))
         entry = self._store.entry(name)
         if bundle.number and first >= bundle.manifest.source_begins:
-            # The full model after a variant is of the same file under any name.
+            # The full model after a variant has the same file under any name.
             same = (e for e in engines.engines if wanted.items() <= e.key.items())
             entry = next(same, None)
         if entry is None:

@@ -4,8 +4,8 @@
 
     | TensorRT's, of one engine at a time | cut tensor | the next | unread answers |
 
-The two cut tensors alternate along a chain of engines. The unread answers are of exits inside a
-stage.
+The two cut tensors alternate along a chain of engines. The unread answers are those of exits inside
+a stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offramp.engine.tensorrt.loading import LoadedEngine
 
 
 class ScratchLayout:
-    """Places of a chain's tensors in a slot's scratch memory.
+    """Offsets of a chain's tensors in a slot's scratch memory.
 
     ``wanted`` are outputs of the last engine that the slot has memory for.
     """

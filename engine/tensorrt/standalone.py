@@ -45,9 +45,9 @@ def time_plans(
 ) -> list[float]:
     """Time engines in alternation: seconds on the device for each, medians of interleaved rounds.
 
-    Each is a plan, its inputs, and the index of a profile that holds these. All are loaded and run
-    once before, so that other work of the GPU affects all equally. Copies are not counted.
-    BackendError if one cannot be loaded or run.
+    Each engine is given as a plan, its inputs, and the index of a profile that holds these. All are
+    loaded and run once before, so that other work of the GPU affects all equally. Copies are not
+    counted. BackendError if one cannot be loaded or run.
     """
     with ExitStack() as stack:
         ready = []

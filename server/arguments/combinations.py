@@ -177,7 +177,7 @@ class _Settings(NamedTuple):
     """Settings of a file that are active together."""
 
     name: str
-    """Names of their tables."""
+    """Names of the tables that contain them."""
     engine: Mapping[str, Any]
     settings: Mapping[str, Any]
     """Settings to check, together with those of ``engine``."""
@@ -218,7 +218,7 @@ def _by_flag(
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:
-    """Return values in which a policy is its name only, without the exit it is fixed at."""
+    """Return values; of a policy only its name, without the exit of ``fixed``."""
     return {f: v.name if isinstance(v, PolicyName) else v for f, v in values.items()}
 
 

@@ -125,7 +125,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 def name_models(
     bundles: Sequence[Path], named: Sequence[tuple[str, Path]], *, may_be_none: bool = False
 ) -> dict[str, Path]:
-    """Return model paths by name: the given name, or the path's without ``.ee`` or ``.onnx``.
+    """Return model paths by name: the given name, or the file name without ``.ee`` or ``.onnx``.
 
     Raise ValueError if two have the same name, or if there is none and ``may_be_none`` is false.
     """
@@ -314,7 +314,7 @@ def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
 
 
 def _configured_models(file: Configuration, server: ServerOptions) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the file's models; ConfigurationError if one is nowhere."""
+    """Yield name and path of the file's models; ConfigurationError if one has no path."""
     for name, model in file.models.items():
         if model.path is not None:
             yield name, model.path

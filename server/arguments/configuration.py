@@ -263,7 +263,7 @@ _NO_KEYS: Final = ("defaults", "models", "devices", "extensions", "learning", *S
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two forms of one setting; one on the command line overrides both in the file."""
 _SHOWN: Final = 80
-"""Most characters of a value in a message."""
+"""Largest number of characters of a value in a message."""
 _TOML_TYPES: Final = {
     bool: "a boolean", int: "an integer", float: "a float", str: "a string", list: "an array",
     dict: "a table",

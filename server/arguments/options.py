@@ -18,7 +18,7 @@ DEFAULT_MODE: Final = Mode.AUDIT
 
 MAX_FRONTENDS: Final = 64
 MAX_MESSAGE_MIB: Final = 2047
-"""gRPC counts a message's bytes in a signed 32-bit integer."""
+"""Largest message size, in MiB: gRPC counts bytes in a signed 32-bit integer."""
 
 
 MAX_COUNT: Final = 2**31 - 1
@@ -29,12 +29,12 @@ MAX_CONNECTIONS: Final = 1024
 
 
 _LONGEST_HOST: Final = 253
-"""Characters of the longest DNS name."""
+"""Number of characters of the longest DNS name."""
 
 _URLS: Final = ("http://", "https://")
 
 WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - used only on the operator's request
-"""Hosts that mean all interfaces, by IPv4 and by IPv6."""
+"""Hosts that mean all interfaces: of IPv4, and of IPv6."""
 
 _ANY: Final = "*"
 """Host that other servers read as all interfaces."""
@@ -176,7 +176,7 @@ class SecurityOptions:
     tls_key: Path | None = None
     """PEM file of the certificate's key, unencrypted."""
     tls_client_ca: Path | None = None
-    """PEM file of authorities; clients must then present a certificate of one of them."""
+    """PEM file of authorities; clients must then present a certificate that one of them signed."""
     token_file: Path | None = None
     """Tokens of clients; ``None`` requires no token."""
     admin_token_file: Path | None = None
@@ -202,18 +202,19 @@ class ServerOptions:
     """Name or address of the interface, for both ports; ``0.0.0.0``, ``::`` and ``*`` mean all
     interfaces, by IPv4 and IPv6. An IPv6 address may be in brackets."""
     grpc_port: int = 8001
-    """0 chooses any free port."""
+    """Port of gRPC; 0 chooses any free port."""
     http_port: int = 8000
-    """0 chooses any free port."""
+    """Port of HTTP; 0 chooses any free port."""
     frontends: int = 0
     """Processes that hold the gRPC connections; with 0, the engine's process holds them."""
     max_message_mib: int = 64
     """Largest gRPC request, in MiB; gRPC refuses a larger one with RESOURCE_EXHAUSTED."""
     max_connections: int = MAX_CONNECTIONS
-    """Most open gRPC connections; further ones are closed immediately."""
+    """Largest number of open gRPC connections; further ones are closed immediately."""
     max_concurrent_requests: int = 8192
-    """Most requests in progress, over all models and streams; further ones are refused. The default
-    is twice a model's default queue limit in samples, so that the queue fills first."""
+    """Largest number of requests in progress, over all models and streams; further ones are
+    refused. The default is twice a model's default queue limit in samples, so that the queue fills
+    first."""
     max_queue_mib: int = 1024
     """Memory for the messages of requests in progress, in MiB; further requests are refused. The
     default holds 16 messages of the largest default size."""

@@ -21,7 +21,7 @@ class ServedName:
     name: str
     """Name in clients' requests."""
     version: str
-    """A number, for instance ``3``."""
+    """Version number, for instance ``3``."""
     engine_name: str
     """Name in the engine."""
 
@@ -71,7 +71,7 @@ class Catalog:
         return versions[version]
 
     def model(self, name: str, version: str = "") -> ModelInfo:
-        """Return a description of the version that answers a request; ModelNotServedError."""
+        """Return a description of the version that answers, or raise ModelNotServedError."""
         return self._engine.model(self.find(name, version).engine_name)
 
     def served(self, name: str) -> Sequence[ServedName]:

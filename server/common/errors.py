@@ -125,14 +125,14 @@ _WIRE_NAMES: Final[Mapping[type[EngineError], str]] = {
     UnauthenticatedError: "AuthenticationError",
     ForbiddenError: "PermissionDeniedError",
 }
-"""Names in the metadata that differ from the class's: those that the client uses."""
+"""Names in the metadata that differ from the class names; the client uses them."""
 
 INTERNAL_ERROR: Final = "internal error of the server; its log has the details"
 """Message that a client gets for an unexpected exception."""
 
 _MOST_DETAILS_BYTES: Final = 4500
-"""gRPC drops a response whose metadata exceed 8 KiB; percent-encoding triples the size of all bytes
-but printable ASCII."""
+"""Largest size of a message: gRPC drops a response whose metadata exceed 8 KiB, and
+percent-encoding triples the size of all bytes that are not printable ASCII."""
 
 
 class StartError(Exception):

@@ -121,7 +121,7 @@ class JoinedEngine:
         return tuple(model for engine in self._engines for model in engine.models())
 
     def model(self, name: str) -> ModelInfo:
-        """Return a description of one model; ModelNotServedError."""
+        """Return a description of one model, or raise ModelNotServedError."""
         return self._owner(name).model(name)
 
     def ready(self, model: str | None = None) -> bool:

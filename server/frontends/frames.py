@@ -19,11 +19,11 @@ _HEAD: Final = struct.Struct("<IIB")
 """Frame header: payload size in bytes, call number, kind."""
 
 _SCRATCH_BYTES: Final = 1024 * 1024
-"""Larger than any frame, because large messages go through shared memory."""
+"""Size of the receive buffer: larger than any frame, as large messages use shared memory."""
 _HIGH_BYTES: Final = 4 * 1024 * 1024
 """Size of the send queue, in bytes, above which no further message is accepted."""
 _SHARED: Final = 128
-"""Added to the kind of a frame whose last bytes are a :class:`SharedPayload`."""
+"""Number added to the kind of a frame whose last bytes are a :class:`SharedPayload`."""
 
 
 class FrameKind(IntEnum):
@@ -60,7 +60,7 @@ class FrameKind(IntEnum):
 Payload: TypeAlias = bytes | memoryview
 
 Receiver: TypeAlias = Callable[[FrameKind, int, Payload, memoryview | None], None]
-"""Takes the kind, call and payload of a frame, and its message if that is in shared memory."""
+"""Function that takes a frame's kind, call and payload, and its message if in shared memory."""
 
 
 class FrameLink(asyncio.BufferedProtocol):

@@ -88,7 +88,7 @@ class Frontends:
         """Sockets that reserve the port, even while no front end is running."""
 
     async def start(self, host: str, port: int) -> int:
-        """Start all front ends; return the port (port 0: chosen by the system); StartError."""
+        """Start all front ends, or raise StartError; return the port (0: any free port)."""
         if not hasattr(os, "memfd_create"):
             raise StartError("--frontends needs Linux; leave it out")
         bound = bind(host, port, option="--grpc-port", shared=True)
@@ -205,7 +205,7 @@ class Frontend:
         await self.order("listen", settings)
 
     async def order(self, name: str, argument: object) -> None:
-        """Send an order and wait until it is done; StartError, FrontendLostError."""
+        """Send an order and wait until it is done, or raise StartError or FrontendLostError."""
         if self.lost.is_set():
             raise FrontendLostError
         number = next(self._orders)

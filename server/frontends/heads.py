@@ -14,7 +14,7 @@ import grpc
 from offramp.server.frontends.frames import Payload
 
 _BEGIN: Final = struct.Struct("<Id")
-"""Bytes of the following text; seconds to the deadline, NaN without a deadline."""
+"""Number of bytes of the following text, and seconds to the deadline (NaN: no deadline)."""
 _REMEMBERED: Final = 4096
 """Number of head texts that are cached; most calls of a connection have the same text."""
 _CODES: Final[Mapping[int, grpc.StatusCode]] = {code.value[0]: code for code in grpc.StatusCode}
@@ -26,7 +26,7 @@ class CallHead(NamedTuple):
     """A call's data from its front end."""
 
     method: str
-    """For instance ``/inference.GRPCInferenceService/ModelInfer``."""
+    """Full method name, for instance ``/inference.GRPCInferenceService/ModelInfer``."""
     peer: str
     """Client address in gRPC's notation."""
     remaining_s: float | None

@@ -48,7 +48,7 @@ class FrontendSettings:
     log_level: int
 
     def start(self, link: FrameLink) -> tuple[Relay, GrpcListener]:
-        """Return the relay for calls and the listener to start; StartError."""
+        """Return the relay for calls and the listener to start, or raise StartError."""
         admission = _RelayedAdmission(
             link,
             ServerOptions(

@@ -75,7 +75,7 @@ class Relay:
     async def _receive_and_ask(
         self, name: str, state: CallState, _requests: object, context: _Context
     ) -> Payload:
-        """Receive the only message of a call, which may be large, once the link can take it."""
+        """Wait until the link can take a large message; then receive a call's only message."""
         await self._link.writable()
         self._admission.check_capacity()
         data = await self._receiver.only(context)

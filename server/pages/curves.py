@@ -22,7 +22,7 @@ _SHORTEST_S = 60.0
 _STEPS_S = (10, 20, 60, 120, 300)
 """Possible distances between ticks of the time axis."""
 LAYERS: Final = 8
-"""Number of colours for places; with more places, some share a colour."""
+"""Number of colours for places (exits and the model's end); if there are more, some share one."""
 _CONSTRAINTS: Final = 4
 """The axis of disagreement ends at most at this multiple of the constraint."""
 _NO_INTERVAL = "no interval is complete yet: the first one takes 5 s"
@@ -44,7 +44,7 @@ class LegendEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart with title and legend; or a text instead."""
+    """A chart with title and legend, or a text in its place."""
 
     title: str
     legend: tuple[LegendEntry, ...] = ()
@@ -248,7 +248,7 @@ def _line(x: Scale, y: Scale, curve: _Curve) -> Markup:
 
 
 def stretches_of(values: Values) -> Iterator[list[tuple[float, float]]]:
-    """Yield the stretches of a curve without a missing value."""
+    """Yield the parts of a curve that have no missing value."""
     stretch: list[tuple[float, float]] = []
     for at, value in values:
         if value is not None:

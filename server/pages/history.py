@@ -53,7 +53,7 @@ class IntervalPoint:
     """Median time from submission to response; ``None`` if no request was answered."""
     latency_p99_s: float | None
     answers: Mapping[str, int]
-    """Number of answered samples by place; places without answers are left out."""
+    """Number of answered samples by place (an exit or the model's end), where there are any."""
     disagreement: float | None
     """Measured share of answers that differ from the unmodified model's, at the interval's end."""
     upper_bound: float | None

@@ -314,13 +314,13 @@ def _failures(totals: Iterable[tuple[str, CountersSnapshot]]) -> Metric:
         "offramp_failures", "Samples without an answer, by cause.", labels=["model", "cause"]
     )
     for name, total in totals:
-        for cause in FAILURE_CAUSES:  # from 0 on, so that rate() sees the first event
+        for cause in FAILURE_CAUSES:  # at 0 first, so that rate() sees the first event
             family.add_metric([name, cause], total.failed.get(cause, 0))
     return family
 
 
 def _device(models: Iterable[ModelStatistics]) -> Iterator[Metric]:
-    """Yield the device's metrics, which all models share: no label, so that sums are right."""
+    """Yield metrics of the device, which models share: without labels, so that sums are right."""
     shared = next(iter(models), None)
     if shared is None:
         return

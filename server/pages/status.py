@@ -139,7 +139,7 @@ def _tiles(point: IntervalPoint, statistics: ModelStatistics) -> tuple[Figure, .
 
 
 def _lengths(statistics: ModelStatistics) -> Iterable[tuple[str, int]]:
-    """Return counts by length that are not 0; most models take one length."""
+    """Return the counts of different input lengths that are not 0; most models have one length."""
     counts = {
         "padded to share a batch": statistics.padded,
         "of lengths unseen in calibration": statistics.unseen_lengths,

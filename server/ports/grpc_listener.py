@@ -43,7 +43,7 @@ class ListenerOptions:
     max_message_bytes: int
     """Largest message that is accepted."""
     max_connections: int = MAX_CONNECTIONS
-    """Most open connections; further ones are closed immediately."""
+    """Largest number of open connections; further ones are closed immediately."""
     keepalive: KeepaliveOptions = field(default_factory=KeepaliveOptions)
     """Settings of HTTP/2 pings."""
     shared_port: bool = False
@@ -86,7 +86,7 @@ class GrpcListener:
     async def send_goaway(self, limit_s: float) -> None:
         """Ask all clients to open their calls elsewhere; calls that still arrive are answered.
 
-        With TLS, clients are not notified: only gRPC encrypts, so no frame can be added to its own.
+        With TLS, clients are not notified: only gRPC can encrypt a frame, so we cannot add one.
 
         Return when no connection is left or no request has come for :data:`QUIET_S`, after at most
         ``limit_s``. Idle streams end with their connection.
@@ -133,7 +133,7 @@ class GrpcListener:
 
 
 MAX_CALLS: Final = 1024
-"""Most open calls of a connection; gRPC's clients hold further calls back."""
+"""Largest number of open calls of a connection; gRPC's clients hold further calls back."""
 
 _CONNECTION_OPTIONS: Final = (
     ("grpc.max_concurrent_streams", MAX_CALLS),

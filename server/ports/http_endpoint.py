@@ -76,8 +76,8 @@ class HttpEndpoint:
     def listen(self, host: str, port: int) -> int:
         """Let clients connect, or raise StartError; return the port (port 0: any free port).
 
-        Nothing is answered before :meth:`start`, as others take an answer as a sign that the server
-        is ready.
+        Nothing is answered before :meth:`start`, because clients take any answer to mean that the
+        server is ready.
         """
         self._sockets.extend(bind(host, port, option="--http-port"))
         for one in self._sockets:
@@ -85,7 +85,7 @@ class HttpEndpoint:
         return int(self._sockets[0].getsockname()[1])
 
     async def start(self) -> None:
-        """Answer, also those who have connected before."""
+        """Answer requests, also those of clients that connected before."""
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         for one in self._sockets:

@@ -135,7 +135,8 @@ _GOAWAY: Final = struct.pack(">HBBBIII", 0, 8, 7, 0, 0, 2**31 - 1, 0)
 Calls in progress are answered."""
 
 _GREETED_BYTES: Final = 9
-"""Size of gRPC's first frame, SETTINGS; a peer that acknowledged this many bytes has it."""
+"""Size of gRPC's first frame, SETTINGS; a peer that acknowledged this many bytes has received
+it."""
 
 _TCP_INFO_BYTES: Final = 128
 _BYTES_ACKED: Final = 120
@@ -291,7 +292,7 @@ LEAST_CONNECTIONS: Final = 16
 """Fewest connections of each kind with which a server starts."""
 
 MAX_HTTP_CONNECTIONS: Final = 256
-"""Most open HTTP connections; a further one replaces the one that is idle longest."""
+"""Largest number of open HTTP connections; a further one replaces the one that is idle longest."""
 
 HTTP_IDLE_S: Final = 20.0
 """Seconds without a request after which an HTTP connection is closed."""
@@ -306,7 +307,7 @@ _LOOK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Most open connections of each port."""
+    """Largest number of open connections of each port."""
 
     grpc: int
     http: int
@@ -394,7 +395,7 @@ class HttpConnections:
         request: web.Request,
         handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
     ) -> web.StreamResponse:
-        """Middleware that marks connections with requests as used."""
+        """Mark the connection of a request as used; this is a middleware."""
         one, loop = request.protocol, asyncio.get_running_loop()
         if one in self._used_s:
             self._used_s[one] = math.inf

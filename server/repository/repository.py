@@ -1,8 +1,8 @@
 """The model repository: loads, replaces and unloads models while the server answers requests.
 
-The old version serves while the new one is loaded; the ready new version takes the new requests,
-and the old one answers those that it has. If loading fails, the old version continues to serve, and
-the index shows the reason (as Triton's ``RepositoryIndex``).
+The old version serves while the new one is loaded; once the new version is ready, it takes new
+requests, and the old one answers those that it has. If loading fails, the old version continues to
+serve, and the index shows the reason (as Triton's ``RepositoryIndex``).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class _Loaded:
 class ModelRepository:
     """The models of a server; used on the event loop's thread.
 
-    ``named`` are paths of models that are served already, by name. ``options`` are by model; the
-    options of ``""`` apply to all others.
+    ``named`` are paths of models that are served already, by name. ``options`` are the options of
+    each model by name; those of ``""`` apply to all other models.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class ModelRepository:
                 await self._try_load(name)
 
     def options_of(self, name: str) -> ModelOptions:
-        """Return the options that a model is loaded with unless a load overrides them."""
+        """Return the options of a model, which a client's load call may override."""
         return self._options.get(name, self._options[""])
 
     def _check_control(self, done: str) -> None:

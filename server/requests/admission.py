@@ -50,26 +50,29 @@ _OURS: Final = {grpc.StatusCode.INTERNAL}
 
 
 MAX_WATCHES: Final = 1024
-"""Most open streams of health and reflection; a separate limit from inference streams."""
+"""Largest number of open streams of health and reflection; a separate limit from inference
+streams."""
 
 MAX_WATCHES_OF_A_PEER: Final = 16
-"""Most such streams of one connection; a client needs one for each service or model to watch."""
+"""Largest number of such streams of one connection; a client needs one for each service or model to
+watch."""
 
 _CALL_BYTES: Final = 20 * 1024
 """Rough size of gRPC's memory for a call, part of which stays when many calls come together."""
 
 
 UNREAD_S: Final = 60.0
-"""Seconds that a client may take to read an answer; large answers get additional time:"""
+"""Seconds that a client may take to read an answer; large answers get additional time
+(:data:`SLOWEST_BYTES_PER_S`)."""
 
 SLOWEST_BYTES_PER_S: Final = 128 * 1024
 
 CROWDED_S: Final = 2.0
-"""The same limit while requests and answers use at least half of the admission limit."""
+"""Value of :data:`UNREAD_S` while requests and answers use at least half of the admission limit."""
 
 MAX_RESETS: Final = 500
-"""Calls of a connection that may be cancelled before their message is taken, within one window.
-Envoy's number (``premature_reset_total_stream_count``)."""
+"""Number of calls of a connection that may be cancelled before their message is taken, within one
+window. Envoy's number (``premature_reset_total_stream_count``)."""
 
 RESET_WINDOW_S: Final = 10.0
 
@@ -237,7 +240,7 @@ class RequestAdmission:
         access: AccessRules | None = None,
         traces: RequestTraces | None = None,
     ) -> None:
-        """Without ``access``, read the token files that the options name; StartError."""
+        """Without ``access``, read the token files of the options; StartError if one is invalid."""
         self.traces: Final = traces or RequestTraces()
         self._memory = memory or MemoryReturn()
         options = options or ServerOptions()
@@ -306,7 +309,7 @@ class RequestAdmission:
         state.size_bytes += size_bytes
 
     def hold_more(self, state: CallState, size_bytes: int) -> None:
-        """Hold further bytes of a request, such as its shared memory; HeldBytesError."""
+        """Hold further bytes of a request, such as its shared memory, or raise HeldBytesError."""
         if self.held_bytes + size_bytes > self._max_bytes:
             raise self._full(size_bytes)
         self.held_bytes += size_bytes
@@ -339,13 +342,13 @@ class RequestAdmission:
             )
 
     def passed(self, size_bytes: int) -> None:
-        """Record a message that is not held, of a method whose messages only have names."""
+        """Record a message that is not held, because messages of its method only have names."""
         self._memory.record_growth(size_bytes, self.held_bytes + size_bytes)
 
     async def answer(
         self, state: CallState, size_bytes: int, when_done: Callable[[Any], None]
     ) -> None:
-        """Record that gRPC gets the answer of a request, once it may.
+        """Wait until an answer may be passed to gRPC, and record that it is.
 
         ``when_done`` registers a callback for the end of the call.
         """

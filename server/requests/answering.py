@@ -64,7 +64,7 @@ class RequestAnswering:
         time_remaining_s: float | None,
         trace_parent: str | None,
     ) -> tuple[ServedName, InferCall]:
-        """Return the version that answers, and the arguments of the engine call; EngineError."""
+        """Return the version that answers, and the engine's arguments, or raise EngineError."""
         request = message.head
         state.model = request.model_name
         state.trace = self._admission.traces.begin(trace_parent, state.began_s)
@@ -76,7 +76,7 @@ class RequestAnswering:
         return find(), call  # the served version may have changed
 
     async def infer(self, state: CallState, served: ServedName, call: InferCall) -> EngineResult:
-        """Return the engine's only answer; EngineError."""
+        """Return the engine's only answer, or raise EngineError."""
         result = await self._engine.infer(
             served.engine_name,
             call.inputs,

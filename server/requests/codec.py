@@ -59,7 +59,7 @@ Triton leaves the default level to each model's configuration.
 DECOUPLED: Final = "offramp_decoupled"
 """Parameter of a request on a stream that wants each of its answers immediately."""
 CLASSIFICATION: Final = "classification"
-"""Parameter of an output: number of largest values to return."""
+"""Parameter of an output: how many of its largest values to return."""
 EMPTY_FINAL_RESPONSE: Final = "triton_enable_empty_final_response"
 """Parameter of a request that wants a marked end even if no more answers come; see above."""
 
@@ -138,7 +138,7 @@ def _raw_contents(
 ) -> Sequence[bytes | memoryview | None]:
     """Return the elements of all inputs in order, read from shared memory where they are there.
 
-    Clients only send raw contents of the other inputs.
+    Raw contents in the message are those of the other inputs.
     """
     parts = [regions.part(t.parameters, f"input {t.name!r}") for t in message.head.inputs]
     if not any(parts):
@@ -280,7 +280,7 @@ def write_streamed(
 ) -> ModelStreamInferResponse:
     """Return the response with one of the results of a decoupled request.
 
-    ``offramp_corrected``, 0 or 1 a sample, is present only if a sample was corrected.
+    ``offramp_corrected``, 0 or 1 for each sample, is present only if a sample was corrected.
     ``offramp_exits`` shows which answers are the unmodified model's.
     """
     response = write_response(request, result, call, version)
@@ -359,8 +359,9 @@ def _end(response: ModelInferResponse, *, final: bool) -> None:
 def _write_parameters(response: ModelInferResponse, result: EngineResult) -> None:
     """Write the result's parameters; values per sample are joined by commas.
 
-    ``offramp_forced``, 0 or 1 a sample, is present only if the promise does not hold for a sample;
-    ``offramp_variants``, a number a sample, only if a variant other than the full one answered.
+    ``offramp_forced``, 0 or 1 for each sample, is present only if the promise does not hold for a
+    sample; ``offramp_variants``, one number for each sample, only if a variant other than the full
+    one answered.
     """
     parameters = response.parameters
     parameters["offramp_policy_version"].int64_param = result.policy_version

@@ -17,7 +17,7 @@ from typing import Final
 from offramp.server.arguments.options import MIB
 
 PEAK_BYTES: Final = 64 * MIB
-"""Messages below this size in total leave little free memory; no return is needed."""
+"""Total size of messages below which little memory stays free, so that no return is needed."""
 
 LARGE_BYTES: Final = MIB
 """Size from which even a single message leaves free memory: gRPC's own copy, made before we know of
@@ -27,7 +27,7 @@ DELAY_S: Final = 5.0
 """Seconds from the last large message to the return of memory; the next may follow soon."""
 
 _MAX_DELAYS: Final = 6
-"""Number of delays after which memory is returned even if large messages keep coming."""
+"""Number of delays after which memory is returned even if large messages keep arriving."""
 
 _KEPT_BYTES: Final = 256 * MIB
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -89,8 +89,8 @@ class MemoryReturn:
             return
         self._waiting = False
         self._large_bytes = 0
-        # The future is kept because the loop keeps no reference; a thread, because trimming takes
-        # long.
+        # The future is kept because the loop keeps no reference. Trimming takes long, so a thread
+        # does it.
         self._running = asyncio.get_running_loop().run_in_executor(None, self._trim)
 
 

@@ -21,7 +21,7 @@ ARRIVAL_S: Final = 60.0
 """Longest time, in seconds, from the start of a call to the arrival of its message."""
 
 LONG_S: Final = 0.002
-"""Seconds; a longer step is followed by a pause of the step's length."""
+"""Length of a step, in seconds, above which a pause of the same length follows."""
 
 _CANCELLATION_S: Final = 0.05
 """Seconds in which gRPC cancels a call that ended without a message, if it does."""

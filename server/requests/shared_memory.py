@@ -21,7 +21,7 @@ from offramp.server.common.errors import UnsupportedError
 
 FOLDER: Final = Path("/dev/shm")  # noqa: S108 - location of POSIX shared memory on Linux
 MAX_REGIONS: Final = 1024
-"""Most regions registered together; each takes a file descriptor."""
+"""Largest number of registered regions; each takes a file descriptor."""
 
 REGION: Final = "shared_memory_region"
 """Tensor parameter with the name of its region."""
@@ -36,7 +36,7 @@ class SharedRegion:
     key: str
     """Key of ``shm_open``, for instance ``/input``."""
     offset: int
-    """Bytes of the shared memory before the region."""
+    """Offset of the region in the shared memory, in bytes."""
     size_bytes: int
     descriptor: int
 
@@ -47,7 +47,7 @@ class RegionPart:
 
     region: SharedRegion
     offset: int
-    """Bytes of the region before the part."""
+    """Offset of the part in the region, in bytes."""
     size_bytes: int
 
     def read(self) -> bytes:

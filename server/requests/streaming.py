@@ -31,12 +31,12 @@ from offramp.server.security.tokens import Principal
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT: Final = 256
-"""Requests of one stream that are in progress or whose response waits for earlier ones. The next
-one is read once all responses to one of them are sent, so that a client that does not read its
-answers cannot accumulate them here."""
+"""Largest number of requests of one stream that are in progress or whose response waits for earlier
+ones. The next request is read once all responses to one of them are sent, so that a client that
+does not read its answers cannot accumulate them here."""
 
 _Send: TypeAlias = Callable[[ModelStreamInferResponse], None]
-"""Sends a response after earlier ones, without waiting."""
+"""Function that sends a response after earlier ones, without waiting."""
 
 
 class RequestStream:

@@ -66,7 +66,7 @@ class RequestTrace:
 
 
 Exporter = Callable[[RequestTrace], None]
-"""Takes a finished trace; must return immediately."""
+"""Function that takes a finished trace; it must return immediately."""
 
 
 class RequestTraces:

@@ -1,4 +1,4 @@
-"""Triton's generate extension: JSON with one field per input, answered with one per output.
+"""Triton's generate extension: requests in JSON have a field per input, answers one per output.
 
 ``generate`` returns the whole answer, ``generate_stream`` one event (server-sent events) per
 response. Fields that are not inputs are parameters of the request; responses have parameters, too.

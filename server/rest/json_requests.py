@@ -28,7 +28,8 @@ from offramp.server.common.errors import RequestLimitError, UndecodableError
 from offramp.server.requests.shared_memory import REGION
 
 MAX_JSON_BYTES: Final = 32 * 1024 * 1024
-"""Most bytes of JSON in a request; the decoded objects may take twenty times as much memory."""
+"""Largest size of the JSON in a request, in bytes; the decoded objects may take twenty times as
+much memory."""
 
 _BINARY_SIZE, _BINARY, _BINARY_OUTPUTS = "binary_data_size", "binary_data", "binary_data_output"
 
@@ -54,7 +55,7 @@ class JsonRequest:
             )
         document = decode_object(bytes(body[:header_bytes]))
         self.binary_outputs: dict[str, bool] = {}
-        """Whether an output's elements are requested as binary data, by output."""
+        """Whether elements are requested as binary data, by output."""
         parameters = dict(_object(document, "parameters"))
         self.binary_default = bool(parameters.pop(_BINARY_OUTPUTS, False))
         """The same for outputs that the request does not name."""

@@ -62,18 +62,18 @@ STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
 
 _NOT_HEALTHY: Final = 400
 _MAX_SMALL_BYTES: Final = 64 * 1024
-"""Most bytes of a body that only has names and settings."""
+"""Largest size, in bytes, of a body that only has names and settings."""
 _MAX_GENERATE_BYTES: Final = 1024 * 1024
-"""Most bytes of a body of the generate extension."""
+"""Largest size, in bytes, of a body of the generate extension."""
 _QUICK_JSON_BYTES: Final = 64 * 1024
 """Size up to which a body is decoded within a few milliseconds."""
 _COMPRESSED_FROM_BYTES: Final = 1024
 """Size from which bodies are compressed, for clients that accept it."""
 
 Answer = Callable[[Any], Any]
-"""Converts a method's response to the JSON document of the answer."""
+"""Function that converts a method's response to the JSON document of the answer."""
 RequestFields = Callable[[Mapping[str, str], dict[str, Any]], Mapping[str, Any]]
-"""Converts names in the path, and the body, to the fields of a method's request."""
+"""Function that converts names in the path, and the body, to the fields of a method's request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Route:
     """Name of the protocol method."""
     answer: Answer = to_document
     request: RequestFields = lambda _path, _body: {}
-    """Converts names in the path, and the body, to the fields of the method's request."""
+    """Function that converts names in the path, and the body, to the method's request fields."""
 
 
 def _model(path: Mapping[str, str], _body: dict[str, Any]) -> Mapping[str, Any]:
@@ -420,7 +420,7 @@ def _check_origin(request: web.Request) -> None:
 
 
 def _check_host(request: web.Request) -> None:
-    """Refuse requests that may come from elsewhere through this machine: local ones use an address.
+    """Refuse requests that reach this machine under a host name: local clients use an address.
 
     A proxy forwards the host name that its clients use. So does a browser that runs another site's
     page whose host name was changed to resolve to this machine (DNS rebinding).

@@ -80,7 +80,7 @@ class AccessRules:
         return principal
 
     def identify(self, authorization: Sequence[str]) -> Principal | None:
-        """Return the token's principal, ``None`` if none is needed; UnauthenticatedError."""
+        """Return the token's principal (``None``: none needed), or raise UnauthenticatedError."""
         if not self.uses_tokens:
             return None
         if not authorization:
@@ -96,7 +96,7 @@ class AccessRules:
         return found[-1]
 
     def check_method(self, principal: Principal | None, method: str, peer: str) -> None:
-        """Check the right to a method; UnauthenticatedError, ForbiddenError."""
+        """Check the right to a method; raise UnauthenticatedError or ForbiddenError without it."""
         if method in OPEN_METHODS:
             return
         if method in ADMIN_METHODS:
@@ -105,7 +105,7 @@ class AccessRules:
             raise UnauthenticatedError(f"{method} needs a token; {_HOW}")
 
     def check_message(self, principal: Principal | None, method: str, message: Any) -> None:
-        """Refuse a request about a model (or all models) that the token excludes; ForbiddenError.
+        """Raise ForbiddenError for a request about a model, or all models, that the token excludes.
 
         Inference requests are checked by :meth:`check_model`.
         """
@@ -132,7 +132,7 @@ class AccessRules:
         _check_name(principal, model)
 
     def check_all_models(self, principal: Principal | None, what: str) -> None:
-        """Refuse access to all models to a token for some models; ForbiddenError."""
+        """Raise ForbiddenError for a method about all models if the token is for some only."""
         if principal is not None and principal.models is not None:
             raise ForbiddenError(
                 f"{what} concerns more than one model, and {_described(principal)}; use a token "

@@ -61,7 +61,7 @@ class ServerTls:
 
 
 def open_tls(options: SecurityOptions) -> ServerTls | None:
-    """Return the certificates that the options name; ``None`` if they name none; StartError."""
+    """Return the certificates of the options, or ``None``; StartError if one is invalid."""
     if options.tls_certificate is None or options.tls_key is None:
         return None
     return ServerTls(

@@ -18,7 +18,7 @@ from typing import Final
 from offramp.server.security.watched_files import WatchedFiles
 
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
-"""Characters of a bearer token (RFC 6750, 2.1), long enough not to be guessed."""
+"""Form of a bearer token (RFC 6750, 2.1) that is too long to be guessed."""
 _MOST_BYTES: Final = 1024 * 1024
 _OTHERS: Final = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 _LINE: Final = "expected NAME:TOKEN or NAME:TOKEN:MODEL,MODEL"

@@ -23,8 +23,8 @@ from offramp.server.services.runtime_settings import LogLevels
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 OptionsReader: TypeAlias = Callable[[str, dict[str, Any], ModelOptions], ModelOptions]
-"""Applies settings of a model, for instance from a configuration file, to other options; the first
-argument is the source of the settings, for messages."""
+"""Function that applies settings of a model, for instance from a configuration file, to other
+options; the first argument is the source of the settings, for messages."""
 
 _NO_CUDA: Final = (
     "CUDA shared memory is not supported: an engine's inputs come from the host's memory; "
@@ -184,7 +184,7 @@ class ManagementService:
         return response
 
     def _override(self, request: messages.RepositoryModelLoadRequest) -> ModelOptions | None:
-        """Return the options sent with a load, or ``None``; BadInputError."""
+        """Return the options sent with a load, or ``None``; BadInputError if they are invalid."""
         if others := [name for name in request.parameters if name != "config"]:
             raise BadInputError(
                 f"load parameter {others[0]!r:.80} is not supported; files of models are read from "

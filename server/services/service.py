@@ -198,7 +198,7 @@ def _method_handler(
         answer = answering_errors(admission, method.name, call, kind=CallKind.STREAM)
         return grpc.stream_stream_rpc_method_handler(answer)
     if method.name == "ModelInfer":
-        # As a stream of one message, it is received only once the request is admitted.
+        # As a stream of one message, the message is received only once the request is admitted.
         answer = answering_errors(admission, method.name, call, serialize=serialize)
         return grpc.stream_unary_rpc_method_handler(answer)
     decode = getattr(messages, method.input_type.name).FromString

@@ -2,7 +2,7 @@
 
 A request is a span of kind server. Its children are ``queue``, from arrival to the first batch, and
 one span for each stage run with samples of the request. The decision of a stage's exit is on that
-stage's span: ``offramp.answered`` of ``offramp.samples`` samples left there.
+stage's span: ``offramp.samples`` samples ran, and ``offramp.answered`` of them left there.
 """
 
 from __future__ import annotations

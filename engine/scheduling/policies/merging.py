@@ -11,8 +11,8 @@ from offramp.engine.scheduling.policy_protocol import Choice, Merge, Waiting
 SLACK = 0.2
 """Share added to the time that buffered samples still need (E3 4)."""
 CROWD = 4
-"""Samples at a split, in largest batches, from which the fullest bucket goes, full or not: with
-many batch keys none may ever be full, and waiting samples hold memory."""
+"""Number of samples at a split, in units of the largest batch, from which its fullest bucket runs,
+full or not: with many batch keys no bucket may ever be full, and waiting samples hold memory."""
 
 
 class Refill:
@@ -65,7 +65,7 @@ class Refill:
 class Rebatch(Refill):
     """A batch is split only where that pays (dynamic rebatching; DREX, arXiv 2512.15705).
 
-    Of b rows b′ leave. To refill their places saves their share of the time t_d of the rest of the
+    Of b rows b′ leave. Refilling their places saves their share of the time t_d of the rest of the
     model, and costs c, the time of merging (measured while serving): it pays if b′ > (c / t_d) · b.
     Otherwise the survivors continue alone.
     """

@@ -86,7 +86,7 @@ class SlackPolicy(NeverBuffers, ABC):
 
     @abstractmethod
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
-        """Return the setting for a slack, maybe infinite; ``None`` if there is no time.
+        """Return the setting for a slack, which may be infinite; ``None`` if there is no time.
 
         ``slack_s`` is that of the most urgent sample. ``wanted_rate`` is the required rows per
         second at a margin of 1: the arrival rate, or the rate that serves all waiting samples by
@@ -124,7 +124,7 @@ class SlackPolicy(NeverBuffers, ABC):
         now_s: float,  # noqa: ARG002
         wanted_rate: float,  # noqa: ARG002
     ) -> Setting:
-        """Return a better setting than one for any queue, by the samples of this queue."""
+        """Return a better setting than ``setting``, given the samples of this queue."""
         return setting
 
     def _settings(self) -> Iterator[tuple[float, float]]:
@@ -146,17 +146,17 @@ class SlackPolicy(NeverBuffers, ABC):
         return setting.batch_size / busy_s if busy_s else math.inf
 
     def _until_s(self, where: OperatingPoint | Setting) -> Sequence[float]:
-        """[max_batch_size + 1]: seconds as profiled, by batch size."""
+        """Return the seconds as profiled, by batch size: [max_batch_size + 1]."""
         return self._points.latencies.until_s(where.deepest, where.variant)
 
     def _largest_batch(self, where: OperatingPoint | Setting, slack_s: float) -> int:
-        """Return the most rows that end within ``slack_s`` if none leaves early; may be 0."""
+        """Return the largest batch that ends within ``slack_s`` if no row leaves; may be 0."""
         largest = self._points.latencies.largest_batch(where.deepest, slack_s, where.variant)
         return min(largest, self._max_batch_size)
 
 
 class MaxBatch(SlackPolicy):
-    """The largest batch of the fastest point, then the best point for it (SuperServe A.5)."""
+    """Policy: largest batch at the fastest point, then the best point for it (SuperServe A.5)."""
 
     name = "max-batch"
 
@@ -171,7 +171,7 @@ class MaxBatch(SlackPolicy):
 
 
 class MaxAccuracy(SlackPolicy):
-    """The best point that fits one sample, then the largest batch for it (SuperServe A.5)."""
+    """Policy: the best point that fits one sample, then its largest batch (SuperServe A.5)."""
 
     name = "max-accuracy"
 
@@ -185,7 +185,7 @@ class MaxAccuracy(SlackPolicy):
 
 
 class Fixed(SlackPolicy):
-    """One operating point for all, with the largest batch in time: Clipper+ (SuperServe 6.1)."""
+    """Policy: one point for all, in the largest batch in time (Clipper+, SuperServe 6.1)."""
 
     name = "fixed"
 
@@ -207,7 +207,7 @@ class Fixed(SlackPolicy):
 
 
 class Cheapest(Fixed):
-    """The fastest point, always: INFaaS without an accuracy target (SuperServe 6.1)."""
+    """Policy: always the fastest point (INFaaS without an accuracy target, SuperServe 6.1)."""
 
     name = "cheapest"
 
@@ -216,12 +216,12 @@ class Cheapest(Fixed):
 
 
 class Clockwork(Fixed):
-    """The unrestricted model, in the largest batch that meets every deadline (Apparate 2.1).
+    """Policy: the whole model, in the largest batch that meets every deadline (Apparate 2.1).
 
-    Predicted from the profile, as in Clockwork: with earliest deadline first, a batch within the
-    most urgent sample's slack is in time for all others of its priority. A sample that is in time
-    only if it leaves early is tried alone: most do leave, and exits make the way to the model's end
-    slower than without them.
+    Times are predicted from the profile, as in Clockwork: with earliest deadline first, a batch
+    within the most urgent sample's slack is in time for all others of its priority. A sample that
+    is in time only if it leaves early is tried alone: most do leave, and exits make the way to the
+    model's end slower than without them.
     """
 
     name = "clockwork"

@@ -11,10 +11,10 @@ from offramp.engine.scheduling.policies.slack import Setting, SlackPolicy
 from offramp.engine.scheduling.queue import SampleQueue
 
 BARE_BUCKETS: Final = 6
-"""Number of latency buckets of the published rule, which defines them as evenly sized but not their
-number: here as many as figure 6 has subnets. With few buckets, each contains a setting with a large
-batch. With 64, most contain a single one, and the rule answers a medium slack with a setting that
-is slow *and* small, and stays late (``benchmarks.superserve``)."""
+"""Number of latency buckets of the published rule, which states that they are evenly sized, but not
+their number: here it is the number of subnets in figure 6. With few buckets, each contains a
+setting with a large batch. With 64, most contain a single one, and the rule answers a medium slack
+with a setting that is slow *and* small, and stays late (``benchmarks.superserve``)."""
 BUCKETS: Final = 64
 """Number of buckets of our rule, which moves down from a bucket that does not keep up."""
 
@@ -23,12 +23,11 @@ class BareSlackFit(SlackPolicy):
     """The largest batch of the bucket of settings that just fits the slack (SuperServe 4.2, A.5).
 
     All settings (batch size: a power of two or the limit; operating point) are sorted into evenly
-    sized buckets by latency, that of a batch that no sample leaves early. The rule takes the
-    highest bucket that is entirely within the slack, and its setting with the largest batch. Our
-    choices where the paper leaves it open: among equal batch sizes the higher agreement wins; an
-    empty bucket uses the next lower one that is not empty; and below the upper end of the lowest
-    bucket, the fastest setting is used if it fits. The choice of every bucket is computed in
-    advance.
+    sized buckets by the latency of a batch that no sample leaves early. The rule takes the highest
+    bucket that is entirely within the slack, and its setting with the largest batch. Our choices
+    where the paper leaves it open: among equal batch sizes the higher agreement wins; an empty
+    bucket uses the next lower one that is not empty; and below the upper end of the lowest bucket,
+    the fastest setting is used if it fits. The choice of every bucket is computed in advance.
     """
 
     name = "slackfit-bare"
@@ -58,7 +57,8 @@ class BareSlackFit(SlackPolicy):
             if held is None or (size, agreement) > held[:2]:
                 best[bucket] = (size, agreement, setting, self._rate(setting))
         self._chosen = [(fastest, self._rate(fastest))]
-        """Setting and rows per second: below the first bucket, then of each bucket."""
+        """Setting and its rows per second: first for slack below all buckets, then for each
+        bucket."""
         for choice in best:
             self._chosen.append(choice[2:] if choice else self._chosen[-1])
 
@@ -128,10 +128,10 @@ class SlackFit(BareSlackFit):
     ) -> Setting:
         """Return a better point where the bucket's batch leaves enough time for all others.
 
-        After the batch, the best rate must serve all remaining samples before the first of them is
-        due, including arrivals in the meantime, and arrivals while these are served before the
-        first of them is due. Where not all rows of the bucket have enough time, fewer may run, if
-        that keeps up: otherwise it would split the queue into small batches.
+        After the batch, the best rate must serve all remaining samples, and arrivals in the
+        meantime, before the first of them is due; then it must serve the arrivals of that time
+        before the first of these is due. Where not all rows of the bucket have enough time, fewer
+        may run, if that keeps up: otherwise it would split the queue into small batches.
         """
         points = self._points.points
         if setting.runs(points[-1]):
@@ -152,7 +152,7 @@ class SlackFit(BareSlackFit):
     def _time_for(
         self, rows: int, queue: SampleQueue, bucket: Bucket, now_s: float
     ) -> tuple[float, float]:
-        """Return the time for a batch of these rows, and for one of fewer, at a margin of 1.
+        """Return the time for a batch of these rows, and for a smaller one, at a margin of 1.
 
         Later arrivals are assumed to have the time limit of the bucket's first sample.
         """
