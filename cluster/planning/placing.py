@@ -182,7 +182,8 @@ def _stages_by_split(
         torn = [span for n, span in enumerate(spans) if n in mine and span[0] < first]
         if not mine or torn or (split is plan.splits[-1] and spans[-1][1] > last):
             raise PlanError(
-                f"the split of segments {first} to {last} is not of whole stages, which are "
-                f"{', '.join(f'{a} to {b}' for a, b, _ in spans)}; plan again for this bundle"
+                f"the split of segments {first} to {last} does not consist of whole stages, which "
+                f"are segments {', '.join(f'{a} to {b}' for a, b, _ in spans)}; plan again for "
+                "this bundle"
             )
         yield (first, last), frozenset(mine)

@@ -173,7 +173,7 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
     wanted, (given,) = declared_types(model.proto)[model.answer.output], proto.graph.output
     if given.type.tensor_type.elem_type != wanted.elem_type:
         raise ModelError(
-            f"the copy answers in another type than {wanted.dtype}; end it with the conversion"
+            f"the copy's answer is not of type {wanted.dtype}; end it with a conversion to that"
         )
     remove_unused(proto)
     name_operators(proto)

@@ -186,8 +186,8 @@ def _csv_records(path: Path) -> Iterator[Record]:
             header = _header(path, line, row)
         elif len(row) != len(header):
             raise DataError(
-                f"{path}:{line} has {len(row)} cells, and the header {len(header)}; mend it (cells "
-                "with a delimiter in them need quotes)"
+                f"{path}:{line} has {len(row)} cells, but the header has {len(header)}; mend it "
+                "(cells with a delimiter in them need quotes)"
             )
         else:
             yield Record(line, dict(zip(header, row, strict=True)))

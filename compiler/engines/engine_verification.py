@@ -119,8 +119,8 @@ class Verifier:
                 actual = actual.astype(np.int64)  # TensorRT 8.6 has no 64-bit integers
             if (actual.dtype, actual.shape) != (value.dtype, value.shape):
                 raise EngineBuildError(
-                    f"output {name!r} of the engine is {actual.dtype} {list(actual.shape)}, that "
-                    f"of its graph {value.dtype} {list(value.shape)} ({where})"
+                    f"output {name!r} of the engine is {actual.dtype} {list(actual.shape)}, but "
+                    f"that of its graph is {value.dtype} {list(value.shape)} ({where})"
                 )
             if np.isnan(value).any() or np.isposinf(value).any():
                 raise EngineBuildError(

@@ -179,9 +179,9 @@ def _check_tags(output: str, shape: tuple[int | str, ...] | None) -> None:
     size = shape[2] if shape is not None and len(shape) == 3 else None
     if isinstance(size, int) and size > _MOST_TAGS:
         raise ModelError(
-            f"output {output!r} has {size:,} numbers for each token: a decoder [batch, tokens, "
-            "vocabulary] answers with one of some tokens where --answer-tokens names them; where "
-            "these are classes of tokens, add --task token-classification"
+            f"output {output!r} has {size:,} numbers for each token: if it is a decoder [batch, "
+            "tokens, vocabulary], name the tokens that it chooses between by --answer-tokens; if "
+            "these are classes of each token, add --task token-classification"
         )
 
 
