@@ -39,7 +39,7 @@ def plan_parser() -> argparse.ArgumentParser:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the goal of a plan, and its files."""
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
-                        help="file that describes the devices, their costs and connections")  # fmt: skip
+                        help="file of the devices, their costs and connections")  # fmt: skip
     parser.add_argument("--slo-ms", type=values.above_0, metavar="MS",
                         help="latency objective (default: that of [goal] in the file, or "
                         "none)")  # fmt: skip

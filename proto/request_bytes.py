@@ -135,9 +135,9 @@ def split_message(data: bytes) -> MessageParts:
         )
     if len(head) - typed_bytes > MAX_HEAD_BYTES:
         raise MessageLimitError(
-            f"the request has {len(head) - typed_bytes} bytes beside the elements of its tensors, "
-            f"expected at most {MAX_HEAD_BYTES} (names, shapes, parameters); "
-            "send elements as raw_input_contents, and shorten the rest"
+            f"the request has {len(head) - typed_bytes} bytes besides the elements of its tensors, "
+            f"expected at most {MAX_HEAD_BYTES} (names, shapes, parameters); send elements as "
+            "raw_input_contents, and shorten the rest"
         )
     return MessageParts(
         head=head,

@@ -294,7 +294,7 @@ def _check_answer(manifest: Manifest) -> None:
     answer, outputs = manifest.answer, manifest.outputs
     if [output.name for output in outputs] != [answer.output]:
         raise ValueError(
-            f"outputs: {[output.name for output in outputs]!s:.100} , expected only the answer "
+            f"outputs: {[output.name for output in outputs]!s:.100}, expected only the answer "
             f"{answer.output!r}"
         )
     (output,) = outputs

@@ -59,7 +59,7 @@ def roles_for(plan: ClusterPlan, device_types: Sequence[str]) -> tuple[StreamRol
     for kind, left in wanted.items():
         if left:
             raise PlanError(
-                f"the plan has {len(left)} devices of type {kind!r} more than there are workers; "
+                f"the plan needs {len(left)} more devices of type {kind!r} than there are workers; "
                 "plan again for the present workers"
             )
     return tuple(given)

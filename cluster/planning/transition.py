@@ -290,7 +290,7 @@ def _serving(
     idle = [segments for segments, names in serving.items() if not names]
     if strangers or idle:
         raise ValueError(
-            f"the workers serve {sorted(strangers)} , which are not in the active plan, and no "
+            f"the workers serve {sorted(strangers)}, which are not in the active plan, and no "
             f"worker serves {idle}, which are; expected each of {list(splits)} to be served, and "
             "nothing else"
         )

@@ -232,7 +232,7 @@ class PlanLoop(PeriodicLoop):
             self._fail(f"{reason}, but {error}")
             return
         _log.info(
-            "%s: changing the plan, because %s: %s",
+            "%s: the plan changes (%s): %s",
             served.name,
             reason,
             describe_plan(decision.plan),

@@ -191,7 +191,8 @@ def add_promise(
                         f"own{own}")  # fmt: skip
     parser.add_argument("--confidence", dest="confidence_level", type=values.share, metavar="SHARE",
                         default=confidence_level,
-                        help=f"confidence level of --max-disagreement on unseen data{own}")  # fmt: skip
+                        help="confidence level of --max-disagreement on unseen "
+                        f"data{own}")  # fmt: skip
     group.add_argument("--max-class-disagreement", type=values.share, metavar="SHARE",
                        help="bound like --max-disagreement for each class of the model "
                        "separately, if its samples suffice to certify it (default: "

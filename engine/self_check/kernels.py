@@ -250,7 +250,7 @@ def _hold_rows(
         where = f"{what} of {tensor.shape[1]} bytes"
         if len(wrong):
             raise CheckFailedError(
-                f"{where}: place {int(wrong[0])} does not hold row {int(rows[wrong[0]])} "
+                f"{where}: output row {int(wrong[0])} is not source row {int(rows[wrong[0]])} "
                 f"({len(wrong)} of {len(rows)} places are wrong)",
                 facts,
             )

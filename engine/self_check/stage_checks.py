@@ -71,7 +71,7 @@ def check_carry(subject: CheckSubject, limit: TimeLimit) -> Facts:
     worst: dict[str, float] = {}
     facts: Facts = {"allowed": subject.tolerance}
     if len(subject.stages) == 1:
-        raise CheckSkippedError("the model is one stage: nothing is carried")
+        raise CheckSkippedError("the model is one stage: it passes no tensors on")
     for _, rows in limit.cases(_batches(subject)):
         with subject.slot() as slot:
             for spec, result in subject.follow(slot, take(subject.samples, rows)):

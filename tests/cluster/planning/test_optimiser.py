@@ -233,7 +233,7 @@ def test_what_is_too_much_to_search_is_refused() -> None:
     kinds = tuple(
         DeviceType(name=f"t{k}", count=99, cost_per_hour=1.0, times=flat(1, 2)) for k in range(3)
     )
-    with pytest.raises(PlanError, match=facts("300,000,000 places", "at most")):
+    with pytest.raises(PlanError, match=facts("300,000,000 combinations", "at most")):
         make_cluster_plan(HALF_LEAVE, Cluster(types=kinds), PlanningGoal())
     with pytest.raises(PlanError, match=facts("batch sizes [8]", "at most 4")):
         make_cluster_plan(HALF_LEAVE, two_halves(1), PlanningGoal(batch_sizes=(8,)))

@@ -115,7 +115,7 @@ def test_two_members_of_one_name_are_refused() -> None:
     stream = saved(x=np.zeros(3))
     with zipfile.ZipFile(stream, "a") as made:
         made.writestr("x.npy", header("<f8", ()) + bytes(8))
-    with pytest.raises(NpzError, match="two of its members have one name"):
+    with pytest.raises(NpzError, match="two of its members have the same name"):
         read_npz(stream, max_bytes=MIB)
 
 

@@ -315,7 +315,7 @@ def test_inspect_takes_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_without_the_flag_the_error_names_it(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "40 numbers for each token: a decoder .* --answer-tokens names them; .*--task token"
+    told = "40 numbers for each token: a decoder .* by --answer-tokens; .*--task token"
     monkeypatch.setattr(answer, "_MOST_TAGS", 39)
     with pytest.raises(ModelError, match=told):
         read(decoder(), simplify=False)

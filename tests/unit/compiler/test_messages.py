@@ -227,9 +227,7 @@ def _full_disk(_path: object) -> SimpleNamespace:
 def test_a_limit_of_scratch_that_is_too_low(capfd) -> None:
     arguments = ("--max-disagreement", "0.05", "--scratch-limit", "0.00001")
     told = compiling(capfd, models.mlp(width=128), *arguments, x=samples(128))
-    assert re.search(
-        r"features of \d+ samples, the fewest to train and tune on, take [\d.]+ MiB", told
-    )
+    assert re.search(r"need at least \d+ samples; their features take [\d.]+ MiB", told)
     tells(told, "4 passes", "--scratch-limit", "raise", "--candidates", "fewer or smaller samples")
 
 

@@ -242,7 +242,7 @@ def test_a_model_without_outputs_or_inputs_is_refused(read: Read) -> None:
 @pytest.mark.parametrize(
     ("dims", "kind", "message"),
     [
-        (["batch", 2**40], TensorProto.FLOAT, ("more than 1 GiB a sample",)),
+        (["batch", 2**40], TensorProto.FLOAT, ("more than 1 GiB per sample",)),
         (["batch", *"abcdefgh"], TensorProto.FLOAT, ("9 dimensions", "at most 8")),
         (["batch", 3], 99, ("number 99", "number type")),
         (["batch", 3], TensorProto.COMPLEX64, ("complex64", "number")),

@@ -172,7 +172,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, tokenizer: Path, line: str, messa
 
 
 CSV_LINES = [
-    ("text,label\ngood,1\nbad\n", "3 has 1 cells, and the header 2; mend it .* need quotes"),
+    ("text,label\ngood,1\nbad\n", "3 has 1 cells, but the header has 2; mend it .* need quotes"),
     ('text,label\n"good\nfilm",1\nbad,1,2\n', "4 has 3 cells"),
     ('text,label\n"good,1\n', "2 is no CSV: unexpected end of data"),
     ("text,text\na,b\n", "1: two columns are named 'text'; rename one"),
