@@ -103,7 +103,7 @@ class MessageParts(NamedTuple):
             head = ModelInferRequest.FromString(self.head)
         except DecodeError as error:
             raise MessageError(
-                f"the message is no ModelInferRequest ({error}); "
+                f"the message is not a ModelInferRequest ({error}); "
                 "is this a client of the protocol that inference.proto defines?"
             ) from None
         if len(head.model_name) > MAX_NAME_CHARS:

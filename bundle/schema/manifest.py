@@ -319,8 +319,8 @@ def _check_answer(manifest: Manifest) -> None:
     shapes = {tensor.name: tensor.shape for tensor in manifest.inputs}
     if mask not in shapes or len(shapes[mask]) != 2 or shapes[mask][1] != output.shape[1]:
         raise ValueError(
-            f"answer.task.mask: {mask!r:.100} is no input [batch, {output.shape[1]}], which says "
-            "which tokens of the answer count"
+            f"answer.task.mask: {mask!r:.100} is not an input [batch, {output.shape[1]}], which "
+            "says which tokens of the answer count"
         )
 
 

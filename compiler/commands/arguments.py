@@ -146,14 +146,18 @@ def add_grouping(
                         "in the certificate, as equal samples do")  # fmt: skip
     default = "" if within is not None else " (default: as the bundle was made)"
     group.add_argument("--copies-within", type=values.share_from_0, default=within, metavar="SHARE",
-                       help="largest distance between copies, as a share of the usual distance "
-                       "between samples, if a gap follows; 0: only equal samples are copies, and "
-                       f"similar consecutive samples are not one film{default}")  # fmt: skip
+                       help="samples at most this far apart, as a share of the usual distance "
+                       "between samples, count as copies of one, if no other pairs are "
+                       "slightly farther apart; 0: only equal samples are copies, and "
+                       "similar consecutive samples are not taken for a "
+                       f"film{default}")  # fmt: skip
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the file for the result as JSON."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it to this JSON file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the result to this JSON file"
+    )
 
 
 def add_bundle(parser: argparse.ArgumentParser, purpose: str) -> None:

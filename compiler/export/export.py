@@ -249,7 +249,7 @@ def _check(
         place.check(options.bundle, overwrite=options.overwrite)
     if options.data is None:
         raise ExportError(
-            "an export is verified on the calibration data before it is written, which a bundle "
+            "an export is verified before it is written, on the calibration data, which a bundle "
             f"does not contain: add --data DATA, the data that {options.bundle} was compiled with"
         )
     return options.data

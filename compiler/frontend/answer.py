@@ -97,8 +97,8 @@ def keep_answer(proto: onnx.ModelProto, answer: str | None) -> None:
     kept = outputs[answer] if answer else proto.graph.output[0]
     if not kept.type.HasField("tensor_type"):
         raise ModelError(
-            f"output {kept.name!r} is no tensor, but a {kept.type.WhichOneof('value')}; convert the"
-            " model such that it returns an array (skl2onnx: options={'zipmap': False})"
+            f"output {kept.name!r} is not a tensor, but a {kept.type.WhichOneof('value')}; convert "
+            "the model such that it returns an array (skl2onnx: options={'zipmap': False})"
         )
     shape = kept.type.tensor_type.shape
     refill(proto.graph.output, [kept])
@@ -198,7 +198,7 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
         return f"it ends with {last.label}: end the model before that, at its scores of classes"
     if shape is not None and len(shape) == 2 and shape[1] == 1:
         return (
-            "one column is no choice between classes; where it is the logit of yes or no, add "
+            "one column is not a choice between classes; where it is the logit of yes or no, add "
             "--task multi-label, and where it is a value, --task regression"
         )
     if shape is not None and len(shape) == 3 and last is not None and last.kind in _PROJECTIONS:

@@ -171,9 +171,9 @@ def check_thresholds(subject: CheckSubject, limit: TimeLimit) -> Facts:
                 wrong = np.flatnonzero(step.exited != expected)
                 row = int(wrong[0]) if len(wrong) else 0
                 raise CheckFailedError(
-                    f"{where}: row {row}, {float(sure[row])!r} sure, "
+                    f"{where}: row {row}, with confidence {float(sure[row])!r}, "
                     f"{'leaves' if step.exited[row] else 'stays'}; {int(expected.sum())} of "
-                    f"{len(sure)} rows are at least that sure, {step.leaving} leave",
+                    f"{len(sure)} rows reach the threshold, but {step.leaving} leave",
                     facts,
                 )
             carry = step.result.carry

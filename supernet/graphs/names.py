@@ -44,7 +44,7 @@ class NamedWeight:
         if self.size % self.parts:
             raise ElasticSpecError(
                 f"{self.node} has {self.size} output channels, which cannot be split into "
-                f"{self.parts} equal parts; set parts = N with N that divides {self.size}"
+                f"{self.parts} equal parts; set parts to a number that divides {self.size}"
             )
         part, wanted = self.size // self.parts, self.size // self.parts * ratio
         count = round(wanted)

@@ -210,7 +210,7 @@ def changed(model: SourceModel, change: str) -> bytes:
         ("input", r"has the inputs \['y'\]"),
         ("opset", r"opset 12; expected .* 13 or newer"),
         ("type", "answers in another type than float32"),
-        ("bytes", "is no ONNX model"),
+        ("bytes", "is not an ONNX model"),
     ],
 )
 def test_a_copy_of_another_model_is_refused(change: str, told: str) -> None:

@@ -379,7 +379,7 @@ def test_one_column(capfd) -> None:
     told = compiling(capfd, ending("Identity", classes=1))
     tells(told, "'y'", "[batch, 1] of float32")
     assert "with at least 2 classes" in told
-    assert "one column is no choice between classes" in told
+    assert "one column is not a choice between classes" in told
     tells(told, "yes or no", "--task multi-label")
     assert "where it is a value, --task regression" in told
 

@@ -120,7 +120,7 @@ def test_a_pipe_as_external_data_is_refused(
 ) -> None:
     external.with_name("weights.bin").unlink()
     os.mkfifo(external.with_name("weights.bin"))
-    assert "weights.bin are no regular file" in refused(external, monkeypatch)
+    assert "weights.bin are not a regular file" in refused(external, monkeypatch)
 
 
 @pytest.mark.parametrize(
