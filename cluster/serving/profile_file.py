@@ -51,7 +51,7 @@ class ProfileFile(OwnedFile):
             _log.warning("%s cannot be read (%s); a new batch profile begins", self.path, error)
             return None
         except ValueError as error:  # BatchProfileError, or bytes that are not UTF-8
-            _log.warning("%s is damaged or not a batch profile (%.200s); a new one begins",
+            _log.warning("%s is damaged or not a profile (%.200s); a new batch profile begins",
                          self.path, error)  # fmt: skip
             return None
         found = (kept.bundle, kept.profile.exits, kept.profile.window_s)

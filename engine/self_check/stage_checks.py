@@ -118,8 +118,9 @@ def check_confidence(subject: CheckSubject, limit: TimeLimit) -> Facts:
                 without = (own == 0) & ~finite
                 if (confidence[without] > 0).any():
                     raise CheckFailedError(
-                        f"stage {spec.index} is {confidence[without].max():.3g} sure of an answer "
-                        f"that is not a number ({case}); expected 0, so that it never leaves",
+                        f"stage {spec.index} has confidence {confidence[without].max():.3g} in an "
+                        f"answer that is not a number ({case}); expected 0, so that it never "
+                        "leaves",
                         facts,
                     )
                 if not ((confidence[finite] >= 0) & (confidence[finite] <= 1 + 1e-6)).all():

@@ -289,7 +289,7 @@ def test_what_cannot_be_done_while_serving_is_said_in_a_line() -> None:
     # One of two has no room beside what it runs, and nobody stands in for it.
     old, new = plan_of((1, {"a": 1}), (3, {"a": 1})), plan_of((0, {"a": 1}), (3, {"a": 1}))
     full = served(old, workers_of(2, memory=3.0))
-    with pytest.raises(TransitionError, match=facts("memory", "1")):
+    with pytest.raises(TransitionError, match=facts("1 splits", "memory")):
         plan_transition(old, new, full, weight_bytes=[1] * 4)
     spare = [*full, *workers_of(2, "b", 3.0)]
     with_spare = [replace(worker, device_type="a") for worker in spare]

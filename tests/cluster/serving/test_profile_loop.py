@@ -193,7 +193,7 @@ GOOD = BatchProfile(window_s=120.0, exits=2, windows=(WINDOW,))
         (
             BatchProfile(window_s=60.0, exits=2, windows=(WINDOW,)),
             FAKE_HASH,
-            "in windows of 60 s; now .* with 2, 120 s: a new batch profile begins",
+            "in windows of 60 s; now served: .* windows of 120 s: a new batch profile begins",
         ),
         (BatchProfile(window_s=120.0, exits=7), FAKE_HASH, "with 7 exits"),
     ],

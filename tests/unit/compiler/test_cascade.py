@@ -209,7 +209,7 @@ def changed(model: SourceModel, change: str) -> bytes:
         ("output", r"the outputs \['answer'\].*expected \['x'\], \['logits'\]"),
         ("input", r"has the inputs \['y'\]"),
         ("opset", r"opset 12; expected .* 13 or newer"),
-        ("type", "answers in another type than float32"),
+        ("type", "answer is not of type float32"),
         ("bytes", "is not an ONNX model"),
     ],
 )
