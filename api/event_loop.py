@@ -49,9 +49,8 @@ class LoopThread:
         """
         if self.is_inherited:
             raise ForkedError(
-                f"{self._name} was opened by the process {self._process}, and this is "
-                f"{os.getpid()}, a fork of it, which has none of its threads; open it after the "
-                "fork, in each process"
+                f"{self._name} was opened by process {self._process}; this process, {os.getpid()}, "
+                "is a fork without its threads; open it in each process, after the fork"
             )
         future = asyncio.run_coroutine_threadsafe(function(*arguments), self._loop)
         try:

@@ -212,10 +212,10 @@ def _check_batch(call: ExampleCall, runner: GraphRunner) -> None:
         if difference.share > allowed:
             raise ExportCheckError(
                 f"{kind}: the exported model's {name} differs from the module's on a batch of "
-                f"{samples} by {difference.describe()}, expected at most {allowed:g} of the "
-                "scale; forward must compute with torch alone, choose nothing by the values of "
-                "its inputs in Python, and give each sample the same answer every time, whatever "
-                "else is in its batch"
+                f"{samples} by {difference.describe()}, expected at most {allowed:g} of the scale; "
+                "forward must compute with torch alone, not branch in Python on the values of its "
+                "inputs, and give each sample the same answer every time, whatever else is in its "
+                "batch"
             )
 
 

@@ -65,8 +65,8 @@ class PameSettings:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
         if not 1 <= self.batch_size <= self.period:
             raise ValueError(
-                f"batch_size {self.batch_size} must be at least 1, and a period of {self.period} "
-                "samples must hold a batch"
+                f"batch_size {self.batch_size} must be at least 1, and period {self.period} at "
+                "least as large: both are in samples"
             )
         for name in ("threshold_step", "audit_probability"):
             if not 0 < getattr(self, name) <= 1:

@@ -220,15 +220,16 @@ class Bundle:
         unknown = {seen.name for seen in ranges.inputs} - {i.name for i in self.manifest.inputs}
         if unknown:
             raise BundleSchemaError(
-                f"{INPUT_RANGES}: names {sorted(unknown)}, no inputs of the model; {REMEDY}"
+                f"{INPUT_RANGES}: names {sorted(unknown)}, which are not inputs of the model; "
+                f"{REMEDY}"
             )
         for length in ranges.lengths:
             having = [i for i in self.manifest.inputs if length.size in i.shape[1:]]
             masks = [i.name for i in having if i.shape[1:] == (length.size,)]
             if not having or length.mask not in ("", *masks):
                 raise BundleSchemaError(
-                    f"{INPUT_RANGES}: lengths of {length.size!r:.50} by the mask "
-                    f"{length.mask!r:.50} are none of the model's inputs; {REMEDY}"
+                    f"{INPUT_RANGES}: has lengths of size {length.size!r:.50} and mask "
+                    f"{length.mask!r:.50}, but the model has no such inputs; {REMEDY}"
                 )
         return ranges
 
@@ -285,8 +286,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def _read_manifest(root: Path) -> Manifest:
     if not root.exists() and (kept := interrupted_backup(root)) is not None:
         raise BundleNotFoundError(
-            f"{root} is not there: overwriting it was killed before the new one was in place; "
-            f"the old one is complete, put it back: mv {kept} {root}"
+            f"{root} is missing: a process was killed while it replaced the bundle; the old one is "
+            f"complete, put it back: mv {kept} {root}"
         )
     if root.is_file():
         raise BundleNotFoundError(
@@ -335,8 +336,8 @@ def _parse_policy(document: bytes, name: str, manifest: Manifest) -> ExitPolicy:
         raise BundleSchemaError(f"{name}: names an exit beyond the bundle's {known}")
     if policy.promise is not None and manifest.calibration.random_inputs:
         raise BundleSchemaError(
-            f"{name}: has a promise, and the bundle was compiled on random inputs, which certify "
-            "nothing; compile the model again, on samples"
+            f"{name}: has a promise, but the bundle was compiled on random inputs, which cannot "
+            "certify one; compile the model again, on samples"
         )
     return policy
 

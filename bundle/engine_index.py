@@ -106,7 +106,7 @@ class ShapeProfile:
             batch = shapes.least[0], shapes.most[0]
             if batch != (self.first_batch, self.last_batch):
                 raise ValueError(
-                    f"input {name!r} has batches {batch[0]} to {batch[1]}, its profile "
+                    f"input {name!r} has batches {batch[0]} to {batch[1]}, but its profile has "
                     f"{self.first_batch} to {self.last_batch}"
                 )
 

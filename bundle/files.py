@@ -337,8 +337,8 @@ def _move(scratch: Path, target: Path) -> None:
             retired.rename(target)
         except OSError:
             raise BundleWriteError(
-                f"{target} cannot be written ({error}), nor put back: it is in {retired} now; "
-                "rename that"
+                f"{target} cannot be written ({error}), and the old one cannot be put back: it is "
+                f"{retired} now; rename it to {target}"
             ) from error
         raise
     with suppress(OSError):

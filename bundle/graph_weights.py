@@ -171,12 +171,13 @@ def _named_place(tensor: memoryview, size_bytes: int) -> Place | None:
     expected = _tensor_bytes(tensor, fields, name)
     if length != expected:
         raise WireError(
-            f"the weight {name} has {length} bytes in {WEIGHTS}, its shape and type make {expected}"
+            f"the weight {name} has {length} bytes in {WEIGHTS}, but its shape and type need "
+            f"{expected}"
         )
     if offset % PAGE or offset + length > size_bytes:
         raise WireError(
-            f"the weight {name} is at bytes {offset} to {offset + length} of {WEIGHTS}; "
-            f"expected a multiple of {PAGE}, and no more than its {size_bytes} bytes"
+            f"the weight {name} is at bytes {offset} to {offset + length} of {WEIGHTS}; expected a "
+            f"start that is a multiple of {PAGE}, and an end within its {size_bytes} bytes"
         )
     return Place(offset, length)
 
@@ -246,8 +247,8 @@ def _tensor_bytes(tensor: memoryview, fields: Sequence[WireField], name: str) ->
                 dims.append(value)
     if kind not in ITEM_BYTES or any(size >= 2**63 for size in dims):
         raise WireError(
-            f"the weight {name} is of type {kind} and shape {dims!s:.100}, expected whole bytes an "
-            "element and no negative size"
+            f"the weight {name} is of type {kind} and shape {dims!s:.100}, expected elements of "
+            "whole bytes, and no negative size"
         )
     return prod(dims) * ITEM_BYTES[kind]
 
@@ -312,8 +313,8 @@ def _check_inside(message: memoryview, field: WireField, kind: str) -> None:
         fields = list(graph_fields(tensor))
         if any(f.number == _EXTERNAL or _says_external(tensor, f) for f in fields):
             raise WireError(
-                f"the tensor {_tensor_name(tensor, fields)} names a file, expected that of "
-                "initializers of the graph alone"
+                f"the tensor {_tensor_name(tensor, fields)} names a file, which only initializers "
+                "of the graph may do"
             )
 
 
@@ -323,7 +324,7 @@ def _tensors(message: memoryview, kind: str, depth: int) -> Iterator[memoryview]
         yield message
         return
     if depth > _MOST_DEPTH:
-        raise WireError(f"messages are in each other more than {_MOST_DEPTH} deep")
+        raise WireError(f"messages are nested more than {_MOST_DEPTH} deep")
     inside = _INSIDE[kind]
     for field in graph_fields(message):
         inner = inside.get(field.number)

@@ -214,7 +214,7 @@ def _members(archive: zipfile.ZipFile, max_bytes: int) -> list[_Member]:
             raise NpzError(f"{info.filename!r} in it is not an array; write it with numpy.savez")
         _check_sizes(info)
     if len({info.filename for info in infos}) < len(infos):
-        raise NpzError("two of its members have one name")
+        raise NpzError("two of its members have the same name")
     total = sum(info.file_size for info in infos)
     if total > max_bytes:
         raise NpzError(f"its arrays take {total:,} bytes, at most {max_bytes:,} are read")
@@ -230,8 +230,8 @@ def _check_sizes(info: zipfile.ZipInfo) -> None:
         most *= _MOST_EXPANSION
     if not 0 <= info.file_size <= most:
         raise NpzError(
-            f"{info.filename!r} claims {info.file_size:,} bytes, its {info.compress_size:,} "
-            "stored ones cannot hold them"
+            f"{info.filename!r} claims {info.file_size:,} bytes, more than its "
+            f"{info.compress_size:,} stored bytes can hold"
         )
 
 

@@ -66,12 +66,17 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
         if not ((records[name] >= 0) & (records[name] < bound)).all():
             raise ValueError(f"{name!r} has values that are not among the {bound} codes of answers")
     if "copies" in records and not (records["copies"] >= 1).all():
-        raise ValueError("'copies' has values below 1, expected the rows that a sample represents")
+        raise ValueError(
+            "'copies' has values below 1, expected the number of equal rows that each sample "
+            "represents"
+        )
     if not np.isin(records["split"], (TUNE, CERTIFY)).all():
-        raise ValueError(f"'split' has values besides {TUNE} (tune) and {CERTIFY} (certify)")
+        raise ValueError(f"'split' has values other than {TUNE} (tune) and {CERTIFY} (certify)")
     for which, purpose in ((TUNE, "tune"), (CERTIFY, "certify")):
         if not (records["split"] == which).any():
-            raise ValueError(f"'split' has no sample to {purpose} on ({which}), expected some")
+            raise ValueError(
+                f"'split' has no sample to {purpose} on ({which}), expected at least one"
+            )
 
 
 TOO_MUCH: Final = 10

@@ -141,7 +141,9 @@ class Wealth:
         """Continue from a saved state; ValueError for other hypotheses or values out of range."""
         kept = {name: self._kept(state, name) for name in _KEPT}
         if not (kept["highest"] >= np.maximum(kept["log"], 0.0)).all():
-            raise ValueError("state: 'highest' is below 'log' or 0, expected the highest ever")
+            raise ValueError(
+                "state: 'highest' is below 'log' or 0, expected the highest value so far"
+            )
         for name, values in kept.items():
             setattr(self, name, values)
 

@@ -103,7 +103,9 @@ def check_path(path_thresholds: FloatArray, *, exits: int) -> FloatArray:
     if path.ndim != 2 or path.shape[0] == 0 or path.shape[1] != exits:
         raise ValueError(f"the path must be [levels, {exits}] thresholds, got shape {path.shape}")
     if np.isnan(path).any():
-        raise ValueError("the path holds NaN; a level without exits is NEVER")
+        raise ValueError(
+            "the path contains NaN; use the threshold NEVER for exits that must not answer"
+        )
     rising = np.argwhere(np.diff(path, axis=0) > 0)
     if rising.size:
         level, exit_ = rising[0]

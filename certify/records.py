@@ -141,8 +141,8 @@ def check_latency(latency_ms: FloatArray, *, exits: int) -> FloatArray:
     latency = np.asarray(latency_ms, dtype=np.float64)
     if latency.shape != (exits + 1,):
         raise ValueError(
-            f"latency_ms must have {exits + 1} entries, one for each of the {exits} exits and "
-            f"the model's end last, got shape {latency.shape}"
+            f"latency_ms must have {exits + 1} entries, one for each of the {exits} exits and the "
+            f"last for the model's end, got shape {latency.shape}"
         )
     if not (np.isfinite(latency) & (latency > 0)).all():
         raise ValueError(f"latency_ms must be finite and above 0, got {latency}")

@@ -70,7 +70,7 @@ class ThresholdPath:
         self.exits = tuple(exits)
         self.thresholds = check_path(thresholds, exits=len(self.exits))
         if not (self.thresholds[0] > 1).all():
-            raise ValueError(f"the first level must answer nothing, got {self.thresholds[0]}")
+            raise ValueError(f"no exit may answer at the first level, got {self.thresholds[0]}")
         self.levels = len(self.thresholds)
         """Number of levels, including the first one, at which no exit answers."""
         self.shares = np.asarray(shares, dtype=np.float64)

@@ -109,7 +109,7 @@ class ConnectionSettings:
             return
         token = self.token.strip()  # from a file, it ends with a line break
         if not (token and token.isascii() and token.isprintable()):
-            raise ValueError("token has other characters than a token may have, or none")
+            raise ValueError("token is empty, or has characters that a token may not have")
         if not (self.encrypted or self.insecure_token or is_loopback(host)):
             raise ValueError(
                 f"the token would be sent to {self.address} in the clear; pass tls=Tls(...), or "

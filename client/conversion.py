@@ -227,7 +227,7 @@ def _flags(response: ModelInferResponse, name: str, samples: int) -> NDArray[np.
         return np.zeros(samples, np.bool_)
     values = _per_sample(response, name, np.int32)
     if not np.isin(values, (0, 1)).all():
-        raise ResponseError(f"parameter {name!r} has values besides 0 and 1: {values}")
+        raise ResponseError(f"parameter {name!r} has values other than 0 and 1: {values}")
     _refuse_other_counts(offramp_exits=samples, **{name: len(values)})
     return values.astype(np.bool_)
 

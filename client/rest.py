@@ -69,7 +69,7 @@ class RestClient:
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url {url!r} is no URL, for instance http://127.0.0.1:8000")
+            raise ValueError(f"url {url!r} is not a URL such as http://127.0.0.1:8000")
         clear = parts.scheme == "http" and not is_loopback(parts.hostname)
         if token is not None and clear and not insecure_token:
             raise ValueError(

@@ -39,7 +39,7 @@ def plan_parser() -> argparse.ArgumentParser:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the goal of a plan, and its files."""
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
-                        help="devices, their costs and connections")  # fmt: skip
+                        help="file of the devices, their costs and connections")  # fmt: skip
     parser.add_argument("--slo-ms", type=values.above_0, metavar="MS",
                         help="latency objective (default: that of [goal] in the file, or "
                         "none)")  # fmt: skip
@@ -50,16 +50,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="rows per second to serve at the least cost (default: as many as the "
                         "devices can)")  # fmt: skip
     parser.add_argument("--cost-factor", type=values.above_0, metavar="X",
-                        help="largest cost of a plan, as a factor of that of all devices together "
-                        "(default: that of the file, or 1)")  # fmt: skip
+                        help="largest cost of a plan, as a factor of the cost of all devices "
+                        "together (default: that of the file, or 1)")  # fmt: skip
     parser.add_argument("--report", type=Path, metavar="FILE.html",
-                        help="self-contained page with a drawing of the plan")  # fmt: skip
+                        help="HTML file to write, with a drawing of the plan")  # fmt: skip
     parser.add_argument("--batch-profile", type=Path, metavar="FILE",
-                        help="observed shares at the exits, by window, to forecast from "
-                        "(default: the bundle's own records)")  # fmt: skip
+                        help="file with the observed shares of samples at each exit, by time "
+                        "window, to forecast from (default: the bundle's own records)")  # fmt: skip
     parser.add_argument("--forecast", choices=sorted(METHODS),
-                        help="method that forecasts the next window from --batch-profile (default: "
-                        f"{LAST}, with least loss; arima needs the extra forecast)")  # fmt: skip
+                        help="method that forecasts the next window from --batch-profile "
+                        f"(default: {LAST}, which has the least loss; arima needs the extra "
+                        "forecast)")  # fmt: skip
 
 
 def _plan(options: argparse.Namespace, console: Console) -> int:

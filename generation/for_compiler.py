@@ -71,13 +71,14 @@ def generation_parser() -> argparse.ArgumentParser:
                          "the model's; tokens, the share of tokens that differ at the same "
                          "prefix")  # fmt: skip
     promise.add_argument("--max-disagreement", type=values.share, default=0.01, metavar="SHARE",
-                         help="the bound")  # fmt: skip
+                         help="largest value of what --promise bounds")  # fmt: skip
     promise.add_argument("--confidence", dest="confidence_level", type=values.share, default=0.95,
-                         metavar="SHARE", help="confidence of it on unseen prompts")  # fmt: skip
+                         metavar="SHARE",
+                         help="confidence level of that bound on unseen prompts")  # fmt: skip
     promise.add_argument("--dissimilarity", default="differs", metavar="NAME",
-                         help="dissimilarity of two answers, 0 to 1: differs, 1 if they differ; "
-                         "edit-distance, relative to the longer one's tokens; or FILE.py:NAME, "
-                         "a function of two lists of tokens")  # fmt: skip
+                         help="dissimilarity of two answers, 0 to 1. differs: 1 if they differ; "
+                         "edit-distance: edits divided by the tokens of the longer answer; "
+                         "FILE.py:NAME: your function of two lists of tokens")  # fmt: skip
     promise.add_argument("--exact", metavar="REGEX",
                          help="parts of the text that must be equal, such as '[0-9]+': if they "
                          "are not, the answer counts as wholly different")  # fmt: skip
@@ -93,26 +94,29 @@ def generation_parser() -> argparse.ArgumentParser:
                        "spread); those that save most time are used")  # fmt: skip
     exits.add_argument("--criterion", choices=sorted(CRITERIA), default="softmax-margin",
                        metavar="NAME",
-                       help="confidence of an exit (CALM): softmax-margin, the difference of its "
-                       "two largest probabilities; max-probability; state-similarity, of its last "
-                       "layer's input and output; learned-classifier, of the state")  # fmt: skip
+                       help="confidence of an exit (CALM). softmax-margin: difference of its two "
+                       "largest probabilities; max-probability: the largest one; "
+                       "state-similarity: of the input and the output of the last layer "
+                       "before it; learned-classifier: computed from the state")  # fmt: skip
     exits.add_argument("--head", choices=HEADS, default="full",
-                       help="head of exits: the model's own; or, for large vocabularies, one that "
-                       "is trained: subset, of the most frequent tokens; low-rank")  # fmt: skip
+                       help="head of exits. full: the model's own; for large vocabularies, a "
+                       "smaller one is trained: subset, for the most frequent tokens, or "
+                       "low-rank")  # fmt: skip
     exits.add_argument("--head-size", type=values.positive, metavar="N",
-                       help="tokens of the subset, or the rank (default: 1024, or half of the "
-                       "model's own number where that is less)")  # fmt: skip
+                       help="number of tokens of --head subset, or rank of --head low-rank "
+                       "(default: 1024, or half of the model's own number if that "
+                       "is less)")  # fmt: skip
     exits.add_argument("--skipped", choices=SKIPPED, default="auto",
                        help="keys and values of layers that a token skips: propagation, computed "
                        "from the exit's state as it leaves; catch-up, in full when a later token "
                        "reaches those layers; auto: the faster of both")  # fmt: skip
     exits.add_argument("--decay", type=values.distance, metavar="X",
-                       help="speed at which thresholds fall along an answer, as CALM's; 4 is "
+                       help="speed at which thresholds fall along an answer, as in CALM; 4 is "
                        "usual (default: they are constant)")  # fmt: skip
     model = parser.add_argument_group("the model")
     model.add_argument("--most-tokens", type=values.positive, metavar="N",
-                       help="most tokens of an answer (default: as in generation_config.json or "
-                       "config.json, or 128)")  # fmt: skip
+                       help="largest number of tokens in an answer (default: as in "
+                       "generation_config.json or config.json, or 128)")  # fmt: skip
     model.add_argument("--start-token", type=values.seed, metavar="ID",
                        help="first token of an encoder-decoder's answer (default: as in these "
                        "files)")  # fmt: skip

@@ -104,7 +104,7 @@ class MessageParts(NamedTuple):
             head = ModelInferRequest.FromString(self.head)
         except DecodeError as error:
             raise MessageError(
-                f"the message is no ModelInferRequest ({error}); "
+                f"the message is not a ModelInferRequest ({error}); "
                 "is this a client of the protocol that inference.proto defines?"
             ) from None
         if len(head.model_name) > MAX_NAME_CHARS:
@@ -136,9 +136,9 @@ def split_message(data: bytes) -> MessageParts:
         )
     if len(head) - typed_bytes > MAX_HEAD_BYTES:
         raise MessageLimitError(
-            f"the request has {len(head) - typed_bytes} bytes beside the elements of its tensors, "
-            f"expected at most {MAX_HEAD_BYTES} (names, shapes, parameters); "
-            "send elements as raw_input_contents, and shorten the rest"
+            f"the request has {len(head) - typed_bytes} bytes besides the elements of its tensors, "
+            f"expected at most {MAX_HEAD_BYTES} (names, shapes, parameters); send elements as "
+            "raw_input_contents, and shorten the rest"
         )
     return MessageParts(
         head=head,

@@ -74,7 +74,7 @@ def self_check(arguments: Arguments) -> int:
     """
     if others := only_served(arguments.models.values()):
         raise StartError(
-            f"--self-check knows bundles and ONNX files alone, and {', '.join(map(str, others))} "
+            f"--self-check only checks bundles and ONNX files, but {', '.join(map(str, others))} "
             "is a model of another kind: leave it out"
         )
     # Rarely needed, and slow to import.

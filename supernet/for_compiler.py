@@ -34,8 +34,9 @@ def supernet_parser() -> argparse.ArgumentParser:
         examples=_EXAMPLES,
     )
     parser.add_argument("--elastic", type=Path, required=True, metavar="TOML",
-                        help="elastic parts of the model.\nBlocks that can be skipped, weights "
-                        "that can be sliced, and how many operating points to keep")  # fmt: skip
+                        help="file of the model's elastic parts.\nIt names blocks that can be "
+                        "skipped, weights that can be sliced, and the number of operating "
+                        "points to keep")  # fmt: skip
     add_compiling(parser, needs_data=True)
     return parser
 

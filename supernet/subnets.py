@@ -123,8 +123,8 @@ def find_variants(
     kept = [r for r in prune(rated, spec.full, spec.keep) if r.choice != spec.full]
     if not kept:
         _log.warning(
-            "NO SUBNET IS USEFUL, the bundle will have only the full model: each of %d takes as "
-            "long as another that agrees more often.",
+            "NO SUBNET IS USEFUL, the bundle will have only the full model: each of the %d "
+            "subnets takes at least as long as another that agrees more often.",
             len(rated) - 1,
         )
     variants = []

@@ -139,8 +139,8 @@ def measure(names: Sequence[str], *, busy: bool) -> None:
         if cores > _IDLE and not busy:
             raise SystemExit(
                 f"the machine is busy: other processes used {cores:.2f} cores during the last "
-                f"{_WATCHED_S:g} s, expected at most {_IDLE}. End them, or measure all the same "
-                "by --busy"
+                f"{_WATCHED_S:g} s, expected at most {_IDLE}. End them, or measure anyway with "
+                "--busy"
             )
         print(shlex.join(command), flush=True)
         subprocess.run(command, cwd=ROOT, check=True)
@@ -163,7 +163,8 @@ def main() -> None:
     """Measure if asked to, and fill the tables."""
     parser = argparse.ArgumentParser(description="Measure figures, and fill the tables.")
     parser.add_argument("--measure", nargs="*", metavar="RESULT",
-                        help="results to measure first, by name; all without a name")  # fmt: skip
+                        help="names of the results to measure first; without a name, all "
+                        "results")  # fmt: skip
     parser.add_argument("--busy", action="store_true", help="measure on a busy machine, too")
     options = parser.parse_args()
     if options.measure is not None:

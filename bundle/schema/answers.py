@@ -58,7 +58,10 @@ class AnswerTask:
         check_numbers(self, "within", least=0)
         measured = self.kind in ("pose", "regression")
         if self.share != 1 and self.kind not in DENSE:
-            raise ValueError(f"share is {self.share} for {self.kind}, which has no places")
+            raise ValueError(
+                f"share is {self.share} for {self.kind}, whose answers have no tokens, pixels or "
+                "key points"
+            )
         if self.within and not measured:
             raise ValueError(f"within is {self.within} for {self.kind}, which compares classes")
         if self.mask is not None and self.kind != "token-classification":
@@ -130,12 +133,15 @@ class Criterion:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ValueError(
-                f"criterion {self.name!r:.80}: expected small letters, digits, - and _, a letter "
-                "first"
+                f"criterion {self.name!r:.80}: expected lower-case letters, digits, - and _, with "
+                "a letter first"
             )
         if self.name in BUILT_IN and self.depends_on_earlier != (self.name == PATIENCE):
             depends = "depends" if self.depends_on_earlier else "does not depend"
-            raise ValueError(f"criterion {self.name}: said that it {depends} on earlier exits")
+            raise ValueError(
+                f"criterion {self.name}: recorded that it {depends} on earlier exits, which is "
+                "wrong"
+            )
 
     @property
     def on_host(self) -> bool:

@@ -60,7 +60,8 @@ class JointEpoch:
     def __post_init__(self) -> None:
         if len(self.losses) != len(self.agreement) or not self.losses:
             raise ValueError(
-                f"losses: {len(self.losses)} of {len(self.agreement)} answers, expected one each"
+                f"losses: {len(self.losses)} for {len(self.agreement)} answers, expected one for "
+                "each"
             )
         if any(not 0 <= share <= 1 for share in self.agreement):
             raise ValueError(f"agreement: {list(self.agreement)!s:.100} is not within 0 and 1")
@@ -82,7 +83,7 @@ class JointTraining:
         check_numbers(self, "learning_rate", least=0)
         check_numbers(self, "kept", least=0)
         if self.kept >= len(self.epochs):
-            raise ValueError(f"kept: {self.kept}, expected one of {len(self.epochs)} epochs")
+            raise ValueError(f"kept is {self.kept}, expected one of {len(self.epochs)} epochs")
 
     def describe(self) -> str:
         """Return ``by labels, 6 epochs, weights of epoch 4 are kept``, for reports."""
@@ -257,7 +258,9 @@ class OperatorLibrary:
             raise ValueError(f"file {self.file!r:.100} is not a file's name without folders")
         check_hash(self.sha256)
         if not self.operators:
-            raise ValueError("operators: a library is only named for operators that it has")
+            raise ValueError(
+                "operators is empty, expected those that the graphs use from the library"
+            )
 
     def describe(self) -> str:
         """Return ``ops.so (sha256 0123456789ab…; my.domain:Norm)``, for messages."""

@@ -40,7 +40,7 @@ class TensorSpec:
         if any(size < 0 for size in sizes):
             raise ValueError(f"shape {list(self.shape)!s:.100} has a negative size")
         if prod(sizes) * np.dtype(self.dtype).itemsize > MOST_SAMPLE_BYTES:
-            raise ValueError(f"shape {list(self.shape)!s:.100} is of more than 1 GiB a sample")
+            raise ValueError(f"shape {list(self.shape)!s:.100} takes more than 1 GiB per sample")
 
     def describe(self) -> str:
         """Return ``image: uint8 [batch, 1, 28, 28]``, for messages."""
@@ -93,11 +93,13 @@ class ValueBound:
         check_numbers(self, "lowest", "highest")
         ends = (self.lowest, self.highest)
         if None not in ends and not ends[0] <= ends[1]:  # type: ignore[operator]
-            raise ValueError(f"value_bounds: {self.input!r:.50} is from {ends[0]} to {ends[1]}")
+            raise ValueError(
+                f"value_bounds: {self.input!r:.50} has lowest {ends[0]} above highest {ends[1]}"
+            )
         if (self.axis > 0) != bool(self.places) or any(p < 0 for p in self.places):
             raise ValueError(
-                f"value_bounds: {self.input!r:.50} has places {list(self.places)!s:.100} of "
-                f"dimension {self.axis}, expected both or neither"
+                f"value_bounds: {self.input!r:.50} has places {list(self.places)!s:.100} in "
+                f"dimension {self.axis}, expected indices of a dimension from 1, or neither"
             )
 
     def legal(self) -> str:
@@ -129,12 +131,12 @@ def check_value_bounds(bounds: Sequence[ValueBound], inputs: Iterable[TensorSpec
     for bound in bounds:
         spec = specs.get(bound.input)
         if spec is None or np.dtype(spec.dtype).kind == "c":
-            raise ValueError(f"value_bounds: {bound.input!r:.50} is no input of real numbers")
+            raise ValueError(f"value_bounds: {bound.input!r:.50} is not an input of real numbers")
         size = spec.shape[bound.axis] if bound.axis < len(spec.shape) else 0
         if bound.places and not (isinstance(size, int) and max(bound.places) < size):
             raise ValueError(
                 f"value_bounds: places {list(bound.places)!s:.100} of dimension {bound.axis} are "
-                f"none of {spec.describe()}"
+                f"outside of {spec.describe()}"
             )
 
 
@@ -179,7 +181,7 @@ def check_paddings(paddings: Sequence[Padding], inputs: Iterable[TensorSpec]) ->
     specs = {spec.name: spec for spec in inputs}
     sizes = [padding.size for padding in paddings]
     if len(set(sizes)) < len(sizes):
-        raise ValueError(f"paddings: {sizes!s:.100} has a size twice")
+        raise ValueError(f"paddings: {sizes!s:.100} has the same size twice")
     for padding in paddings:
         having = sorted(name for name, spec in specs.items() if padding.size in spec.shape[1:])
         if sorted(padding.fills) != having or not having:
@@ -190,8 +192,8 @@ def check_paddings(paddings: Sequence[Padding], inputs: Iterable[TensorSpec]) ->
         mask = specs.get(padding.mask)
         if mask is None or mask.shape[1:] != (padding.size,) or padding.fills[mask.name] != 0:
             raise ValueError(
-                f"paddings: the mask {padding.mask!r:.50} is no input [batch, {padding.size:.50}] "
-                "that is filled with 0"
+                f"paddings: the mask {padding.mask!r:.50} is not an input [batch, "
+                f"{padding.size:.50}] that is filled with 0"
             )
         for name, fill in padding.fills.items():
             if not _holds(specs[name].dtype, fill):

@@ -186,7 +186,9 @@ class Manifest:
         if depths != sorted(set(depths)) or any(
             not 0 <= d < len(self.segments) - 1 for d in depths
         ):
-            raise ValueError(f"exits: after_segment {depths} must rise and stay before the last")
+            raise ValueError(
+                f"exits: after_segment {depths} must rise and be below the last segment"
+            )
         if self.answer.output != self.segments[-1].output:
             raise ValueError(f"answer: {self.answer.output!r} is not the last segment's output")
         check_numbers(self, "verified_tolerance", least=0)
@@ -203,7 +205,7 @@ class Manifest:
         _check_variants(self)
         _check_sharing(self)
         if last := self.segments[-1].row_bytes:
-            raise ValueError(f"segments: row_bytes {last} after the last, expected 0")
+            raise ValueError(f"segments: row_bytes of the last segment is {last}, expected 0")
 
     @property
     def declared(self) -> tuple[TensorSpec, ...]:
@@ -272,7 +274,7 @@ def _check_unique(what: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ValueError(f"{what}: {name!r:.100} is there twice")
+            raise ValueError(f"{what}: {name!r:.100} occurs twice")
         seen.add(name)
 
 
@@ -281,7 +283,10 @@ def _check_places(manifest: Manifest) -> None:
     places = [each.place for each in manifest.unread]
     end = len(manifest.inputs) + len(places)
     if places != sorted(set(places)) or any(not 0 <= place < end for place in places):
-        raise ValueError(f"unread: places {places!s:.100} must rise, from 0 to {end - 1}")
+        raise ValueError(
+            f"unread: places {places!s:.100}, expected rising indices among all inputs, 0 to "
+            f"{end - 1}"
+        )
 
 
 def _check_answer(manifest: Manifest) -> None:
@@ -289,8 +294,8 @@ def _check_answer(manifest: Manifest) -> None:
     answer, outputs = manifest.answer, manifest.outputs
     if [output.name for output in outputs] != [answer.output]:
         raise ValueError(
-            f"outputs: {[output.name for output in outputs]!s:.100} are not the answer "
-            f"{answer.output!r} alone"
+            f"outputs: {[output.name for output in outputs]!s:.100}, expected only the answer "
+            f"{answer.output!r}"
         )
     (output,) = outputs
     if answer.task.kind == "other":
@@ -314,8 +319,8 @@ def _check_answer(manifest: Manifest) -> None:
     shapes = {tensor.name: tensor.shape for tensor in manifest.inputs}
     if mask not in shapes or len(shapes[mask]) != 2 or shapes[mask][1] != output.shape[1]:
         raise ValueError(
-            f"answer.task.mask: {mask!r:.100} is no input [batch, {output.shape[1]}], which says "
-            "which tokens of the answer count"
+            f"answer.task.mask: {mask!r:.100} is not an input [batch, {output.shape[1]}], which "
+            "says which tokens of the answer count"
         )
 
 
@@ -324,9 +329,7 @@ def _check_plain(manifest: Manifest) -> None:
     if not manifest.exits:
         return
     if manifest.no_batching:
-        raise ValueError(
-            f"no_batching: {manifest.no_batching!r:.100}, and there are exits, expected none"
-        )
+        raise ValueError(f"no_batching: {manifest.no_batching!r:.100}, expected no exits with it")
     if manifest.answer.task.kind == "other":
         raise ValueError("answer.task: kind 'other' is for models without exits")
 
@@ -347,7 +350,7 @@ def _check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> No
         )
         if not isinstance(batch, str) or not fits:
             raise ValueError(
-                f"calibration.sample_shapes: {list(shape)!s:.100} is no sample of the input "
+                f"calibration.sample_shapes: {list(shape)!s:.100} is not a sample of the input "
                 f"{tensor.describe()}"
             )
         if prod(shape) * np.dtype(tensor.dtype).itemsize > MOST_SAMPLE_BYTES:
@@ -366,7 +369,9 @@ def _check_precision(manifest: Manifest) -> None:
         return
     what = _copy_of(manifest)
     if not last:
-        raise ValueError(f"segments: {what} needs one of the copy, and the source model")
+        raise ValueError(
+            f"segments: {what} needs at least two: one of the copy, and the source model"
+        )
     if manifest.segments[last].file != manifest.source.file:
         raise ValueError(
             f"segments[{last}]: file {manifest.segments[last].file!r:.100}, expected the source "
@@ -421,7 +426,7 @@ def _check_sharing(manifest: Manifest) -> None:
     said = [cost.variant for cost in manifest.weight_sharing]
     if said and said != [*range(len(manifest.variants) + 1)]:
         raise ValueError(
-            f"weight_sharing: of variants {said!s:.100}, expected one for each from 0 to "
+            f"weight_sharing: has variants {said!s:.100}, expected one for each from 0 to "
             f"{len(manifest.variants)}, in order"
         )
 

@@ -67,7 +67,9 @@ class Measured:
         check_numbers(self, "agreement", least=0, most=1)
         batch_sizes = [found.batch_size for found in self.sizes]
         if not batch_sizes or batch_sizes != sorted(set(batch_sizes)):
-            raise ValueError(f"sizes: batch sizes {batch_sizes} must rise, and there must be one")
+            raise ValueError(
+                f"sizes: batch sizes {batch_sizes} must rise, and there must be at least one"
+            )
 
     def nearest(self, batch_size: int) -> MeasuredSize:
         """Return the measurements at the nearest size by ratio; the larger one of two."""

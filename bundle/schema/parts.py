@@ -184,7 +184,7 @@ class Variant:
     def __post_init__(self) -> None:
         check_numbers(self, "index", least=1)
         if not self.name:
-            raise ValueError("name: a variant needs one")
+            raise ValueError("name is empty; every variant needs one")
 
     @property
     def folder(self) -> str:

@@ -251,7 +251,9 @@ def trade_offs(judged: Judged, way: TradeOffKind) -> list[TradeOff]:
     """
     (full, of_full), *_ = judged
     if full.variant:
-        raise ValueError(f"the first is variant {full.variant}, expected the full model, 0")
+        raise ValueError(
+            f"the first records are of variant {full.variant}, expected the full model, variant 0"
+        )
     found = [full.judge((), MODEL_END, of_full)] if len(of_full.final_prediction) else []
     for variant, records in judged:
         if way == "exits" and variant.variant:

@@ -62,10 +62,10 @@ def plan_features(sizes: Sequence[int], counts: SampleCounts, limit_bytes: int) 
     if kept.train < min(counts.train, FEWEST_SAMPLES):
         least = min(counts.train, FEWEST_SAMPLES) + counts.tune
         raise DataError(
-            f"features of {least:,} samples, the fewest to train and tune on, take "
-            f"{describe_bytes(largest * least)} together in {MOST_PASSES} passes, more than the "
-            f"{describe_bytes(limit_bytes)} of --scratch-limit; raise it, ask for fewer exits "
-            "(--candidates), or pass fewer or smaller samples"
+            f"training and tuning need at least {least:,} samples; their features take "
+            f"{describe_bytes(largest * least)} at a time, even if recorded in {MOST_PASSES} "
+            f"passes, more than the {describe_bytes(limit_bytes)} of --scratch-limit; raise it, "
+            "ask for fewer exits (--candidates), or pass fewer or smaller samples"
         )
     return FeaturePlan(groups=groups, counts=kept, size_bytes=largest * kept.total)
 

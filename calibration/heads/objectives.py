@@ -203,7 +203,10 @@ def objective_of(answer: Answer, answers: FloatArray, *, levels: bool = False) -
         case "regression":
             return ValueObjective(answer, answers)
         case kind:
-            raise ValueError(f"answers of {kind} have places, which no pooled head answers for")
+            raise ValueError(
+                f"pooled heads cannot compute answers of {kind}, which have one for each token, "
+                "pixel or key point"
+            )
 
 
 def truth_of(answer: Answer, answers: FloatArray) -> NDArray[np.generic]:

@@ -122,7 +122,7 @@ def quantise(
     if not all(rewrite.replaced for rewrite in rewrites):
         raise PrecisionError(
             f"{kind.value} is for {', '.join(kind.facts.operators)} with constant float32 weights "
-            f"(products: {LEAST_WEIGHTS} at least), and the model has none"
+            f"(at least {LEAST_WEIGHTS} for a product), but the model has none"
             + (", or not both convolutions and products" if kind is CpuPrecision.MIXED else "")
         )
     return editor.rewritten(*rewrites)

@@ -335,7 +335,7 @@ def depends_on_batch_mates(
     """
     rows = len(next(iter(samples.values())))
     if rows < 2:
-        raise ValueError(f"{rows} samples have no batch mates; pass at least 2, better 16")
+        raise ValueError(f"{rows} samples cannot share a batch; pass at least 2, better 16")
     session = make_session(graph, threads)
     together = _run(session, samples, np.arange(rows), answer)
     scales = Scales.of(together)

@@ -99,7 +99,8 @@ def quantize(graph: bytes, ranges: Ranges) -> bytes:
             scale = np.asarray(ranges[edge.tensor] / _LEVELS, np.float32)
         else:
             raise ValueError(
-                f"no range of {edge.tensor!r}; measure the ranges on this bundle's source model"
+                f"there is no range for {edge.tensor!r}; measure the ranges on this bundle's "
+                "source model"
             )
         # A separate pair for every reader: TensorRT fuses pairs into the operator after them.
         stem = f"{PREFIX}{node.output[0]}/{edge.place}"

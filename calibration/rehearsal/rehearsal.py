@@ -240,7 +240,9 @@ def _tail_columns(pattern: IntArray, max_violations: float) -> IntArray:
 def check_load(load: RehearsalLoad, times: StageTimes, settings: RehearsalSettings) -> None:
     """Raise ValueError if load, times and settings do not fit together."""
     if len(load.confidence) != times.exits:
-        raise ValueError(f"the load has {len(load.confidence)} exits, the times {times.exits}")
+        raise ValueError(
+            f"the load has {len(load.confidence)} exits, but the times have {times.exits}"
+        )
     expected = (settings.batches, settings.batch_size)
     if (shape := load.batches.shape) != expected:
         raise ValueError(f"the load's batches are {shape}, the settings say {expected}")

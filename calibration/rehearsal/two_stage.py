@@ -68,7 +68,7 @@ class StageTimes:
 
     def __post_init__(self) -> None:
         if (known := len(self.profile.exits_ms)) != self.exits:
-            raise ValueError(f"the profile has {known} exits, after_segment names {self.exits}")
+            raise ValueError(f"the profile has {known} exits, but after_segment names {self.exits}")
 
     @classmethod
     def of(cls, manifest: Manifest, profile: Profile) -> StageTimes:

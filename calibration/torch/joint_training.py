@@ -113,7 +113,9 @@ def train_jointly(
         ValueError: The teacher is labels, and the data has none.
     """
     if options.teacher == "labels" and (train.labels is None or tune.labels is None):
-        raise ValueError("the teacher is labels, and the data has none; expected an array 'labels'")
+        raise ValueError(
+            "the teacher 'labels' needs labels, but the data has none; add an array 'labels'"
+        )
     torch.set_num_threads(1)
     lesson = _Lesson(answer, source, joined.scores, options.teacher)
     module = TorchGraph(joined.proto, outputs=list(dict.fromkeys(joined.scores)))
@@ -378,7 +380,9 @@ class JointState:
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
             reason = str(error).splitlines()[0]
             _log.warning(
-                "%s cannot be written (%s): an interrupted run loses this.", temporary, reason
+                "%s cannot be written (%s): this progress is lost if the run is interrupted.",
+                temporary,
+                reason,
             )
             temporary.unlink(missing_ok=True)
 
@@ -397,7 +401,7 @@ class JointState:
             return None
         if digest != self.digest:
             _log.warning(
-                "%s is of another training: this one starts from the beginning.", self.path
+                "%s belongs to another training: this one starts from the beginning.", self.path
             )
             return None
         found: dict[str, Any] = state

@@ -143,7 +143,7 @@ def _batch_profile(path: Path, bundle: Bundle) -> BatchProfile:
     identity = identity_of(bundle)["bundle"]
     if recorded.bundle not in ("", identity):
         raise PlanError(
-            f"{path}: is of bundle {recorded.bundle!r:.18}, expected {identity!r:.18}; use a "
+            f"{path}: belongs to bundle {recorded.bundle!r:.18}, expected {identity!r:.18}; use a "
             "profile of this bundle, or serve the bundle to record one"
         )
     return recorded.profile

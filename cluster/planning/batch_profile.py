@@ -50,7 +50,8 @@ class ProfileWindow:
         check_numbers(self, "decided", "went_on", least=0, most=_MOST_ROWS)
         if len(self.decided) != len(self.went_on):
             raise ValueError(
-                f"went_on has {len(self.went_on)} exits, expected {len(self.decided)} as decided"
+                f"went_on has {len(self.went_on)} exits, expected {len(self.decided)} as decided "
+                "has"
             )
         if any(on > all_ for on, all_ in zip(self.went_on, self.decided, strict=True)):
             raise ValueError(f"went_on {self.went_on} must be at most decided {self.decided}")
@@ -69,7 +70,7 @@ class BatchProfile:
         check_numbers(self, "exits", least=0)
         widths = {len(window.decided) for window in self.windows} - {self.exits}
         if widths:
-            raise ValueError(f"windows of {sorted(widths)} exits, expected {self.exits}")
+            raise ValueError(f"the windows have {sorted(widths)} exits, expected {self.exits}")
 
     def describe(self) -> str:
         """Describe the number of windows and their time span."""
@@ -114,8 +115,8 @@ class BatchProfileRecorder:
     ) -> None:
         if past is not None and (past.exits, past.window_s) != (exits, window_s):
             raise BatchProfileError(
-                f"past windows are of {past.exits} exits and {past.window_s:g} s, expected {exits} "
-                f"and {window_s:g}; start without them"
+                f"past windows have {past.exits} exits and last {past.window_s:g} s, expected "
+                f"{exits} and {window_s:g}; start without them"
             )
         self._exits, self._window_s, self._kept = exits, window_s, kept
         self._windows = list(past.windows if past is not None else ())[-kept:]

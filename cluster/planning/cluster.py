@@ -109,9 +109,11 @@ class DeviceTimes:
         for name in ("segments_s", "exits_s"):
             table = getattr(self, name)
             if table.ndim != 2 or not np.isfinite(table).all() or (table < 0).any():
-                raise ValueError(f"{name}: expected seconds [parts, sizes + 1], at least 0")
+                raise ValueError(
+                    f"{name}: expected seconds of at least 0, of shape [parts, sizes + 1]"
+                )
         if self.segments_s.shape[1] < 2 or self.exits_s.shape[1] != self.segments_s.shape[1]:
-            raise ValueError("segments_s and exits_s need the same sizes, and 1 at least")
+            raise ValueError("segments_s and exits_s must have the same batch sizes, at least one")
 
     @property
     def max_batch_size(self) -> int:
@@ -157,7 +159,7 @@ class Cluster:
         if strangers:
             raise ValueError(f"links name {strangers}, expected types among {names}")
         if len(set(pairs)) < len(pairs):
-            raise ValueError(f"links {pairs}: one pair is there twice; expected each once")
+            raise ValueError(f"links {pairs}: one pair occurs twice; expected each once")
 
     @property
     def cost_per_hour(self) -> float:
@@ -175,7 +177,7 @@ class Cluster:
         strangers = sorted(set(counts) - {kind.name for kind in self.types})
         types = [replace(k, count=counts[k.name]) for k in self.types if counts[k.name]]
         if strangers or not types:
-            raise PlanError(f"workers are of types {strangers}, which the cluster does not have")
+            raise PlanError(f"workers have types {strangers}, which the cluster does not have")
         links = tuple(link for link in self.links if counts.keys() >= {*link[:2]})
         return replace(self, types=tuple(types), links=links)
 

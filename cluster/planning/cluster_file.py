@@ -267,8 +267,8 @@ def _all_workers(
             )
         if entry.address is not None and entry.address in [other.address for other in found]:
             raise ClusterFileError(
-                f"{place} address = {_shown(entry.address)}: is there twice, and a worker serves "
-                "one router at a time; start another worker on another port"
+                f"{place} address = {_shown(entry.address)}: occurs twice, but a worker serves one "
+                "router at a time; start another worker on another port"
             )
         found.append(entry)
     return tuple(found)

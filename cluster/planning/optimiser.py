@@ -89,15 +89,15 @@ class _Optimiser:
         places = len(budget) * (max(budget) + 1) * math.prod(count + 1 for count in budget)
         if places > MOST_PLACES:
             raise PlanError(
-                f"counts of devices {budget!s:.100} have {places:,} places to search, expected at "
-                f"most {MOST_PLACES:,}; remove types, or plan for fewer devices"
+                f"device counts {budget!s:.100} make {places:,} combinations to search, expected "
+                f"at most {MOST_PLACES:,}; remove types, or plan for fewer devices"
             )
         most = min(kind.times.max_batch_size for kind in cluster.types)
         sizes = sorted({size for size in goal.batch_sizes if size <= most})
         if not sizes:
             raise PlanError(
-                f"batch sizes {list(goal.batch_sizes)}: expected one of at most {most}, which all "
-                "device types have times for"
+                f"batch sizes {list(goal.batch_sizes)}: expected at least one size of at most "
+                f"{most}, as all device types have times up to that"
             )
         self._grid = DeviceGrid(tuple(budget))
         prices = np.array([kind.cost_per_hour for kind in cluster.types])

@@ -59,7 +59,7 @@ def roles_for(plan: ClusterPlan, device_types: Sequence[str]) -> tuple[StreamRol
     for kind, left in wanted.items():
         if left:
             raise PlanError(
-                f"the plan has {len(left)} devices of type {kind!r} more than there are workers; "
+                f"the plan needs {len(left)} more devices of type {kind!r} than there are workers; "
                 "plan again for the present workers"
             )
     return tuple(given)
@@ -182,7 +182,8 @@ def _stages_by_split(
         torn = [span for n, span in enumerate(spans) if n in mine and span[0] < first]
         if not mine or torn or (split is plan.splits[-1] and spans[-1][1] > last):
             raise PlanError(
-                f"the split of segments {first} to {last} is not of whole stages, which are "
-                f"{', '.join(f'{a} to {b}' for a, b, _ in spans)}; plan again for this bundle"
+                f"the split of segments {first} to {last} does not consist of whole stages, which "
+                f"are segments {', '.join(f'{a} to {b}' for a, b, _ in spans)}; plan again for "
+                "this bundle"
             )
         yield (first, last), frozenset(mine)

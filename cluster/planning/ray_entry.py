@@ -54,8 +54,8 @@ def read_launch(actors: Sequence[str], content: Mapping[str, Any]) -> RayEntry |
         raise ValueError(f'ray_address = {address!r:.80}, expected for instance "10.0.0.1:6379"')
     if least is not None and (type(least) is not int or least < 1):
         raise ValueError(
-            f"least = {least!r:.80}, expected a whole number from 1: the fewest workers that a "
-            "server starts with"
+            f"least = {least!r:.80}, expected a whole number from 1: the smallest number of "
+            "workers that a server starts with"
         )
     return RayEntry(address=address, least=least)
 

@@ -51,8 +51,8 @@ def check_times(model: ModelFacts, cluster: Cluster) -> None:
         if segments != model.segments or exits <= last:
             raise PlanError(
                 f"device type {kind.name!r:.40} has times of {segments} segments and {exits} "
-                f"exits, expected {model.segments} and more than {last} as the model has; use "
-                "times of the same bundle"
+                f"exits, expected {model.segments} and more than {last} for this model; use times "
+                "of the same bundle"
             )
 
 

@@ -197,8 +197,8 @@ class _Moving:
         found = assign(costs)
         if found is None:
             raise TransitionError(
-                "splits of the active plan whose workers all lack memory for another "
-                f"one: {len(stuck)}; not each can keep a worker until the next plan is served; "
+                f"{len(stuck)} splits of the active plan only have workers that lack memory for "
+                "another split; not every split can keep a worker until the next plan is served; "
                 "add workers, or stop serving to change plans"
             )
         return frozenset(
@@ -290,8 +290,9 @@ def _serving(
     idle = [segments for segments, names in serving.items() if not names]
     if strangers or idle:
         raise ValueError(
-            f"the workers serve {sorted(strangers)} outside of the active plan, and none serves "
-            f"{idle} of it; expected each of {list(splits)} to be served, and nothing else"
+            f"the workers serve {sorted(strangers)}, which are not in the active plan, and no "
+            f"worker serves {idle}, which are; expected each of {list(splits)} to be served, and "
+            "nothing else"
         )
     return serving
 

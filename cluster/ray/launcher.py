@@ -219,8 +219,9 @@ class RayLauncher:
         while not self.placed():
             if time.monotonic() >= self._patient_until_s:
                 raise WorkerLostError(
-                    f"Ray has no room for a worker with {describe_resources(self._resources)} now; "
-                    "it starts when there is: add nodes, or end jobs that hold them (ray status)"
+                    "Ray has too few free resources for a worker with "
+                    f"{describe_resources(self._resources)}; it starts once they are free: add "
+                    "nodes, or end jobs that hold them (ray status)"
                 )
             over.wait(_LOOK_S)
 
@@ -231,7 +232,7 @@ class RayLauncher:
         rest = {k: v for k, v in self._resources.items() if k not in ("CPU", "GPU", "memory")}
         with self._lock:
             if self._group is None:
-                raise WorkerLostError("the worker's place on Ray was released")
+                raise WorkerLostError("the worker's resources on Ray were released")
             remote = ray.remote(needs.actor).options(
                 num_cpus=self._resources.get("CPU", 0.0),
                 num_gpus=self._resources.get("GPU", 0.0),

@@ -296,7 +296,12 @@ def make_parser() -> LayeredParser:
         "bundles", metavar="BUNDLE", nargs="+", type=Path,
         help="bundle, identical to the server's; other bundles are not served",
     )  # fmt: skip
-    add("--listen", metavar="HOST:PORT", required=True, help="port 0 is any free one")
+    add(
+        "--listen",
+        metavar="HOST:PORT",
+        required=True,
+        help="address to listen on; with port 0, any free port",
+    )
     add(
         "--token-file", metavar="FILE", type=Path, required=True,
         help="file with the secret that the server must also have",
@@ -305,7 +310,8 @@ def make_parser() -> LayeredParser:
     add("--tls-key", metavar="PEM", type=Path, help="the certificate's key")
     add(
         "--tls-ca", metavar="PEM", type=Path,
-        help="authorities of servers' certificates; servers must then present one",
+        help="file of the authorities that sign servers' certificates; servers must then present "
+        "one",
     )  # fmt: skip
     add(
         "--insecure", action="store_true",
@@ -327,7 +333,7 @@ def make_parser() -> LayeredParser:
     )  # fmt: skip
     add(
         "--criterion-module", metavar="FILE.py:NAME", action="append", default=[],
-        help="your own criterion, which a bundle was compiled with; may be repeated",
+        help="file with your own criterion that a bundle was compiled with; may be repeated",
     )  # fmt: skip
     add(
         "--log-level", metavar="LEVEL", choices=("debug", "info", "warning", "error"),

@@ -56,7 +56,7 @@ def read_token(path: Path) -> bytes:
     if not LEAST_TOKEN_BYTES <= len(token) <= MOST_TOKEN_BYTES or words != 1:
         what = f"a token of {len(token)} bytes" if words == 1 else "no token"
         raise HandshakeError(
-            f"{path} holds {what if words < 2 else 'several words'}, expected one of "
+            f"{path} holds {what if words < 2 else 'several words'}, expected one word of "
             f"{LEAST_TOKEN_BYTES} to {MOST_TOKEN_BYTES} bytes; make one: {_COMMAND} > {path}"
         )
     return token

@@ -252,7 +252,7 @@ class Listener:
             _log.info("%s is gone: %s", peer, error)
         except TransportTimeoutError:
             _log.warning(
-                "%s gave no sign of life for %g s; its state here is dropped",
+                "%s sent nothing for %g s; its state here is dropped",
                 peer,
                 wanted.silence_s,
             )

@@ -110,7 +110,7 @@ class Order:
             end = place + form.size_bytes
             if place >= 0 and not self.begins <= place <= end <= self.ends:
                 raise FrameError(
-                    f"it wrote {form.name!r:.60} from {place} to {end}, expected within "
+                    f"it wrote {form.name!r:.60} from {place} to {end}, expected between "
                     f"{self.begins} and {self.ends}"
                 )
 

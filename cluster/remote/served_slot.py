@@ -138,13 +138,13 @@ class ServedSlot:
         for (form, place), offset in zip(order.arrays, offsets, strict=True):
             if place == GIVEN or form.shape[:1] != (order.rows,):
                 raise FrameError(
-                    f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} lacks "
-                    f"{order.rows} rows"
+                    f"tensor {form.name!r:.60} of shape {list(form.shape)} at {place} is not a "
+                    f"tensor of {order.rows} rows"
                 )
             if place == INLINE:
                 inline.append((form, offset))
             elif memory is None:
-                raise FrameError("an order names shared memory, and there is none")
+                raise FrameError("an order names shared memory, but there is none")
             else:
                 tensors[form.name] = memory.array(form, place)
         found = _ReadOrder(

@@ -164,7 +164,9 @@ class SharedTensors:
         try:
             memory = SharedMemory.create(size_bytes)
         except OSError as error:
-            raise BackendError(f"no {size_bytes} bytes to share with a worker: {error}") from error
+            raise BackendError(
+                f"{size_bytes} bytes cannot be shared with a worker: {error}"
+            ) from error
         self._memory.close_fd()
         self._forget()
         self._memory, self._regions, self._given = memory, Regions(size_bytes), False

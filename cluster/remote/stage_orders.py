@@ -188,7 +188,7 @@ def make_described(
             named = from_plain(StageName, plain["named"], "stage")
         elif not any_graph:
             raise BackendError(
-                "this worker runs stages of the bundles that it was started with, and no graph "
+                "this worker only runs stages of the bundles that it was started with, not graphs "
                 "that a server sends"
             )
         elif "described" in plain:
@@ -197,7 +197,9 @@ def make_described(
             form = WeightForm(said.pop("weight_form"))
             return StageSpec(**said, weight_form=form, load=lambda: graph)
         else:
-            raise FrameError(f"a stage is neither named nor described but {[*plain]!s:.100}")
+            raise FrameError(
+                f"a stage has the key {[*plain]!s:.100}, expected 'named' or 'described'"
+            )
         WeightForm(named.weight_form)
     except (ValueError, RecursionError, BundleSchemaError) as error:
         raise FrameError(f"a stage is malformed: {error!s:.200}") from error

@@ -54,7 +54,7 @@ def parse_address(text: str, *, least_port: int = 1) -> HostPort:
     fine = colon and host and host.isprintable() and " " not in host and len(host) <= 255
     if not fine or not whole or bracketed != (":" in host) or not (least_port <= int(port) < 65536):
         raise NetworkError(
-            f"{text!r:.80} is no address, expected HOST:PORT with a port from {least_port} to "
+            f"{text!r:.80} is not an address, expected HOST:PORT with a port from {least_port} to "
             "65535, for instance 10.0.0.2:7070 or [::1]:7070"
         )
     return HostPort(host, int(port))

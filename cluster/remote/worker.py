@@ -156,7 +156,7 @@ class Worker:
         elif isinstance(message, OpenSlot):
             self._open_slot(message, frame.fds)
         else:
-            raise FrameError(f"{type(message).__name__} is no order")
+            raise FrameError(f"{type(message).__name__} is not an order")
 
     def _prepare(self, order: Prepare, graph: bytes) -> None:
         self._stages[order.stage] = self._ready_backend().prepare(

@@ -284,7 +284,7 @@ def inline_offsets(arrays: Sequence[PlacedArray], body_bytes: int) -> list[int]:
         offsets.append(start)
         end = start + form.size_bytes
     if end != body_bytes:
-        raise FrameError(f"a body has {body_bytes} bytes, its arrays have {end}")
+        raise FrameError(f"a body has {body_bytes} bytes, but its arrays need {end}")
     return offsets
 
 
@@ -338,7 +338,7 @@ def _encode_form(form: TensorForm) -> bytes:
 @lru_cache(maxsize=4096)
 def _decode_form(encoded: bytes) -> TensorForm:
     if len(encoded) < 2 or encoded[0] >= len(DTYPES) or encoded[1] > _MOST_DIMENSIONS:
-        raise FrameError(f"an array is described by {encoded[:20]!r}")
+        raise FrameError(f"the description of an array is malformed: {encoded[:20]!r}")
     dtype, end = DTYPES[encoded[0]], 2 + 8 * encoded[1]
     if len(encoded) < end:
         raise FrameError(f"the shape of an array ends after {len(encoded) - 2} bytes")
@@ -346,10 +346,12 @@ def _decode_form(encoded: bytes) -> TensorForm:
     try:
         form = TensorForm(encoded[end:].decode(errors="surrogatepass"), dtype, shape)
     except UnicodeDecodeError as error:
-        raise FrameError(f"the name of an array is no text: {error}") from error
+        raise FrameError(f"the name of an array is not text: {error}") from error
     largest = math.prod([max(size, 1) for size in shape])  # as numpy multiplies them
     if min(shape, default=0) < 0 or dtype.itemsize * largest > MOST_BODY:
-        raise FrameError(f"an array has the shape {list(shape)!s:.100}")
+        raise FrameError(
+            f"an array has the shape {list(shape)!s:.100}, which is negative or too large"
+        )
     return form
 
 
@@ -361,7 +363,9 @@ def _decode_arrays(header: bytes, start: int, count: int) -> tuple[PlacedArray, 
         length, place = _ARRAY.unpack_from(header, start)
         start += _ARRAY.size
         if start + length > len(header) or place < GIVEN:
-            raise FrameError(f"array {len(arrays)} has {length} bytes at {place}")
+            raise FrameError(
+                f"array {len(arrays)} has {length} bytes at {place}, outside of its message"
+            )
         arrays.append(PlacedArray(_decode_form(header[start : start + length]), place))
         start += length
     if start != len(header):
@@ -375,7 +379,10 @@ def _decode_run(header: bytes) -> RunStage:
     _, stage, rows, threshold, offset, size, count = _RUN.unpack_from(header)
     arrays = _decode_arrays(header, _RUN.size, count)
     if offset < 0 or size < 0 or rows < 1:
-        raise FrameError(f"an order to run {rows} rows gives {size} bytes at {offset}")
+        raise FrameError(
+            f"an order to run {rows} rows names {size} bytes at {offset}, expected no negative "
+            "number and at least one row"
+        )
     _check_names(arrays)
     least = None if math.isnan(threshold) else threshold
     return RunStage(stage, rows, least, (offset, size), arrays)
@@ -387,7 +394,9 @@ def _decode_done(header: bytes) -> StageDone:
     _, flags, count = _DONE.unpack_from(header)
     answers = flags & 1
     if flags > 3 or (count and not flags & 2):
-        raise FrameError(f"the result of a stage has flags {flags} and {count} carried tensors")
+        raise FrameError(
+            f"the result of a stage has flags {flags} and {count} tensors for the next stage"
+        )
     arrays = _decode_arrays(header, _DONE.size, answers + 1 + count)
     carried = arrays[answers + 1 :]
     _check_names(carried)

@@ -243,7 +243,7 @@ class RemoteSlot:
             raise FrameError(f"it answered a run with {type(done).__name__}")
         answers = (done.confidence,) if done.answer is None else (done.answer, done.confidence)
         if any(array.place == GIVEN for array in answers):
-            raise FrameError("it passes an answer unchanged")
+            raise FrameError("it returned an answer as an unchanged input")
         arrays = (*answers, *(done.carried or ()))
         order.check(arrays)
         offsets = inline_offsets(arrays, len(frame.body))
@@ -277,7 +277,7 @@ class RemoteSlot:
             if place == GIVEN:
                 given = batch.tensors.get(form.name)
                 if given is None or (given.dtype, given.shape) != form[1:]:
-                    raise FrameError(f"it passes {form.name!r:.60} on, which was not an input")
+                    raise FrameError(f"it passed on {form.name!r:.60}, which was not an input")
             there = batch.layout.places if batch.layout is not None else {}
             places.append(there.get(form.name, INLINE) if place == GIVEN else place)
         if INLINE in places:
@@ -290,17 +290,23 @@ def _check(spec: StageSpec, done: StageDone, rows: int) -> None:
     answer, confidence = done.answer, done.confidence.form
     expected = rows if spec.answer is not None else 0
     if (answer is not None) != (spec.answer is not None):
-        raise FrameError(f"it gave {'no' if answer is None else 'an'} answer at stage {spec.index}")
+        raise FrameError(
+            f"it returned {'no' if answer is None else 'an'} answer at stage {spec.index}"
+        )
     if confidence.dtype != np.float32 or confidence.shape not in ((rows,), (expected,)):
         raise FrameError(
-            f"it gave confidences {confidence.dtype} {list(confidence.shape)} for {rows} rows"
+            f"it returned confidences {confidence.dtype} {list(confidence.shape)} for {rows} rows"
         )
     names = {form.name for form, _ in done.carried or ()}
     if (done.carried is None) != spec.final or not names.issuperset(spec.carried):
-        raise FrameError(f"it carries {sorted(names)!s:.100} on, expected {list(spec.carried)}")
+        raise FrameError(
+            f"it passed on the tensors {sorted(names)!s:.100}, expected {list(spec.carried)}"
+        )
     for form, _ in (*(() if answer is None else (answer,)), *(done.carried or ())):
         if form.shape[:1] != (rows,):
-            raise FrameError(f"{form.name!r:.60} is {list(form.shape)}, expected of {rows} rows")
+            raise FrameError(
+                f"{form.name!r:.60} has shape {list(form.shape)}, expected {rows} rows"
+            )
 
 
 def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:

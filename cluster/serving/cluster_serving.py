@@ -107,7 +107,7 @@ def check_plan(plan: ClusterPlan, model: ModelFacts) -> None:
     unknown = sorted(plan.exits() - {*model.exit_names})
     if unknown:
         raise PlanError(
-            f"the plan has exits {unknown!s:.60} on, expected some of those in use, "
+            f"the plan uses exits {unknown!s:.60}, expected only exits that are in use, "
             f"{list(model.exit_names)!s:.100}; plan again for this bundle"
         )
 

@@ -231,7 +231,12 @@ class PlanLoop(PeriodicLoop):
             self._guard.given_up()
             self._fail(f"{reason}, but {error}")
             return
-        _log.info("%s: plans change: %s: %s", served.name, reason, describe_plan(decision.plan))
+        _log.info(
+            "%s: the plan changes (%s): %s",
+            served.name,
+            reason,
+            describe_plan(decision.plan),
+        )
 
     def _conclude(self, change: SplitChange, now_s: float) -> None:
         """Record and log the result of a finished change."""

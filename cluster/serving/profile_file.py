@@ -51,15 +51,15 @@ class ProfileFile(OwnedFile):
             _log.warning("%s cannot be read (%s); a new batch profile begins", self.path, error)
             return None
         except ValueError as error:  # BatchProfileError, or bytes that are not UTF-8
-            _log.warning("%s is damaged or something else (%.200s); a new batch profile begins",
+            _log.warning("%s is damaged or not a profile (%.200s); a new batch profile begins",
                          self.path, error)  # fmt: skip
             return None
         found = (kept.bundle, kept.profile.exits, kept.profile.window_s)
         if found == (bundle, exits, window_s):
             return kept.profile
         _log.info(
-            "%s is of bundle %.18r with %d exits, in windows of %g s; now %.18r with %d, %g s: "
-            "a new batch profile begins",
+            "%s belongs to bundle %.18r with %d exits, in windows of %g s; now served: bundle "
+            "%.18r with %d exits, in windows of %g s: a new batch profile begins",
             self.path,
             *found,
             bundle,

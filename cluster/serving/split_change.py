@@ -269,7 +269,11 @@ class SplitChange:
             served.hold(self._before.holds)
             served.serve_by(self._before)
         except (EngineError, ValueError) as error:
-            _log.error("%s: workers that stopped to change plans stay out: %s", served.name, error)
+            _log.error(
+                "%s: workers that stopped for the change of plans cannot serve again: %s",
+                served.name,
+                error,
+            )
 
     def _exits(self) -> tuple[int, ...]:
         return self._served.executor.deployment(self._served.name).plan.exits

@@ -161,7 +161,7 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
         proto = onnx.ModelProto.FromString(copy)
         onnx.checker.check_model(proto)
     except (DecodeError, onnx.checker.ValidationError) as error:
-        raise ModelError(f"the copy is no ONNX model: {error}") from error
+        raise ModelError(f"the copy is not an ONNX model: {error}") from error
     inputs = {spec.name for spec in model.inputs}
     found = {i.name for i in proto.graph.input}, [o.name for o in proto.graph.output]
     if found != (inputs, [model.answer.output]) or default_opset(proto) < MIN_OPSET:
@@ -173,7 +173,7 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
     wanted, (given,) = declared_types(model.proto)[model.answer.output], proto.graph.output
     if given.type.tensor_type.elem_type != wanted.elem_type:
         raise ModelError(
-            f"the copy answers in another type than {wanted.dtype}; end it with the conversion"
+            f"the copy's answer is not of type {wanted.dtype}; end it with a conversion to that"
         )
     remove_unused(proto)
     name_operators(proto)

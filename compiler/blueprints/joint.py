@@ -191,8 +191,8 @@ class JointFolder:
         path = options.output.with_name(options.output.name + ".training")
         if path.exists() and not (path / _EXITS).is_file():
             raise CompileError(
-                f"{path} exists, and is not the folder of an interrupted training; it is "
-                "where --train joint keeps its state: move it, or name another --output"
+                f"{path} exists, and is not the folder of an interrupted training; --train joint "
+                "keeps its state there: move it, or name another --output"
             )
         return cls(path=path, digest=hashlib.sha256(text.encode()).hexdigest())
 

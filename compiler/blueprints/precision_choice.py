@@ -135,7 +135,9 @@ def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
             progress=advance,
         )
     for note in choice.disturbed:
-        _log.warning("The machine was disturbed while kinds of int8 were timed: %s.", note)
+        _log.warning(
+            "The machine was disturbed while the kinds of int8 copies were timed: %s.", note
+        )
     return choice
 
 
@@ -209,7 +211,7 @@ def _mixed(
     mixed = on_copy(plain, exits, copy)
     better = mixed.predicted_savings > whole.predicted_savings
     _log.info(
-        "A copy of %s is predicted to save %.1f %%, %.1f %% if int8 throughout.",
+        "A copy of %s is predicted to save %.1f %% of the time, or %.1f %% if all of it were int8.",
         mix.describe(len(whole.sliced.cuts)),
         100 * mixed.predicted_savings,
         100 * whole.predicted_savings,

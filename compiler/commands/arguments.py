@@ -123,16 +123,16 @@ def add_model(parser: argparse.ArgumentParser, what: str = "model, an ONNX file"
                          help="answer with the class of each pixel or token, one byte each, "
                          "instead of the scores")  # fmt: skip
     reading.add_argument("--answer-tokens", type=values.tokens, default=(), metavar="ID,ID,…",
-                         help="tokens, such as those of yes and no, with one of which a decoder "
-                         "[batch, tokens, vocabulary] answers after the last token of its "
-                         "prompt")  # fmt: skip
+                         help="ids of the possible answers, such as the tokens yes and no: a "
+                         "decoder [batch, tokens, vocabulary] chooses one of them after the "
+                         "last token of the prompt")  # fmt: skip
     reading.add_argument("--no-simplify", action="store_true",
                          help="do not run onnxslim on the model")  # fmt: skip
     reading.add_argument("--simplify-limit", type=values.seconds, default=180.0, metavar="SECONDS",
                          help="longest time for onnxslim")  # fmt: skip
     reading.add_argument("--max-cut-tensors", type=values.positive, default=4, metavar="K",
-                         help="most tensors of a cut point, for models in which no single tensor "
-                         "carries all data, as in parallel branches")  # fmt: skip
+                         help="largest number of tensors at a cut point, for models with parallel "
+                         "branches, where no single tensor carries all data")  # fmt: skip
 
 
 def add_grouping(
@@ -140,20 +140,24 @@ def add_grouping(
 ) -> None:
     """Add the options that define dependent samples."""
     parser.add_argument("--group", metavar="KEY",
-                        help="array of the data that identifies dependent samples.\nSamples with "
-                        "equal values (integers or texts), such as those of one person or "
-                        "recording, are in one split and count once in the certificate, as copies "
-                        "do")  # fmt: skip
+                        help="array of the data that identifies dependent samples.\n"
+                        "Samples with equal values (integers or texts), such as those of one "
+                        "person or recording, belong to the same data split and count once "
+                        "in the certificate, as equal samples do")  # fmt: skip
     default = "" if within is not None else " (default: as the bundle was made)"
     group.add_argument("--copies-within", type=values.share_from_0, default=within, metavar="SHARE",
-                       help="largest distance between copies, as a share of the usual distance "
-                       "between samples, if a gap follows; 0: only equal samples are copies, and "
-                       f"similar consecutive samples are not one film{default}")  # fmt: skip
+                       help="samples at most this far apart, as a share of the usual distance "
+                       "between samples, count as copies of one, if no other pairs are "
+                       "slightly farther apart; 0: only equal samples are copies, and "
+                       "similar consecutive samples are not taken for a "
+                       f"film{default}")  # fmt: skip
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the file for the result as JSON."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write it to this JSON file")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the result to this JSON file"
+    )
 
 
 def add_bundle(parser: argparse.ArgumentParser, purpose: str) -> None:
@@ -187,13 +191,16 @@ def add_promise(
     own = "" if disagreement is not None else " (default: as the bundle was made)"
     parser.add_argument("--max-disagreement", type=values.share, default=disagreement,
                         metavar="SHARE",
-                        help=f"largest share of answers unlike the model's own{own}")  # fmt: skip
+                        help="largest share of answers that differ from the model's "
+                        f"own{own}")  # fmt: skip
     parser.add_argument("--confidence", dest="confidence_level", type=values.share, metavar="SHARE",
                         default=confidence_level,
-                        help=f"confidence level of that bound on unseen data{own}")  # fmt: skip
+                        help="confidence level of --max-disagreement on unseen "
+                        f"data{own}")  # fmt: skip
     group.add_argument("--max-class-disagreement", type=values.share, metavar="SHARE",
-                       help="the same bound for each class of the model separately, if its "
-                       "samples suffice to certify it (default: no bound by class)")  # fmt: skip
+                       help="bound like --max-disagreement for each class of the model "
+                       "separately, if its samples suffice to certify it (default: "
+                       "none)")  # fmt: skip
 
 
 def add_rehearsing(
@@ -206,14 +213,14 @@ def add_rehearsing(
     own = "" if batch is not None else " (default: as the bundle was made)"
     of_search = "" if batch is not None else "; with --anew, or if no exit is in use"
     group.add_argument("--rehearsal-batch", type=values.positive, default=batch, metavar="N",
-                       help=f"rows of a rehearsed batch{own}")  # fmt: skip
+                       help=f"rows of each rehearsed batch{own}")  # fmt: skip
     group.add_argument("--max-violations", type=values.share_from_0, default=violations,
                        metavar="SHARE",
-                       help="largest share of such batches that an exit may make later than the "
-                       f"unmodified model would{own}")  # fmt: skip
+                       help="largest share of rehearsed batches that an exit may make slower than "
+                       f"the unmodified model is{own}")  # fmt: skip
     group.add_argument("--min-gain", type=values.share_from_0, default=min_gain, metavar="SHARE",
                        help="smallest share of the model's time by which each exit must shorten "
-                       f"the mean latency of such batches; PAME uses 0{of_search}{own}"
+                       f"the mean latency of rehearsed batches; PAME uses 0{of_search}{own}"
                        )  # fmt: skip
 
 
@@ -257,9 +264,9 @@ def add_compiling(parser: argparse.ArgumentParser, *, needs_data: bool = False) 
                          "answer to agree (default: 0.98 of tokens, 0.95 of pixels, all key "
                          "points)")  # fmt: skip
     promise.add_argument("--agree-within", type=values.distance, metavar="D",
-                         help="largest difference of regression values, or distance of key points, "
-                         "that agrees (default: 0.1 standard deviations of the model's answers; "
-                         "0.05 of the map's longer side)")  # fmt: skip
+                         help="largest difference of regression values, or distance of key "
+                         "points, at which answers agree (default: 0.1 standard deviations "
+                         "of the model's answers; 0.05 of the map's longer side)")  # fmt: skip
     _add_exits(parser)
     _add_choice(parser.add_argument_group("choice of the exits in use"))
     _add_measuring(parser.add_argument_group("measuring"))
@@ -282,12 +289,13 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
                        "then its own head (PAME); both: at each place, whichever saves more; auto: "
                        "bridges if answers have positions, else pooled")  # fmt: skip
     exits.add_argument("--criterion", default="probability", metavar="NAME",
-                       help="measure of an exit's confidence: probability, the largest one; "
-                       "entropy, reversed; margin, between the two largest; learned, a regression "
-                       "over these; patience, number of exits in a row that agree (PABEE); or your "
+                       help="measure of an exit's confidence. probability: the largest "
+                       "probability; entropy: a low one is confident; margin: between the "
+                       "two largest probabilities; learned: a regression over these three; "
+                       "patience: the number of exits in a row that agree (PABEE); or your "
                        "own")  # fmt: skip
     exits.add_argument("--candidates", type=values.positive, default=12, metavar="N",
-                       help="most exits to build")  # fmt: skip
+                       help="largest number of exits to build")  # fmt: skip
     exits.add_argument("--mask", metavar="NAME",
                        help="input that marks the tokens that count (default: found by its "
                        "name)")  # fmt: skip
@@ -318,9 +326,9 @@ def _add_choice(group: argparse._ActionsContainer) -> None:
                        "rehearsing batches, so that batches do not become late. Thresholds are "
                        "certified in the same way")  # fmt: skip
     group.add_argument("--max-overhead", type=values.share, metavar="SHARE",
-                       help="limit on the time that exits add for samples that take none, at the "
-                       "reference batch size (default: no limit, that time only reduces the "
-                       "savings)")  # fmt: skip
+                       help="limit on the time that exits add for samples that leave at no exit, "
+                       "at the reference batch size (default: no limit, that time only "
+                       "reduces the savings)")  # fmt: skip
     add_rehearsing(group, 32, 0.02, 0.01)
 
 
@@ -330,14 +338,15 @@ def _add_measuring(group: argparse._ActionsContainer) -> None:
     group.add_argument("--threads", type=values.positive, default=1, metavar="N",
                        help="threads of each graph while profiling")  # fmt: skip
     group.add_argument("--tolerance", type=values.share, metavar="X",
-                       help="largest relative difference between slices and model (default: 1e-5; "
-                       "1e-2 for fp16 models, 5e-2 for bfloat16 and int8 models)")  # fmt: skip
+                       help="largest relative difference between the cut model and the whole one "
+                       "(default: 1e-5; 1e-2 for fp16 models, 5e-2 for bfloat16 and int8 "
+                       "models)")  # fmt: skip
     group.add_argument("--scratch", type=Path, metavar="DIR",
                        help="folder for recorded features, which are removed again (default: the "
                        "system's folder for temporary files)")  # fmt: skip
     group.add_argument("--scratch-limit", type=values.gib, default=4.0, metavar="GIB",
-                       help="most space for these features; the rest is recorded in later passes "
-                       "over the data")  # fmt: skip
+                       help="largest space for recorded features; the rest is recorded in later "
+                       "passes over the data")  # fmt: skip
 
 
 def inspect_parser() -> argparse.ArgumentParser:
@@ -426,8 +435,8 @@ of a GPU, for the plans of a cluster, is written to a separate file.""",
                         "engines of eecompile build, in fp32) or cuda")  # fmt: skip
     parser.add_argument("--device", default="cuda:0", metavar="cuda:N", help="GPU to measure")
     parser.add_argument("--json", type=Path, metavar="FILE",
-                        help="write the profile only to this file, which a cluster file can "
-                        "name")  # fmt: skip
+                        help="write the profile to this file only, for use in a cluster "
+                        "file")  # fmt: skip
     return parser
 
 
@@ -507,7 +516,8 @@ certificates, as eeserve does.""",
                          help="also write DIR/NAME.kserve.yaml, with which KServe runs Triton on a "
                          "copy of DIR at URI; needs --triton")  # fmt: skip
     servers.add_argument("--name", metavar="NAME",
-                         help="name of the model there (default: the bundle's name)")  # fmt: skip
+                         help="name of the model in the repository (default: the "
+                         "bundle's name)")  # fmt: skip
     return parser
 
 
@@ -517,9 +527,9 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
     add("--device", metavar="DEVICE",
         help="GPU to build on and for (default: cuda:0)")  # fmt: skip
     add("--precision", choices=["auto", *PRECISIONS],
-        help="arithmetic inside the engines (default: fp32).\nInputs, outputs and exits stay "
-        "fp32. auto: of the precisions that --data certify, the one that saves most time, as "
-        "timed here")  # fmt: skip
+        help="arithmetic inside the engines (default: fp32).\n"
+        "Inputs, outputs and exits stay fp32. auto: the fastest precision, as timed here, of "
+        "those that are certified on --data")  # fmt: skip
     add("--batch-profiles", metavar="A,B-C,…",
         help=f"batch sizes of each engine (default: {DEFAULT_BATCHES}).\nEach range is tuned "
         "for its upper end")  # fmt: skip
@@ -532,7 +542,7 @@ def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
         help="single engines to build, by their names in the table that build prints, such as "
         "00-01-exit1: needed when other exits become active")  # fmt: skip
     add("--workspace", type=values.gib, metavar="GIB",
-        help="most GPU memory for scratch (default: all free memory)")  # fmt: skip
+        help="largest GPU memory for scratch (default: all free memory)")  # fmt: skip
     add("--optimization-level", type=int, metavar="N",
         help="0 to 5: how long TensorRT searches for faster engines (default: 3)")  # fmt: skip
     add("--accept-disagreement", action="store_true",

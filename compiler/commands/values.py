@@ -38,12 +38,12 @@ share = _reader(
 """Parser of a number above 0 and below 1, by :data:`.MOST_SHARE`."""
 share_from_0 = _reader(float, lambda value: 0 <= value < 1, "is not 0 or between 0 and 1")
 share_up_to_1 = _reader(float, lambda value: 0 < value <= 1, "is not above 0, and at most 1")
-distance = _reader(float, lambda value: 0 <= value < _INF, "is no distance; use 0 or more")
+distance = _reader(float, lambda value: 0 <= value < _INF, "is not a distance; use 0 or more")
 seconds = _reader(
-    float, lambda value: 0 < value < _INF, "is no number of seconds; use for instance 60"
+    float, lambda value: 0 < value < _INF, "is not a number of seconds; use for instance 60"
 )
 above_0 = _reader(float, lambda value: 0 < value < _INF, "is not a number above 0")
-gib = _reader(float, lambda value: 0 < value < _INF, "is no number of GiB; use for instance 4")
+gib = _reader(float, lambda value: 0 < value < _INF, "is not a number of GiB; use for instance 4")
 positive = _reader(int, lambda value: value >= 1, "is not a whole number above 0")
 seed = _reader(
     int, lambda value: 0 <= value < SEEDS, f"is not a whole number from 0 to {SEEDS - 1}"

@@ -157,8 +157,8 @@ def cut_tensors(
         read = [tensor for cut in cuts for tensor in cut.tensors]
         shapes = "; ".join(f"{cut.name}: [{', '.join(map(str, cut.shape))}]" for cut in read)
         raise ModelError(
-            f"--mask {mask!r} fits no exit: none reads [batch, tokens, width] with as "
-            f"many tokens as the mask; they read {shapes}"
+            f"--mask {mask!r} fits no exit: no exit reads [batch, tokens, width] with as many "
+            f"tokens as the mask; exits read {shapes}"
         )
     return cuts
 

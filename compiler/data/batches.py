@@ -178,8 +178,8 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
     except (TypeError, ValueError, RuntimeError) as error:  # a bfloat16 tensor, a ragged list
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{where}: a value of type {type(value).__name__} is no array ({reason:.150}); pass "
-            "numpy arrays, or tensors that numpy can read"
+            f"{where}: a value of type {type(value).__name__} is not an array ({reason:.150}); "
+            "pass numpy arrays, or tensors that numpy can read"
         ) from error
     if array.dtype.kind not in _NUMBERS + "SU":
         raise DataError(
@@ -298,8 +298,8 @@ def source_of_value(value: Any, name: str, limit: int | None) -> DataSource:
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         return IterableSource(value, limit, name=name)
     raise DataError(
-        f"{name}: a value of type {type(value).__name__} is no data; pass a mapping from the names "
-        "of inputs to arrays, an iterable of batches, or a function that returns one"
+        f"{name}: a value of type {type(value).__name__} is not data; pass a mapping from the "
+        "names of inputs to arrays, an iterable of batches, or a function that returns one"
     )
 
 

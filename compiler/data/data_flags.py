@@ -20,7 +20,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--preprocessing", type=Path, metavar="TOML", default=argparse.SUPPRESS,
-        help="file with these options; flags override it",
+        help="TOML file with these options; flags override it",
     )  # fmt: skip
     for option in OPTIONS:
         group.add_argument(option.flag, type=option.parse, metavar=option.metavar, help=option.help,

@@ -108,7 +108,7 @@ def read_toml(path: Path) -> PreprocessingSpec:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; check the path") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no TOML: {error}; mend it there") from error
+        raise DataError(f"{path} is not TOML: {error}; mend it there") from error
     known = {option.field: option for option in OPTIONS}
     found: dict[str, Any] = {}
     for key, value in content.items():
@@ -128,7 +128,7 @@ def _size(text: str) -> tuple[int, int]:
     parts = text.split(",")
     if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) for part in parts):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; use height and width, such as 224,224"
+            f"{text!r} is not a size; use height and width, such as 224,224"
         )
     return int(parts[0]), int(parts[1])
 
@@ -140,7 +140,8 @@ def _numbers(text: str) -> tuple[float, ...]:
         values = ()
     if len(values) not in (1, 3) or not all(abs(value) < float("inf") for value in values):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number for each channel; use one or three, such as 0.485,0.456,0.406"
+            f"{text!r} is not a number for each channel; use one or three, such as "
+            "0.485,0.456,0.406"
         )
     return values
 
@@ -159,7 +160,7 @@ def _factor(text: str) -> float:
         value = 0.0
     if not value > 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no factor of pixels; use a number above 0, such as 1 or 1/255"
+            f"{text!r} is not a factor of pixels; use a number above 0, such as 1 or 1/255"
         )
     return value
 
@@ -167,13 +168,13 @@ def _factor(text: str) -> float:
 def _share(text: str) -> float:
     value = _factor(text)
     if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; use a number up to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share; use a number up to 1")
     return value
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
     return int(text)
 
 

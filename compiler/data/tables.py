@@ -147,7 +147,7 @@ def _decoded(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{path}:{number} is no UTF-8 ({error.reason} at byte {error.start} of the "
+                    f"{path}:{number} is not UTF-8 ({error.reason} at byte {error.start} of the "
                     "line); save the file as UTF-8"
                 ) from error
 
@@ -159,7 +159,7 @@ def _json_records(path: Path) -> Iterator[Record]:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number} is no JSON: {error}; mend or remove it") from error
+            raise DataError(f"{path}:{number} is not JSON: {error}; mend or remove it") from error
         if not isinstance(values, dict):
             raise DataError(
                 f"{path}:{number} is {line.strip()!r:.50}, expected an object such as "
@@ -177,7 +177,7 @@ def _csv_records(path: Path) -> Iterator[Record]:
         try:
             row = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"{path}:{line} is no CSV: {error}; mend it there") from error
+            raise DataError(f"{path}:{line} is not CSV: {error}; mend it there") from error
         if row is None:
             return
         if not row:
@@ -186,8 +186,8 @@ def _csv_records(path: Path) -> Iterator[Record]:
             header = _header(path, line, row)
         elif len(row) != len(header):
             raise DataError(
-                f"{path}:{line} has {len(row)} cells, and the header {len(header)}; mend it (cells "
-                "with a delimiter in them need quotes)"
+                f"{path}:{line} has {len(row)} cells, but the header has {len(header)}; mend it "
+                "(cells with a delimiter in them need quotes)"
             )
         else:
             yield Record(line, dict(zip(header, row, strict=True)))

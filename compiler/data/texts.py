@@ -94,7 +94,7 @@ def _read(path: Path, name: str) -> Any:
     except Exception as error:  # the package raises bare ones
         reason = " ".join(str(error).split())
         raise DataError(
-            f"--tokenizer {path} is no tokenizer of Hugging Face ({reason:.150}); expected a "
+            f"--tokenizer {path} is not a tokenizer of Hugging Face ({reason:.150}); expected a "
             "tokenizer.json, as Tokenizer.save writes it"
         ) from error
 

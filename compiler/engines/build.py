@@ -131,20 +131,20 @@ def check_options(options: BuildOptions) -> None:
 def _check_buildable(bundle: Bundle) -> None:
     if bundle.manifest.precision != "fp32":
         raise EngineOptionsError(
-            f"{bundle.path} is of precision {bundle.manifest.precision}, which is for CPUs, and "
-            "TensorRT engines are made of a float32 bundle: compile it with --precision fp32; "
-            "engines of other precisions are built of that"
+            f"{bundle.path} is of precision {bundle.manifest.precision}, which is for CPUs, but "
+            "TensorRT engines of all precisions are built from a float32 bundle: compile it with "
+            "--precision fp32"
         )
     if bundle.manifest.is_cascade:
         raise EngineOptionsError(
-            f"{bundle.path} has a copy of the model that was trained with its exits, and TensorRT "
-            "engines are made of the model alone: compile it with --train frozen"
+            f"{bundle.path} has a copy of the model that was trained with its exits, but TensorRT "
+            "engines are built from the unmodified model: compile it with --train frozen"
         )
     if bundle.manifest.custom_ops:
         told = "; ".join(library.describe() for library in bundle.manifest.custom_ops)
         raise EngineOptionsError(
-            f"{bundle.path} needs operators of a library, which TensorRT's engines cannot hold: "
-            f"{told}; serve it on the CPU with --backend onnxruntime"
+            f"{bundle.path} needs custom operators, which TensorRT engines cannot contain: {told}; "
+            "serve it on the CPU with --backend onnxruntime"
         )
 
 

@@ -119,8 +119,8 @@ class Verifier:
                 actual = actual.astype(np.int64)  # TensorRT 8.6 has no 64-bit integers
             if (actual.dtype, actual.shape) != (value.dtype, value.shape):
                 raise EngineBuildError(
-                    f"output {name!r} of the engine is {actual.dtype} {list(actual.shape)}, that "
-                    f"of its graph {value.dtype} {list(value.shape)} ({where})"
+                    f"output {name!r} of the engine is {actual.dtype} {list(actual.shape)}, but "
+                    f"that of its graph is {value.dtype} {list(value.shape)} ({where})"
                 )
             if np.isnan(value).any() or np.isposinf(value).any():
                 raise EngineBuildError(
@@ -491,27 +491,28 @@ def share_promise(
     task = bundle.manifest.answer.task
     if task.is_relative:
         raise VerificationError(
-            f"{precision}: answers of {task.kind} are near to each other, or not, and the records "
-            "do not show the effect of the end in another precision on that; build with "
-            "--precision fp32, or add --accept-disagreement to serve it anyway"
+            f"{precision}: answers of {task.kind} agree if they are near to each other, and the "
+            "records do not show how the model's end in another precision affects that; build "
+            "with --precision fp32, or add --accept-disagreement to serve it anyway"
         )
     promise, calibration = bundle.policy.promise, bundle.manifest.calibration
     assert promise is not None, "there is nothing to certify"
     if promise.max_class_disagreement is not None:
         raise VerificationError(
             f"{precision}: the bundle promises at most {promise.max_class_disagreement:.2%} for "
-            "each class, and the effect of the end in another precision is not certified by "
-            "class; build with --precision fp32, or compile without --max-class-disagreement"
+            "each class, but the effect of the model's end in another precision is not certified "
+            "by class; build with --precision fp32, or compile without --max-class-disagreement"
         )
     differs = int(np.count_nonzero(certify.final_prediction != source))
     samples, level = len(source), promise.confidence_level
     spent = upper_bound(differs, samples, half_risk(level))
     if spent >= promise.max_disagreement:
         raise VerificationError(
-            f"{precision}: of {samples:,} samples the model answers {differs / samples:.2%} unlike "
-            f"in fp32, so at most {spent:.2%} of all at {half_risk(level):.1%}: that alone spends "
-            f"the promise ({promise.max_disagreement:.2%} at {level:.0%}), without any exit. Build "
-            "with a finer --precision (fp16, tf32 or fp32), add more --data, or add "
+            f"{precision}: of {samples:,} samples the model answers {differs / samples:.2%} "
+            f"differently than in fp32, so it may be up to {spent:.2%} of all samples at "
+            f"{half_risk(level):.1%}: that alone spends the promise "
+            f"({promise.max_disagreement:.2%} at {level:.0%}), without any exit. Build with a "
+            "finer --precision (fp16, tf32 or fp32), add more --data, or add "
             "--accept-disagreement to serve it anyway"
         )
     policy = certified_on(

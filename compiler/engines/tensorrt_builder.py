@@ -301,7 +301,7 @@ def _check_shapes(
     """Raise EngineBuildError if shapes do not fit; TensorRT's later error is less clear."""
     if set(inputs) != set(profile.inputs):
         raise EngineBuildError(
-            f"profile {number} has shapes of {sorted(profile.inputs)}, the graph's inputs are "
+            f"profile {number} has shapes of {sorted(profile.inputs)}, but the graph's inputs are "
             f"{sorted(inputs)}"
         )
     for name, shape in inputs.items():
@@ -310,7 +310,7 @@ def _check_shapes(
             fit = (size in (-1, wanted) for size, wanted in zip(shape, given, strict=False))
             if len(given) != len(shape) or not all(fit):
                 raise EngineBuildError(
-                    f"profile {number} has the shape {given} for {name}, the graph has {shape} "
+                    f"profile {number} has the shape {given} for {name}, but the graph has {shape} "
                     "(-1 is any size)"
                 )
 

@@ -87,8 +87,8 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
     criterion = bundle.manifest.answer.criterion
     if criterion.on_host:
         raise ExportError(
-            f"{options.bundle}: the criterion {criterion.name} is computed by the host, and an "
-            "export has graphs alone; compile with --criterion entropy, margin or learned"
+            f"{options.bundle}: the criterion {criterion.name} is computed by the host, but an "
+            "export only has graphs; compile with --criterion entropy, margin or learned"
         )
     if bundle.manifest.calibration.random_inputs:
         raise ExportError(
@@ -233,8 +233,8 @@ def _check(
         )
     if (kind := bundle.manifest.answer.task.kind) != "classification":
         raise ExportError(
-            f"{options.bundle} is for {kind}, and one file with exits inside is made of "
-            "classification only, so far; serve the bundle"
+            f"{options.bundle} is for {kind}, but only classification can be exported as one file "
+            "with exits, so far; serve the bundle"
         )
     if options.output is not None:
         _check_output(options.output, options)
@@ -249,8 +249,8 @@ def _check(
         place.check(options.bundle, overwrite=options.overwrite)
     if options.data is None:
         raise ExportError(
-            "an export is verified on the calibration data before it is written, and a bundle "
-            f"does not hold it: add --data DATA, the data that {options.bundle} was compiled with"
+            "an export is verified before it is written, on the calibration data, which a bundle "
+            f"does not contain: add --data DATA, the data that {options.bundle} was compiled with"
         )
     return options.data
 
@@ -265,7 +265,7 @@ def _check_output(output: Path, options: ExportOptions) -> None:
         if folder.exists() and not folder.is_dir():
             raise ExportError(f"{folder} is not a folder; choose another --output")
     if output.is_dir():
-        raise ExportError(f"{output} is a folder; --output names a file, as fast.onnx")
+        raise ExportError(f"{output} is a folder; --output names a file, such as fast.onnx")
     if not options.overwrite and (output.exists() or output.is_symlink()):
         raise ExportError(f"{output} exists; choose another --output, or add --overwrite")
     check_writable(output)
@@ -282,9 +282,9 @@ def _check_opsets(path: Path, plan: Plan) -> None:
     for domain, versions in imports.items():
         if len(versions) > 1:
             raise ExportError(
-                f"{path} has stages of opsets {sorted(versions)} of {domain or 'ai.onnx'}, and a "
-                "file has one: its int8 copy is of another one than the model; export the model "
-                f"with opset {max(versions)} and compile it again, or with --precision fp32"
+                f"{path} has stages of opsets {sorted(versions)} of {domain or 'ai.onnx'}, but a "
+                "file has only one: the int8 copy has another opset than the model; export the "
+                f"model with opset {max(versions)} and compile it again, or with --precision fp32"
             )
 
 

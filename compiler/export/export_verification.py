@@ -141,8 +141,8 @@ def _compare_exits(
     thresholds = {s.exit: s.threshold for s in plan.stages if not s.final}
     raise VerificationError(
         f"{where} {start + row}: it leaves at {exit_label(int(given.exit[row]))} with confidence "
-        f"{given.confidence[row]:.7f}, in the bundle at {exit_label(int(wanted.exit[row]))} with "
-        f"{wanted.confidence[row]:.7f} (thresholds {thresholds}); nothing was written"
+        f"{given.confidence[row]:.7f}, but in the bundle at {exit_label(int(wanted.exit[row]))} "
+        f"with {wanted.confidence[row]:.7f} (thresholds {thresholds}); nothing was written"
     )
 
 

@@ -188,16 +188,16 @@ def repositories(options: RepositoryOptions, bundle: Path) -> tuple[Repository, 
     """Return the requested repositories; ExportError for an invalid URI or name."""
     if options.kserve is not None and not _STORAGE.fullmatch(options.kserve):
         raise ExportError(
-            f"--kserve {options.kserve!r} is no URI, expected that at which KServe will find the "
-            "repository, as s3://bucket/models or pvc://claim/models"
+            f"--kserve {options.kserve!r} is not a URI, expected the one where KServe will find "
+            "the repository, such as s3://bucket/models or pvc://claim/models"
         )
     if options.triton is None and options.ovms is None:
         return ()
     name = bundle_name(bundle.resolve()) if options.name is None else options.name
     if not _NAME.fullmatch(name):
         raise ExportError(
-            f"{name!r} cannot name a model: servers take letters, digits, '_', '-' and '.', a "
-            "letter or digit first, 100 characters at most; choose another --name"
+            f"{name!r} cannot name a model: servers accept at most 100 letters, digits, '_', '-' "
+            "and '.', with a letter or digit first; choose another --name"
         )
     servers: dict[Path, list[str]] = {}
     for server, root in (("triton", options.triton), ("ovms", options.ovms)):

@@ -100,8 +100,8 @@ def keep_answer(
     kept = outputs[answer] if answer else proto.graph.output[0]
     if not kept.type.HasField("tensor_type"):
         raise ModelError(
-            f"output {kept.name!r} is no tensor, but a {kept.type.WhichOneof('value')}; convert the"
-            " model such that it returns an array (skl2onnx: options={'zipmap': False})"
+            f"output {kept.name!r} is not a tensor, but a {kept.type.WhichOneof('value')}; convert "
+            "the model such that it returns an array (skl2onnx: options={'zipmap': False})"
         )
     if removed := [name for name in outputs if name != kept.name]:
         more = f" and {len(removed) - LISTED} more" if len(removed) > LISTED else ""
@@ -188,9 +188,9 @@ def _check_tags(output: str, shape: tuple[int | str, ...] | None) -> None:
     size = shape[2] if shape is not None and len(shape) == 3 else None
     if isinstance(size, int) and size > _MOST_TAGS:
         raise ModelError(
-            f"output {output!r} has {size:,} numbers for each token: a decoder [batch, tokens, "
-            "vocabulary] answers with one of some tokens where --answer-tokens names them; where "
-            "these are classes of tokens, add --task token-classification"
+            f"output {output!r} has {size:,} numbers for each token: if it is a decoder [batch, "
+            "tokens, vocabulary], name the tokens that it chooses between by --answer-tokens; if "
+            "these are classes of each token, add --task token-classification"
         )
 
 
@@ -207,7 +207,7 @@ def _remedy(shape: tuple[int | str, ...] | None, last: Operator | None) -> str:
         return f"it ends with {last.label}: end the model before that, at its scores of classes"
     if shape is not None and len(shape) == 2 and shape[1] == 1:
         return (
-            "one column is no choice between classes; where it is the logit of yes or no, add "
+            "one column is not a choice between classes; where it is the logit of yes or no, add "
             "--task multi-label, and where it is a value, --task regression"
         )
     if shape is not None and len(shape) == 3 and last is not None and last.kind in _PROJECTIONS:

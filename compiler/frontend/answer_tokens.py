@@ -495,7 +495,7 @@ def source_answers(
         outside = [token for token in tokens if not 0 <= token < shape[2]]
         if outside:
             raise ModelError(
-                f"--answer-tokens: {', '.join(map(str, outside[:_NAMED]))} is no token of the "
+                f"--answer-tokens: {', '.join(map(str, outside[:_NAMED]))} is not a token of the "
                 f"model, expected ids from 0 to {shape[2] - 1}; ask the model's tokenizer for the "
                 "ids of the answers"
             )

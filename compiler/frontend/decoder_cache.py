@@ -58,8 +58,8 @@ def check_no_fused_cache(proto: onnx.ModelProto) -> None:
         reads_past = not is_standard(node) and not past.isdisjoint(node.input)
         if node.op_type in _FUSED or reads_past:
             raise ModelError(
-                f"operator {node.name or node.output[0]!r} ({node.op_type}) holds the cache of a "
-                f"decoder inside, and cannot be cut; {_PLAIN}"
+                f"operator {node.name or node.output[0]!r} ({node.op_type}) contains the cache of "
+                f"a decoder, and cannot be cut; {_PLAIN}"
             )
 
 
@@ -72,9 +72,9 @@ def check_no_cache(proto: onnx.ModelProto) -> None:
     outputs = [info.name for info in proto.graph.output if not is_cache(info.name)]
     raise ModelError(
         f"input {held[0]!r}{more} hold the cache of a decoder, whose answer is "
-        f"{', '.join(map(repr, outputs)) or 'missing'}: where that is [batch, tokens, vocabulary], "
-        "name the tokens of which it answers with one, such as those of yes and no, by "
-        "--answer-tokens ID,ID; for any other answer export it without a cache (use_cache=False)"
+        f"{', '.join(map(repr, outputs)) or 'missing'}: if that is [batch, tokens, vocabulary], "
+        "name the tokens that it chooses between, such as those of yes and no, by --answer-tokens "
+        "ID,ID; for any other answer export it without a cache (use_cache=False)"
     )
 
 

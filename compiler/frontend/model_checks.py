@@ -35,7 +35,7 @@ def check_inputs(proto: onnx.ModelProto) -> None:
     for info in proto.graph.input:
         tensor = info.type.tensor_type
         if not info.type.HasField("tensor_type") or not tensor.HasField("shape"):
-            raise ModelError(f"input {info.name!r} is no tensor of known rank; export it as one")
+            raise ModelError(f"input {info.name!r} is not a tensor of known rank; export it as one")
         if dtype_name(tensor.elem_type) not in NUMBER_DTYPES:
             kinds = {number: name.lower() for name, number in onnx.TensorProto.DataType.items()}
             kind = kinds.get(tensor.elem_type, f"number {tensor.elem_type}")

@@ -180,7 +180,7 @@ def _size_of(path: Path, location: str) -> int:
             )
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         raise ModelError(
-            f"{path}: its external data {file} are no regular file, or one with "
+            f"{path}: its external data {file} are not a regular file, or one with "
             f"{found.st_nlink} names (hard links); put a copy there"
         )
     return found.st_size
@@ -312,7 +312,7 @@ def _check_reads(graph: onnx.GraphProto) -> None:
     for node in graph.node:
         for name in (*node.input, *captured_names(node)):
             if name and name not in given:
-                why = "is no input and no initializer, and no operator computes it"
+                why = "is not an input or an initializer, and no operator computes it"
                 if name in written:
                     why = "only later operators compute: the graph has a cycle"
                 raise ModelError(
@@ -329,9 +329,9 @@ def _check_shapes(graph: onnx.GraphProto) -> None:
         known = kind != "tensor_type" or info.type.tensor_type.HasField("shape")
         if not known and info.name not in constants:
             raise ModelError(
-                f"input {info.name!r} is no tensor of known rank: its type or shape is missing in "
-                "the file; export the model again, with a shape for every input (sizes in it may "
-                "be open)"
+                f"input {info.name!r} is not a tensor of known rank: its type or shape is missing "
+                "in the file; export the model again, with a shape for every input (sizes in it "
+                "may be open)"
             )
 
 

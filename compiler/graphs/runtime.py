@@ -103,7 +103,7 @@ class GraphRunner:
             if not ended.is_set():
                 raise
             raise ModelError(
-                f"running it on {rows} samples did not end within {limit_s:g} s; if it is no "
+                f"running it on {rows} samples did not end within {limit_s:g} s; if it is not an "
                 "endless loop, compile it on a faster machine"
             ) from error
         finally:

@@ -131,7 +131,7 @@ def _spec(info: onnx.ValueInfoProto, fixed: int | None) -> TensorSpec:
     dtype = dtype_name(tensor.elem_type)
     if not tensor.HasField("shape") or dtype not in NUMBER_DTYPES:
         raise ModelError(
-            f"input {info.name!r}, which nothing reads, is no array of numbers of known rank; "
+            f"input {info.name!r}, which nothing reads, is not an array of numbers of known rank; "
             "remove it from the inputs of the model"
         )
     shape = [_size(dim, f"{info.name}_{axis}") for axis, dim in enumerate(tensor.shape.dim)]

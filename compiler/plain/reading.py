@@ -169,8 +169,8 @@ def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | No
     names = ", ".join(f"{name} ({found})" for name, found in list(outputs.items())[:LISTED])
     more = f" and {len(outputs) - LISTED} more" if len(outputs) > LISTED else ""
     raise ModelError(
-        f"{len(outputs)} outputs ({names}{more}), of which one can be served; "
-        f"name it, for instance --answer {(scores or [*outputs])[0]}"
+        f"{len(outputs)} outputs ({names}{more}), but only one can be served; name it, for "
+        f"instance --answer {(scores or [*outputs])[0]}"
     )
 
 

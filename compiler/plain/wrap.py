@@ -275,9 +275,9 @@ class PlainTrial:
             return self.timed.run(feeds)[self.plain.source.answer.output]
         except Exception as error:  # ONNX Runtime's own classes derive from Exception only
             raise ModelError(
-                f"the model fails on random inputs ({describe_shapes(feeds)}), with which a server "
-                f"warms up; export it with fixed sizes, except the batch. ONNX Runtime says: "
-                f"{_line(error)}"
+                f"the model fails on random inputs ({describe_shapes(feeds)}), but a server warms "
+                "up with such inputs; export it with fixed sizes, except the batch. ONNX Runtime "
+                f"says: {_line(error)}"
             ) from error
 
 

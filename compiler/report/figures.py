@@ -55,11 +55,12 @@ class PolicyFigures:
         exits, recorded, timed = len(manifest.exits), len(certify.confidence), len(profile.exits_ms)
         if recorded != exits or timed != exits:
             raise ValueError(
-                f"the manifest has {exits} exits, the records {recorded}, the profile {timed}"
+                f"the manifest has {exits} exits, the records have {recorded} and the profile has "
+                f"{timed}"
             )
         segments, timed = len(manifest.segments), len(profile.segments_ms)
         if timed != segments:
-            raise ValueError(f"the manifest has {segments} segments, the profile {timed}")
+            raise ValueError(f"the manifest has {segments} segments, but the profile has {timed}")
         thresholds = {a.exit: a.threshold for a in policy.active if a.threshold <= 1}
         row = np.array([thresholds.get(i, NEVER) for i in range(exits)])
         first = first_exit(certify.confidence, row)

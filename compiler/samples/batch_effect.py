@@ -69,9 +69,9 @@ def measure_batch_effect(
     )
     if effect.left() <= 0:
         raise VerificationError(
-            f"{effect.describe()}: that is all of it, without any exit. The first of the "
-            f"operators is {operators[0].name!r} ({operators[0].kind}). Compile the float32 model "
-            "instead (--precision auto makes int8 copies that round each row alone), add "
+            f"{effect.describe()}: that spends the whole promise, without any exit. The first of "
+            f"the operators is {operators[0].name!r} ({operators[0].kind}). Compile the float32 "
+            "model instead (--precision auto makes int8 copies that round each row alone), add "
             "more --data, or allow a larger --max-disagreement"
         )
     _log.warning("%s; %.2f %% are left for exits.", effect.describe(), 100 * effect.left())

@@ -21,8 +21,8 @@ def grouped(dataset: Dataset, data: Path | DataSource, *, within: float = COPIES
     groups = find_groups(dataset, within=within)
     if groups.joins:
         _log.warning(
-            "%s: %s rows hold %s distinct samples: %s. Each distinct sample is in one split alone, "
-            "and counts once in the certificate.",
+            "%s: %s rows hold %s distinct samples: %s. Each distinct sample belongs to only one "
+            "data split, and counts once in the certificate.",
             data_name(data), f"{groups.rows:,}", f"{len(groups):,}", "; ".join(groups.found),
         )  # fmt: skip
     return groups

@@ -89,15 +89,15 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
         )
     if bundle.manifest.batch_effect is not None:
         raise CompileError(
-            f"{bundle.path} is of a dynamically quantised model, whose answers to the "
-            "same sample in other batches differ, as counted on the data of compiling; compile "
-            "it again on the new data"
+            f"{bundle.path} is of a dynamically quantised model, whose answer to a sample depends "
+            "on its batch; how often was only counted on the data of compiling; compile it again "
+            "on the new data"
         )
     criterion = bundle.manifest.answer.criterion
     if criterion.depends_on_earlier:
         raise CompileError(
-            f"{bundle.path}: by the criterion {criterion.name} exits depend on each other, "
-            "and rehearsing moves single ones; compile the model again on the new data"
+            f"{bundle.path}: with the criterion {criterion.name} exits depend on each other, but "
+            "rehearsing moves them one by one; compile the model again on the new data"
         )
     searched = options.anew or not bundle.policy.active
     if options.min_gain is not None and not searched:

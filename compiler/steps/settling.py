@@ -162,8 +162,8 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
     if (held := weight_bytes(model.proto)) > _MOST_TRAINED_BYTES:
         most = describe_bytes(_MOST_TRAINED_BYTES)
         raise ModelError(
-            f"--train joint: the model has {describe_bytes(held)} of weights, and may have {most}, "
-            "as one graph holds it with all exits; leave it out"
+            f"--train joint: the model has {describe_bytes(held)} of weights, expected at most "
+            f"{most}, as one graph contains it with all exits; leave it out"
         )
     check_trainable(model.proto)
 

@@ -61,7 +61,9 @@ def sure_by(statistics: Values, name: str, weights: Sequence[float] = ()) -> Val
     if name in columns:
         return statistics[:, columns[name]]
     if name not in IN_GRAPH or len(weights) != LEARNED_WEIGHTS:
-        raise ValueError(f"{name} with {len(weights)} weights, expected learned with 4")
+        raise ValueError(
+            f"criterion {name} has {len(weights)} weights, expected the criterion learned with 4"
+        )
     logit = log_odds(statistics) @ np.asarray(weights[:-1], np.float32) + np.float32(weights[-1])
     with np.errstate(over="ignore"):
         sure = np.reciprocal(1 + np.exp(-logit))

@@ -192,7 +192,7 @@ def load_criterion(text: str) -> str:
         )
     spec = importlib.util.spec_from_file_location(f"offramp_criterion_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise CriterionError(f"--criterion-module {text}: {path} is no Python file")
+        raise CriterionError(f"--criterion-module {text}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

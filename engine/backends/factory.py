@@ -296,8 +296,8 @@ def _refuse_operators(name: str, needed: Sequence[OperatorLibrary]) -> None:
     if needed and not _ENTRIES[name].custom_ops:
         told = "; ".join(library.describe() for library in needed)
         raise BackendError(
-            f"backend {name} takes no libraries of operators; the model needs {told}: serve "
-            "it on the CPU with --backend onnxruntime"
+            f"backend {name} does not support custom operators; the model needs {told}: serve it "
+            "on the CPU with --backend onnxruntime"
         )
 
 
@@ -340,14 +340,15 @@ def _require_faster(options: _Options) -> None:
         for path in options.bundles:  # before bundles are read whole and runtimes start
             if is_rounded(read_manifest(path)):
                 raise BackendError(
-                    f"{path} is not all of float32, and certified with ONNX Runtime's kernels"
+                    f"{path} is not entirely float32, and was certified with ONNX Runtime's kernels"
                 )
         bundles = [Bundle.open(path) for path in options.bundles]
         for bundle in bundles:
             if not fits_together(bundle.graph(bundle.manifest.source.file)):
                 raise BackendError(
                     f"{bundle.path} has more than {TOGETHER_BYTES >> 20} MiB of weights, too many "
-                    "to be loaded by both and compared; --backend openvino serves it by OpenVINO"
+                    "to be loaded by both runtimes and compared; --backend openvino serves it by "
+                    "OpenVINO"
                 )
     except BundleError as error:  # opening it to serve it raises the same error
         raise BackendError(str(error)) from error

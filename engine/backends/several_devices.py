@@ -73,7 +73,7 @@ class SeveralDevices:
         self._devices = [_Device(name=n, backend=backend) for n, backend in backends.items()]
         self._lock = threading.Lock()
         """Guards the counts of open slots."""
-        _log.info("streams are dealt out to %s in turn", ", ".join(backends))
+        _log.info("streams are assigned to %s in turn", ", ".join(backends))
 
     @property
     def name(self) -> str:
@@ -106,7 +106,7 @@ class SeveralDevices:
         for device, part in zip(self._devices, found, strict=True):
             if isinstance(part, BackendError):
                 failures.append(part)
-                _log.warning("%s goes without stage %d: %s", device.name, spec.index, part)
+                _log.warning("%s runs without stage %d: %s", device.name, spec.index, part)
             else:
                 stage.parts[device.name] = part
         if not stage.parts:

@@ -156,8 +156,8 @@ class TensorRTStage:
         """Make the contexts of a slot."""
         if slot.scratch_bytes < self.scratch_bytes:
             raise BackendError(
-                f"stage {self.spec.index} needs {self.scratch_bytes} bytes of scratch memory, the "
-                f"slot has {slot.scratch_bytes}"
+                f"stage {self.spec.index} needs {self.scratch_bytes} bytes of scratch memory, but "
+                f"the slot has {slot.scratch_bytes}"
             )
         return TensorRTRun(self, self._taken, slot)
 
@@ -244,7 +244,7 @@ class TensorRTRun:
             takes = "; ".join(link.takes())
             raise BackendError(
                 f"stage {self._stage.spec.index}: no profile of engine {link.engine.entry.unit} "
-                f"holds {sizes}; it takes {takes}; use --batch-profiles or --buckets and "
+                f"includes {sizes}; it takes {takes}; use --batch-profiles or --buckets and "
                 f"{self._stage.remedy}"
             )
         return found

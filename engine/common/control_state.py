@@ -112,7 +112,7 @@ def load_state(
         return None
     except Exception as error:  # zipfile, zlib, numpy and json raise many types for damaged files
         found = f"{type(error).__name__}: {error}"
-        _log.warning("%s is damaged or something else (%.200s); starting afresh", place, found)
+        _log.warning("%s is damaged or not a state file (%.200s); starting afresh", place, found)
         return None
 
 
@@ -127,7 +127,7 @@ def _read(place: Path, fingerprint: Mapping[str, str]) -> dict[str, Any] | None:
         _log.info("%s is of schema version %.20r, %s; starting afresh", place, version, reads)
         return None
     if differs := _differences(document["fingerprint"], fingerprint):
-        _log.info("%s was kept for another %s; starting afresh", place, differs)
+        _log.info("%s was saved for another %s; starting afresh", place, differs)
         return None
     state = _decode(document["state"], members)
     if not isinstance(state, dict):

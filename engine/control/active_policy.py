@@ -214,7 +214,10 @@ class ActivePolicy:
             raise ValueError(f"state: levels were tested for {path.bound}, not for {asked}")
         within = self._last_within(path.exits, path.thresholds)
         if self._settings.never_beyond_compiled and within < path.levels - 1:
-            raise ValueError("state: levels answer more than the compiled policy, none may do so")
+            raise ValueError(
+                "state: some levels answer more samples than the compiled policy, which is not "
+                "allowed"
+            )
         level = kept_count(state, "level", most=path.levels - 1)
         version = kept_count(state, "version", least=self._initial.version)
         bound = UpperBound(0.5)

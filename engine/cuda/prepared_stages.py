@@ -233,14 +233,16 @@ def facts_of(prepared: PreparedStage, number: int) -> StageFacts:
         answer = outputs[spec.answer]
         if answer.dtype == np.uint16:  # bits: as numbers they would be a wrong answer
             raise BackendError(
-                f"stage {spec.index} gives its answer {answer.name} as bfloat16 or uint16, which "
-                f"cannot be read: float32 or float16, for instance by a Cast before the output"
+                f"stage {spec.index} returns its answer {answer.name} as bfloat16 or uint16, which "
+                "cannot be read; expected float32 or float16, for instance by a Cast before the "
+                "output"
             )
         scores = outputs[spec.confidence] if spec.confidence else answer
         check = check_of(spec, scores.dtype, answer.sample_shape[-1])
         if check is None and spec.confidence:
             raise BackendError(
-                f"stage {spec.index} gives its confidence as {scores.dtype}: float32 or float16"
+                f"stage {spec.index} returns its confidence as {scores.dtype}, expected float32 or "
+                "float16"
             )
     return StageFacts(
         number=number,

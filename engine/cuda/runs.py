@@ -158,7 +158,9 @@ class StageRuns:
         there = {part[0]: part for part in batch.layout.row} | given
         lacking = [name for name in facts.spec.carried if name not in there]
         if lacking:
-            raise BackendError(f"{', '.join(lacking)} must be carried, but is missing")
+            raise BackendError(
+                f"{', '.join(lacking)} must be passed on to the next stage, but is missing"
+            )
         row: Row = tuple(there[name] for name in facts.spec.carried)
         return self.layouts.of(row, facts.prepared.max_rows)
 
@@ -270,10 +272,10 @@ def _check(facts: StageFacts, batch: CudaBatch) -> None:
         )
     for tensor in prepared.inputs:
         if tensor.name not in there:
-            raise BackendError(f"it reads {tensor.name}, the batch has {', '.join(there)}")
+            raise BackendError(f"it reads {tensor.name}, but the batch has {', '.join(there)}")
         if there[tensor.name] != tensor.dtype:
             raise BackendError(
-                f"it reads {tensor.name} as {tensor.dtype}, the batch has {there[tensor.name]}"
+                f"it reads {tensor.name} as {tensor.dtype}, but the batch has {there[tensor.name]}"
             )
 
 

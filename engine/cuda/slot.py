@@ -316,8 +316,8 @@ class CudaSlot:
         if facts.number not in self._shared.uncaptured:
             self._shared.uncaptured.add(facts.number)
             logger.warning(
-                "Stage %d could not be captured into a CUDA graph with %d rows: where that fails, "
-                "it runs without graphs from then on, for all batch sizes",
+                "Stage %d could not be captured into a CUDA graph with %d rows; where that fails, "
+                "it runs without CUDA graphs from then on, at all batch sizes",
                 facts.spec.index,
                 rows,
             )

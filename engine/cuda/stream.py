@@ -103,7 +103,7 @@ class SlotStream:
         if not len(rows):
             return
         if rows[-1] >= source_rows:
-            raise BackendError(f"row {rows[-1]} was requested, there are {source_rows}")
+            raise BackendError(f"row {rows[-1]} was requested, but there are {source_rows}")
         numbers = numbers or self.send([rows])
         left = iter(row_copies(layout, sources, targets))
         while some := tuple(islice(left, MOST_TENSORS)):

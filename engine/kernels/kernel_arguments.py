@@ -117,7 +117,9 @@ class RowCopy:
         if not 0 <= self.row_bytes <= _MOST:
             raise ValueError(f"a row of {self.row_bytes} bytes: must be 0 to 2 GiB")
         if self.row_bytes and not (self.source > 0 and self.target > 0):
-            raise ValueError(f"rows from {self.source:#x} to {self.target:#x}: null is no address")
+            raise ValueError(
+                f"rows from {self.source:#x} to {self.target:#x}: null is not an address"
+            )
 
     @property
     def word_bytes(self) -> int:
@@ -206,7 +208,7 @@ def stage_end(
     _check_results(results, scratch, rows)
     size_bytes = 4 if score_type == "float32" else 2
     if rows and (scores <= 0 or scores % size_bytes):
-        raise ValueError(f"scores at {scores:#x} are no address of {score_type}")
+        raise ValueError(f"scores at {scores:#x} are not at an address aligned for {score_type}")
     check_blocks = _blocks(rows, multiprocessors, check.threads)
     copy_blocks = _copy_blocks(tensors, rows, multiprocessors, check.threads)
     arguments = _struct(
@@ -242,7 +244,7 @@ def gather_rows(
     """
     _check_tensors(tensors, rows=source_rows, copied=count)
     if count and (rows <= 0 or rows % 4):
-        raise ValueError(f"row numbers at {rows:#x} are no address of int32")
+        raise ValueError(f"row numbers at {rows:#x} are not at an address aligned for int32")
     arguments = _struct(GATHER_ROWS_ARGUMENTS, tensors, rows=rows, count=count)
     grid = max(1, _copy_blocks(tensors, count, multiprocessors, _THREADS))
     return Launch(entry_point=GATHER_ROWS, grid=grid, block=_THREADS, arguments=arguments)
@@ -292,7 +294,7 @@ def _check_results(results: Results, scratch: Scratch, rows: int) -> None:
     for name in ("confidence", "survivors", "survivor_count"):
         address = getattr(results, name)
         if address <= 0 or address % 4:
-            raise ValueError(f"{name} at {address:#x} is no address of 32-bit values")
+            raise ValueError(f"{name} at {address:#x} is not an address aligned for 32-bit values")
 
 
 def _struct(dtype: np.dtype[Any], tensors: Sequence[RowCopy], **values: float) -> np.void:

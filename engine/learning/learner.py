@@ -199,7 +199,7 @@ class ModelLearner:
             case LearnAction.SWITCH:
                 await self._switch()
             case LearnAction.RECORD:
-                _log.warning("%s: exits answer no more requests; learning again", self.name)
+                _log.warning("%s: exits no longer answer requests; learning again", self.name)
                 await asyncio.to_thread(self._folder.remove_recording)
                 self._reported = 0
                 try:

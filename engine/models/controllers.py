@@ -199,9 +199,9 @@ def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]
     spent = evidence.spent(options.confidence)
     if spent >= allowed:
         raise OptionsError(
-            f"{bundle.path}: {_CAUSES[type(evidence)]} may answer {spent:.2%} of samples unlike "
-            f"the source model, without any exit, which spends the constraint of {allowed:.2%} at "
-            f"{options.confidence:g} confidence; raise --max-disagreement, lower "
+            f"{bundle.path}: {_CAUSES[type(evidence)]} may answer {spent:.2%} of samples "
+            "differently from the source model, without any exit, which spends the constraint of "
+            f"{allowed:.2%} at {options.confidence:g} confidence; raise --max-disagreement, lower "
             f"--confidence, or {_REMEDIES[type(evidence)]}"
         )
     return allowed - spent, half_risk(options.confidence)

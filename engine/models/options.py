@@ -142,8 +142,8 @@ class ModelOptions:
             )
         if self.task is not None and self.task not in TASK_KINDS:
             raise ValueError(
-                f"task is {self.task!r:.60}, expected one of {', '.join(TASK_KINDS)}; remove it "
-                "where the answer's shape determines it"
+                f"task is {self.task!r:.60}, expected one of {', '.join(TASK_KINDS)}; remove it if "
+                "the answer's shape determines it"
             )
 
 

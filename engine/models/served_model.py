@@ -227,8 +227,9 @@ def merging_options(name: str, options: ModelOptions) -> ModelOptions:
     chosen = options.scheduling
     if chosen.name in ("fixed", "cheapest"):
         raise OptionsError(
-            f"{name}: policy {chosen} says which exit answers, and never merges batches, which a "
-            f"split model needs; remove it ({MERGING} is used then), or serve without a cluster"
+            f"{name}: policy {chosen} fixes the exit that answers and never merges batches, but a "
+            f"split model needs merging; remove it ({MERGING} is used then), or serve without a "
+            "cluster"
         )
     level = logging.INFO if chosen == ModelOptions().scheduling else logging.WARNING
     _log.log(level, "%s: policy %s, as %s never merges", name, MERGING, chosen)

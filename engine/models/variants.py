@@ -79,8 +79,8 @@ def log_dominated(bundle: Bundle, chosen: Collection[int]) -> None:
     dominated = [v.name for v in bundle.manifest.variants if v.index not in chosen]
     if dominated:
         _log.info(
-            "%s: variants %s are never chosen: other operating points take no longer here and "
-            "agree at least as often",
+            "%s: variants %s are never chosen: other operating points are at least as fast here "
+            "and agree at least as often",
             bundle.manifest.name,
             ", ".join(dominated),
         )

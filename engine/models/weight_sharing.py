@@ -86,7 +86,7 @@ def share_weights(
     packed, shared = WeightForm.PACKED, WeightForm.SHARED
     lacking = _lacking(manifest, backend)
     if asked == "always" and lacking:
-        _log.warning("%s: --share-weights always has no effect: %s", manifest.name, lacking)
+        _log.warning("%s: '--share-weights always' has no effect: %s", manifest.name, lacking)
     if asked == "never" or lacking:
         forms, audits = [packed] * (1 + served), packed
     elif asked == "always":

@@ -100,8 +100,9 @@ class LengthRules:
             if not self._told and outside.any():
                 self._told = True
                 _log.warning(
-                    "A sample has %d of `%s`, calibration had %d to %d: the bundle promises "
-                    "nothing there. They are counted (offramp_unseen_length_samples_total).",
+                    "A sample has size %d in `%s`, but calibration samples had %d to %d: the "
+                    "promise does not cover other sizes. Such samples are counted "
+                    "(offramp_unseen_length_samples_total).",
                     lengths[outside][0],
                     seen.size,
                     seen.shortest,

@@ -82,7 +82,8 @@ class InFlight:
         if self.plans:
             if (placed is None) != (before is None):
                 raise ValueError(
-                    f"plan {number}: place its stages if and only if those of earlier plans were"
+                    f"plan {number}: place its stages if and only if the stages of earlier plans "
+                    "were placed"
                 )
             old, empty = self.plans[-1], SampleQueue(0, full=1)
             old.waiting = Waiting(empty, old.waiting.buffered, self.suspended)

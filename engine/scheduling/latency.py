@@ -89,7 +89,8 @@ class Latencies:
         largest = [table.max_batch_size for table in self.variants]
         if len(set(largest)) > 1:
             raise ValueError(
-                f"the variants' tables reach up to batches of {largest}; make all the same sizes"
+                f"the variants' tables reach up to batches of {largest}; use the same batch sizes "
+                "for all"
             )
         self.speed = 1.0
         """Observed over predicted time; above 1 is slower."""

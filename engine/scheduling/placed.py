@@ -55,7 +55,9 @@ class PlacedPlan:
         """
         sizes = {kind: k.latencies.max_batch_size for kind, k in kinds.items()}
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"tables reach up to batches of {sizes}; make all the same sizes")
+            raise ValueError(
+                f"tables reach up to batches of {sizes}; use the same batch sizes for all"
+            )
         self.placement = placement
         self.latencies = {kind: k.latencies for kind, k in kinds.items()}
         """Latencies by kind."""

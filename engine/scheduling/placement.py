@@ -59,7 +59,7 @@ class DeviceKind:
         own = self.seconds or table
         if (len(own), len(own[0])) != (len(table), len(table[0])):
             raise ValueError(
-                f"the table of {self.name!r} is of {len(own)} stages and batches of up to "
+                f"the table of {self.name!r} has {len(own)} stages and batches of up to "
                 f"{len(own[0]) - 1}, expected {len(table)} and {len(table[0]) - 1} as the model's"
             )
         return [[self.speed * seconds for seconds in row] for row in own]
@@ -98,7 +98,9 @@ class Placement:
         every = frozenset(range(self.stages))
         for number, stream in enumerate(self.streams):
             if stream.kind not in names:
-                raise ValueError(f"stream {number} is of kind {stream.kind!r}, expected of {names}")
+                raise ValueError(
+                    f"stream {number} is of kind {stream.kind!r}, expected one of {names}"
+                )
             if not stream.prefers <= stream.holds <= every:
                 raise ValueError(
                     f"stream {number} prefers {sorted(stream.prefers)} and holds "

@@ -51,7 +51,8 @@ class OperatingPoints:
         places = [(point.variant, point.deepest) for point in self.points]
         if not places or len(set(places)) < len(places):
             raise ValueError(
-                f"operating points (variant, stage) are {places}, expected some, all different"
+                f"operating points (variant, stage) are {places}, expected at least one, and all "
+                "different"
             )
         front = pareto_front(self.points, self.latencies)
         if self.points != front:

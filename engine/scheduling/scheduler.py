@@ -153,7 +153,7 @@ class ModelScheduler:
         ahead = self._queue.ahead(priority)
         if self._admission.refuses(samples, slack_s, ahead, now_s):
             raise SchedulerFullError(
-                f"samples that wait before it: {ahead}; too many were late recently"
+                f"{ahead} samples wait before it, and too many were late recently"
             )
 
     def submit(self, submission: Submission, now_s: float) -> StepOutcome:

@@ -64,9 +64,12 @@ class StragglerMonitor:
     ) -> None:
         """Monitor streams, numbered from 0, of these ``kinds``."""
         if not factor > 1.0:
-            raise ValueError(f"factor {factor:g}: expected more than 1, the median of the kind")
+            raise ValueError(
+                f"factor {factor:g}: expected more than 1, a multiple of the median time of its "
+                "kind"
+            )
         if window < 1:
-            raise ValueError(f"window {window}: expected 1 run at least")
+            raise ValueError(f"window {window}: expected at least 1 run")
         self._factor, self._window = factor, window
         self._replicas = [_Replica(kind, deque(maxlen=window)) for kind in kinds]
 

@@ -230,10 +230,9 @@ def _hold_survivors(scores: _Scores, found: _Found, threshold: float, facts: Fac
         wrong = set(found.survivors.tolist()) ^ set(expected.tolist())
         row = min(wrong) if wrong else 0
         raise CheckFailedError(
-            f"{scores.describe()} with threshold {threshold!r}: row {row}, "
-            f"{float(found.confidence[row])!r} sure, "
-            f"{'stays' if row in found.survivors else 'leaves'}; {len(expected)} rows were to go "
-            f"on, {len(found.survivors)} did, in their order",
+            f"{scores.describe()} with threshold {threshold!r}: row {row}, with confidence "
+            f"{float(found.confidence[row])!r}, {'stays' if row in found.survivors else 'leaves'}; "
+            f"{len(expected)} rows should continue, in their order, but {len(found.survivors)} did",
             facts,
         )
 
@@ -250,7 +249,7 @@ def _hold_rows(
         where = f"{what} of {tensor.shape[1]} bytes"
         if len(wrong):
             raise CheckFailedError(
-                f"{where}: place {int(wrong[0])} does not hold row {int(rows[wrong[0]])} "
+                f"{where}: output row {int(wrong[0])} is not source row {int(rows[wrong[0]])} "
                 f"({len(wrong)} of {len(rows)} places are wrong)",
                 facts,
             )

@@ -106,7 +106,7 @@ def _check_survivors(subject: CheckSubject, stage: int, facts: Facts) -> None:
 def _carrying(subject: CheckSubject) -> list[int]:
     stages = [spec.index for spec in subject.plan.stages if not spec.final]
     if not stages:
-        raise CheckSkippedError("the model is one stage: nothing is carried")
+        raise CheckSkippedError("the model is one stage: it passes no tensors on")
     return stages
 
 

@@ -132,7 +132,7 @@ def _of_device(backend: Backend) -> Iterator[Check]:
         def run(limit: TimeLimit, function: _OnBench = function) -> Facts:
             bench = bench_of(backend)
             if bench is None:
-                raise CheckSkippedError("this backend has no kernels of ours")
+                raise CheckSkippedError("this backend does not use Offramp's kernels")
             return function(bench, limit)
 
         yield Check(name=name, asserts=asserts, run=run)

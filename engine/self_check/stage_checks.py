@@ -71,7 +71,7 @@ def check_carry(subject: CheckSubject, limit: TimeLimit) -> Facts:
     worst: dict[str, float] = {}
     facts: Facts = {"allowed": subject.tolerance}
     if len(subject.stages) == 1:
-        raise CheckSkippedError("the model is one stage: nothing is carried")
+        raise CheckSkippedError("the model is one stage: it passes no tensors on")
     for _, rows in limit.cases(_batches(subject)):
         with subject.slot() as slot:
             for spec, result in subject.follow(slot, take(subject.samples, rows)):
@@ -118,8 +118,9 @@ def check_confidence(subject: CheckSubject, limit: TimeLimit) -> Facts:
                 without = (own == 0) & ~finite
                 if (confidence[without] > 0).any():
                     raise CheckFailedError(
-                        f"stage {spec.index} is {confidence[without].max():.3g} sure of an answer "
-                        f"that is not a number ({case}); expected 0, so that it never leaves",
+                        f"stage {spec.index} has confidence {confidence[without].max():.3g} in an "
+                        f"answer that is not a number ({case}); expected 0, so that it never "
+                        "leaves",
                         facts,
                     )
                 if not ((confidence[finite] >= 0) & (confidence[finite] <= 1 + 1e-6)).all():
@@ -171,9 +172,9 @@ def check_thresholds(subject: CheckSubject, limit: TimeLimit) -> Facts:
                 wrong = np.flatnonzero(step.exited != expected)
                 row = int(wrong[0]) if len(wrong) else 0
                 raise CheckFailedError(
-                    f"{where}: row {row}, {float(sure[row])!r} sure, "
+                    f"{where}: row {row}, with confidence {float(sure[row])!r}, "
                     f"{'leaves' if step.exited[row] else 'stays'}; {int(expected.sum())} of "
-                    f"{len(sure)} rows are at least that sure, {step.leaving} leave",
+                    f"{len(sure)} rows reach the threshold, but {step.leaving} leave",
                     facts,
                 )
             carry = step.result.carry

@@ -222,7 +222,9 @@ class EngineContext:
 
     def _live(self) -> trt.IExecutionContext:
         if self._context is None:
-            raise BackendError(f"a context of engine {self._loaded.entry.unit} was used too late")
+            raise BackendError(
+                f"a context of engine {self._loaded.entry.unit} was used after its release"
+            )
         return self._context
 
 

@@ -136,8 +136,9 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
     store = open_store(bundle, place)
     if bundle.number and store.index.target.precision in ROUNDED:
         raise BackendError(
-            f"variants are certified in float32, and the engines that run here are of "
-            f"{store.index.target.precision}; build some of --precision fp32 and serve by these"
+            "variants are certified in float32, but the engines that run here are of "
+            f"{store.index.target.precision}; build engines with --precision fp32, and serve with "
+            "those"
         )
     finder = _Finder(bundle, store)
     whole = finder.find(*spec.unit)
@@ -153,7 +154,7 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
         raise BackendError(_lacking(spec, finder, place, bundle))
     if len(found) > 1:
         _LOG.info(
-            "%s: %s is run as %d engines, one a segment, which is slower; %s --units %s",
+            "%s: %s is run as %d engines, one for each segment, which is slower; %s --units %s",
             bundle.path, _name_of(spec), len(found), place.remedy(bundle.path), _name_of(spec),
         )  # fmt: skip
     return found

@@ -59,7 +59,7 @@ def parse_device(device: str) -> int:
     """Return the GPU's number in ``cuda:1``; ``cuda`` alone is the first."""
     match = re.fullmatch(r"cuda(?::(\d{1,4}))?", device)
     if match is None:
-        raise BackendError(f"{device!r} is no device of TensorRT; use cuda:0, cuda:1, …")
+        raise BackendError(f"{device!r} is not a device of TensorRT; use cuda:0, cuda:1, …")
     return int(match[1] or 0)
 
 

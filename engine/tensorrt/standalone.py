@@ -91,7 +91,7 @@ class StandaloneEngine:
         """Run once; see :func:`run_plan`."""
         lacking = [name for name in self.inputs if name not in inputs]
         if lacking:
-            raise BackendError(f"the engine needs {lacking}, given are {sorted(inputs)}")
+            raise BackendError(f"the engine needs {lacking}, but it was given {sorted(inputs)}")
         shapes = {name: inputs[name].shape for name in self.inputs}
         with self.prepare(profile, shapes) as prepared:
             return prepared.run(inputs)
@@ -219,7 +219,9 @@ class PreparedEngine:
     def _as_tensor(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
         tensor = self.tensors[name]
         if array.shape != tensor.shape:
-            raise BackendError(f"input {name} has shape {array.shape}, prepared is {tensor.shape}")
+            raise BackendError(
+                f"input {name} has shape {array.shape}, but {tensor.shape} was prepared"
+            )
         try:
             return compat.to_tensor(array, tensor.dtype)
         except BackendError as error:

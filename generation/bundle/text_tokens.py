@@ -26,7 +26,7 @@ class BundleTokenizer:
         except Exception as error:  # the package raises Exception itself
             reason = " ".join(str(error).split())
             raise BundleError(
-                f"{name} is no tokenizer of Hugging Face ({reason:.150}); expected a "
+                f"{name} is not a tokenizer of Hugging Face ({reason:.150}); expected a "
                 "tokenizer.json, as Tokenizer.save writes it"
             ) from error
         self.content: Final = content

@@ -174,7 +174,7 @@ def with_head_size(options: TextCompileOptions, model: TextModel) -> TextCompile
     if options.head_size >= whole:
         what = "tokens" if options.head == "subset" else "dimensions of its state"
         raise CompileError(
-            f"--head-size {options.head_size} is no smaller head: the model's own has {whole} "
+            f"--head-size {options.head_size} is not a smaller head: the model's own has {whole} "
             f"{what}, expected 1 to {whole - 1}; choose a smaller --head-size, or --head full"
         )
     return options

@@ -141,7 +141,7 @@ class ServedText:
             ) from error
         if backend.length < length:
             _log.warning(
-                "%s: the model has positions for %d tokens of %s, not for %d; they end there",
+                "%s: the model only has positions for %d tokens of %s, not for %d; texts end there",
                 name, backend.length, "an answer" if model.encoder else "prompt and answer", length,
             )  # fmt: skip
         info = describe_text(name, model, options.mode, codec, tuple(notes))

@@ -51,7 +51,9 @@ class ExitTraining:
 
     def __post_init__(self) -> None:
         if self.epochs < 0 or min(self.patience, self.batch_size) < 1:
-            raise ValueError(f"{self} must have epochs of 0 or more, patience and batches of 1")
+            raise ValueError(
+                f"{self} must have 0 epochs or more, and patience and batches of 1 or more"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

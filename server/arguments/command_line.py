@@ -175,7 +175,9 @@ def _check_report(path: Path | None) -> None:
     """Raise ValueError if the report cannot be written."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ValueError(f"--json {path} cannot be written: {what}; name a file in one that exists")
+        raise ValueError(
+            f"--json {path} cannot be written: {what}; name a file in a folder that exists"
+        )
 
 
 _DESCRIPTION: Final = """\

@@ -214,7 +214,9 @@ class _Kind:
 def _one_of(*names: str) -> Callable[[str], str]:
     def choose(text: str) -> str:
         if text not in names:
-            raise ValueError(f"{text!r:.80} is none of {', '.join(names)}{_nearest(text, names)}")
+            raise ValueError(
+                f"{text!r:.80} is not one of {', '.join(names)}{_nearest(text, names)}"
+            )
         return text
 
     return choose
@@ -222,7 +224,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
 
 def _strings(values: list[Any]) -> tuple[str, ...]:
     if others := [value for value in values if not isinstance(value, str)]:
-        raise ValueError(f"{_describe(others[0])} is among them, expected strings")
+        raise ValueError(f"{_describe(others[0])} is in the list, expected only strings")
     return tuple(values)
 
 

@@ -101,7 +101,9 @@ def mode(text: str) -> Mode:
         return Mode(text)
     except ValueError:
         known = ", ".join(repr(known.value) for known in Mode)
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is no mode; choose from {known}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is not a mode; choose from {known}"
+        ) from None
 
 
 class OptionGroup:

@@ -58,8 +58,8 @@ def parse_host(text: str) -> str:
         named = b""
     if not 0 < len(named) <= _LONGEST_HOST or not host.isprintable() or " " in host:
         raise ValueError(
-            f"{text!r:.80} is no host; expected a name or an address without a port, for instance "
-            "127.0.0.1, ::1, 0.0.0.0, :: or *"
+            f"{text!r:.80} is not a host; expected a name or an address without a port, for "
+            "instance 127.0.0.1, ::1, 0.0.0.0, :: or *"
         )
     return host
 
@@ -189,7 +189,7 @@ class SecurityOptions:
             )
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ValueError(
-                "--tls-client-ca asks clients for certificates, which TLS alone carries; add "
+                "--tls-client-ca asks clients for certificates, which only TLS carries; add "
                 "--tls-certificate and --tls-key"
             )
 
@@ -260,7 +260,7 @@ class ServerOptions:
             )
         if self.trace_endpoint is not None and not self.trace_endpoint.startswith(_URLS):
             raise ValueError(
-                f"trace_endpoint {self.trace_endpoint!r:.80} is no URL of a collector, for "
+                f"trace_endpoint {self.trace_endpoint!r:.80} is not the URL of a collector, for "
                 "instance http://localhost:4317"
             )
         if not 1 <= self.trace_rate <= MAX_COUNT:

@@ -118,8 +118,8 @@ def _reason(error: OSError, host: str, port: int, option: str) -> str:
         return f"no permission to listen on {where}; choose a port from 1024 on with {option}"
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return (
-            f"{host!r} is no address of this machine ({error.strerror}); choose one with --host, "
-            "or 0.0.0.0 or :: for all of them"
+            f"{host!r} is not an address of this machine ({error.strerror}); choose one with "
+            "--host, or 0.0.0.0 or :: for all of them"
         )
     return f"cannot listen on {where}: {error.strerror}"
 

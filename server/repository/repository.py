@@ -113,7 +113,7 @@ class ModelRepository:
             except OSError as error:
                 raise StartError(
                     f"the model repository {settings.model_repository} cannot be read: "
-                    f"{error.strerror}; expected a folder with models, as NAME/1.ee"
+                    f"{error.strerror}; expected a folder with models, such as NAME/1.ee"
                 ) from error
             for name in self._named.keys() & set(names):
                 logger.warning("%s is served from %s, not from the repository, which has a model "

@@ -181,5 +181,5 @@ def _opened(key: str) -> int:
         ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise BadInputError(f"shared memory {key!r} is no region of shm_open")
+        raise BadInputError(f"shared memory {key!r} is not a region of shm_open")
     return descriptor

@@ -77,7 +77,8 @@ class JsonRequest:
             self._add_output(head, spec)
         if len(self._rest):
             raise BadInputError(
-                f"the body has {len(self._rest)} bytes more than the inputs' {_BINARY_SIZE} say"
+                f"the body has {len(self._rest)} bytes more than the {_BINARY_SIZE} of its inputs "
+                "add up to"
             )
         slow = sum(map(len, raw)) > QUICK_BYTES
         self.message: Final = InferMessage(head=head, raw_contents=raw, slow=slow)
@@ -199,7 +200,7 @@ def _converted(what: str, datatype: str, dtype: np.dtype[Any], array: NDArray[An
             if dtype.kind == "f":
                 changed = np.isinf(converted) & np.isfinite(array.astype(np.float64))
     except (OverflowError, TypeError, ValueError):
-        raise BadInputError(f"{what} has an element that is no {datatype}") from None
+        raise BadInputError(f"{what} has an element that is not a {datatype}") from None
     found = np.flatnonzero(changed)
     if found.size:
         raise BadInputError(f"{what} has the element {array.flat[found[0]]}, beyond {datatype}")

@@ -48,7 +48,8 @@ def find_block(
     place = f"between {skip.start!r} and {skip.end!r}"
     if not inside:
         raise NotElasticError(
-            f"depth.skip: nothing {place}: the second is not computed from the first; swap them"
+            f"depth.skip: no operator is {place}: the second tensor is not computed from the "
+            "first; swap them"
         )
     _check_leaving(inside, skip.end, place, flow)
     _check_alike(skip.start, skip.end, place, types)

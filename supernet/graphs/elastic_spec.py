@@ -110,8 +110,8 @@ class ElasticSpec:
         """
         if self.count > MOST_CHOICES:
             raise ElasticSpecError(
-                f"{self.source}: allows {self.count:,} subnets, at most {MOST_CHOICES:,} can be "
-                "listed; put weights into one [[width]] that change together, or search"
+                f"{self.source}: allows {self.count:,} subnets, but at most {MOST_CHOICES:,} can "
+                "be listed; put weights that change together into one [[width]], or use the search"
             )
         depths = [range(len(group.skip) + 1) for group in self.depths]
         widths = [group.all_ratios for group in self.widths]

@@ -98,7 +98,7 @@ def _check(proto: onnx.ModelProto, elem_types: list[int]) -> None:
     except onnx.checker.ValidationError as error:
         reason = str(error).splitlines()[0]
         raise NotElasticError(
-            f"the subnet is no ONNX model ({reason}); this is a bug, report it with the model"
+            f"the subnet is not an ONNX model ({reason}); this is a bug, report it with the model"
         ) from error
     assert [o.type.tensor_type.elem_type for o in proto.graph.output] == elem_types
 

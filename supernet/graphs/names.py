@@ -43,8 +43,8 @@ class NamedWeight:
         """
         if self.size % self.parts:
             raise ElasticSpecError(
-                f"{self.node} has {self.size} output channels, which are not {self.parts} equal "
-                f"parts; set parts = N with N that divides {self.size}"
+                f"{self.node} has {self.size} output channels, which cannot be split into "
+                f"{self.parts} equal parts; set parts to a number that divides {self.size}"
             )
         part, wanted = self.size // self.parts, self.size // self.parts * ratio
         count = round(wanted)
@@ -53,8 +53,8 @@ class NamedWeight:
             near = {max(1, min(part, n)) for n in (int(wanted), int(wanted) + 1)}
             told = " or ".join(f"{n / part:g} ({n} of {part})" for n in sorted(near))
             raise ElasticSpecError(
-                f"{ratio:g} of the {self.size} output channels of {of} is {wanted:g}, which is no "
-                f"whole number; ratios that divide are {told}"
+                f"{ratio:g} of the {self.size} output channels of {of} is {wanted:g}, which is not "
+                f"a whole number; possible ratios are {told}"
             )
         return tuple(p * part + c for p in range(self.parts) for c in range(count))
 
@@ -94,8 +94,9 @@ class WeightFinder:
                 found += [self._weight(op, name, group) for op in self.flow.consumers[name]]
             else:
                 raise ElasticSpecError(
-                    f"{self.spec.source}: width.weights names {name!r}, which is no operator and "
-                    f"no initializer of the model as it is read; {nearest(name, self._known())}"
+                    f"{self.spec.source}: width.weights names {name!r}, which is neither an "
+                    "operator nor an initializer of the model as it is read; "
+                    f"{nearest(name, self._known())}"
                 )
         return tuple(found)
 

@@ -52,7 +52,7 @@ def read_spec(path: Path) -> ElasticSpec:
     except OSError as error:
         raise ElasticSpecError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ElasticSpecError(f"{path}: is no TOML ({error})") from error
+        raise ElasticSpecError(f"{path}: is not TOML ({error})") from error
     return parse_spec(content, str(path))
 
 

@@ -74,7 +74,9 @@ def _slice(view: OperatorView) -> None:
     place, starts, ends = along.index(elastic.axis), view.value(1), view.value(2)
     steps = view.value(4) if view.has(4) else np.ones(len(along), np.int64)
     if starts is None or ends is None or steps is None or steps[place] != 1:
-        view.refuse_axis(elastic, "takes a part that is no fixed range of", "keep its input whole")
+        view.refuse_axis(
+            elastic, "takes a part that is not a fixed range of", "keep its input whole"
+        )
     first, last, _ = slice(int(starts[place]), int(ends[place])).indices(elastic.full)
     kept = tuple(c - first for c in elastic.kept if first <= c < last)
     if not kept:

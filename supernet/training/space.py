@@ -116,12 +116,12 @@ class ElasticSpace:
         """Raise ValueError unless the choice is a subnet of this space."""
         if len(choice.skipped) != len(self.depth) or len(choice.ratios) != len(self.width):
             raise ValueError(
-                f"{choice} is no subnet of {len(self.depth)} depths and {len(self.width)} widths: "
-                "use a number for each"
+                f"{choice} is not a subnet of {len(self.depth)} depths and {len(self.width)} "
+                "widths: use a number for each"
             )
         for group, count in zip(self.depth, choice.skipped, strict=True):
             if not 0 <= count <= len(group.skip):
                 raise ValueError(f"skipped {count} of {group.skip}: skip 0 to {len(group.skip)}")
         for width, ratio in zip(self.width, choice.ratios, strict=True):
             if ratio not in (*width.ratios, 1.0):
-                raise ValueError(f"ratio {ratio} is none of {(*width.ratios, 1.0)}")
+                raise ValueError(f"ratio {ratio} is not one of {(*width.ratios, 1.0)}")

@@ -110,7 +110,7 @@ def test_a_worker_starts_when_resources_are_free_and_ends_with_its_node(
         async def body(engine: Engine) -> None:
             await until(lambda: backend.in_service == 1)
             assert await answers_of(engine, SCRIPTS[:20]) == expected[:20]
-            with pytest.raises(WorkerLostError, match=facts("no room", "1 gadget")):
+            with pytest.raises(WorkerLostError, match=facts("too few free resources", "1 gadget")):
                 backend.open_slot_of(1)
             with cluster.node(gadget=1) as node:
                 await until(lambda: backend.in_service == 2)

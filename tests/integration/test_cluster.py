@@ -165,7 +165,7 @@ def test_plans_are_of_what_is_served(small: tuple[Bundle, Path]) -> None:
 @pytest.mark.parametrize("policy", ["fixed:final", "cheapest"])
 def test_a_policy_that_chooses_exits_is_not_replaced(policy: str) -> None:
     options = ModelOptions(scheduling=PolicyName.parse(policy))
-    with pytest.raises(OptionsError, match=f"m: policy {policy} says which exit answers"):
+    with pytest.raises(OptionsError, match=f"m: policy {policy} fixes the exit that answers"):
         merging_options("m", options)
     assert merging_options("m", ModelOptions()).scheduling == PolicyName("refill")
 
@@ -177,7 +177,7 @@ def test_what_fits_nowhere_is_refused(small: tuple[Bundle, Path]) -> None:
     with pytest.raises(OptionsError, match=facts("small", "memory", "1 devices")):
         answers(bundle, requests, kinds=["slow"], cluster=cluster_for(bundle, share=0.2))
     cluster = cluster_for(bundle, share=2.0)
-    with pytest.raises(OptionsError, match=r"workers are of types \['gpu'\]"):
+    with pytest.raises(OptionsError, match=r"workers have types \['gpu'\]"):
         answers(bundle, requests, kinds=["gpu"], cluster=cluster)
     late = replace(cluster, goal=replace(cluster.goal, slo_s=1e-9))
     with pytest.raises(OptionsError, match="latency: no plan is faster than"):

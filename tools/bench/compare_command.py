@@ -71,7 +71,7 @@ def add_parser(commands: Any) -> None:
     """Add the subcommand to the result of ``add_subparsers`` of eebench's parser."""
     command = commands.add_parser(
         "compare",
-        help="a bundle against its source model, in one process",
+        help="compare a bundle with its source model, in one process",
         description="Run the source model, the bundle, and the bundle with no exit in use on the\n"
         "same batches, in turn, and compare. All figures are measured here and now.",
         short=SHORT,
@@ -95,7 +95,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     add_data_arguments(command)
     add = command.add_argument_group("output").add_argument
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    add("--json", type=Path, metavar="FILE", help="JSON file to write the figures to")
 
 
 def add_measuring(command: argparse.ArgumentParser) -> None:
@@ -114,8 +114,8 @@ def add_measuring(command: argparse.ArgumentParser) -> None:
         metavar="N,N,…",
         help="batch sizes to measure",
     )
-    add("--rounds", default=5, **COUNT, help="figures are medians of these")
-    add("--samples", default=4000, **COUNT, help="most samples of the data, per batch size")
+    add("--rounds", default=5, **COUNT, help="number of rounds; every figure is a median over them")
+    add("--samples", default=4000, **COUNT, help="largest number of samples to use, per batch size")
     add("--threads", default=1, **COUNT, help="CPU threads of each running graph")
     add(
         "--backend",
@@ -124,7 +124,12 @@ def add_measuring(command: argparse.ArgumentParser) -> None:
         default="auto",
         help=f"{', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}",
     )
-    add("--device", default="cuda:0", metavar="cuda:N", help="GPU of tensorrt and cuda")
+    add(
+        "--device",
+        default="cuda:0",
+        metavar="cuda:N",
+        help="GPU for the backends tensorrt and cuda",
+    )
     add(
         "--no-cuda-graphs",
         dest="graphs",
@@ -154,8 +159,8 @@ def run(
     if (also or further) and backend.name not in CPU_RUNTIMES:
         backend.close()
         raise ValueError(
-            f"{'--also' if also else '--method'} runs on the CPU, the bundle on {backend.name}: "
-            "not to be compared; add --backend onnxruntime"
+            f"{'--also' if also else '--method'} runs on the CPU, the bundle on {backend.name}, so "
+            "they cannot be compared; add --backend onnxruntime"
         )
     others = {model.name: AdditionalRunner(model, bundle, options.threads) for model in also}
     other = AdditionalPlans(dataset) if further is None else further(bundle, dataset)

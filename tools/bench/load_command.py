@@ -117,9 +117,9 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("address", metavar="HOST:PORT", help="gRPC port of the server")
-    add("--model", required=True, metavar="NAME", help="name of the model there")
+    add("--model", required=True, metavar="NAME", help="name of the model on the server")
     add("--data", required=True, metavar="DATA", help="samples to send")
-    add("--samples", type=int, default=4000, metavar="N", help="most samples of the data to use")
+    add("--samples", type=int, default=4000, metavar="N", help="largest number of samples to use")
     add(
         "--group",
         metavar="KEY",
@@ -147,8 +147,9 @@ def _add_sending(group: argparse._ArgumentGroup) -> None:
         choices=PROTOCOLS,
         default="grpc",
         metavar="NAME",
-        help="grpc: a call each; stream: one stream per process; shm: calls with inputs in shared "
-        "memory, on the server's machine; rest: HTTP with binary tensors (default: grpc)",
+        help="grpc: one call per request; stream: one stream per process; shm: calls with inputs "
+        "in shared memory, on the server's machine; rest: HTTP with binary tensors (default: "
+        "grpc)",
     )
     add("--http", metavar="HOST:PORT", help="HTTP port of the server, for --protocol rest")
     add("--processes", type=int, default=1, metavar="P", help="processes that send in turn")
@@ -171,8 +172,8 @@ def _add_sending(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=10_000,
         metavar="N",
-        help="most requests in flight per process; further ones are not sent and count as "
-        "unanswered",
+        help="largest number of requests in flight per process; further ones are not sent and "
+        "count as unanswered",
     )
 
 
@@ -182,9 +183,13 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
         "--slo-ms",
         type=float,
         metavar="MS",
-        help="largest latency; sent to the server as the deadline",
+        help="largest latency that attains the objective; sent to the server as the deadline",
     )
-    add("--no-deadline", action="store_true", help="judge by --slo-ms, and do not send it")
+    add(
+        "--no-deadline",
+        action="store_true",
+        help="only judge latencies by --slo-ms: do not send it as a deadline",
+    )
     add(
         "--warm-up-s",
         type=float,
@@ -204,8 +209,8 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
         metavar="HOST:PORT",
         help="HTTP port of the server, to read batch sizes and queue from",
     )
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--html", type=Path, metavar="FILE", help="write a page there")
+    add("--json", type=Path, metavar="FILE", help="JSON file to write the figures to")
+    add("--html", type=Path, metavar="FILE", help="HTML file to write a report to")
 
 
 def run(options: argparse.Namespace) -> int:

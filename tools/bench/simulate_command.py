@@ -110,8 +110,8 @@ def add_parser(commands: Any) -> None:
     _add_serving(parser)
     _add_devices(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--html", type=Path, metavar="FILE", help="write a page with plots there")
+    add("--json", type=Path, metavar="FILE", help="JSON file to write the figures to")
+    add("--html", type=Path, metavar="FILE", help="HTML file to write a page with plots to")
     parser.set_defaults(run=run)
 
 
@@ -137,7 +137,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         help="audit: share of samples that run on after their answer",
     )
     add("--slo-ms", type=float, metavar="MS", help="deadline of every request (default: none)")
-    add("--max-batch-size", default=32, **COUNT, help="most samples of a batch")
+    add("--max-batch-size", default=32, **COUNT, help="largest number of samples in a batch")
     add(
         "--max-queue-delay-ms",
         type=float,
@@ -145,7 +145,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="longest wait for more samples of a batch (default: 0, none)",
     )
-    add("--max-queue-samples", default=4096, **COUNT, help="most samples that wait")
+    add("--max-queue-samples", default=4096, **COUNT, help="largest number of samples that wait")
     add(
         "--parallel-below",
         **COUNT,
@@ -156,7 +156,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
         "--max-violations",
         type=float,
         metavar="SHARE",
-        help="choose that number by the share of late samples (PAME's tau_l)",
+        help="choose the number of --parallel-below by this share of late samples (PAME's tau_l)",
     )
     add(
         "--forbid-forced-exits",

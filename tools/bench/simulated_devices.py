@@ -33,7 +33,7 @@ class SimulatedDevices:
                 f"{len(placement.streams)} streams are placed, expected {streams}; place each"
             )
         if unknown := sorted(set(slower or ()) - set(range(streams))):
-            raise ValueError(f"streams {unknown} are slower, expected numbers below {streams}")
+            raise ValueError(f"the slower streams are {unknown}, expected numbers below {streams}")
         self._placement = placement
         self._seconds: list[Sequence[SecondsTable]] = [tables] * streams
         """[streams][variants][stages][max_batch_size + 1]."""

@@ -250,52 +250,66 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--only", choices=PARTS, action="append",
-        help="one part alone; may be repeated (default: all)")  # fmt: skip
+        help="measure only this part; may be repeated (default: all)")  # fmt: skip
     add("--output", type=Path, default=Path("benchmarks/results/gpu.json"),
         help="JSON file (default: %(default)s)")  # fmt: skip
-    add("--rounds", type=int, default=7, help="of which the median is taken (default: 7)")
-    add("--seed", type=int, default=0, help="of weights, inputs and scores (default: 0)")
+    add(
+        "--rounds",
+        type=int,
+        default=7,
+        help="number of rounds, whose median is reported (default: 7)",
+    )
+    add("--seed", type=int, default=0, help="seed of weights, inputs and scores (default: 0)")
     add("--batches", type=_batches, default=(1, 8, 32, 64, 128), metavar="N,N,…",
-        help="ends of the engines' profiles (default: 1,8,32,64,128)")  # fmt: skip
+        help="largest batch sizes of the engines' optimisation profiles (default: "
+        "1,8,32,64,128)")  # fmt: skip
     add("--precisions", type=_precisions, default=("fp32",), metavar="P,P,…",
-        help="of fp32, tf32, fp16; the runtime is measured in the first "
+        help="precisions, some of fp32, tf32 and fp16; the runtime is measured in the first one "
         "(default: fp32)")  # fmt: skip
-    add("--optimization-level", type=int, default=3, choices=range(6), help="default: 3")
+    add("--optimization-level", type=int, default=3, choices=range(6),
+        help="TensorRT's optimisation level (default: 3)")  # fmt: skip
     add("--build-limit-s", type=float, default=360,
-        help="after so many seconds no engine is begun (default: 360)")  # fmt: skip
+        help="seconds after which no further engine is built (default: 360)")  # fmt: skip
     add("--bundle", type=Path, default=place / "bundles" / "fashion.ee",
-        help="the compiled example (default: where setup.sh put it)")  # fmt: skip
+        help="bundle of the compiled example (default: where setup.sh put it)")  # fmt: skip
     add("--data", type=Path, default=_REPOSITORY / "examples/fashion/calibration.npz",
-        help="its data (default: that of the repository)")  # fmt: skip
+        help="data of that bundle (default: the repository's)")  # fmt: skip
     add("--plans", type=Path, default=place / "plans",
-        help="folder where engines are kept (default: next to it)")  # fmt: skip
+        help="folder for built engines (default: next to the default bundle)")  # fmt: skip
     runtime = parser.add_argument_group("models, pame, parallel and soak")
     add = runtime.add_argument
-    add("--backend", choices=("tensorrt", "cuda"), default="tensorrt", help="default: tensorrt")
+    add(
+        "--backend",
+        choices=("tensorrt", "cuda"),
+        default="tensorrt",
+        help="backend to measure (default: tensorrt)",
+    )
     add("--models", type=_models, default=tuple(MODELS), metavar="M,M,…",
-        help=f"of {', '.join(MODELS)} (default: all)")  # fmt: skip
+        help=f"models to measure, some of {', '.join(MODELS)} (default: all)")  # fmt: skip
     add("--sizes", type=_batches, default=(1, 8, 16, 32, 64), metavar="N,N,…",
-        help="ends of the engines' profiles; latencies are measured of 16 and more, parts of a "
-        "batch's time of all (default: 1,8,16,32,64)")  # fmt: skip
+        help="largest batch sizes of the engines' profiles; latencies are measured at sizes of 16 "
+        "and more, the parts of a batch's time at all sizes (default: 1,8,16,32,64)")  # fmt: skip
     add("--served", type=_batches, default=(8, 32), metavar="N,N,…",
-        help="most rows of a batch in parallel (default: 8,32)")  # fmt: skip
+        help="largest batch sizes that the part parallel serves with (default: 8,32)")  # fmt: skip
     add("--go-on", type=_shares, default=(0.2, 0.3, 0.5), metavar="S,S,…",
-        help="shares that go on from the first exit; parallel and soak take the middle one "
-        "(default: 0.2,0.3,0.5)")  # fmt: skip
+        help="shares of samples that continue after the first exit; parallel and soak take the "
+        "middle one (default: 0.2,0.3,0.5)")  # fmt: skip
     add("--recorded", type=Path, metavar="NPZ",
-        help="confidence [n, exits] and thresholds [exits] of a trained model, instead of "
-        "shares")  # fmt: skip
-    add("--no-graphs", dest="graphs", action="store_false", help="without CUDA graphs")
+        help="file with the confidence [n, exits] and thresholds [exits] of a trained model, used "
+        "instead of --go-on")  # fmt: skip
+    add("--no-graphs", dest="graphs", action="store_false", help="run without CUDA graphs")
     add("--requests", type=int, default=600,
-        help="of each system and round of parallel (default: 600)")  # fmt: skip
-    add("--soak-s", type=float, default=300.0, help="seconds of the long run (default: 300)")
+        help="requests for each system and round of the part parallel (default: 600)")  # fmt: skip
+    add("--soak-s", type=float, default=300.0, help="seconds of the part soak (default: 300)")
     return parser
 
 
 def _models(text: str) -> tuple[str, ...]:
     unknown = [name for name in text.split(",") if name not in MODELS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]}: give some of {', '.join(MODELS)}")
+        raise argparse.ArgumentTypeError(
+            f"{unknown[0]} is not a model; choose from {', '.join(MODELS)}"
+        )
     return tuple(text.split(","))
 
 
@@ -316,7 +330,9 @@ def _batches(text: str) -> tuple[int, ...]:
 def _precisions(text: str) -> tuple[str, ...]:
     unknown = set(text.split(",")) - set(_PRECISIONS)
     if unknown:
-        raise argparse.ArgumentTypeError(f"{sorted(unknown)[0]}: give {', '.join(_PRECISIONS)}")
+        raise argparse.ArgumentTypeError(
+            f"{sorted(unknown)[0]} is not a precision; choose from {', '.join(_PRECISIONS)}"
+        )
     return tuple(text.split(","))
 
 

@@ -87,7 +87,7 @@ def _output_of(command: list[str], pattern: str) -> str:
 def main() -> int:
     """Print the versions."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="as JSON, with the processor")
+    parser.add_argument("--json", action="store_true", help="print JSON, and the processor in it")
     if parser.parse_args().json:
         print(json.dumps(hardware(), indent=2))
         return 0

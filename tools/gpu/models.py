@@ -101,19 +101,21 @@ class Recorded:
         with np.load(path) as archive:
             lacking = {"confidence", "thresholds"} - set(archive.files)
             if lacking:
-                raise ValueError(f"{path} lacks {sorted(lacking)}, it has {archive.files}")
+                raise ValueError(f"{path} lacks {sorted(lacking)}, but it has {archive.files}")
             made = cls(confidence=archive["confidence"], thresholds=archive["thresholds"])
         if made.confidence.shape[1:] != made.thresholds.shape:
             raise ValueError(
-                f"{path}: confidence is {list(made.confidence.shape)}, which is not of "
-                f"{len(made.thresholds)} exits, as thresholds is"
+                f"{path}: confidence is {list(made.confidence.shape)}, expected a column for each "
+                f"of the {len(made.thresholds)} exits of thresholds"
             )
         return made
 
     def draw(self, rng: np.random.Generator, count: int, exits: int) -> NDArray[np.float32]:
         """Return [count, exits]: recorded confidences of some samples at the first exits."""
         if len(self.thresholds) < exits:
-            raise ValueError(f"recorded are {len(self.thresholds)} exits, {exits} are needed")
+            raise ValueError(
+                f"the recording has {len(self.thresholds)} exits, but {exits} are needed"
+            )
         rows = rng.integers(0, len(self.confidence), count)
         leaves = self.confidence[rows, :exits] >= self.thresholds[:exits]
         return np.where(leaves, np.float32(LEAVES), np.float32(GOES_ON))

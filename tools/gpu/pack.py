@@ -67,11 +67,11 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("pack", help="a wheel to an archive")
+    command = commands.add_parser("pack", help="turn a wheel into an archive")
     command.add_argument("source", type=Path, metavar="WHEEL")
     command.add_argument("target", type=Path, metavar="ARCHIVE")
     command.set_defaults(run=pack)
-    command = commands.add_parser("unpack", help="an archive to a folder")
+    command = commands.add_parser("unpack", help="unpack an archive into a folder")
     command.add_argument("source", type=Path, metavar="ARCHIVE")
     command.add_argument("target", type=Path, metavar="FOLDER")
     command.set_defaults(run=unpack)

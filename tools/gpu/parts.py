@@ -120,10 +120,10 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("split", help="split the files of a folder into parts")
     command.add_argument("source", type=Path)
-    command.add_argument("folder", type=Path, help="gets part-00, part-01, …")
+    command.add_argument("folder", type=Path, help="folder to write part-00, part-01, … into")
     command.add_argument("--megabytes", type=int, default=60, help="size of a part (default: 60)")
     command = commands.add_parser("join", help="join the files of parts")
-    command.add_argument("folder", type=Path, help="has part-00, part-01, …")
+    command.add_argument("folder", type=Path, help="folder with part-00, part-01, …")
     command.add_argument("target", type=Path)
     options = parser.parse_args()
     if options.command == "split":

@@ -172,8 +172,10 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line; ``fine_tune`` reads some of it."""
     parser = argparse.ArgumentParser(description="Make an elastic MiniLM of film reviews.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--epochs", type=int, default=1, help="of fine-tuning")
-    parser.add_argument("--elastic-epochs", type=int, default=2, help="by the sandwich rule")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs of fine-tuning")
+    parser.add_argument(
+        "--elastic-epochs", type=int, default=2, help="epochs of training by the sandwich rule"
+    )
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--training", type=int, default=10_000, metavar="REVIEWS")
@@ -183,7 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bfloat16",
         action=argparse.BooleanOptionalAction,
-        help="train with bfloat16 autocast; default: where the CPU has AVX-512",
+        help="train with bfloat16 autocast (default: if the CPU has AVX-512)",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

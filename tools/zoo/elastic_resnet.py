@@ -233,7 +233,9 @@ def main() -> None:
     parser.add_argument("--images", type=Path, default=DATASET, help="folder of Fashion-MNIST")
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=2, help="of torch while it trains")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="CPU threads of torch during training"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--state", type=Path, help="file with the training state; an existing one is resumed"

@@ -243,7 +243,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--bfloat16",
         action=argparse.BooleanOptionalAction,
-        help="train with bfloat16 autocast; default: where the CPU has AVX-512",
+        help="train with bfloat16 autocast (default: if the CPU has AVX-512)",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

@@ -338,9 +338,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of training."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--minutes", type=float, default=12, help="that training may take at most")
+    parser.add_argument(
+        "--minutes", type=float, default=12, help="largest number of minutes for training"
+    )
     parser.add_argument("--cache", action="store_true", help="export with past_key_values.*")
-    parser.add_argument("--threads", type=int, default=1, help="of torch while it trains")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads of torch during training"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 

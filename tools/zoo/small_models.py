@@ -304,7 +304,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--images", type=Path, default=DATASET, help="folder of Fashion-MNIST")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--threads", type=int, default=1, help="of torch while it trains")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads of torch during training"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -284,7 +284,9 @@ def make(name: str, options: argparse.Namespace) -> Path:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of training, except the task and the folder."""
     parser.add_argument("--images", type=Path, default=DATASET, help="folder of Fashion-MNIST")
-    parser.add_argument("--threads", type=int, default=1, help="of torch while it trains")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads of torch during training"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -303,9 +303,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of training."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS[:1]))
-    parser.add_argument("--minutes", type=float, default=13.5, help="of processor time to train")
-    parser.add_argument("--steps", type=int, help="of training a model, at most")
-    parser.add_argument("--threads", type=int, default=1, help="of torch while it trains")
+    parser.add_argument(
+        "--minutes", type=float, default=13.5, help="minutes of processor time for training"
+    )
+    parser.add_argument("--steps", type=int, help="largest number of training steps for each model")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads of torch during training"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -234,7 +234,7 @@ WORKERS = DEVICE.replace("count = 1", "count = 2") + '[[workers]]\ndevice = "gpu
         (WORKERS + 'count = 2\naddress = "a:1"', ("one worker at an address", "give")),
         (
             WORKERS + 'address = "a:1"\n[[workers]]\ndevice = "gpu"\naddress = "a:1"',
-            ("[[workers]] 2 address = 'a:1'", "is there twice", "serves one"),
+            ("[[workers]] 2 address = 'a:1'", "occurs twice", "serves one"),
         ),
         (DEVICE + "[[router]]", ("[router] is an array", "table")),
         (DEVICE + '[router]\ntoken = "x"', ("'token'", "token_file?")),

@@ -153,7 +153,7 @@ def test_an_exit_in_use_is_timed_and_called_as_in_the_bundle() -> None:
 
 def test_an_exit_that_no_device_has_a_time_of_is_refused() -> None:
     model = ModelFacts(segments=2, exit_after=(0,), going_on=(0.5,), exits=(3,))
-    message = r"times of 2 segments and 3 exits, expected 2 and more than 3 as the model has"
+    message = r"times of 2 segments and 3 exits, expected 2 and more than 3 for this model"
     with pytest.raises(PlanError, match=message):
         make_cluster_plan(model, costs_by_exit(0.0, 0.0, 0.0), FOUR)
 
@@ -233,7 +233,7 @@ def test_what_is_too_much_to_search_is_refused() -> None:
     kinds = tuple(
         DeviceType(name=f"t{k}", count=99, cost_per_hour=1.0, times=flat(1, 2)) for k in range(3)
     )
-    with pytest.raises(PlanError, match=facts("300,000,000 places", "at most")):
+    with pytest.raises(PlanError, match=facts("300,000,000 combinations", "at most")):
         make_cluster_plan(HALF_LEAVE, Cluster(types=kinds), PlanningGoal())
     with pytest.raises(PlanError, match=facts("batch sizes [8]", "at most 4")):
         make_cluster_plan(HALF_LEAVE, two_halves(1), PlanningGoal(batch_sizes=(8,)))

@@ -289,7 +289,7 @@ def test_what_cannot_be_done_while_serving_is_said_in_a_line() -> None:
     # One of two has no room beside what it runs, and nobody stands in for it.
     old, new = plan_of((1, {"a": 1}), (3, {"a": 1})), plan_of((0, {"a": 1}), (3, {"a": 1}))
     full = served(old, workers_of(2, memory=3.0))
-    with pytest.raises(TransitionError, match=facts("memory", "1")):
+    with pytest.raises(TransitionError, match=facts("1 splits", "memory")):
         plan_transition(old, new, full, weight_bytes=[1] * 4)
     spare = [*full, *workers_of(2, "b", 3.0)]
     with_spare = [replace(worker, device_type="a") for worker in spare]
@@ -299,7 +299,7 @@ def test_what_cannot_be_done_while_serving_is_said_in_a_line() -> None:
 
 def test_workers_that_serve_something_else_are_a_mistake() -> None:
     old, new = plan_of((3, {"a": 1})), plan_of((3, {"a": 2}))
-    with pytest.raises(ValueError, match=r"none serves \[\(0, 3\)\] of it"):
+    with pytest.raises(ValueError, match=r"no worker serves \[\(0, 3\)\], which are"):
         plan_transition(old, new, workers_of(2))
     with pytest.raises(ValueError, match=facts("[(0, 3)]", "active plan")):
         plan_transition(None, new, served(new, workers_of(2)))

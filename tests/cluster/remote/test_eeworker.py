@@ -106,7 +106,7 @@ def test_it_ends_when_it_is_told_and_refuses_another_backend(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("text", ["", ":1", "a:", "a:x", "a:65536", "a:0", "::1:7", "[a]:7"])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(NetworkError, match="is no address, expected HOST:PORT"):
+    with pytest.raises(NetworkError, match="is not an address, expected HOST:PORT"):
         parse_address(text)
 
 

@@ -224,7 +224,7 @@ def test_who_has_no_room_waits_and_keeps_its_place_in_the_queue(
     for _ in range(2):
         with pytest.raises(WorkerLostError) as caught:
             other.start(HELLO)
-        tells(str(caught.value), "no room", "2 CPU and 1 gadget")
+        tells(str(caught.value), "too few free resources", "2 CPU and 1 gadget")
     assert len(ray.groups) == 2, "it asks once"
     one.close()
     assert other.placed(), "who waits comes when another leaves"

@@ -211,11 +211,11 @@ BODY = np.arange(2, dtype=np.float32).tobytes() + bytes(56) + np.ones(1, np.floa
 @pytest.mark.parametrize(
     ("carried", "told"),
     [
-        ((TensorForm("x", FLOATS, (1, 2)), 3968), ("'x'", "3968 to 3976", "expected within")),
-        ((TensorForm("x", FLOATS, (1, 2)), 64), ("'x'", "64 to 72", "expected within")),
-        ((TensorForm("x", FLOATS, (1, 2)), GIVEN), ("passes 'x' on", "not an input")),
-        ((TensorForm(SCRIPT, FLOATS, (1, 1, 2)), GIVEN), ("passes 'script' on", "not")),
-        ((TensorForm(SCRIPT, np.dtype(np.int32), (1, 2, 2)), GIVEN), ("passes 'script' on",)),
+        ((TensorForm("x", FLOATS, (1, 2)), 3968), ("'x'", "3968 to 3976", "expected between")),
+        ((TensorForm("x", FLOATS, (1, 2)), 64), ("'x'", "64 to 72", "expected between")),
+        ((TensorForm("x", FLOATS, (1, 2)), GIVEN), ("passed on 'x'", "not an input")),
+        ((TensorForm(SCRIPT, FLOATS, (1, 1, 2)), GIVEN), ("passed on 'script'", "not")),
+        ((TensorForm(SCRIPT, np.dtype(np.int32), (1, 2, 2)), GIVEN), ("passed on 'script'",)),
     ],
 )
 def test_replies_of_what_cannot_be_lose_the_worker(
@@ -247,15 +247,15 @@ def placed(name: str, *shape: int, dtype: Any = FLOATS) -> PlacedArray:
             (placed("answer", 1, 2), placed("confidence", 1, dtype=float), ()),
             ("confidences float64",),
         ),
-        ((placed("answer", 1, 2), placed("confidence", 1), None), ("it carries [] on",)),
-        ((placed("answer", 1, 2), placed("confidence", 1), ()), ("it carries [] on",)),
+        ((placed("answer", 1, 2), placed("confidence", 1), None), ("it passed on the tensors []",)),
+        ((placed("answer", 1, 2), placed("confidence", 1), ()), ("it passed on the tensors []",)),
         (
             (placed("answer", 2, 2), placed("confidence", 1), (placed(SCRIPT, 1, 2, 2),)),
-            ("'answer' is [2, 2]", "1 rows"),
+            ("'answer' has shape [2, 2]", "1 rows"),
         ),
         (
             (placed("answer", 1, 2), placed("confidence", 1), (placed(SCRIPT, 3, 2, 2),)),
-            ("'script' is [3, 2, 2]", "1 rows"),
+            ("'script' has shape [3, 2, 2]", "1 rows"),
         ),
     ],
 )

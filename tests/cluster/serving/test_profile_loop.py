@@ -185,11 +185,15 @@ GOOD = BatchProfile(window_s=120.0, exits=2, windows=(WINDOW,))
 @pytest.mark.parametrize(
     ("profile", "bundle", "said"),
     [
-        (GOOD, "00" * 32, r"is of bundle '0000.* with 2 exits, in windows of 120 s; now 'fafa"),
+        (
+            GOOD,
+            "00" * 32,
+            r"belongs to bundle '0000.* in windows of 120 s; now served: bundle 'fafa",
+        ),
         (
             BatchProfile(window_s=60.0, exits=2, windows=(WINDOW,)),
             FAKE_HASH,
-            "in windows of 60 s; now .* with 2, 120 s: a new batch profile begins",
+            "in windows of 60 s; now served: .* windows of 120 s: a new batch profile begins",
         ),
         (BatchProfile(window_s=120.0, exits=7), FAKE_HASH, "with 7 exits"),
     ],

@@ -176,7 +176,7 @@ def test_a_plan_without_a_worker_leaves_it_spare(small: Small) -> None:
         serving.backend.up[0] = False
         with pytest.raises(TransitionError, match=facts("2 workers of type 'slow'")):
             serving.change_to(BACK, gone=[0])
-        with pytest.raises(TransitionError, match="not each can keep a worker"):
+        with pytest.raises(TransitionError, match="not every split can keep a worker"):
             serving.change_to(less, gone=[0])
         less_still = plan_of((0, 1, {"fast": 2}), (2, 4, {"slow": 1}))
         change = await serving.change(less_still, gone=[0])

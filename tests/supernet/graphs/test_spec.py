@@ -123,7 +123,7 @@ def test_files_that_are_not_there_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(ElasticSpecError, match=facts("No such file or directory")):
         read_spec(tmp_path / "none.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ElasticSpecError, match="is no TOML"):
+    with pytest.raises(ElasticSpecError, match="is not TOML"):
         read_spec(tmp_path / "binary.toml")
 
 

@@ -206,7 +206,7 @@ def test_a_forked_process_must_open_the_model_itself(
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as told:
-        tells(told.read(), "small", f"process {os.getpid()}", f"{child}", "open it after the fork")
+        tells(told.read(), "small", f"process {os.getpid()}", f"{child}", "after the fork")
     os.waitpid(child, 0)
     assert model(small[1]).shape == (400, 3)
 

@@ -94,7 +94,7 @@ def test_a_directory_that_claims_more_than_is_stored_is_refused() -> None:
     content = bytearray(archive({"x.npy": header("<f8", (1,)) + bytes(8)}).getvalue())
     place = content.rindex(b"PK\x01\x02") + 24  # the uncompressed size in the directory
     content[place : place + 4] = (2**31).to_bytes(4, "little")
-    with pytest.raises(NpzError, match=facts("2,147,483,648 bytes", "cannot")):
+    with pytest.raises(NpzError, match=facts("2,147,483,648 bytes", "can hold")):
         read_npz(io.BytesIO(bytes(content)), max_bytes=2**62)
 
 
@@ -115,7 +115,7 @@ def test_two_members_of_one_name_are_refused() -> None:
     stream = saved(x=np.zeros(3))
     with zipfile.ZipFile(stream, "a") as made:
         made.writestr("x.npy", header("<f8", ()) + bytes(8))
-    with pytest.raises(NpzError, match="two of its members have one name"):
+    with pytest.raises(NpzError, match="two of its members have the same name"):
         read_npz(stream, max_bytes=MIB)
 
 

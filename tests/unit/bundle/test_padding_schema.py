@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, changes: Any, said: Told) 
 
 
 def test_a_size_is_padded_in_one_way() -> None:
-    with pytest.raises(ValueError, match="has a size twice"):
+    with pytest.raises(ValueError, match="has the same size twice"):
         of_sequences(PADDING, PADDING)
 
 

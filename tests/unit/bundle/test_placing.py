@@ -103,7 +103,9 @@ def test_an_old_bundle_that_cannot_be_put_back_is_named(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", failing)
-        with pytest.raises(BundleWriteError, match="nor put back: it is in") as failed:
+        with pytest.raises(
+            BundleWriteError, match="the old one cannot be put back: it is"
+        ) as failed:
             write(tmp_path, policy=OTHER, overwrite=True)
     (aside,) = tmp_path.iterdir()
     assert str(aside) in str(failed.value)

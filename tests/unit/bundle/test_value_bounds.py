@@ -39,8 +39,8 @@ def test_where_there_are_none_nothing_is_said(tmp_path: Path) -> None:
     [
         ({"input": "sound"}, ("'sound'",)),
         ({"lowest": 9}, ("9.0 to 8.0",)),
-        ({"axis": 0}, ("expected both or neither",)),
-        ({"places": [-1]}, ("expected both or neither",)),
+        ({"axis": 0}, ("from 1, or neither",)),
+        ({"places": [-1]}, ("from 1, or neither",)),
         ({"places": [3]}, ("places [3] of dimension 1", "image: float32 [batch, 3, time]")),
         ({"axis": 2}, ("dimension 2",)),
         ({"axis": 3}, ("dimension 3",)),

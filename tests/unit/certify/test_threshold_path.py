@@ -226,7 +226,7 @@ def test_alpha_is_shared_by_all_paths() -> None:
 
 
 def test_the_first_level_must_answer_nothing() -> None:
-    with pytest.raises(ValueError, match="answer nothing"):
+    with pytest.raises(ValueError, match="no exit may answer"):
         levels_under_test(np.array([[0.9], [0.8]]))
 
 

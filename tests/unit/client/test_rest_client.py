@@ -119,7 +119,7 @@ def test_an_unreachable_server_is_reported() -> None:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://"])
 def test_what_is_no_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="is no URL, for instance http"):
+    with pytest.raises(ValueError, match="is not a URL such as http"):
         RestClient(url)
 
 

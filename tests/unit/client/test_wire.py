@@ -108,7 +108,7 @@ def test_variants_that_answered_are_told() -> None:
         (response(exits="0,99999999999"), ("'offramp_exits' is not a list of numbers",)),
         (response(exits="0,2147483648"), ("'offramp_exits' is not a list of numbers",)),
         (response(exits="-2147483649,0"), ("'offramp_exits' is not a list of numbers",)),
-        (response(forced="0,2"), ("'offramp_forced' has values besides 0 and 1",)),
+        (response(forced="0,2"), ("'offramp_forced' has values other than 0 and 1",)),
         (response(forced="0,yes"), ("'offramp_forced'", "'0,yes'")),
         (response(forced="1"), ("'offramp_forced': 1}",)),
         (response(exits="0"), ("inconsistent numbers of samples",)),

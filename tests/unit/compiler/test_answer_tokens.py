@@ -209,7 +209,9 @@ def test_a_cache_inside_of_an_operator_is_refused(read: Read) -> None:
     )  # fmt: skip
     proto.graph.node.insert(0, fused)
     proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    with pytest.raises(ModelError, match=r"'attend' \(GroupQueryAttention\) holds the cache") as e:
+    with pytest.raises(
+        ModelError, match=r"'attend' \(GroupQueryAttention\) contains the cache"
+    ) as e:
         read(proto, answer_tokens=TOKENS)
     assert "export the decoder without this fusion" in str(e.value)
 
@@ -219,7 +221,7 @@ def test_an_operator_of_onnx_runtime_that_reads_a_past_is_refused(read: Read) ->
     first = next(node for node in proto.graph.node if "past_key_values.0.key" in node.input)
     first.op_type, first.domain = "MultiHeadAttention", "com.microsoft"
     proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    with pytest.raises(ModelError, match=r"\(MultiHeadAttention\) holds the cache"):
+    with pytest.raises(ModelError, match=r"\(MultiHeadAttention\) contains the cache"):
         read(proto, answer_tokens=TOKENS)
 
 
@@ -315,7 +317,7 @@ def test_inspect_takes_the_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_without_the_flag_the_error_names_it(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = "40 numbers for each token: a decoder .* --answer-tokens names them; .*--task token"
+    told = "40 numbers for each token: if it is a decoder .* by --answer-tokens; .*--task token"
     monkeypatch.setattr(answer, "_MOST_TAGS", 39)
     with pytest.raises(ModelError, match=told):
         read(decoder(), simplify=False)

@@ -209,8 +209,8 @@ def changed(model: SourceModel, change: str) -> bytes:
         ("output", r"the outputs \['answer'\].*expected \['x'\], \['logits'\]"),
         ("input", r"has the inputs \['y'\]"),
         ("opset", r"opset 12; expected .* 13 or newer"),
-        ("type", "answers in another type than float32"),
-        ("bytes", "is no ONNX model"),
+        ("type", "answer is not of type float32"),
+        ("bytes", "is not an ONNX model"),
     ],
 )
 def test_a_copy_of_another_model_is_refused(change: str, told: str) -> None:

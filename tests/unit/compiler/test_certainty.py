@@ -109,9 +109,9 @@ def test_what_no_criterion_is() -> None:
     with pytest.raises(ValueError, match="is for classification, not for pose"):
         Answer(output="y", classes=3, form="values", task=AnswerTask(kind="pose"),
                criterion=Criterion(name="entropy"))  # fmt: skip
-    with pytest.raises(ValueError, match="small letters"):
+    with pytest.raises(ValueError, match="lower-case letters"):
         Criterion(name="../x")
-    with pytest.raises(ValueError, match="patience: said that it does not depend"):
+    with pytest.raises(ValueError, match="patience: recorded that it does not depend"):
         Criterion(name="patience")
-    with pytest.raises(ValueError, match="expected learned with 4"):
+    with pytest.raises(ValueError, match="expected the criterion learned with 4"):
         sure_by(np.zeros((1, 3), np.float32), "learned", (1.0,))

@@ -103,7 +103,7 @@ def test_random_is_no_data_for_other_commands(tmp_path: Path) -> None:
 def test_a_bundle_with_a_promise_on_random_inputs_is_refused(tmp_path: Path) -> None:
     made = replace(MANIFEST, calibration=replace(MANIFEST.calibration, random_inputs=True))
     write(tmp_path, manifest=made, policy=replace(POLICY, promise=None))
-    with pytest.raises(BundleSchemaError, match="compiled on random inputs, which certify nothing"):
+    with pytest.raises(BundleSchemaError, match="compiled on random inputs, which cannot certify"):
         write(tmp_path / "promising", manifest=made)
         Bundle.open(tmp_path / "promising" / "small.ee")
 

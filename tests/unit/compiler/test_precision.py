@@ -138,7 +138,7 @@ def test_the_fastest_kind_is_the_copy(
     assert asked["threads"] == 2
     assert caplog.messages == [
         "The int8 copy is made on this CPU: x86_64 with AVX512_VNNI, AMX_INT8, AVX512_BF16.",
-        "The machine was disturbed while kinds of int8 were timed: noise.",
+        "The machine was disturbed while the kinds of int8 copies were timed: noise.",
         (
             "Precision int8: why; "
             "exits alone are predicted to save 50.0% of its time, with int8 70.0%."

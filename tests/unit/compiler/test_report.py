@@ -467,10 +467,10 @@ def test_names_that_are_no_text_can_be_written() -> None:
 
 def test_parts_of_another_bundle_are_refused() -> None:
     three, two = make(3), make(2)
-    with pytest.raises(ValueError, match="3 exits, the records 2"):
+    with pytest.raises(ValueError, match="3 exits, the records have 2"):
         replace(three, certify=two.certify).page()
     profile = replace(three.profile, segments_ms=three.profile.segments_ms[:2])
-    with pytest.raises(ValueError, match="4 segments, the profile 2"):
+    with pytest.raises(ValueError, match="4 segments, but the profile has 2"):
         replace(three, profile=profile).page()
 
 

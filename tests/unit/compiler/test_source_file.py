@@ -120,7 +120,7 @@ def test_a_pipe_as_external_data_is_refused(
 ) -> None:
     external.with_name("weights.bin").unlink()
     os.mkfifo(external.with_name("weights.bin"))
-    assert "weights.bin are no regular file" in refused(external, monkeypatch)
+    assert "weights.bin are not a regular file" in refused(external, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_model_without_outputs_or_inputs_is_refused(read: Read) -> None:
 @pytest.mark.parametrize(
     ("dims", "kind", "message"),
     [
-        (["batch", 2**40], TensorProto.FLOAT, ("more than 1 GiB a sample",)),
+        (["batch", 2**40], TensorProto.FLOAT, ("more than 1 GiB per sample",)),
         (["batch", *"abcdefgh"], TensorProto.FLOAT, ("9 dimensions", "at most 8")),
         (["batch", 3], 99, ("number 99", "number type")),
         (["batch", 3], TensorProto.COMPLEX64, ("complex64", "number")),

@@ -141,7 +141,7 @@ def test_that_a_stage_runs_without_graphs_is_said_once(
             run_first(slot, stage, 3)
     said = [record.getMessage() for record in caplog.records]
     [said] = said
-    tells(said, "Stage 0", "CUDA graph", "3 rows", "without graphs")
+    tells(said, "Stage 0", "CUDA graph", "3 rows", "without CUDA graphs")
     assert factory.forgotten == 2  # nothing is kept for the graphs that never came to be
     for slot in slots:
         slot.close()

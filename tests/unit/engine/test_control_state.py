@@ -257,7 +257,7 @@ def test_foreign_files_are_left_alone(
     assert load_state(place, fingerprint=HERE) is None
     ((level, text),) = lines(caplog)
     assert level == logging.WARNING
-    assert f"{place} is damaged or something else" in text
+    assert f"{place} is damaged or not a state file" in text
     assert place.read_bytes() == content
 
 

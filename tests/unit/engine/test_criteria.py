@@ -82,7 +82,7 @@ def test_users_functions_are_registered_by_name_and_found() -> None:
     assert confidence.dtype == np.float32
     assert (confidence.tolist(), state) == ([0.5, 0.5, 0.5], {})
     assert host_criterion(known_criterion("entropy")) is None
-    for name, message in (("patience", "built in"), ("Not good", "small letters")):
+    for name, message in (("patience", "built in"), ("Not good", "lower-case letters")):
         with pytest.raises(ValueError, match=message):
             register(name, half)
     with pytest.raises(CriterionError, match=r"no criterion is called 'halv'.*--criterion-module"):

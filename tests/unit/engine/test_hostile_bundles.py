@@ -157,7 +157,10 @@ def test_warming_up_looks_at_every_answer(root: Path) -> None:
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ([{"name": "elsewhere", "lowest": 0, "highest": 1}], r"names \['elsewhere'\], no inputs"),
+        (
+            [{"name": "elsewhere", "lowest": 0, "highest": 1}],
+            r"names \['elsewhere'\], which are not inputs",
+        ),
         ([{"name": "x", "lowest": 1, "highest": 0}], "input_ranges.json"),
         ([{"name": "x", "lowest": 0}], "input_ranges.json"),
     ],

@@ -139,8 +139,10 @@ def test_lengths_that_calibration_never_had_are_told(
     with caplog.at_level(logging.WARNING, "offramp.engine.requests.lengths"):
         exits, found = asyncio.run(body())
     assert found.unseen_lengths == 60
-    told = [record.getMessage() for record in caplog.records if "calibration had" in record.msg]
+    told = [
+        record.getMessage() for record in caplog.records if "calibration samples had" in record.msg
+    ]
     assert len(told) == 1
-    tells(told[0], "3 to 24", "promises nothing")
+    tells(told[0], "3 to 24", "does not cover")
     early = [bool((places != MODEL_END).any()) for places in exits]
     assert early == ([False, True, True, False, False] if mode is Mode.AUDIT else [True] * 5)

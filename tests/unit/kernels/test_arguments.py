@@ -162,7 +162,7 @@ def test_stage_ends_that_would_do_harm_are_refused(changes: dict[str, Any], mess
     [
         (1, -1, "a row of -1 bytes"),
         (1, 2**31, "a row of 2147483648 bytes"),
-        (0, 4, "null is no address"),
+        (0, 4, "null is not an address"),
     ],
 )
 def test_rows_that_cannot_be_copied_are_refused(source: int, row_bytes: int, message: str) -> None:

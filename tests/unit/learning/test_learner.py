@@ -515,7 +515,7 @@ def test_permanent_drift_is_learned_from_later_requests(
         scene.engine.alarms = 1
         await scene.poll()
         assert scene.phase == "relearning"
-        tells(scene.learner.status().text, "exits answer no more requests", f"0 of {SAMPLES}")
+        tells(scene.learner.status().text, "exits no longer answer requests", f"0 of {SAMPLES}")
         first = scene.sent
         await scene.record()
         await scene.poll(2)

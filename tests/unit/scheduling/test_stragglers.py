@@ -86,6 +86,6 @@ def test_an_excluded_replica_is_probed_ever_more_seldom_until_a_batch_is_not_slo
 def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="factor 1: expected more than 1"):
         StragglerMonitor([], factor=1.0)
-    with pytest.raises(ValueError, match="window 0: expected 1 run at least"):
+    with pytest.raises(ValueError, match="window 0: expected at least 1 run"):
         StragglerMonitor([], window=0)
     assert ReplicaStatus.USUAL < ReplicaStatus.REDUCED < ReplicaStatus.EXCLUDED

@@ -125,7 +125,7 @@ def test_what_leaves_early_is_learned_of_each_variant_by_itself() -> None:
 
 
 def test_variants_are_profiled_at_the_same_batch_sizes() -> None:
-    with pytest.raises(ValueError, match=facts("[2, 1]", "same sizes")):
+    with pytest.raises(ValueError, match=facts("[2, 1]", "same batch sizes")):
         Latencies([FULL], smaller=[StageTable([[0.0, 1.0]])])
 
 

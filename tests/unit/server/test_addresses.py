@@ -112,5 +112,5 @@ def test_addresses_of_a_name_that_are_not_of_this_machine_are_left_out(
     with only:
         assert only.getsockname()[0] == "127.0.0.1"
     found.remove(here)
-    with pytest.raises(StartError, match="'name' is no address of this machine"):
+    with pytest.raises(StartError, match="'name' is not an address of this machine"):
         bind("name", 0, option="--http-port")

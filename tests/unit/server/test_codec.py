@@ -113,7 +113,7 @@ def test_a_request_may_be_decoupled() -> None:
 
 @pytest.mark.parametrize("raw", [b"\xff", b"\x0a\x05ab", b"not protobuf"])
 def test_other_bytes_are_no_request(raw: bytes) -> None:
-    with pytest.raises(UndecodableError, match=r"^the message is no ModelInferRequest"):
+    with pytest.raises(UndecodableError, match=r"^the message is not a ModelInferRequest"):
         asyncio.run(RequestDecoder().message(raw))
     read = asyncio.run(RequestDecoder().message(request().SerializeToString()))
     assert read.head == request()

@@ -228,7 +228,7 @@ def test_the_head_may_be_as_large_as_said() -> None:
     made.id = "i" * (MAX_HEAD_BYTES - 100)
     assert read(made.SerializeToString()).head == made
     made.id += "i" * 200
-    with pytest.raises(MessageLimitError, match=r"bytes beside the elements .* at most 65536"):
+    with pytest.raises(MessageLimitError, match=r"bytes besides the elements .* at most 65536"):
         read(made.SerializeToString())
 
 

@@ -108,7 +108,7 @@ def test_an_engine_is_kept_loaded(current: FakeTensorRT) -> None:
             assert len(current.cuda.memory) == 8  # scratch, x, y and z, twice
             assert eight.run({"x": np.ones((8, 3), np.float32)})["y"].shape == (8, 3)
             assert one.run({"x": np.ones((1, 3), np.float32)})["y"].shape == (1, 3)
-            with pytest.raises(BackendError, match=r"shape \(2, 3\), prepared is \(8, 3\)"):
+            with pytest.raises(BackendError, match=r"shape \(2, 3\), but \(8, 3\) was prepared"):
                 eight.run({"x": np.ones((2, 3), np.float32)})
         with pytest.raises(BackendError, match="have been released"):
             one.run({"x": np.ones((1, 3), np.float32)})
@@ -153,7 +153,7 @@ def test_an_engine_that_fails(current: FakeTensorRT, flaw: dict[str, bool], said
 
 
 def test_a_missing_input(current: FakeTensorRT) -> None:
-    with pytest.raises(BackendError, match=r"the engine needs \['x'\], given are \['w'\]"):
+    with pytest.raises(BackendError, match=r"the engine needs \['x'\], but it was given \['w'\]"):
         run_plan(plan_of(current), {"w": np.zeros((1, 3), np.float32)})
 
 

@@ -73,7 +73,7 @@ def test_an_export_and_a_smaller_model_are_measured_in_the_same_rounds(
         ("a=", "expected NAME=FILE.onnx"),
         ("source=small.onnx", "the name 'source' is taken"),
         ("offramp-no-exit=small.onnx", "the name 'offramp-no-exit' is taken"),
-        ("a=missing.onnx", "missing.onnx is no file"),
+        ("a=missing.onnx", "missing.onnx is not a file"),
     ],
 )
 def test_malformed_values_are_refused_in_one_line(

@@ -210,7 +210,7 @@ def test_a_warm_up_lies_within_the_load(seconds: float) -> None:
 
 
 def test_outcomes_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one element a request.*'exit': \(2,\)"):
+    with pytest.raises(ValueError, match=r"one element per request.*'exit': \(2,\)"):
         outcomes(exit=[0, 1])
     with pytest.raises(ValueError, match="1 requests are OK without a latency"):
         outcomes(latency_s=[NAN, NAN, 0.03, NAN, 0.75])

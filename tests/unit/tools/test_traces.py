@@ -173,7 +173,7 @@ def test_a_squeezed_rate_file_keeps_its_rates(tmp_path: Path) -> None:
         ("0,1\n1,x\n", "must be numbers"),
         ("0,1\n1,-2\n", "0 or more"),
         ("0,0\n1,0\n", "not all 0"),
-        ("0,1\n1\n", "1 rows have not 2 values"),
+        ("0,1\n1\n", "1 rows do not have 2 values"),
         ("", "no rows"),
     ],
 )

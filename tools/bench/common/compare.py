@@ -260,7 +260,7 @@ def parse_also(texts: Sequence[str]) -> tuple[AdditionalModel, ...]:
                 f"--also {text}: the name {name!r} is taken; taken are {', '.join(sorted(taken))}"
             )
         if not Path(file).is_file():
-            raise ValueError(f"--also {text}: {file} is no file")
+            raise ValueError(f"--also {text}: {file} is not a file")
         taken.add(name)
         models.append(AdditionalModel(name=name, path=Path(file)))
     return tuple(models)

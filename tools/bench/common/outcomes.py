@@ -63,7 +63,7 @@ class Outcomes:
     def __post_init__(self) -> None:
         sizes = {name: array.shape for name, array in _arrays(self).items()}
         if set(sizes.values()) != {(len(self.intended_s),)}:
-            raise ValueError(f"outcomes need one element a request in every array; got {sizes}")
+            raise ValueError(f"every array of outcomes needs one element per request; got {sizes}")
         if not self.duration_s > 0:
             raise ValueError(f"duration_s is {self.duration_s}; it must be more than 0")
         if lost := np.count_nonzero(~np.isfinite(self.latency_s[self.answered])):
@@ -197,7 +197,7 @@ class Timeline:
 def timeline(outcomes: Outcomes, *, slo_ms: float | None, windows: int = 60) -> Timeline:
     """Make a run's figures by as many windows as the duration of the load is cut into."""
     if windows < 1:
-        raise ValueError(f"{windows} windows cannot be; give 1 or more")
+        raise ValueError(f"{windows} windows are not possible; expected 1 or more")
     window_s = outcomes.duration_s / windows
     window = np.clip((outcomes.intended_s / window_s).astype(np.int64), 0, windows - 1)
     ok = outcomes.answered

@@ -30,7 +30,9 @@ def check_outputs(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            raise ValueError(f"{path} cannot be written: {what}; name a file in one that exists")
+            raise ValueError(
+                f"{path} cannot be written: {what}; name a file in a folder that exists"
+            )
 
 
 def write_json(path: Path | None, document: Any) -> None:

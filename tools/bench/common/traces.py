@@ -156,7 +156,7 @@ def azure(path: Path, rate: float | None = None, duration_s: float | None = None
     """
     rows = _read(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
     if len(rows) < 2:
-        raise TraceError(f"{path}: {len(rows)} row(s) make no trace; 2 or more are needed")
+        raise TraceError(f"{path}: {len(rows)} row(s) are too few for a trace, expected 2 or more")
     # all of these traces are in UTC, some with a suffix: numpy reads no zones
     stamps = [row[0].removesuffix("+00:00") for row in rows]
     try:
@@ -229,7 +229,7 @@ def _read(path: Path, columns: tuple[str, ...]) -> list[list[str]]:
     if tuple(header) != columns:
         raise TraceError(f"{path} must have the columns {columns}; found {tuple(header)}")
     if wrong := [row for row in rows if len(row) != len(columns)]:
-        raise TraceError(f"{path}: {len(wrong)} rows have not {len(columns)} values: {wrong[0]}")
+        raise TraceError(f"{path}: {len(wrong)} rows do not have {len(columns)} values: {wrong[0]}")
     if not rows:
         raise TraceError(f"{path} has no rows below its header")
     return rows
@@ -261,8 +261,8 @@ def _expected(rate: float, duration_s: float) -> float:
     expected = rate * _positive(duration_s, "--duration-s", "seconds")
     if expected > _MOST:
         raise TraceError(
-            f"{rate:g}/s for {duration_s:g} s are {expected:.3g} requests; {_MOST:,} is the most: "
-            "pass a lower --rate or --duration-s"
+            f"{rate:g}/s for {duration_s:g} s are {expected:.3g} requests, expected at most "
+            f"{_MOST:,}: pass a lower --rate or --duration-s"
         )
     return expected
 

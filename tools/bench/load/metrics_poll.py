@@ -131,7 +131,7 @@ class MetricsPoll:
                 "that eeserve names when it is ready"
             ) from error
         if reading is None:
-            raise LoadError(f"{self._url} says nothing of model {model!r}; is it served there?")
+            raise LoadError(f"{self._url} has no metrics of model {model!r}; is it served there?")
 
     def poll(self, at_s: float) -> None:
         """Read, if it is time to; a reading that fails leaves a gap."""

@@ -88,8 +88,8 @@ class CallTransport:
             await asyncio.wait_for(self._channel.channel_ready(), CONNECT_LIMIT_S)
         except TimeoutError:
             raise LoadError(
-                f"{self._address} took no connection within {CONNECT_LIMIT_S:g} s; is it still "
-                "running?"
+                f"{self._address} did not accept a connection within {CONNECT_LIMIT_S:g} s; is it "
+                "still running?"
             ) from None
 
     async def ask(self, sample: int) -> ModelInferResponse:

@@ -118,6 +118,6 @@ def test_errors_of_data_are_passed_on(folder: Path) -> None:
 
 @pytest.mark.parametrize("data", [3, None, "", 1.5])
 def test_what_is_no_data(data: object) -> None:
-    message = "no such file or folder" if isinstance(data, str) else "is no data; pass a mapping"
+    message = "no such file or folder" if isinstance(data, str) else "is not data; pass a mapping"
     with pytest.raises(DataError, match=message):
         as_source(data)

@@ -152,7 +152,7 @@ def test_options_of_a_file(tmp_path: Path, texts: Path, tokenizer: Path) -> None
 
 
 JSON_LINES = [
-    ("{", "2 is no JSON: .*; mend or remove it"),
+    ("{", "2 is not JSON: .*; mend or remove it"),
     ("[1]", r"2 is '\[1\]', expected an object such as"),
     ('{"txt": "a"}', "2: there is no 'text'; every line needs it, as the first one has it"),
     ('{"text": null}', "2: 'text' is None, expected a text; mend or remove the row"),
@@ -172,9 +172,9 @@ def test_a_wrong_line_is_named(tmp_path: Path, tokenizer: Path, line: str, messa
 
 
 CSV_LINES = [
-    ("text,label\ngood,1\nbad\n", "3 has 1 cells, and the header 2; mend it .* need quotes"),
+    ("text,label\ngood,1\nbad\n", "3 has 1 cells, but the header has 2; mend it .* need quotes"),
     ('text,label\n"good\nfilm",1\nbad,1,2\n', "4 has 3 cells"),
-    ('text,label\n"good,1\n', "2 is no CSV: unexpected end of data"),
+    ('text,label\n"good,1\n', "2 is not CSV: unexpected end of data"),
     ("text,text\na,b\n", "1: two columns are named 'text'; rename one"),
     ("1.5,2\n3,4\n", r"1 has numbers \(1.5, 2\), expected the names of the columns; add a first"),
     ("", " there are no samples in it"),

@@ -140,7 +140,7 @@ def test_the_runtime_is_measured_into_an_entry_for_each_part_and_backend(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--models", "resnet18"], "resnet18: give some of resnet50"),
+        (["--models", "resnet18"], "resnet18 is not a model; choose from resnet50"),
         (["--go-on", "1.5"], "shares are from 0 to 1"),
         (["--sizes", "8,4"], "sizes must rise"),
     ],

@@ -59,7 +59,7 @@ def test_recorded_confidences_are_replayed(model: BenchModel, tmp_path: Path) ->
 def test_a_record_of_too_few_exits_is_refused(model: BenchModel, tmp_path: Path) -> None:
     path = tmp_path / "recorded.npz"
     np.savez(path, confidence=np.ones((4, 1)), thresholds=np.ones(1))
-    with pytest.raises(ValueError, match="recorded are 1 exits, 2 are needed"):
+    with pytest.raises(ValueError, match="the recording has 1 exits, but 2 are needed"):
         model.samples(3, Recorded.read(path), seed=0)
     np.savez(path, confidence=np.ones((4, 1)))
     with pytest.raises(ValueError, match="lacks"):
