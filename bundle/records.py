@@ -77,7 +77,7 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
 TOO_MUCH: Final = 10
 """Multiple of the bound above which a class's share of lost answers causes a warning."""
 _SURE: Final = 0.01
-"""Probability of any warning although no class loses more than the bound."""
+"""Probability of a false warning: no class loses more than the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,8 @@ def count_losses(
     """Count losses for each class that the model predicts; the largest share of losses first.
 
     ``codes`` [samples] are the model's answers (:mod:`~offramp.engine.answers.agreement`),
-    ``differs`` [samples] marks those answered differently. Empty for tasks without classes.
+    ``differs`` [samples] marks the samples that exits answer differently. Empty for tasks without
+    classes.
     """
     if not has_classes(answer):
         return ()

@@ -31,7 +31,8 @@ class DistinctSamples:
     key: str | None = None
     """Name of the array of the data that groups rows (``--group``)."""
     within: float = COPIES_WITHIN
-    """``--copies-within`` of the compilation: with it the same data are grouped the same way."""
+    """Value of ``--copies-within`` in the compilation; with it, the same data are grouped the same
+    way."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "rows", least=1)
@@ -53,7 +54,7 @@ class JointEpoch:
     """Results on the tuning split after an epoch."""
 
     losses: tuple[float, ...]
-    """Loss of every exit in depth order, and last of the trained model's answer."""
+    """Loss of every exit in depth order, then the loss of the trained model's answer."""
     agreement: tuple[float, ...]
     """Share of samples answered like the unmodified model, in the same order."""
 

@@ -70,7 +70,7 @@ class Measured:
             raise ValueError(f"sizes: batch sizes {batch_sizes} must rise, and there must be one")
 
     def nearest(self, batch_size: int) -> MeasuredSize:
-        """Return the measurements at the nearest size by ratio; the larger one of two."""
+        """Return the measurements at the nearest batch size by ratio; of two, at the larger."""
         return min(
             reversed(self.sizes),
             key=lambda at: max(at.batch_size / batch_size, batch_size / at.batch_size),
@@ -87,13 +87,14 @@ class Spread:
     """Uncertainty of a profile by batch size: half 95 % intervals, as shares of the source's."""
 
     rounds: tuple[int, ...]
-    """Fewest rounds of any estimate."""
+    """Smallest number of rounds that an estimate is based on."""
     source: tuple[float, ...]
     """Uncertainty of ``source_ms``; other load on the machine affects it, and not the others."""
     segments: tuple[float, ...]
     """Uncertainty of the segment with the largest one."""
     added: tuple[float, ...]
-    """Uncertainty of the time that all exits add together, heads and borders."""
+    """Uncertainty of the time that all exits add together: their heads, and the ends of their
+    stages."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "rounds", "source", "segments", "added", least=0)
@@ -115,13 +116,14 @@ class Profile:
     """Times of the unmodified model as one graph."""
     segments_ms: tuple[tuple[float, ...], ...]
     """[segments][batch_sizes]: each segment's part of ``source_ms``, which is the sum of a column;
-    the extra cost of a border between stages is in ``stages_ms``. In a cascade the parts of the
-    quantised model sum to its time as one graph, and the last row is ``source_ms``."""
+    the extra cost of ending a stage is in ``stages_ms``. In a cascade the parts of the quantised
+    model sum to its time as one graph, and the last row is ``source_ms``."""
     exits_ms: tuple[tuple[float, ...], ...]
     """[exits][batch_sizes]: time of bridge and head, minus that of an empty graph."""
     stages_ms: tuple[tuple[float, ...], ...]
-    """[exits][batch_sizes]: cost of the border after an exit: layout changes, copies and lost
-    fusion, which grow with the tensors that cross, a call of the backend, the exit check."""
+    """[exits][batch_sizes]: extra cost of ending a stage after an exit: a call of the backend, the
+    exit check, and layout changes, copies and lost fusion, which grow with the tensors that pass to
+    the next stage."""
     spread: Spread | None = None
     """Uncertainty of the times; ``None`` where it was not measured."""
     disturbed: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ _CONFIDENCE_LEVEL: Final = 0.95
 _LEVELS: Final = 60
 """Number of levels of a path that are evaluated."""
 _ALIKE: Final = 0.99
-"""Least share of equal answers for which records count as being of the same samples."""
+"""Share of equal answers from which on records count as being of the same samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class TradeOff:
     accuracy: float | None
     """Counted share of samples answered like their labels; ``None`` without labels."""
     early: float
-    """Share that leaves before the last exit or end."""
+    """Share of samples that leave before ``deepest``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class RecordedVariant:
         *,
         batch_size: int | None = None,
     ) -> RecordedVariant:
-        """Describe the full model by the parts of a bundle.
+        """Return the full model as a variant, from the parts of a bundle.
 
         ``batch_size`` is by default the one that savings are predicted at; ValueError if it was not
         profiled.
@@ -245,7 +245,7 @@ def same_samples(judged: Judged) -> bool:
 
 
 def trade_offs(judged: Judged, way: TradeOffKind) -> list[TradeOff]:
-    """Evaluate all choices of one way; the unmodified full model is one of each.
+    """Evaluate all trade-offs of one kind; every kind includes the unmodified full model.
 
     ValueError if the full model is not the first.
     """
