@@ -111,7 +111,7 @@ class EngineStore:
 
     @classmethod
     def empty(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
-        """Return an empty store; the first engine put replaces everything in the folder."""
+        """Return an empty store; the first engine stored replaces everything in the folder."""
         version = ENGINES_SCHEMA_VERSION
         index = EngineIndex(
             schema_version=version, target=target, engines=(), timing_cache=None, kernels=None

@@ -82,7 +82,7 @@ _SURE: Final = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassLoss:
-    """Number of answers of one class by the model, and of those that exits answer differently."""
+    """A class: samples that the model puts in it, and how many of them exits answer differently."""
 
     number: int
     """Index of the class, or of the label in a set of labels."""
@@ -98,7 +98,7 @@ class ClassLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Members:
-    """Pairs of a class and a sample that the model puts in it; label sets have several a sample."""
+    """Pairs of a class and a sample that the model puts in it; a label set gives several pairs."""
 
     classes: IntArray
     samples: IntArray

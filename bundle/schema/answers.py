@@ -247,7 +247,7 @@ class Answer:
 
 
 def shape_of(answer: Answer) -> tuple[int | None, ...]:
-    """Return the sizes of a model's answer, as far as its task fixes them; first the batch."""
+    """Return the shape of a model's answer; ``None`` for the batch and other open sizes."""
     classes = () if answer.form == "classes" else (answer.classes,)
     match answer.task.kind:
         case "token-classification":

@@ -84,7 +84,7 @@ _MOST_MS: Final = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Uncertainty of a profile by batch size: half 95 % intervals, as shares of the source's."""
+    """Half widths of a profile's 95 % intervals, relative to the source's time, by batch size."""
 
     rounds: tuple[int, ...]
     """Smallest number of rounds that an estimate is based on."""

@@ -42,7 +42,7 @@ class Segment:
 
 
 def last_beginning(segments: Sequence[Segment]) -> int:
-    """Return the last segment from which on no tensor of an earlier segment is read.
+    """Return the last segment that reads, like all after it, no tensor of earlier segments.
 
     It is 0 except in a cascade, where the source model is the last segment.
     """

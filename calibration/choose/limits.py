@@ -56,7 +56,7 @@ class PolicyTerms:
         return replace(self, confidence_level=level)
 
     def allowed_errors(self, samples: int) -> int:
-        """Return the most errors with which a policy is certified; −1 if none is."""
+        """Return the largest number of errors that can be certified; −1 if none can be."""
         return allowed_errors(samples, self.max_disagreement, self.confidence_level)
 
 
@@ -245,7 +245,7 @@ def limit_of_certificate(
 
 
 def _samples_for(error_rate: float, terms: PolicyTerms) -> int | None:
-    """Return about how many certify samples pass with an error rate; ``None`` if none would do."""
+    """Return about how many certify samples pass with an error rate; ``None`` if no number does."""
     samples = 100
     while error_rate < terms.max_disagreement and samples < _MOST_SAMPLES:
         if error_rate * samples <= terms.allowed_errors(samples):

@@ -114,7 +114,7 @@ class RecordedVariant:
         return self.cost.exits - (1 if self.variant else 0)
 
     def exit_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Return sets of exits to try: those in use, each alone, the best within each bound.
+        """Return sets of exits to try: those in use, each exit alone, the best set per bound.
 
         They are chosen on the tuning split, in comparison with the variant's end: errors that an
         exit shares with that end do not reduce agreement.
@@ -187,7 +187,7 @@ class RecordedVariant:
         deepest: int,
         judged: ExitRecords,
     ) -> Iterator[TradeOff]:
-        """Yield evaluations of thresholds [levels, exits], none of which rises."""
+        """Yield evaluations of thresholds [levels, exits], which never rise with the level."""
         rows, samples = [*exits, deepest], len(judged.final_prediction)
         if not samples:
             return
@@ -279,7 +279,7 @@ def accuracy_quality(point: TradeOff) -> float:
 def front_of(
     points: Iterable[TradeOff], worth: QualityMeasure = agreement_quality
 ) -> tuple[TradeOff, ...]:
-    """Return the points that no other dominates, cheapest first, so in rising order of worth."""
+    """Return the points that no other point dominates, by rising cost and ``worth``."""
     front: list[TradeOff] = []
     for point in sorted(points, key=lambda p: (p.cost, -worth(p), p.variant, len(p.active))):
         if not front or worth(point) > worth(front[-1]):
@@ -290,7 +290,7 @@ def front_of(
 def cheapest_at(
     points: Iterable[TradeOff], level: float, worth: QualityMeasure = agreement_quality
 ) -> TradeOff | None:
-    """Return the point of least time with at least a worth of ``level``; ``None`` if none has."""
+    """Return the cheapest point with ``worth`` of at least ``level``; ``None`` if none has it."""
     reaching = (p for p in points if worth(p) >= level - 1e-12)
     return min(reaching, key=lambda p: (p.cost, -worth(p)), default=None)
 
