@@ -116,7 +116,7 @@ def final_agrees(agrees: BoolArray) -> BoolArray:
 def check_confidence(
     confidence: ConfidenceArray, agrees: BoolArray
 ) -> tuple[ConfidenceArray, BoolArray]:
-    """Check for two matrices of one shape, at least 1 × 1, with confidences in [0, 1]."""
+    """Check that two matrices have one shape, at least 1 × 1, and confidences are in [0, 1]."""
     confidence, agrees = np.asarray(confidence), np.asarray(agrees)
     if confidence.ndim != 2:
         raise ValueError(f"confidence must be [exits, samples], got shape {confidence.shape}")
@@ -137,7 +137,7 @@ def check_confidence(
 
 
 def check_latency(latency_ms: FloatArray, *, exits: int) -> FloatArray:
-    """Check for ``exits + 1`` finite times above 0."""
+    """Check that there are ``exits + 1`` finite times above 0."""
     latency = np.asarray(latency_ms, dtype=np.float64)
     if latency.shape != (exits + 1,):
         raise ValueError(

@@ -122,12 +122,12 @@ class BatchEffect:
         check_numbers(self, "end_differs", least=0, most=self.samples)
 
     def spent(self, confidence_level: float) -> float:
-        """Return a bound on the share that answers differently in other batches, at half risk."""
+        """Return a bound on the share of samples that other batches change, at half risk."""
         bound = upper_bound(self.end_differs, self.samples, half_risk(confidence_level))
         return math.ceil(bound * _STEPS) / _STEPS
 
     def left(self) -> float:
-        """Return the share of samples that exits may answer differently; 0 or less is none."""
+        """Return the share of samples that exits may answer differently; it may be 0 or less."""
         return self.max_disagreement - self.spent(self.confidence_level)
 
     def describe(self) -> str:

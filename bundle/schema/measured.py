@@ -155,5 +155,5 @@ class Profile:
             raise ValueError("segments_ms: a column adds up to 0, expected the model's own time")
 
     def column(self, batch_size: int) -> int:
-        """Return the column of the least profiled size of at least ``batch_size``, or the last."""
+        """Return the column of the first profiled size >= ``batch_size``, or the last column."""
         return min(bisect_left(self.batch_sizes, batch_size), len(self.batch_sizes) - 1)

@@ -38,7 +38,7 @@ class RowValues(NamedTuple):
     def shares(
         self, first: IntArray, second: IntArray, count: int, *, least: int = LEAST_VALUES
     ) -> NDArray[np.float64]:
-        """Return the share of values that pairs of rows have at different places, float64[pairs].
+        """Return the share of common values at different positions of two rows: float64[pairs].
 
         The share is 0 if they are fewer than ``least``. ``count`` is the number of all rows. Common
         values at the same position do not show a series: for example, the columns of one user in a

@@ -110,9 +110,9 @@ class _Projection:
     """Random signs for the numbers of an input, and the shift and factor to a common scale."""
 
     centre: Float32Array
-    """[numbers]."""
+    """Value that is subtracted from each number, [numbers]."""
     factor: Float32Array
-    """[numbers]."""
+    """Factor of each number after that, [numbers]."""
     signs: NDArray[np.int8]
     """Random signs, [numbers, directions]."""
 
@@ -314,7 +314,7 @@ def _is_wide(position: Float32Array) -> bool:
 def _count_pairs(
     position: Float32Array, distances: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], int]:
-    """Count pairs of some rows with all others within each falling distance; also those rows."""
+    """Count pairs of some rows with all others within falling distances; return the rows too."""
     rng = np.random.default_rng(2)
     rows = len(position)
     most = min(max(_COMPARED // rows, _FEWEST_ASKED), _ASKED, rows)

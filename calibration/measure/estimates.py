@@ -1,6 +1,7 @@
-"""Estimates the times of a model's parts from timed rounds: source, segments, heads and borders.
+"""Estimates times of a model's parts from timed rounds: source, segments, heads, switches of stage.
 
-Nothing here runs or reads anything; :mod:`offramp.calibration.measure.profiling` does.
+A switch from one stage to the next is called the *border* after an exit. Nothing here runs or reads
+anything; :mod:`offramp.calibration.measure.profiling` does.
 """
 
 from __future__ import annotations
