@@ -161,7 +161,7 @@ class UpperBound:
     """
 
     def __init__(self, alpha: float) -> None:
-        """Start without evidence; the bound is ever wrong with probability ``alpha``, in (0, 1)."""
+        """Start without evidence; ``alpha`` is the probability that the bound is ever wrong."""
         if not 0 < alpha < 1:
             raise ValueError(f"alpha is {alpha}, expected above 0, below 1")
         self.alpha = alpha

@@ -78,7 +78,7 @@ class Observations:
 
     @property
     def weight(self) -> FloatArray:
-        """float64[n]: inverse propensity; the mean of ``weight · x`` estimates that of x over all.
+        """float64[n]: inverse propensity; the mean of ``weight · x`` estimates the mean of x.
 
         1/q for an audited sample, 1 for one that no exit answered, 0 for one that left at an exit.
         """
@@ -189,7 +189,7 @@ class Window:
         return self._confidence[np.ix_(np.asarray(exits, dtype=np.int64), self._newest(most))]
 
     def seen_by(self, exits: Sequence[int], most: int | None = None) -> Weighted:
-        """Return samples that all these exits saw, of the newest (default all), oldest first."""
+        """Return samples that passed all these exits, of the newest (default all), oldest first."""
         order, rows = self._newest(most), np.asarray(exits, dtype=np.int64)
         confidence = self._confidence[np.ix_(rows, order)]
         known = ~np.isnan(confidence).any(axis=0)

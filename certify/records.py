@@ -73,7 +73,7 @@ def evaluate(
     *,
     vanilla_ms: float | None = None,
 ) -> Evaluation:
-    """Evaluate thresholds: every sample leaves at the first exit whose confidence reaches its own.
+    """Evaluate thresholds: a sample leaves at the first exit where confidence reaches threshold.
 
     Confidences are float[exits, samples] in [0, 1] of at least one sample, ``agrees`` is
     bool[exits, samples], ``latency_ms`` as in :class:`Records`, and a threshold above 1 (``NEVER``)

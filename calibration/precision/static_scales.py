@@ -282,7 +282,7 @@ _LEAST_LIMIT = 1e-12
 
 
 def quantise_rows(editor: Editor) -> Rewrite:
-    """Replace the products that are large enough; those of one tensor share its rounding."""
+    """Replace the products that are large enough; readers of one tensor share its rounding."""
     rewrite = Rewrite()
     rounded: set[str] = set()
     for product in editor.products():

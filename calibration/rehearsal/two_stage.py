@@ -44,7 +44,7 @@ class TimeMatrix:
 
     @property
     def allowed_rows(self) -> IntArray:
-        """int64[exits]: most rows that may go on (the paper's n_i); −1 if not even 0 may."""
+        """int64[exits]: largest allowed number of rows that go on (n_i); −1 if even 0 is late."""
         return np.asarray(np.where(self.violated, -1, self.columns).max(axis=1))
 
     def column_of(self, rows: IntArray) -> IntArray:
@@ -85,7 +85,7 @@ class StageTimes:
         return len(self.after_segment)
 
     def stages_ms(self, exits: Sequence[int], rows: int) -> FloatArray:
-        """Return each stage's time of a plan by rows, 0 at 0: float64[exits + 1, rows + 1]."""
+        """Return times of a plan's stages for 0 to ``rows`` rows: float64[exits + 1, rows + 1]."""
         return self._spans_ms([None, *exits], [*exits, MODEL_END], rows)
 
     def matrix(

@@ -142,7 +142,7 @@ def _conv_transpose(
 def _cut_off(
     node: GraphNode, sizes: Sequence[int], strides: Sequence[int], whole: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the places cut off at both ends, by ``pads``, ``output_shape`` or ``auto_pad``."""
+    """Return the sizes to cut off at both ends, by ``pads``, ``output_shape`` or ``auto_pad``."""
     axes, how = len(strides), node.get("auto_pad", "NOTSET")
     wanted = node.get("output_shape", None)
     if wanted is None and how in {"NOTSET", "VALID"}:
