@@ -80,7 +80,7 @@ class BridgeObjective:
         self._axis = 2 if answer.task.kind == "token-classification" else 1
 
     def loss(self, scores: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the mean loss of a place; ``taught`` are the model's scores [b, …]."""
+        """Return the mean loss per token, pixel or point; ``taught`` [b, …]: the model's scores."""
         answer, axis = self._answer, self._axis
         if answer.form == "values":
             scale = taught.std().clamp_min(1e-6)

@@ -138,7 +138,7 @@ class GraphAnalysis:
         return max(share for *_, share in self._stretches(flow, kept))
 
     def _stretches(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[tuple[int, int, float]]:
-        """Yield the steps before and after each stretch between gates, and its share of work."""
+        """Yield, per part between gates, the steps before and after it, and its share of work."""
         steps = [-1, *(gate.step for gate in kept), len(flow.steps)]
         left = [1.0, *(self.fitness.share_after(flow, gate) for gate in kept), 0.0]
         for (begin, end), (before, after) in zip(pairwise(steps), pairwise(left), strict=True):
@@ -232,7 +232,7 @@ class GraphAnalysis:
     def end(self, flow: Flow, kept: Sequence[Gate]) -> CutPoint | None:
         """Return the first cut point with hardly any work after it, if there is one.
 
-        There the model's own head begins.
+        The model's own head begins there.
         """
         for run in _runs(flow, [gate for gate in flow.gates if gate.alone]):
             if self.fitness.is_end(flow, run):
@@ -266,9 +266,9 @@ class GraphAnalysis:
         return Rejection(tensor=tensor, operator=kind, places=len(run), reason=reason)
 
     def _inside_blocks(self, flow: Flow, sets: Sequence[Gate]) -> Iterator[Rejection]:
-        """Yield one rejection for each stretch with work that a tensor bypasses.
+        """Yield one rejection for each part between gates that a tensor bypasses.
 
-        Stretches that are cut at ``sets`` have none.
+        Parts that are cut at ``sets`` have none.
         """
         previous = -1
         cuts = [cut.step for cut in sets]

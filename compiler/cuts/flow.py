@@ -335,7 +335,7 @@ def arranged(
 
 
 class _Arrangement:
-    """An order of steps, in which each comes when it is needed or costs nothing."""
+    """An order of steps: each comes when it is needed, or earlier if it costs nothing."""
 
     def __init__(
         self,

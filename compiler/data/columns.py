@@ -139,7 +139,7 @@ def _inputs(
     *,
     aside: Collection[str | None],
 ) -> tuple[Sequence[str], Callable[[TableRows], dict[str, NDArray[Any]]], TextEncoder | None]:
-    """Return the columns that feed the model, the function that converts them, and any encoder."""
+    """Return the columns that feed the model, their conversion, and a text encoder, if used."""
     if options.tokenizer is not None:
         texts = options.text_column or ("text",)
         for column in texts:

@@ -69,7 +69,7 @@ def lower(graph: bytes) -> bytes:
 
 
 class _Lowering:
-    """Rewrites the operators of a model and of the bodies in it."""
+    """Rewrites the operators of a model and of its bodies (inner graphs of If and Loop)."""
 
     def __init__(self, proto: onnx.ModelProto, opset: int) -> None:
         self._opset = opset

@@ -159,7 +159,7 @@ def _data_of(model: Path) -> Path:
 
 
 def _whole(model: onnx.ModelProto, weights: Path | None) -> bytes:
-    """Serialise a model with its weights, which it names in a folder if there is one."""
+    """Serialise a model with its weights, read from the folder ``weights`` if it names them."""
     if weights is None:
         return serialised(model)
     with weights_in(weights):

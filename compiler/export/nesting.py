@@ -1,4 +1,4 @@
-"""The stages of a plan as one graph: each stage runs inside the one before it, if any row stays.
+"""The stages of a plan as one graph: each is inside the one before it.
 
 Stage 0 is the main graph. After a stage's exit, the indices of the rows that stay are computed
 (``NonZero``). If there are any, an ``If`` runs the rest of the model on those rows alone
@@ -194,7 +194,7 @@ class _Nesting:
         level.nodes.append(node)
 
     def _go_on(self, index: int, here: dict[str, str], rows: str) -> onnx.GraphProto:
-        """Run the rest on the rows that stay, and write its results to their places."""
+        """Run the rest on the rows that stay, and write the results to these rows."""
         level = self._level(index + 1)
         column = level.weight("column", np.array([-1, 1], np.int64))
         places = level.add("Reshape", [rows, column], "places")
