@@ -64,7 +64,7 @@ _ANY_SIZE: Final = 2**62
 
 
 def named_weights(graph: bytes, size_bytes: int) -> tuple[Place, ...]:
-    """Return the places of the weights that a graph names, in its order; each one is checked.
+    """Return the places (offset, length) of a graph's named weights, in its order, checked.
 
     ``size_bytes`` is the size of ``weights.bin``, 0 where there is none. WireError if the graph is
     not protobuf, or if a tensor names another file, a place not completely in this one, a length

@@ -78,11 +78,11 @@ def certify(
     goes from conservative to aggressive, no threshold rising (:func:`.agreement.common_path`). It
     was fixed without the float[exits, samples] confidences and bool[exits, samples] ``agrees``.
 
-    Data may hold each sample several times: int64[samples] ``copies``, default 1 each. Copies are
-    not independent evidence, so samples count once. But if inputs recur in service as often as in
-    the data, the disagreement is a share of rows. The data do not show which case holds, so a level
-    has to pass twice, counted by samples and counted by rows, each at half of the risk δ: both hold
-    together with probability ``confidence_level``.
+    Data may contain a sample in several equal rows: int64[samples] ``copies`` are their numbers, by
+    default 1. Copies are not independent evidence, so samples count once. But if inputs recur in
+    service as often as in the data, the disagreement is a share of rows. The data do not show which
+    case holds, so a level has to pass twice, counted by samples and counted by rows, each at half
+    of the risk δ: both hold together with probability ``confidence_level``.
 
     ``strata`` have separate bounds, which all hold with the same ``confidence_level``.
 

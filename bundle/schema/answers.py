@@ -201,7 +201,7 @@ class Answer:
     """True if the model's file answers with one number a sample, [batch], which is the shape that
     is served. The bundle's graphs have it as [batch, 1]."""
     tail: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
-    """Operators after the scores, with which the model and every exit end (Apparate 3.1)."""
+    """Operators after the scores: the model and every exit end with them (Apparate 3.1)."""
     thresholds: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
     """Least value at which each label counts as set; empty where the form determines it."""
 

@@ -172,7 +172,7 @@ class Manifest:
     """Limit that keeps every exit out of use, and what would remove it; empty if an exit is in
     use."""
     unread: tuple[UnreadInput, ...] = field(default=(), metadata=LEFT_OUT)
-    """Inputs that the file declares and no operator reads, by rising place."""
+    """Inputs that the file declares and no operator reads, by rising :attr:`UnreadInput.place`."""
     no_batching: str = field(default="", metadata=LEFT_OUT)
     """Reason why each sample must run in a separate batch; empty where samples may share one. Such
     a model has no exits."""
@@ -278,7 +278,7 @@ def _check_unique(what: str, names: Iterable[str]) -> None:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Check that places of inputs that no operator reads are rising and within all inputs."""
+    """Check that ``place`` of inputs that no operator reads rises and is within all inputs."""
     places = [each.place for each in manifest.unread]
     end = len(manifest.inputs) + len(places)
     if places != sorted(set(places)) or any(not 0 <= place < end for place in places):

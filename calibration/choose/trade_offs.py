@@ -25,7 +25,7 @@ from offramp.engine.control.costs import CostModel
 TradeOffKind: TypeAlias = Literal["exits", "subnets", "both", "handing-on"]
 TRADE_OFF_KINDS: Final[tuple[TradeOffKind, ...]] = ("exits", "subnets", "both", "handing-on")
 """Ways to make a model faster: the full model's exits; subnets without exits; the full model and
-every subnet, each with its exits; subnets with exits of which the last one, the subnet's answer,
+every subnet, each with its exits; subnets with exits, where the last exit, the subnet's answer,
 passes samples with too little confidence on to the full model."""
 BOUNDS: Final = (0.002, 0.01, 0.05)
 """Bounds on disagreement for which sets of exits are chosen."""

@@ -20,7 +20,7 @@ class Overlaps:
     """Values of windows over a series, from which overlaps are found."""
 
     window: IntArray
-    """[rows]: the window that each row equals."""
+    """[rows]: the window that each row is, or equals (nearly)."""
     values: RowValues
     """Values of the windows."""
 

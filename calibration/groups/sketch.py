@@ -112,7 +112,7 @@ class _Projection:
     centre: Float32Array
     """Value that is subtracted from each number, [numbers]."""
     factor: Float32Array
-    """Factor of each number after that, [numbers]."""
+    """Factor of each number after the subtraction, [numbers]."""
     signs: NDArray[np.int8]
     """Random signs, [numbers, directions]."""
 

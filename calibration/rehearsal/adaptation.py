@@ -42,7 +42,7 @@ class ExitMove:
 
     exit: int
     to: int | None
-    """Candidate that replaced it; ``None`` if there is no later one before the next exit in use."""
+    """Candidate that replaced it; ``None`` if none before the next exit in use could."""
     violations: float
     """Share of late batches that caused the move."""
 

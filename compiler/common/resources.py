@@ -175,7 +175,7 @@ def _remove_if_left(place: Path) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder that is no link; BlockingIOError if a process holds the lock."""
+    """Lock a folder that is not a link; BlockingIOError if a process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -382,10 +382,10 @@ class CutPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A place, or several of one kind, where no exit can be attached."""
+    """A tensor, or several of one kind, where no exit can be attached."""
 
     tensor: str
-    """Tensor of the place, or the first of several."""
+    """Name of the tensor, or of the first of several."""
     operator: str
     """ONNX type of the operator that writes it."""
     places: int
@@ -395,7 +395,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutAnalysis:
-    """All cut points of a model in the order of its data flow, and the rejected places."""
+    """All cut points of a model in the order of its data flow, and the rejected tensors."""
 
     cuts: tuple[CutPoint, ...]
     rejected: tuple[Rejection, ...]

@@ -169,7 +169,7 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
     """Return a value as an array: one of numpy's, a tensor of another library, or a list.
 
     Tensors of torch are recognised by their methods; torch is not imported. DataError if the value
-    is no array of numbers or texts.
+    is not an array of numbers or texts.
     """
     for method in ("detach", "cpu"):  # tensors that need a gradient, or are on a GPU
         if not isinstance(value, np.ndarray) and hasattr(value, method):

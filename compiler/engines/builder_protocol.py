@@ -52,7 +52,7 @@ class EngineBuilder(Protocol):
         timing_cache: bytes,
         progress: BuildProgress,
     ) -> Built:
-        """Build the engine of an ONNX graph, with one optimisation profile for each given.
+        """Build the engine of an ONNX graph, with an optimisation profile for each of ``profiles``.
 
         EngineBuildError, with TensorRT's own errors, if it refuses; the caller adds the unit's
         name.

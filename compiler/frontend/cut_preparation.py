@@ -1,4 +1,4 @@
-"""Preparation of places where a model may be cut: shapes are anchored, batches put in front.
+"""Preparation of a model for cuts: shapes are anchored, and batches put in front.
 
 *Anchoring.* An export often measures a tensor once, ``Shape(hidden)``, and reshapes by that vector
 in every layer. After a cut the vector would be outdated, because the batch shrinks there. If each

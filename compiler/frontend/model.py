@@ -53,7 +53,7 @@ def read_model(
     The steps and their order are :data:`.passes.SLICEABLE`.
 
     Raises:
-        ModelError: The file is missing, no ONNX model, or has a property that is not supported.
+        ModelError: The file is missing, not an ONNX model, or has a property that is not supported.
         ScratchError: The disk has no space for the weights.
     """
     path = Path(path)

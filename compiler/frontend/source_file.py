@@ -51,7 +51,7 @@ def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.Mod
     the model holds all weights, at most 2 GiB.
 
     Raises:
-        ModelError: The file is missing, no ONNX model, names forbidden files, or is too large.
+        ModelError: The file is missing, not an ONNX model, names forbidden files, or is too large.
         ScratchError: The disk has no space for the weights.
     """
     data = _read(path)

@@ -205,7 +205,7 @@ class _Rows:
         )
 
     def _row_of(self, tensor: str, i: int) -> NDArray[Any]:
-        """Return a row of a tensor, or, if it is a size, its value for that row run alone."""
+        """Return a row of a tensor; without rows, the tensor, or for integers that of the row."""
         together, alone = self._together[tensor], self._alone[i][tensor]
         axis = self._axis(together, alone)
         if axis is not None:

@@ -96,7 +96,7 @@ def read_plain(
     converted or its batch was fixed.
 
     Raises:
-        ModelError: The file is missing, no ONNX model, or cannot be served; the message begins with
+        ModelError: The file is missing, not an ONNX model, or cannot be served; the message begins with
             ``path``.
     """
     proto, digest = load_source(path, weights)
@@ -214,7 +214,7 @@ def _describe(proto: onnx.ModelProto, asked: TaskOptions) -> Answer:
 
 
 def _in_batches(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Name the first size of tensors ``batch``: requests are split into single samples."""
+    """Name the first size ``batch``, even if it is fixed at 1: larger requests are split."""
     return tuple(replace(spec, shape=(BATCH, *spec.shape[1:])) for spec in found)
 
 

@@ -86,7 +86,7 @@ def render_report(
         ways=NAMES,
         training=training_view(manifest),
     )
-    # file names may have bytes that are no text; the page is written as UTF-8
+    # file names may have bytes that are not text; the page is written as UTF-8
     return page.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -194,7 +194,8 @@ def coverage(
 ) -> tuple[FloatArray, FloatArray]:
     """Return the share of samples that leaves, and its agreement, by falling threshold.
 
-    Samples of equal confidence leave together. Shares of fewer than 20 samples are not drawn.
+    Both are float64[points]. Samples of equal confidence leave together. Points with fewer than 20
+    samples are left out.
     """
     order = np.argsort(-confidence, kind="stable")
     sorted_ = confidence[order]
