@@ -55,15 +55,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Bundle:
-    """An opened bundle, every file of which was checked."""
+    """An opened bundle whose files were all checked."""
 
     path: Path
     manifest: Manifest
     policy: ExitPolicy
     arithmetic: str = ""
-    """Folder of the engines that it is served with, if these compute in another precision."""
+    """Folder of the engines that the bundle is served with, if they compute in another
+    precision."""
     evidence: PrecisionEvidence | None = None
-    """Policy and records of that precision, where it has separate ones."""
+    """Policy and records for the precision of those engines, if they differ from the bundle's."""
     number: int = 0
     """Number of the variant that this object shows; 0 is the full model."""
     _records: bytes | None = None
@@ -71,7 +72,7 @@ class Bundle:
     _weights: FileIdentity | None = field(default=None, compare=False, repr=False)
     """Identity of the file of weights when it was opened and hashed."""
     _held: HeldFolder | None = field(default=None, compare=False, repr=False)
-    """Files that are read even if the path names another bundle, if they are held."""
+    """Held files: they stay readable if another bundle replaces this one; ``None`` if not held."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
@@ -92,19 +93,19 @@ class Bundle:
     def held(self) -> Bundle:
         """Hold the files, so that they stay readable when another bundle replaces this one.
 
-        BundleIntegrityError if that has already happened.
+        Raises BundleIntegrityError if another bundle has already replaced it.
         """
         return replace(self, _held=HeldFolder(self.path, self.manifest.files))
 
     @property
     def folder(self) -> Path:
-        """Absolute path of the folder; without links, if the files are held."""
+        """Absolute path of the folder; links are resolved if the files are held."""
         return self._held.resolved if self._held else self.path.absolute()
 
     def variant(self, number: int) -> Bundle:
-        """Return the bundle as one of its variants: a bundle of the same files, in cascade form.
+        """Return the variant ``number`` as a bundle of the same files, in cascade form.
 
-        Segments, exits, policy, profile and records are the variant's; ``number`` 0 is the bundle
+        Segments, exits, policy, profile and records are the variant's; variant 0 is the bundle
         itself.
         """
         if number == 0:
@@ -117,16 +118,16 @@ class Bundle:
         )
 
     def variants(self) -> tuple[Bundle, ...]:
-        """Return the bundle as each of its variants; the first is the bundle itself."""
+        """Return all variants as bundles; the first is the bundle itself."""
         return tuple(self.variant(number) for number in range(len(self.manifest.variants) + 1))
 
     def read(self, name: str) -> bytes:
         """Read a file of the bundle; a graph includes all of its weights.
 
-        The source model comes without the inputs that its file declares and no operator reads.
+        Inputs that the source model declares, but no operator reads, are removed from it.
 
         BundleIntegrityError if file or weights changed since the opening; BundleSchemaError if a
-        graph names weights elsewhere than in the bundle's ``weights.bin``.
+        graph names weights in another file than the bundle's ``weights.bin``.
         """
         entry = self._entry(name)
         content = self._files.read(entry)
@@ -137,7 +138,7 @@ class Bundle:
     def graph(self, name: str) -> bytes:
         """Read a graph as it is stored: it may name weights in :meth:`weight_folder`.
 
-        Each of them was checked to be there. Raises the errors of :meth:`read`.
+        The named weights were checked to exist there. Raises the errors of :meth:`read`.
         """
         content = self._files.read(self._entry(name))
         check_graph(self._files, name, content, self._weight_bytes)
@@ -150,10 +151,10 @@ class Bundle:
         return without_inputs(graph, self.manifest.unread_names)
 
     def weight_folder(self) -> Path | None:
-        """Return the folder of the weights that graphs name, for runtimes; ``None`` if none do.
+        """Return the folder of ``weights.bin``, for runtimes; ``None`` if there is no such file.
 
         The file may be mapped from there: it is the one hashed at the opening, or is hashed again.
-        If it changed, that is a BundleIntegrityError, or ``None`` where the files are held.
+        If it changed, this raises BundleIntegrityError, or returns ``None`` if the files are held.
         """
         if not self._weight_bytes:
             return None
@@ -245,8 +246,8 @@ class Bundle:
 
         ``confidence`` float32 [exits, samples], ``prediction`` int32 [exits, samples],
         ``final_prediction`` int32 and ``final_confidence`` float32 [samples], ``split`` uint8
-        [samples] (1 tune, 2 certify; some of each), and ``label`` int64 [samples] where the data
-        had labels. There are 0 samples where the bundle was made without data.
+        [samples] (1 is tune, 2 is certify; both occur), and ``label`` int64 [samples] where the
+        data had labels. There are 0 samples where the bundle was made without data.
         """
         if self.manifest.is_plain:
             return no_records()

@@ -39,7 +39,7 @@ class EngineTarget:
     gpu: str
     """Name of the GPU from its driver, for instance ``NVIDIA H200``."""
     compute_capability: tuple[int, int]
-    """Major and minor, for instance (9, 0)."""
+    """Major and minor number, for instance (9, 0)."""
     tensorrt: str
     """Version of TensorRT, for instance ``10.16.0.72``."""
     precision: Precision
@@ -57,7 +57,7 @@ class EngineTarget:
         return f"{_slug(self.gpu)}-sm{major}{minor}-trt{_slug(self.tensorrt)}-{self.precision}"
 
     def runs_where(self, other: EngineTarget) -> bool:
-        """Return whether engines of both run on the same machine: only the precision differs."""
+        """Return whether both targets are the same machine: at most the precision differs."""
         return replace(self, precision=other.precision) == other
 
     def describe(self) -> str:
@@ -99,7 +99,7 @@ class ShapeProfile:
     last_batch: int
     """Largest batch, which the engine is tuned for."""
     inputs: dict[str, ShapeRange]
-    """Shapes by the name of the input; dimension 0 is the batch."""
+    """Range of shapes of each input, by name; dimension 0 is the batch."""
 
     def __post_init__(self) -> None:
         for name, shapes in self.inputs.items():
@@ -124,7 +124,7 @@ class EngineEntry:
     """An engine of the store."""
 
     unit: str
-    """Name of the parts that it computes, for instance ``00-03-exit1``."""
+    """Name of the parts that the engine computes, for instance ``00-03-exit1``."""
     file: str
     """Path relative to the target's folder."""
     size_bytes: int
@@ -147,7 +147,7 @@ class EngineEntry:
         profiles: tuple[ShapeProfile, ...],
         build_s: float,
     ) -> EngineEntry:
-        """Describe a plan that was just built."""
+        """Return the entry of a TensorRT plan that was just built."""
         file = addressed(unit, plan, ".plan")
         return cls(
             unit=unit,
@@ -161,7 +161,7 @@ class EngineEntry:
 
     @property
     def content(self) -> FileEntry:
-        """Entry of the file that holds it."""
+        """Entry of the file that contains the engine."""
         return FileEntry(path=self.file, size_bytes=self.size_bytes, sha256=self.sha256)
 
     def profile_for(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
@@ -173,23 +173,24 @@ class EngineEntry:
 class PrecisionEvidence:
     """Answers of the engines of one precision, and the policy that was certified on them.
 
-    The promise is shared (E3 2.1). The model's end in this precision answers some samples unlike
-    the float32 model, at most :meth:`spent` of them at half of the risk. The share that exits
-    answer unlike that end is certified to stay within the rest, at the other half.
+    The promise is shared (E3 2.1). Half of the risk is for the model's end: computed in this
+    precision, it answers at most a share :meth:`spent` of the samples unlike the float32 model. The
+    other half is for the exits: they are certified to differ from that end on at most the rest of
+    the promised share.
     """
 
     model: str
     """Hash of the model and its policy: :func:`model_digest`."""
     policy: ExitPolicy
-    """Policy whose promise compares with the model's end in this precision."""
+    """Policy whose promise compares exits with the model's end in this precision."""
     records: FileEntry
-    """Records like a bundle's, of exits in this precision; final is the end in it."""
+    """Records in a bundle's form; exits and the model's end were computed in this precision."""
     samples: int
     """Number of samples of the certify split."""
     end_differs: int
     """Samples that the model's end in this precision answers unlike the float32 model."""
     max_disagreement: float
-    """Bound on answers unlike the float32 model's, for end and exits together."""
+    """Bound on the share of answers unlike the float32 model's, for end and exits together."""
     confidence_level: float
     """Confidence level for end and exits together."""
 
@@ -216,13 +217,14 @@ class EngineIndex:
     kernels: FileEntry | None
     """Offramp's kernels, compiled for the target's GPU."""
     evidence: PrecisionEvidence | None = None
-    """``None`` where the bundle's policy is served: in fp32, or where it was accepted unchanged."""
+    """Evidence of the precision; ``None`` if the bundle's own policy is served: in fp32, or if it
+    was accepted unchanged."""
 
     def __post_init__(self) -> None:
         units = [entry.unit for entry in self.engines]
         if units != sorted(set(units)):
             raise ValueError(f"engines: units {units} must rise")
-        # Files that an index no longer names are deleted: a path could be any file of the user's.
+        # Files that an index no longer names are deleted: an unchecked path could be any user file.
         for name in sorted(self.files):
             if _FILE_NAME.fullmatch(name) is None or name.lower() == INDEX:
                 raise ValueError(f"{name!r} is not the name of a file in the folder of {INDEX}")
@@ -236,7 +238,7 @@ class EngineIndex:
 
 
 def unit_name(first_segment: int, last_segment: int, exit_: int | None, variant: int = 0) -> str:
-    """Return the store's name of the parts of one engine: ``00-12``, with an exit ``00-03-exit1``.
+    """Return the name of one engine's parts: ``00-12``, or ``00-03-exit1`` if an exit is included.
 
     Names for the bundle's variants begin with their number: ``variant1-00-03-exit1``.
     """
@@ -285,18 +287,18 @@ def model_digest(manifest: Manifest) -> str:
 
 
 def kernels_stem(source: str) -> str:
-    """Return the start of the kernels' file name; other sources take other arguments."""
+    """Return the start of the kernels' file name; it contains the hash of their source."""
     return f"kernels-{source[:16]}"
 
 
 def addressed(stem: str, content: bytes, suffix: str) -> FileEntry:
-    """Describe a file of the store, whose name contains its content's hash."""
+    """Return the entry of a file of the store; the file's name contains the hash of its content."""
     digest = hashlib.sha256(content).hexdigest()
     return entry_of(f"{stem}-{digest[:16]}{suffix}", content)
 
 
 def _digest_of(manifest: Manifest, names: Iterable[str]) -> str:
-    # A graph's own hash does not cover the weights that it names; the filled one does.
+    # A graph's own hash does not cover the weights that it names; ``filled_sha256`` does.
     hashes = {entry.path: entry.filled_sha256 or entry.sha256 for entry in manifest.files}
     return hashlib.sha256("\n".join(hashes[name] for name in names).encode()).hexdigest()
 

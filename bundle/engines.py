@@ -111,7 +111,7 @@ class EngineStore:
 
     @classmethod
     def empty(cls, bundle_path: str | os.PathLike[str], target: EngineTarget) -> EngineStore:
-        """Return an empty store; the first engine put replaces everything in the folder."""
+        """Return an empty store; the first engine stored replaces everything in the folder."""
         version = ENGINES_SCHEMA_VERSION
         index = EngineIndex(
             schema_version=version, target=target, engines=(), timing_cache=None, kernels=None
@@ -120,7 +120,7 @@ class EngineStore:
 
     @property
     def folder(self) -> Path:
-        """The target's folder, created with the first file put."""
+        """The target's folder, created when the first file is stored."""
         return self.bundle_path / self._name
 
     def entry(self, unit: str) -> EngineEntry | None:
@@ -169,7 +169,7 @@ class EngineStore:
             self._commit(replace(self.index, kernels=None))
 
     def put_evidence(self, evidence: PrecisionEvidence | None, records: bytes = b"") -> None:
-        """Store the evidence of the precision in place of the previous; ``None`` removes it."""
+        """Store the precision's evidence in place of the previous evidence; ``None`` removes it."""
         if evidence is not None:
             if evidence.records != addressed("records", records, ".npz"):
                 raise ValueError("the evidence does not describe these records")
@@ -293,7 +293,7 @@ def carry_engines(source: Path, target: Path) -> None:
         copy.mkdir(parents=True)
         places = []
         with contextlib.suppress(FileNotFoundError):
-            # The index first: files that appear later are not in it.
+            # Copy the index first, so that it names no file that a build adds during the copying.
             places = sorted(folder.iterdir(), key=lambda place: (place.name != INDEX, place.name))
         for place in places:
             if place.is_file() and not place.is_symlink() and not place.name.startswith("."):

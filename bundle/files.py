@@ -140,9 +140,9 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
 
 
 def names_under(root: Path, *, without: str) -> set[str]:
-    """Return all names below a folder except those of plain folders; links are not followed.
+    """Return the names of everything below a folder but plain folders; links are not followed.
 
-    ``without`` is a folder whose files belong to the bundle without being listed.
+    ``without`` is a folder to skip: its files belong to the bundle and are not listed.
     """
     places = (p for p in root.rglob("*") if p.is_symlink() or not p.is_dir())
     names = {place.relative_to(root).as_posix() for place in places}
@@ -244,9 +244,9 @@ _NOT_OF_FOLDERS: Final = frozenset(
 def put_in_place(scratch: Path, target: Path) -> None:
     """Move the folder ``scratch`` to ``target``; a previous folder there goes to ``scratch``.
 
-    All of it is on the disk before its name is. At any moment there is either the old folder or the
-    new one, complete. Where the file system cannot exchange two names, the old one is moved aside
-    first; see :func:`interrupted_backup`.
+    Its content is on the disk before it gets its name. At any moment there is either the old folder
+    or the new one, complete. Where the file system cannot exchange two names, the old one is moved
+    aside first; see :func:`interrupted_backup`.
     """
     for folder, _, files in os.walk(scratch):
         for name in files:
@@ -261,7 +261,7 @@ def put_in_place(scratch: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file is on the disk, or a folder, where the file system supports that."""
+    """Wait until a file is on the disk, or a folder if the file system can sync folders."""
     if os.name == "nt":
         return
     try:

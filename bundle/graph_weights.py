@@ -27,7 +27,8 @@ from offramp.proto.wire_format import (
 WEIGHTS: Final = "weights.bin"
 """File of a bundle with the large weights of all its graphs, each stored once."""
 PAGE: Final = 4096
-"""Weights in the file begin at multiples of this, for mapping; smaller ones stay in graphs."""
+"""Weights in the file begin at multiples of this size, so that they can be mapped; weights of fewer
+bytes stay in graphs."""
 MOST_BYTES: Final = 2**31 - 1
 """Limit of protobuf on the size of a graph with its weights."""
 
@@ -63,7 +64,7 @@ _ANY_SIZE: Final = 2**62
 
 
 def named_weights(graph: bytes, size_bytes: int) -> tuple[Place, ...]:
-    """Return the places of the weights that a graph names, in its order; each one is checked.
+    """Return the places (offset, length) of a graph's named weights, in its order, checked.
 
     ``size_bytes`` is the size of ``weights.bin``, 0 where there is none. WireError if the graph is
     not protobuf, or if a tensor names another file, a place not completely in this one, a length
@@ -84,8 +85,8 @@ def named_weights(graph: bytes, size_bytes: int) -> tuple[Place, ...]:
 def filled_parts(graph: bytes, size_bytes: int) -> list[Part] | None:
     """Split a graph into bytes that are in it and the places of weights that it names, in order.
 
-    With the weights read, the parts make the graph as if it had been written with them. ``None`` if
-    it names none. WireError as for :func:`named_weights`.
+    With the weights read, the joined parts are the graph with its weights inside. ``None`` if the
+    graph names no weights. WireError as for :func:`named_weights`.
     """
     named = False
 
@@ -102,12 +103,12 @@ def filled_parts(graph: bytes, size_bytes: int) -> list[Part] | None:
 
 
 def filled_size(graph: bytes) -> int:
-    """Return about how many bytes a graph has with the weights that it names; WireError."""
+    """Return a graph's approximate size in bytes with its named weights; raises WireError."""
     return len(graph) + sum(place.length for place in named_weights(graph, _ANY_SIZE))
 
 
 def external_locations(model: bytes) -> frozenset[str]:
-    """Return the external files that tensors of any ONNX model name; WireError."""
+    """Return the external files that an ONNX model's tensors name; raises WireError."""
     found = set()
     for tensor in _tensors(memoryview(model), "model", 0):
         for field in graph_fields(tensor):

@@ -5,9 +5,9 @@ megabyte of compressed zeros unpacks to a gigabyte. Here names, sizes, dtypes an
 members are checked first, and the arrays read are those that were checked. Pickles are never
 loaded.
 
-Arrays may be mapped into memory instead (:func:`map_npz`), so that data read is not kept. Pages
-that a process has read count as its memory until it releases them; the system's cache still holds
-them afterwards, as long as there is space.
+Arrays may be mapped into memory instead (:func:`map_npz`), so that data is not kept in memory after
+it is read. Pages that a process has read count as its memory until it releases them; the system's
+cache still holds them afterwards, as long as there is space.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class NpzBytes(NamedTuple):
     arrays: int
     """Bytes of all arrays."""
     packed: int
-    """Bytes of the compressed arrays, uncompressed."""
+    """Bytes of the compressed arrays after decompression."""
 
 
 def measure_npz(file: BinaryIO | IO[bytes]) -> NpzBytes:
-    """Return the bytes that an archive's arrays take; ``NpzError`` as :func:`read_npz`."""
+    """Return the bytes of an archive's arrays; raises NpzError as :func:`read_npz` does."""
     with _converted_errors(), zipfile.ZipFile(file) as archive:
         members = _members(archive, _ANY_SIZE)
     packed = sum(member.info.file_size for member in members if member.packed)
@@ -124,7 +124,7 @@ def map_npz(
 
     Uncompressed arrays are mapped from the archive itself, which must not change from then on.
     Compressed ones are written to ``unpacked``, a file with space for :attr:`NpzBytes.packed`
-    bytes. ``NpzError`` as :func:`read_npz`.
+    bytes. Raises NpzError as :func:`read_npz` does.
     """
     with _converted_errors(), zipfile.ZipFile(file) as archive:
         return {

@@ -82,12 +82,12 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
 TOO_MUCH: Final = 10
 """Multiple of the bound above which a class's share of lost answers causes a warning."""
 _SURE: Final = 0.01
-"""Probability of any warning although no class loses more than the bound."""
+"""Probability of a false warning: no class loses more than the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassLoss:
-    """Number of answers of one class by the model, and of those that exits answer differently."""
+    """A class: samples that the model puts in it, and how many of them exits answer differently."""
 
     number: int
     """Index of the class, or of the label in a set of labels."""
@@ -103,7 +103,7 @@ class ClassLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Members:
-    """Pairs of a class and a sample that the model puts in it; label sets have several a sample."""
+    """Pairs of a class and a sample that the model puts in it; a label set gives several pairs."""
 
     classes: IntArray
     samples: IntArray
@@ -129,7 +129,8 @@ def count_losses(
     """Count losses for each class that the model predicts; the largest share of losses first.
 
     ``codes`` [samples] are the model's answers (:mod:`~offramp.engine.answers.agreement`),
-    ``differs`` [samples] marks those answered differently. Empty for tasks without classes.
+    ``differs`` [samples] marks the samples that exits answer differently. Empty for tasks without
+    classes.
     """
     if not has_classes(answer):
         return ()

@@ -77,7 +77,7 @@ def fill(files: CheckedFolder, entry: FileEntry, graph: bytes, size_bytes: int) 
 def describe_filled(
     files: CheckedFolder, entries: Sequence[FileEntry], graphs: Sequence[str]
 ) -> Iterator[FileEntry]:
-    """Yield the entries; those of graphs with the hash that includes the weights that they name."""
+    """Yield the entries; a graph's entry also gets the hash of the graph with its named weights."""
     sizes = {entry.path: entry.size_bytes for entry in entries}
     size_bytes = sizes.get(WEIGHTS, 0)
     for entry in entries:
@@ -125,7 +125,8 @@ def _read(files: CheckedFolder, parts: Sequence[Part]) -> Iterator[bytes | memor
 
 
 _SMALL_BYTES: Final = 2**20
-"""Largest file kept in memory, weights excepted: a process may open only so many files."""
+"""Files up to this size are kept in memory, except weights: a process may open only so many
+files."""
 
 _MOST_PIECE: Final = 2**24
 

@@ -34,9 +34,9 @@ mean as the loss, whichever policy is active. These losses are the outcomes of b
 level of a path (:mod:`.betting`). A level passes once the wealth of its bets, and of the bets
 against every level before it, has reached 1/α. *Theorem:* with probability at least 1 − α, no level
 with a disagreement of ε or more ever passes. So results may be examined after every sample, and
-thresholds changed any number of times. *Assumptions:* samples are exchangeable while a path is in
-use, and audits depend on q alone. A change of the inputs breaks the first assumption: a new path
-must then be started, with its own share of α.
+thresholds may be changed any number of times. *Assumptions:* samples are exchangeable while a path
+is in use, and audits depend on q alone. A change of the inputs breaks the first assumption: a new
+path must then be started, with its own share of α.
 
 The modules, lowest layer first: :mod:`.decision` (the exit decision), :mod:`.records` and
 :mod:`.observations` (samples recorded at all exits, and samples as they were served), :mod:`.path`

@@ -52,9 +52,9 @@ class AgreementCurve:
         return _sigmoid(self.slope * _feature(confidence) + self.intercept)
 
     def threshold(self, probability: FloatArray) -> FloatArray:
-        """Return the least float32 confidence with P(agree) of at least that: float64[...].
+        """Return the least float32 confidence with P(agree) >= ``probability``: float64[...].
 
-        NEVER where there is none.
+        It is NEVER where there is none.
         """
         with np.errstate(divide="ignore"):
             logit = np.log(probability) - np.log1p(-np.asarray(probability, dtype=np.float64))
@@ -66,9 +66,10 @@ class AgreementCurve:
 def fit_agreement(confidence: ConfidenceArray, agrees: BoolArray) -> AgreementCurve:
     """Fit the logistic curve of one exit by Newton's method (Platt 1999, on the logit).
 
-    ``confidence`` is float[samples] in [0, 1], at least one; ``agrees`` is bool[samples]. The
-    penalty ``((slope − 1)² + intercept²) / 2`` weighs about as much as one sample and draws the
-    curve towards "confidence is the probability"; it keeps the fit finite where all samples agree.
+    ``confidence`` is float[samples] in [0, 1], with at least one sample; ``agrees`` is
+    bool[samples]. The penalty ``((slope − 1)² + intercept²) / 2`` weighs about as much as one
+    sample and draws the curve towards "confidence is the probability"; it keeps the fit finite
+    where all samples agree.
     """
     check_confidence(np.atleast_2d(confidence), np.atleast_2d(agrees))
     feature = _feature(np.asarray(confidence).ravel())
@@ -94,7 +95,7 @@ def tuning_path(confidence: ConfidenceArray, agrees: BoolArray) -> FloatArray:
 
 
 def common_path(curves: Sequence[AgreementCurve]) -> FloatArray:
-    """Return thresholds of all exits along one number u: float64[levels, exits], none rising.
+    """Return thresholds of all exits for falling levels u: float64[levels, exits], never rising.
 
     A sample exits where P(agree | confidence) >= u. At the first level, 1, no exit answers. Every
     threshold is a float32 value, so that checks in float32 and in float64 decide alike.
@@ -115,7 +116,7 @@ def float32_at_least(values: FloatArray) -> FloatArray:
 def _newton(
     feature: FloatArray, target: FloatArray, *, fixed_slope: float | None
 ) -> tuple[float, float]:
-    """Minimise the penalised log loss; convex, so damped Newton steps find the one minimum."""
+    """Minimise the penalised log loss by damped Newton steps; it is convex, with one minimum."""
     design = np.stack([feature, np.ones_like(feature)], axis=1)
     prior = np.array([1.0, 0.0])
     free = np.array([fixed_slope is None, True])
@@ -185,7 +186,8 @@ class Fitted:
     risk: FloatArray
     """float64[levels]: disagreement that the curves expect, rising."""
     shares: FloatArray
-    """float64[levels, exits + 1]: share of samples answered at each exit, last at the end."""
+    """float64[levels, exits + 1]: share of samples answered at each exit, and last at the model's
+    end."""
 
 
 def refit(curves: Sequence[AgreementCurve], samples: Weighted, bound: float) -> Fitted:
@@ -207,10 +209,10 @@ def lay_path(
 ) -> Fitted:
     """Choose levels where the disagreement that curves expect is near the bound, ε.
 
-    Without curves, the only level is the one at which no exit answers. Expectations are weighted
-    by ``samples``, at least one. ``anchored_at``, float64[exits], is a policy that must be one of
-    the levels: no threshold of a more conservative level is below it, none of a more aggressive
-    one above.
+    Without curves, the only level is the one at which no exit answers. Expectations are means over
+    ``samples`` (at least one), by their weights. ``anchored_at``, float64[exits], is a policy that
+    must be one of the levels: thresholds of more conservative levels are not below it, those of
+    more aggressive levels not above it.
     """
     if not curves:
         nothing = np.zeros((1, 0))

@@ -8,9 +8,9 @@ supermartingale that starts at 1, so that P(W_t >= 1/α at any t) <= α. Once W_
 "the risk is below m" therefore holds with confidence 1 − α, whenever that happens and however often
 W was examined before.
 
-Why it fits serving: a sample that was answered early and runs on with probability q, drawn
-before, has the loss ℓ/q if it did, and 0 if it did not. The mean of that is the mean of ℓ for any
-q, and it is at most 1/q, which limits the bets. q may change with everything seen before.
+Why it fits serving: a sample that was answered early and runs on with probability q, drawn before,
+has the loss ℓ/q if it ran on, and 0 if it did not. The mean of that is the mean of ℓ for any q, and
+it is at most 1/q, which limits the bets. q may change with everything seen before.
 
 Bets are fixed per chunk of samples here, from earlier chunks. Every q and every policy in a chunk
 was also chosen from earlier chunks, since no other results exist at that time. For losses of 0 and
@@ -35,7 +35,8 @@ Losses: TypeAlias = Sequence[tuple[float, FloatArray | int]]
 """Losses above 0 in a chunk: (value, count); a count is [hypotheses] or one number for all."""
 
 _LARGEST_STAKE: Final = 0.85
-"""Share of the wealth that the largest loss may take; at 1 a single one would end the test."""
+"""Share of the wealth that the largest loss may take; at 1 a single such loss would end the
+test."""
 _PRIOR_SAMPLES: Final = 150.0
 """Weight of the prior, in audited samples. 50 to 200, and largest stakes of 0.75 to 0.9, were
 tried: they change the number of samples needed, at a risk of 0, 0.25 and 0.5 of the bound, by at
@@ -44,9 +45,9 @@ _PRIOR_MEAN: Final = 0.5
 """Mean loss that the prior assumes, as a share of the bound."""
 _MEMORY, _SHORT_MEMORY = 8_000.0, 1_000.0
 """Time constants of the long and the short memory, in audited samples: estimates decay to a third
-after so many. Where the short memory is clearly below the long one, the data became easier and the
-long one is reset to it. Without the reset, a level that once was too aggressive would be rejected
-for as long again."""
+after that many samples. Where the short memory is clearly below the long one, the data became
+easier, and the long memory is reset to the short one. Without the reset, a level that once was too
+aggressive would be rejected for as long again."""
 _CLEARLY: Final = 3.0
 """Standard errors by which the short memory must be below the long one for a reset."""
 _CHECK_EVERY: Final = 4
@@ -57,7 +58,7 @@ _LEAST_BOUND, _MOST_BOUND = 1e-4, 0.5
 
 
 class Wealth:
-    """Wealth of bets against hypotheses "the risk is bound j or more", side by side."""
+    """Wealth of bets against several hypotheses "the risk is at least bound j"."""
 
     def __init__(self, bounds: FloatArray) -> None:
         """Start with wealth 1 against each of float64[hypotheses] ``bounds`` in (0, 1)."""
@@ -81,11 +82,11 @@ class Wealth:
         return np.asarray(self._long[1] / np.maximum(self._long[0], 1.0))
 
     def bets(self, largest: float) -> FloatArray:
-        """Return bets for losses of at most ``largest``, from the past: float64[hypotheses]."""
+        """Return bets for losses of at most ``largest``, by past losses: float64[hypotheses]."""
         bounds, prior = self.bounds, _PRIOR_SAMPLES * largest
         samples, losses, squares = self._long
         mean = (prior * _PRIOR_MEAN * bounds + losses) / (prior + samples)
-        # Losses of several sizes are taken for losses of one size with the same ratio of moments.
+        # Losses of several sizes are treated as losses of one size with the same ratio of moments.
         size = np.minimum((squares + largest**2) / (losses + largest), largest)
         room = np.maximum(largest - bounds, 1e-12)
         # Kelly's bet for losses of 0 and this size; a bad estimate only slows the growth.
@@ -153,16 +154,16 @@ class Wealth:
 
 
 class UpperBound:
-    """The least bound that a sequence's risk keeps, at any time, with confidence 1 − α.
+    """The least upper bound of a sequence's risk, valid at any time with confidence 1 − α.
 
     A confidence sequence: a number m on a grid is rejected once the wealth against "the risk is m
     or more" has reached 1/α. The bound is the grid's next number after the last one not rejected.
-    It is wrong only if the largest number on the grid that the risk does reach is rejected, which
-    has probability at most α.
+    It is wrong only if the largest grid number that is not above the risk is rejected, which has
+    probability at most α.
     """
 
     def __init__(self, alpha: float) -> None:
-        """Start without evidence; the bound is ever wrong with probability ``alpha``, in (0, 1)."""
+        """Start without evidence; ``alpha`` is the probability that the bound is ever wrong."""
         if not 0 < alpha < 1:
             raise ValueError(f"alpha is {alpha}, expected above 0, below 1")
         self.alpha = alpha

@@ -36,7 +36,7 @@ def samples_needed(max_disagreement: float, confidence_level: float = 0.95) -> i
 
 
 def allowed_errors(samples: int, max_disagreement: float, confidence_level: float = 0.95) -> int:
-    """Return the most errors in ``samples`` that still certify the bound; −1 if 0 are too many."""
+    """Return the largest number of errors that certifies the bound; −1 if none does."""
     check_promise(max_disagreement, confidence_level)
     alpha = 1 - confidence_level
     low, high = -1, samples
@@ -50,7 +50,7 @@ def allowed_errors(samples: int, max_disagreement: float, confidence_level: floa
 
 
 def count_allowed(max_disagreement: float, samples: int) -> int:
-    """Return the most errors whose share of ``samples``, as division rounds, is within a bound."""
+    """Return the largest number of errors that, divided by ``samples``, is within the bound."""
     if not 0 <= max_disagreement <= 1:
         raise ValueError(f"max_disagreement must be in [0, 1], got {max_disagreement}")
     allowed = int(max_disagreement * samples) + 1
@@ -100,12 +100,12 @@ def _sum_terms(ks: range, n: int, p: float) -> float:
 
 TUNE_SHARE: Final = 0.15
 CERTIFY_SHARE: Final = 0.25
-"""Shares of the data that tune and certify; the rest trains, as heads gain most from more data.
-Certification improves little beyond some 5,000 samples."""
+"""Share of the data that tunes, and share that certifies; the rest trains, as heads gain most from
+more data. Certification improves little beyond some 5,000 samples."""
 
 
 def split_sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:
-    """Return the numbers of samples that train and tune; the rest certify. ``None`` if too few."""
+    """Return how many samples train and how many tune; the rest certify. ``None`` if too few."""
     certify = max(round(samples * CERTIFY_SHARE), certify_at_least)
     tune = round(samples * TUNE_SHARE)
     train = samples - certify - tune
@@ -113,7 +113,7 @@ def split_sizes(samples: int, certify_at_least: int) -> tuple[int, int] | None:
 
 
 def least_to_split(certify_at_least: int) -> int:
-    """Return the fewest samples that suffice to train, tune and certify on ``certify_at_least``."""
+    """Return the smallest number of samples that leaves ``certify_at_least`` to certify."""
     begin = math.floor(2 * certify_at_least)  # as many train as certify
     return next(n for n in itertools.count(begin) if split_sizes(n, certify_at_least))
 

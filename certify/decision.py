@@ -51,7 +51,7 @@ def first_exit(confidence: ConfidenceArray, thresholds: ArrayLike) -> IntArray:
 
 
 def count_answers(answered_at: IntArray, exits: int) -> IntArray:
-    """Count samples answered at each exit in order, last at the model's end: int64[exits + 1].
+    """Count samples answered at each exit, and last at the model's end: int64[exits + 1].
 
     ``answered_at`` is int64[samples]: an exit, or :data:`MODEL_END`.
     """

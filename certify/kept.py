@@ -40,7 +40,7 @@ def kept_number(state: Mapping[str, Any], name: str, *, most: float = MOST) -> f
 
 
 def kept_flag(state: Mapping[str, Any], name: str) -> bool:
-    """Read a boolean, as which no number counts."""
+    """Read a boolean; numbers are refused."""
     value = state.get(name)
     if type(value) is not bool:
         raise _misfit(name, value, "true or false")

@@ -7,9 +7,9 @@ is "its disagreement exceeds ε". With k_j errors in n, p_j = P(Binomial(n, ε) 
 p-value of it. Test in the order of the path, each at level δ, and stop at the first p_j > δ: with
 probability at least 1 − δ, every policy that passed has a true disagreement of at most ε.
 
-Why: let j be the first policy whose null hypothesis is true. A wrong one can pass only if j's own
-test passed, and that happens with probability at most δ. So no correction for the number of levels
-is needed, however many there are.
+Why: let j be the first policy whose null hypothesis is true. A policy with a true null hypothesis
+can pass only if j's own test passed, and that happens with probability at most δ. So no correction
+for the number of levels is needed, however many there are.
 
 Several bounds together need no correction either: a policy's null hypothesis is then "one of its
 risks exceeds its bound", which is rejected where each risk's own p-value is at most δ (an
@@ -40,7 +40,7 @@ class Certificate:
     index: int
     """Index of the level in the path."""
     thresholds: FloatArray
-    """float64[exits]."""
+    """Thresholds of that level, float64[exits]."""
     errors: int
     """Certify samples whose answer differs from the source model's."""
     samples: int
@@ -78,11 +78,11 @@ def certify(
     goes from conservative to aggressive, no threshold rising (:func:`.agreement.common_path`). It
     was fixed without the float[exits, samples] confidences and bool[exits, samples] ``agrees``.
 
-    Data may hold each sample several times: int64[samples] ``copies``, default 1 each. Copies are
-    not independent evidence, so samples count once. But if inputs recur in service as often as in
-    the data, the disagreement is a share of rows. The data do not show which case holds, so a level
-    has to pass twice, counted by samples and counted by rows, each at half of the risk δ: both hold
-    together with probability ``confidence_level``.
+    Data may contain a sample in several equal rows: int64[samples] ``copies`` are their numbers, by
+    default 1. Copies are not independent evidence, so samples count once. But if inputs recur in
+    service as often as in the data, the disagreement is a share of rows. The data do not show which
+    case holds, so a level has to pass twice, counted by samples and counted by rows, each at half
+    of the risk δ: both hold together with probability ``confidence_level``.
 
     ``strata`` have separate bounds, which all hold with the same ``confidence_level``.
 
@@ -113,19 +113,19 @@ def level_of_each(confidence_level: float, *, copies: bool) -> float:
 
 
 class ErrorCount(NamedTuple):
-    """Errors at every level of a path, and the number of samples or rows they are a share of."""
+    """Errors at every level of a path, among a number of samples or rows."""
 
     errors: IntArray
-    """int64[levels]."""
+    """Number of errors, int64[levels]."""
     of: int
-    """Number of samples, or of rows with ``copies``."""
+    """Number of samples; of rows, if errors are counted by ``copies``."""
     unit: str
     """Name of the things that ``of`` counts, for messages."""
     max_disagreement: float
     """Bound on the share of errors."""
 
     def allowed(self, confidence_level: float) -> int:
-        """Return the most errors with which a level passes; −1 if it cannot pass."""
+        """Return the largest number of errors with which a level passes; −1 if it cannot pass."""
         return allowed_errors(self.of, self.max_disagreement, confidence_level)
 
 

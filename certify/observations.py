@@ -78,7 +78,7 @@ class Observations:
 
     @property
     def weight(self) -> FloatArray:
-        """float64[n]: inverse propensity; the mean of ``weight · x`` estimates that of x over all.
+        """float64[n]: inverse propensity; the mean of ``weight · x`` estimates the mean of x.
 
         1/q for an audited sample, 1 for one that no exit answered, 0 for one that left at an exit.
         """
@@ -108,12 +108,12 @@ class Observations:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weighted:
-    """Samples that all of some exits saw; weighted means estimate means over all samples."""
+    """Samples that passed all of some exits; weighted means estimate means over all samples."""
 
     confidence: Float32Array
-    """float32[exits, n]."""
+    """float32[exits, n]: confidence of each of these exits."""
     agrees: BoolArray
-    """bool[exits, n]."""
+    """bool[exits, n]: whether the exit's answer is the source model's."""
     weight: FloatArray
     """float64[n], at least 1: number of samples that each represents."""
 
@@ -138,7 +138,7 @@ class Weighted:
         return replace(self, confidence=self.confidence[rows], agrees=self.agrees[rows])
 
     def newest(self, most: int) -> Weighted:
-        """Return the last samples, at most ``most``."""
+        """Return the newest samples, at most ``most`` of them."""
         last = slice(max(len(self) - most, 0), None)
         return Weighted(
             confidence=self.confidence[:, last],
@@ -151,7 +151,7 @@ class Window:
     """Ring buffer of samples; confidences of exits that were not in use are NaN."""
 
     def __init__(self, *, exits: int, capacity: int) -> None:
-        """Start empty; ``capacity`` samples of all K exits of the bundle fit."""
+        """Create an empty window for ``capacity`` samples of all K exits of the bundle."""
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1 sample, got {capacity}")
         self._capacity = capacity
@@ -175,7 +175,7 @@ class Window:
         self._weight[places] = seen.weight[rows]
 
     def add_confidence(self, confidence: Float32Array) -> IntArray:
-        """Add float32[K, n] of samples of which only confidences are known; return their places."""
+        """Add samples with float32[K, n] confidences alone; return their indices in the buffer."""
         confidence = confidence[:, -self._capacity :]
         count = confidence.shape[1]
         places: IntArray = (self._added + np.arange(count)) % self._capacity
@@ -189,7 +189,7 @@ class Window:
         return self._confidence[np.ix_(np.asarray(exits, dtype=np.int64), self._newest(most))]
 
     def seen_by(self, exits: Sequence[int], most: int | None = None) -> Weighted:
-        """Return samples that all these exits saw, of the newest (default all), oldest first."""
+        """Return samples that passed all these exits, of the newest (default all), oldest first."""
         order, rows = self._newest(most), np.asarray(exits, dtype=np.int64)
         confidence = self._confidence[np.ix_(rows, order)]
         known = ~np.isnan(confidence).any(axis=0)
@@ -199,6 +199,6 @@ class Window:
         return Weighted(confidence=confidence, agrees=agrees, weight=self._weight[order])
 
     def _newest(self, most: int | None) -> IntArray:
-        """Return the places of the newest samples, oldest first."""
+        """Return the indices of the newest samples in the buffer, oldest first."""
         count = self._held if most is None else min(most, self._held)
         return np.arange(self._added - count, self._added) % self._capacity

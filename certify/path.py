@@ -1,8 +1,8 @@
 """Paths of thresholds from conservative to aggressive: exits and errors at each level in one pass.
 
 As the thresholds of a path only fall, each (exit, sample) has one first level at which its
-confidence suffices. So exit e answers a sample from that level on, up to the level at which an
-earlier exit does: two entries in a difference array, for any number of levels.
+confidence suffices. So exit e answers a sample from that level on, until an earlier exit answers it
+at a later level. That takes two entries in a difference array, for any number of levels.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Outlook:
 def walk(path_thresholds: FloatArray, confidence: ConfidenceArray, agrees: BoolArray) -> Walk:
     """Count exits and errors at every level of a path.
 
-    The path is float64[levels, exits], no exit's threshold rising, the samples are
-    float[exits, samples] confidences in [0, 1], at least one, and bool[exits, samples].
+    The path is float64[levels, exits]; no threshold rises from level to level. The samples (at
+    least one) are float[exits, samples] confidences in [0, 1] and bool[exits, samples] ``agrees``.
     """
     confidence, agrees = check_confidence(confidence, agrees)
     path = check_path(path_thresholds, exits=confidence.shape[0])
@@ -85,7 +85,7 @@ def outlook(
 def best_common_thresholds(
     records: Records, allowed: int, *, vanilla_ms: float | None = None
 ) -> FloatArray:
-    """Return the common threshold that saves most with at most ``allowed`` errors: float64[exits].
+    """Return one threshold for all exits that saves most with ``allowed`` errors: float64[exits].
 
     Every distinct confidence is tried, so the result is exact.
     """

@@ -73,7 +73,7 @@ def evaluate(
     *,
     vanilla_ms: float | None = None,
 ) -> Evaluation:
-    """Evaluate thresholds: every sample leaves at the first exit whose confidence reaches its own.
+    """Evaluate thresholds: a sample leaves at the first exit where confidence reaches threshold.
 
     Confidences are float[exits, samples] in [0, 1] of at least one sample, ``agrees`` is
     bool[exits, samples], ``latency_ms`` as in :class:`Records`, and a threshold above 1 (``NEVER``)
@@ -116,7 +116,7 @@ def final_agrees(agrees: BoolArray) -> BoolArray:
 def check_confidence(
     confidence: ConfidenceArray, agrees: BoolArray
 ) -> tuple[ConfidenceArray, BoolArray]:
-    """Check for two matrices of one shape, at least 1 × 1, with confidences in [0, 1]."""
+    """Check that two matrices have one shape, at least 1 × 1, and confidences are in [0, 1]."""
     confidence, agrees = np.asarray(confidence), np.asarray(agrees)
     if confidence.ndim != 2:
         raise ValueError(f"confidence must be [exits, samples], got shape {confidence.shape}")
@@ -137,7 +137,7 @@ def check_confidence(
 
 
 def check_latency(latency_ms: FloatArray, *, exits: int) -> FloatArray:
-    """Check for ``exits + 1`` finite times above 0."""
+    """Check that there are ``exits + 1`` finite times above 0."""
     latency = np.asarray(latency_ms, dtype=np.float64)
     if latency.shape != (exits + 1,):
         raise ValueError(

@@ -8,21 +8,22 @@ else 0. π is the probability that the sample ran to the end: q if the policy th
 answered it early, else 1. The mean of X^j is level j's risk, whichever policy served the sample.
 
 Theorem. Let W^j be the wealth of bets against "level j's risk is ε or more" (:mod:`.betting`), and
-let a level pass once W^i has reached 1/α, at any time, for every level i up to and with j.
+let a level pass once W^i has reached 1/α, at any time, for every level i up to and including j.
 With probability at least 1 − α, no level whose risk is ε or more ever passes.
 
 Why: let j be the first level whose risk is ε or more. A wrong level can pass only if W^j reached
 1/α, and the probability that it ever does is at most α (Ville). So neither the times of examination
 nor the number of levels needs a correction (fixed sequence testing, as in :mod:`.learn_then_test`).
-A controller's k-th path is tested at α / (k (k + 1)), which sums to α. So over its whole life, with
-any number of retunings and of sets of exits, every level that ever passed is right with probability
-1 − α.
+A controller's k-th path is tested at α / (k (k + 1)), which sums to α. So over the controller's
+whole life, with any number of retunings and sets of exits, all levels that ever passed are right
+with probability at least 1 − α.
 
 Assumptions: while a path is in use, samples are exchangeable (a level's risk does not change; drift
 ends a path), q was fixed before a sample was started and audits depend on it alone, and every exit
 of the path was in use for each sample counted. Samples that are started and then dropped, late or
 withdrawn, do not count here. If many are, and hard ones more often than easy ones, aggressive
-levels look better than they are. Answers that were forced below their threshold are not counted.
+levels look better than they are. Samples that were answered below the exit's threshold, to be in
+time, are not counted.
 
 No exit answers at level 0, so it needs no evidence.
 """
@@ -43,7 +44,7 @@ from offramp.certify.path import answered_between, check_path, search_keys, spre
 
 
 def alpha_of(number: int, alpha: float) -> float:
-    """Return the share of α for the k-th of any number of statements, k from 1; they sum to α."""
+    """Return the part of α for statement k = ``number`` (from 1); all parts sum to α."""
     return alpha / (number * (number + 1))
 
 
@@ -82,7 +83,8 @@ class ThresholdPath:
         self.samples = 0
         """Number of samples counted."""
         self.effort = 0.0
-        """Samples since a level last passed, in audited samples of equal worth."""
+        """Samples since a level last passed, as the number of audited samples with as much
+        evidence."""
         self._ready = False
         """True once a sample has shown that every exit is in use."""
         self._keys = search_keys(self.thresholds)
@@ -97,9 +99,9 @@ class ThresholdPath:
     def add(self, seen: Observations) -> None:
         """Count samples, none of them forced, as evidence.
 
-        An exit that was requested is in use from some sample on. A sample that left early does not
-        show which later exits were in use. So samples count only after one that ran to the end has
-        shown all exits; a chunk with a sample that lacks one does not count.
+        An exit that was requested comes into use at some later sample. A sample that left early
+        does not show which later exits were in use. So samples count only after one that ran to the
+        end has shown all exits; a chunk with a sample that lacks one does not count.
         """
         rows = np.flatnonzero(seen.complete)
         exits = list(self.exits)
@@ -182,7 +184,7 @@ class ThresholdPath:
         return path
 
     def _losses(self, confidence: Float32Array, wrong: BoolArray, weight: FloatArray) -> Losses:
-        """Return losses above 0 with, for each value, its number of samples by level, [levels]."""
+        """Return the losses above 0, each with its number of samples by level, [levels]."""
         begin, end = answered_between(self._keys, confidence)
         exit_, sample = np.nonzero(wrong & (begin < end))
         first, until, value = begin[exit_, sample], end[exit_, sample], weight[sample]

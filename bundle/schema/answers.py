@@ -27,17 +27,18 @@ TaskKind: TypeAlias = Literal[
     "regression",
     "other",
 ]
-"""Kinds of answers, with these shapes: [batch, classes]; [batch, labels]; [batch, tokens, classes];
-[batch, classes, height, width], or the classes of the pixels alone; [batch, key points, height,
-width]; [batch, values]; any other shape and type, which no exit imitates."""
+"""Kinds of answers. Their shapes, in the same order: [batch, classes]; [batch, labels]; [batch,
+tokens, classes]; [batch, classes, height, width], or the classes of the pixels alone; [batch, key
+points, height, width]; [batch, values]; any other shape and type, which no exit imitates."""
 TASK_KINDS: Final[tuple[TaskKind, ...]] = tuple(k for k in get_args(TaskKind) if k != "other")
 """Kinds that exits can imitate, and so the kinds that can be requested."""
 DENSE: Final[frozenset[TaskKind]] = frozenset({"token-classification", "segmentation", "pose"})
-"""Tasks whose answer has places: tokens, pixels, or key points."""
+"""Tasks whose answer has several parts: tokens, pixels, or key points."""
 
 
 MOST_LABELS: Final = 31
-"""Most labels whose sets are numbered; larger sets are distinguished by a checksum."""
+"""Largest number of labels for which every set of labels has a number; with more labels, sets are
+distinguished by a checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,8 @@ class AnswerTask:
 
     kind: TaskKind = "classification"
     share: float = field(default=1.0, metadata=LEFT_OUT)
-    """Least share of tokens, pixels or key points that must be equal, for answers with places."""
+    """Least share of tokens, pixels or key points that must be equal, for the tasks in
+    :data:`DENSE`."""
     within: float = field(default=0.0, metadata=LEFT_OUT)
     """Largest allowed difference of values (regression), or distance of key points, as a share of
     the longer side of the map (pose)."""
@@ -69,7 +71,7 @@ class AnswerTask:
 
     @property
     def is_dense(self) -> bool:
-        """True if an answer has places."""
+        """True if an answer has several parts: tokens, pixels, or key points."""
         return self.kind in DENSE
 
     @property
@@ -116,7 +118,8 @@ PATIENCE: Final = "patience"
 :func:`.answers.criteria.patience`."""
 BUILT_IN: Final = (*IN_GRAPH, PATIENCE)
 LEARNED_WEIGHTS: Final = 4
-"""Number of weights of ``learned`` for each exit: the three statistics' log-odds, a constant."""
+"""Number of weights of ``learned`` for each exit: one for each of the three statistics' log-odds,
+and a constant."""
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 
 
@@ -127,8 +130,8 @@ class Criterion:
     name: str = "probability"
     """One of ``BUILT_IN``, or the registered name of a user's function."""
     depends_on_earlier: bool = field(default=False, metadata=LEFT_OUT)
-    """True if it uses the answers of earlier exits to a sample: then all exits of the bundle run,
-    up to the last in use."""
+    """True if the criterion uses earlier exits' answers to a sample: then all exits of the bundle
+    run, up to the last one in use."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -154,10 +157,10 @@ PROBABILITY: Final = Criterion()
 
 AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", "classes", "values"]
 """Form of the model's output: before its softmax, after it, or after the logarithm of that. A
-softmax turns both other forms into probabilities. (For labels, each a yes or no, it is a sigmoid.)
-``classes`` are class indices, for each token or pixel. ``values`` are answers of regression, heat
-maps, and scores of classes or labels on the model's scale, from which no confidence can be
-derived."""
+softmax turns logits and log-probabilities into probabilities. (For labels, each a yes or no, it is
+a sigmoid.) ``classes`` are class indices, for each token or pixel. ``values`` are answers of
+regression, heat maps, and scores of classes or labels on the model's scale, from which no
+confidence can be derived."""
 
 
 _COUNTED: Final[dict[TaskKind, str]] = {
@@ -187,24 +190,24 @@ _FORMS: Final[dict[TaskKind, tuple[AnswerForm, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The output that exits imitate, and by which agreement is decided."""
+    """The model's output that exits imitate, and that decides whether answers agree."""
 
     output: str
     """Name of the model's output; for classification its shape is [batch, classes]."""
     classes: int
-    """Number of classes, labels, key points or values, as the task has them."""
+    """Number of classes, labels, key points or values, depending on the task."""
     form: AnswerForm
     task: AnswerTask = field(default=CLASSIFICATION, metadata=LEFT_OUT)
     tokens: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
-    """Ids of the tokens that the classes are, in order, where the model is a decoder that was
-    reduced to them."""
+    """Ids of the tokens that are the classes, in order, if the model is a decoder whose answer was
+    reduced to these tokens."""
     criterion: Criterion = field(default=PROBABILITY, metadata=LEFT_OUT)
     """Criterion of the exits' confidence; for other tasks than classification, probability."""
     flat: bool = field(default=False, metadata=LEFT_OUT)
     """True if the model's file answers with one number a sample, [batch], which is the shape that
     is served. The bundle's graphs have it as [batch, 1]."""
     tail: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
-    """Operators after the scores, with which the model and every exit end (Apparate 3.1)."""
+    """Operators after the scores: the model and every exit end with them (Apparate 3.1)."""
     thresholds: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
     """Least value at which each label counts as set; empty where the form determines it."""
 
@@ -233,7 +236,7 @@ class Answer:
             )
 
     def served(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return answers of graphs in the shape of the model's file."""
+        """Return the graphs' answers in the shape that the model's file has."""
         return values[:, 0] if self.flat else values
 
     def describe(self) -> str:
@@ -250,7 +253,7 @@ class Answer:
 
 
 def shape_of(answer: Answer) -> tuple[int | None, ...]:
-    """Return the sizes of a model's answer, as far as its task fixes them; first the batch."""
+    """Return the shape of a model's answer; ``None`` for the batch and other open sizes."""
     classes = () if answer.form == "classes" else (answer.classes,)
     match answer.task.kind:
         case "token-classification":

@@ -31,7 +31,8 @@ class DistinctSamples:
     key: str | None = None
     """Name of the array of the data that groups rows (``--group``)."""
     within: float = COPIES_WITHIN
-    """``--copies-within`` of the compilation: with it the same data are grouped the same way."""
+    """Value of ``--copies-within`` in the compilation; with it, the same data are grouped the same
+    way."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "rows", least=1)
@@ -53,7 +54,7 @@ class JointEpoch:
     """Results on the tuning split after an epoch."""
 
     losses: tuple[float, ...]
-    """Loss of every exit in depth order, and last of the trained model's answer."""
+    """Loss of every exit in depth order, then the loss of the trained model's answer."""
     agreement: tuple[float, ...]
     """Share of samples answered like the unmodified model, in the same order."""
 
@@ -122,12 +123,12 @@ class BatchEffect:
         check_numbers(self, "end_differs", least=0, most=self.samples)
 
     def spent(self, confidence_level: float) -> float:
-        """Return a bound on the share that answers differently in other batches, at half risk."""
+        """Return a bound on the share of samples that other batches change, at half risk."""
         bound = upper_bound(self.end_differs, self.samples, half_risk(confidence_level))
         return math.ceil(bound * _STEPS) / _STEPS
 
     def left(self) -> float:
-        """Return the share of samples that exits may answer differently; 0 or less is none."""
+        """Return the share of samples that exits may answer differently; it may be 0 or less."""
         return self.max_disagreement - self.spent(self.confidence_level)
 
     def describe(self) -> str:

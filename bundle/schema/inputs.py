@@ -157,7 +157,7 @@ class Padding:
     longest: int
     """Greatest size at which answers were compared: nothing is padded to more."""
     limit: int | None = field(default=None, metadata=LEFT_OUT)
-    """Greatest size that the model accepts, if it was seen to fail at one more."""
+    """Greatest size that the model accepts, if it failed when tried at one more."""
     difference: float
     """Largest difference found, relative to the scale of each value."""
 
@@ -228,7 +228,7 @@ class InputRange:
     lowest: float
     highest: float
     beyond: tuple[NotFinite, ...] = field(default=(), metadata=LEFT_OUT)
-    """Elements other than finite ones that occurred, for instance for missing values."""
+    """Kinds of elements that are not finite and occurred, for instance NaN for missing values."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "highest", least=self.lowest)
@@ -254,17 +254,17 @@ class LengthRange:
 class InputRanges:
     """The ranges of a model's inputs in the calibration data.
 
-    Inputs whose finite elements were all equal have none: a mask in data without padding, for
+    Inputs whose finite elements were all equal have no range: a mask in data without padding, for
     example, does not show its legal values.
     """
 
     inputs: tuple[InputRange, ...]
     lengths: tuple[LengthRange, ...] = field(default=(), metadata=LEFT_OUT)
-    """Lengths in every symbolic size but the batch's."""
+    """Range of lengths in every symbolic size except the batch."""
 
     @classmethod
     def of(cls, *parts: Mapping[str, NDArray[Any]]) -> Self:
-        """Return the ranges of inputs [n, …] in some parts of a data set, none of them empty."""
+        """Return the ranges of inputs [n, …] in non-empty parts of a data set."""
         return cls.over(parts)
 
     @classmethod
@@ -276,7 +276,7 @@ class InputRanges:
             for name, values in batch.items():
                 known = ends.get(name, (np.inf, -np.inf))
                 least, most = float(np.min(values)), float(np.max(values))
-                if not np.isfinite([least, most]).all():  # NaN is both
+                if not np.isfinite([least, most]).all():  # NaN in the data makes both NaN
                     finite = np.isfinite(values)
                     beyond.setdefault(name, set()).update(_not_finite(values[~finite]))
                     least = float(np.min(values, initial=np.inf, where=finite))

@@ -79,17 +79,17 @@ class Calibration:
     sample_shapes: dict[str, tuple[int, ...]]
     """Shape of one sample of each input, without the batch; the model is warmed up with it."""
     reference_batch_size: int
-    """Batch size whose profiled times the savings were predicted with."""
+    """Batch size at which the savings were predicted, from the times profiled at it."""
     source_accuracy: float | None = None
     """Accuracy of the source model on the certify split, where there were labels."""
     answer_ranges: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
-    """Smallest and largest value of the model's answers to the certify split, then of the exits',
-    where these end with the model's operators (``Answer.tail``)."""
+    """Smallest and largest value of the model's answers to the certify split, then of the exits'
+    answers, if exits end with the model's operators (``Answer.tail``)."""
     random_inputs: bool = field(default=False, metadata=LEFT_OUT)
     """True if the samples were generated at random, in a dry run: nothing is certified."""
     distinct: DistinctSamples | None = field(default=None, metadata=LEFT_OUT)
-    """Distinct samples, of which each counts once; ``None`` where every row is one. The tune and
-    certify splits contain distinct samples, training all rows of their groups."""
+    """Distinct samples, each of which counts once; ``None`` if every row is a distinct sample. The
+    tune and certify splits contain distinct samples, training all rows of their groups."""
 
     def describe_ranges(self) -> str:
         """Return ``the model's answers are from 0 to 100, those of exits from 0.1 to 100``."""
@@ -116,7 +116,7 @@ class Source:
     file: str
     original_name: str
     original_sha256: str
-    """Hash of the user's file; the bundle holds a simplified, equivalent one."""
+    """Hash of the user's file; the bundle contains a simplified, equivalent model."""
     opset: int
 
 
@@ -162,16 +162,17 @@ class Manifest:
     value_bounds: tuple[ValueBound, ...] = field(default=(), metadata=LEFT_OUT)
     """Values beyond which the model fails: requests with others are refused."""
     subnet: str = field(default="", metadata=LEFT_OUT)
-    """Name of the subnet of the source model that exits follow, where they follow one."""
+    """Name of the source model's subnet that exits follow; empty if they follow the whole model."""
     variants: tuple[Variant, ...] = field(default=(), metadata=LEFT_OUT)
     """Subnets that may serve in place of the model (SuperServe 3); variant 0 is the model."""
     weight_sharing: tuple[SharingCost, ...] = field(default=(), metadata=LEFT_OUT)
     """Costs of sharing weights in memory between sessions, for the model and each variant, by
     number; empty where they were not measured."""
     idle_reason: str = field(default="", metadata=LEFT_OUT)
-    """Limit that prevents all exits from being used, if none is, and what would remove it."""
+    """Limit that keeps every exit out of use, and what would remove it; empty if an exit is in
+    use."""
     unread: tuple[UnreadInput, ...] = field(default=(), metadata=LEFT_OUT)
-    """Inputs that the file declares and no operator reads, by rising place."""
+    """Inputs that the file declares and no operator reads, by rising :attr:`UnreadInput.place`."""
     no_batching: str = field(default="", metadata=LEFT_OUT)
     """Reason why each sample must run in a separate batch; empty where samples may share one. Such
     a model has no exits."""
@@ -266,7 +267,7 @@ class Manifest:
 
 
 _NAMED: Final = 4
-"""Most tensors that a message names."""
+"""Largest number of tensors that a message names."""
 
 
 def _check_unique(what: str, names: Iterable[str]) -> None:
@@ -279,7 +280,7 @@ def _check_unique(what: str, names: Iterable[str]) -> None:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Check that places of inputs that no operator reads are rising and within all inputs."""
+    """Check that ``place`` of inputs that no operator reads rises and is within all inputs."""
     places = [each.place for each in manifest.unread]
     end = len(manifest.inputs) + len(places)
     if places != sorted(set(places)) or any(not 0 <= place < end for place in places):
@@ -422,7 +423,7 @@ def _check_variants(manifest: Manifest) -> None:
 
 
 def _check_sharing(manifest: Manifest) -> None:
-    """Check that costs of sharing weights are of the model and of all variants, or of none."""
+    """Check that the model and all variants have costs of sharing weights, or that nothing has."""
     said = [cost.variant for cost in manifest.weight_sharing]
     if said and said != [*range(len(manifest.variants) + 1)]:
         raise ValueError(
@@ -435,7 +436,8 @@ def _check_chain(manifest: Manifest) -> None:
     """Check that each segment and exit reads graph inputs and outputs of earlier segments only.
 
     Every output of a segment must be read by a later segment. In a cascade, the segments before the
-    source model are an exception: it reads graph inputs, so exits alone may read them.
+    source model are an exception: the source model reads only graph inputs, so perhaps only exits
+    read the outputs of these segments.
     """
     graph_inputs = {tensor.name for tensor in manifest.inputs}
     anew = len(manifest.segments) - 1 if manifest.is_cascade else 0

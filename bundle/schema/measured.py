@@ -72,7 +72,7 @@ class Measured:
             )
 
     def nearest(self, batch_size: int) -> MeasuredSize:
-        """Return the measurements at the nearest size by ratio; the larger one of two."""
+        """Return the measurements at the nearest batch size by ratio; of two, at the larger."""
         return min(
             reversed(self.sizes),
             key=lambda at: max(at.batch_size / batch_size, batch_size / at.batch_size),
@@ -86,16 +86,17 @@ _MOST_MS: Final = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Uncertainty of a profile by batch size: half 95 % intervals, as shares of the source's."""
+    """Half widths of a profile's 95 % intervals, relative to the source's time, by batch size."""
 
     rounds: tuple[int, ...]
-    """Fewest rounds of any estimate."""
+    """Smallest number of rounds that an estimate is based on."""
     source: tuple[float, ...]
     """Uncertainty of ``source_ms``; other load on the machine affects it, and not the others."""
     segments: tuple[float, ...]
     """Uncertainty of the segment with the largest one."""
     added: tuple[float, ...]
-    """Uncertainty of the time that all exits add together, heads and borders."""
+    """Uncertainty of the time that all exits add together: their heads, and the ends of their
+    stages."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "rounds", "source", "segments", "added", least=0)
@@ -117,13 +118,14 @@ class Profile:
     """Times of the unmodified model as one graph."""
     segments_ms: tuple[tuple[float, ...], ...]
     """[segments][batch_sizes]: each segment's part of ``source_ms``, which is the sum of a column;
-    the extra cost of a border between stages is in ``stages_ms``. In a cascade the parts of the
-    quantised model sum to its time as one graph, and the last row is ``source_ms``."""
+    the extra cost of ending a stage is in ``stages_ms``. In a cascade the parts of the quantised
+    model sum to its time as one graph, and the last row is ``source_ms``."""
     exits_ms: tuple[tuple[float, ...], ...]
     """[exits][batch_sizes]: time of bridge and head, minus that of an empty graph."""
     stages_ms: tuple[tuple[float, ...], ...]
-    """[exits][batch_sizes]: cost of the border after an exit: layout changes, copies and lost
-    fusion, which grow with the tensors that cross, a call of the backend, the exit check."""
+    """[exits][batch_sizes]: extra cost of ending a stage after an exit: a call of the backend, the
+    exit check, and layout changes, copies and lost fusion, which grow with the tensors that pass to
+    the next stage."""
     spread: Spread | None = None
     """Uncertainty of the times; ``None`` where it was not measured."""
     disturbed: tuple[str, ...] = ()
@@ -155,5 +157,5 @@ class Profile:
             raise ValueError("segments_ms: a column adds up to 0, expected the model's own time")
 
     def column(self, batch_size: int) -> int:
-        """Return the column of the least profiled size of at least ``batch_size``, or the last."""
+        """Return the column of the first profiled size >= ``batch_size``, or the last column."""
         return min(bisect_left(self.batch_sizes, batch_size), len(self.batch_sizes) - 1)

@@ -26,8 +26,8 @@ class Segment:
     """Share of the source model's floating-point operations, 0 to 1 (of the time of its operators,
     where their number is not known); for a quantised segment, that of the original segment."""
     row_bytes: int = 0
-    """Bytes of a row that cross the border after it, at the shapes of the calibration data: cut
-    tensors and graph inputs that later segments read; 0 after the last."""
+    """Bytes of a row that pass from it to later segments, at the shapes of the calibration data:
+    cut tensors and graph inputs that later segments read; 0 after the last."""
     weight_bytes: int = 0
     """Bytes of its weights, and of those of the exit that follows it."""
 
@@ -42,7 +42,7 @@ class Segment:
 
 
 def last_beginning(segments: Sequence[Segment]) -> int:
-    """Return the last segment from which on no tensor of an earlier segment is read.
+    """Return the last segment that reads, like all after it, no tensor of earlier segments.
 
     It is 0 except in a cascade, where the source model is the last segment.
     """
@@ -114,7 +114,7 @@ class HeadScore:
 
     head: Head
     agreement: float
-    """Share of the tuning split answered like the source model if all exit here."""
+    """Share of the tuning split answered like the source model if all samples exit here."""
     cost_ms: float
     """Measured time of the head alone, per batch of ``Calibration.reference_batch_size``."""
     net_savings: float
@@ -140,9 +140,10 @@ class Exit:
     """Name of the answer's confidence, float32 [batch], which the same graph computes."""
     head: Head
     agreement: float
-    """Share of the certify split answered like the source model if all exit here."""
+    """Share of the certify split answered like the source model if all samples exit here."""
     accuracy: float | None = None
-    """The same compared with the labels of the data, where there were any."""
+    """Share of the certify split answered like the data's labels if all samples exit here; ``None``
+    without labels."""
     share: float = field(default=1.0, metadata=LEFT_OUT)
     """Share of the answer's principal values that are at least as large as its confidence (PAME's
     count threshold, 5.3); 1 if there is one principal value."""
@@ -167,9 +168,9 @@ VARIANTS: Final = "variants"
 class Variant:
     """A subnet of the model, which shares its weights (SuperServe 3), with its exits.
 
-    It has the form of a cascade: exits follow the subnet's segments, its answer is the last of
-    them, and the unmodified model is the last segment. Batches that run it end at its answer;
-    audits run on.
+    It has the form of a cascade: exits follow the subnet's segments, the last exit is the subnet's
+    answer, and the unmodified model is the last segment. Batches that run the variant end at the
+    subnet's answer; audits run on to the end.
     """
 
     index: int
@@ -204,12 +205,12 @@ def folder_of(variant: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartSizes:
-    """Bytes of tensors that cross borders between segments, and of weights."""
+    """Bytes of tensors that pass between segments, and of weights."""
 
     row_bytes: tuple[int, ...]
-    """[segments - 1]: bytes of a row that cross the border after each segment."""
+    """[segments - 1]: bytes of a row that pass from each segment to later ones."""
     weight_bytes: tuple[int, ...]
-    """[segments]: bytes of the weights of each, and of the exit that follows it."""
+    """[segments]: bytes of the weights of each segment and of the exit that follows it."""
 
     @staticmethod
     def kept_by(segments: Sequence[Segment]) -> PartSizes:

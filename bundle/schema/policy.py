@@ -21,7 +21,7 @@ class ActiveExit:
     exit: int
     """Index into ``Manifest.exits``."""
     threshold: float
-    """Least confidence to exit with."""
+    """Lowest confidence with which a sample exits."""
 
     def __post_init__(self) -> None:
         if self.exit < 0:

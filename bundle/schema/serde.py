@@ -35,7 +35,7 @@ def json_key(key: str) -> Any:
 
 
 LEFT_OUT: Final = types.MappingProxyType({"left out": True})
-"""Metadata of a field that JSON leaves out if it has its default."""
+"""Metadata of a field that is not written to JSON if it has its default value."""
 
 
 def _may_lack(field: dataclasses.Field[Any]) -> bool:

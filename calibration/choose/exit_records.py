@@ -25,21 +25,22 @@ class ExitRecords:
     """Answers of exits and source model, reduced to the values that thresholds are chosen from."""
 
     confidence: NDArray[np.float32]
-    """[exits, samples]."""
+    """Confidence of each exit in its answers, [exits, samples]."""
     prediction: NDArray[np.int32]
     """[exits, samples]: codes of the answers (:mod:`~offramp.engine.answers.agreement`); for
     classification they are the classes."""
     final_prediction: NDArray[np.int32]
     """[samples], the source model's codes: an exit's code equals it where the answers agree."""
     final_confidence: NDArray[np.float32]
-    """[samples]."""
+    """Confidence of the source model in its answers, [samples]."""
     labels: NDArray[np.int64] | None
-    """[samples], where the data has labels."""
+    """Labels of the samples, [samples]; ``None`` if the data has none."""
     ranges: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 2)))
     """[exits + 1, 2]: smallest and largest finite value of the answers of each exit, and of the
     model; [0, 2] where they are not known, as bundles do not store them."""
     copies: NDArray[np.int64] | None = None
-    """[samples]: number of rows of the data that each sample represents; ``None`` is one each."""
+    """[samples]: number of rows of the data that each sample represents; ``None`` means one row
+    each."""
 
     @classmethod
     def kept_by(cls, bundle: Bundle, split: int) -> ExitRecords:
@@ -90,13 +91,13 @@ def record_answers(
     batch_size: int = BATCH_SIZE,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ExitRecords:
-    """Run the joined graph of the model and all exits, or those of a cascade, over a data set.
+    """Run the joined graph of model and exits, or the graphs of a cascade, over a data set.
 
     ``model`` outputs ``answer`` and ``exit_outputs``: the names of the exits' answers and
     confidences, in depth order. ``progress`` is called with the size of each finished batch. A
     ``DataError`` if the model fails on a sample, or its answer is not finite; a ``CriterionError``
-    if a user's criterion fails. A criterion that depends on earlier exits gets all of them, as
-    while serving.
+    if a user's criterion fails. A criterion that depends on earlier exits gets the answers of all
+    of them, as while serving.
     """
     shape = (len(exit_outputs), len(dataset))
     records = ExitRecords(

@@ -17,7 +17,7 @@ from offramp.certify.learn_then_test import count_errors, count_strata, level_of
 from offramp.engine.control.costs import CostModel
 
 _MOST_SAMPLES = 200_000
-"""Most certify samples that a message proposes."""
+"""Largest number of certify samples that a message proposes."""
 _BETTER_HEADS = (
     "more --data or --epochs make better heads, and a larger --max-disagreement lets more samples "
     "leave"
@@ -51,19 +51,19 @@ class PolicyTerms:
     """Batch size that savings are predicted at."""
 
     def tested(self, *, copies: bool) -> PolicyTerms:
-        """Return the terms of each test, of which there are two if the data have copies."""
+        """Return the terms of a single test; there are two tests if the data have equal rows."""
         level = level_of_each(self.confidence_level, copies=copies)
         return replace(self, confidence_level=level)
 
     def allowed_errors(self, samples: int) -> int:
-        """Return the most errors with which a policy is certified; −1 if none is."""
+        """Return the largest number of errors that can be certified; −1 if none can be."""
         return allowed_errors(samples, self.max_disagreement, self.confidence_level)
 
 
 def limit_of_heads(best: Sequence[HeadScore], source_ms: float, terms: PolicyTerms) -> str:
     """Return why no exit was built: no head alone saves more than it costs.
 
-    ``best`` has the head with the largest net savings of every candidate; ``source_ms`` is the
+    ``best`` has, for every candidate, the head with the largest net savings; ``source_ms`` is the
     model's time at the batch size of the terms.
     """
     if not best:
@@ -107,8 +107,8 @@ def limit_of_choice(
 ) -> str:
     """Return why no set of exits was chosen on the tuning split.
 
-    ``costs`` are those of all exits (at least one), by profiled batch size; ``strata`` are those of
-    the tuning split.
+    ``costs`` are the costs of all exits (at least one), by profiled batch size; ``strata`` are the
+    classes of the tuning split that have a separate bound.
     """
     candidates = Candidates(
         tune.confidence,
@@ -245,7 +245,7 @@ def limit_of_certificate(
 
 
 def _samples_for(error_rate: float, terms: PolicyTerms) -> int | None:
-    """Return about how many certify samples pass with an error rate; ``None`` if none would do."""
+    """Return about how many certify samples pass with an error rate; ``None`` if no number does."""
     samples = 100
     while error_rate < terms.max_disagreement and samples < _MOST_SAMPLES:
         if error_rate * samples <= terms.allowed_errors(samples):

@@ -44,8 +44,8 @@ def net_savings_alone(
 ) -> float:
     """Predict the net savings of an exit without any other, with its cost subtracted.
 
-    ``confidence`` and ``agrees`` are [samples] of the tuning split, of which a share of at most
-    ``max_disagreement`` may disagree; ``cost`` has the head's cost at ``index``.
+    ``confidence`` and ``agrees`` are [samples] of the tuning split; at most a share
+    ``max_disagreement`` of them may disagree; ``cost`` has the head's cost at ``index``.
     """
     order = np.argsort(-confidence, kind="stable")
     errors = np.cumsum(~agrees[order])
@@ -126,8 +126,8 @@ class Candidates:
         result may be empty.
 
         The search drops, adds and exchanges single exits while that helps. It runs twice: from no
-        exit, and from the set that is left when the least useful exit is dropped from all exits
-        while that helps. The better result counts, the smaller set where they are equal.
+        exit, and from the set that remains of all exits when the least useful one is dropped
+        repeatedly while that helps. The better result counts, the smaller set where they are equal.
 
         ``cost`` is that of all exits at the reference batch size. ``max_overhead`` limits the share
         of the source model's time that exits certainly add where no sample exits (Apparate's ramp
@@ -191,7 +191,7 @@ def certified_policy(
     probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
 
     The policy has no active exits if no level passed or nothing is saved. With ``whole`` it has all
-    of ``active``, at ``NEVER`` where the certificate does not need one.
+    exits of ``active``; those that the certificate leaves unused are at ``NEVER``.
     """
     if not active:
         return _NO_EXITS

@@ -25,7 +25,7 @@ from offramp.engine.control.costs import CostModel
 TradeOffKind: TypeAlias = Literal["exits", "subnets", "both", "handing-on"]
 TRADE_OFF_KINDS: Final[tuple[TradeOffKind, ...]] = ("exits", "subnets", "both", "handing-on")
 """Ways to make a model faster: the full model's exits; subnets without exits; the full model and
-every subnet, each with its exits; subnets with exits of which the last one, the subnet's answer,
+every subnet, each with its exits; subnets with exits, where the last exit, the subnet's answer,
 passes samples with too little confidence on to the full model."""
 BOUNDS: Final = (0.002, 0.01, 0.05)
 """Bounds on disagreement for which sets of exits are chosen."""
@@ -33,7 +33,7 @@ _CONFIDENCE_LEVEL: Final = 0.95
 _LEVELS: Final = 60
 """Number of levels of a path that are evaluated."""
 _ALIKE: Final = 0.99
-"""Least share of equal answers for which records count as being of the same samples."""
+"""Share of equal answers from which on records count as being of the same samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class TradeOff:
     accuracy: float | None
     """Counted share of samples answered like their labels; ``None`` without labels."""
     early: float
-    """Share that leaves before the last exit or end."""
+    """Share of samples that leave before ``deepest``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class RecordedVariant:
         *,
         batch_size: int | None = None,
     ) -> RecordedVariant:
-        """Describe the full model by the parts of a bundle.
+        """Return the full model as a variant, from the parts of a bundle.
 
         ``batch_size`` is by default the one that savings are predicted at; ValueError if it was not
         profiled.
@@ -114,7 +114,7 @@ class RecordedVariant:
         return self.cost.exits - (1 if self.variant else 0)
 
     def exit_sets(self) -> tuple[tuple[int, ...], ...]:
-        """Return sets of exits to try: those in use, each alone, the best within each bound.
+        """Return sets of exits to try: those in use, each exit alone, the best set per bound.
 
         They are chosen on the tuning split, in comparison with the variant's end: errors that an
         exit shares with that end do not reduce agreement.
@@ -187,7 +187,7 @@ class RecordedVariant:
         deepest: int,
         judged: ExitRecords,
     ) -> Iterator[TradeOff]:
-        """Yield evaluations of thresholds [levels, exits], none of which rises."""
+        """Yield evaluations of thresholds [levels, exits], which never rise with the level."""
         rows, samples = [*exits, deepest], len(judged.final_prediction)
         if not samples:
             return
@@ -245,7 +245,7 @@ def same_samples(judged: Judged) -> bool:
 
 
 def trade_offs(judged: Judged, way: TradeOffKind) -> list[TradeOff]:
-    """Evaluate all choices of one way; the unmodified full model is one of each.
+    """Evaluate all trade-offs of one kind; every kind includes the unmodified full model.
 
     ValueError if the full model is not the first.
     """
@@ -281,7 +281,7 @@ def accuracy_quality(point: TradeOff) -> float:
 def front_of(
     points: Iterable[TradeOff], worth: QualityMeasure = agreement_quality
 ) -> tuple[TradeOff, ...]:
-    """Return the points that no other dominates, cheapest first, so in rising order of worth."""
+    """Return the points that no other point dominates, by rising cost and ``worth``."""
     front: list[TradeOff] = []
     for point in sorted(points, key=lambda p: (p.cost, -worth(p), p.variant, len(p.active))):
         if not front or worth(point) > worth(front[-1]):
@@ -292,7 +292,7 @@ def front_of(
 def cheapest_at(
     points: Iterable[TradeOff], level: float, worth: QualityMeasure = agreement_quality
 ) -> TradeOff | None:
-    """Return the point of least time with at least a worth of ``level``; ``None`` if none has."""
+    """Return the cheapest point with ``worth`` of at least ``level``; ``None`` if none has it."""
     reaching = (p for p in points if worth(p) >= level - 1e-12)
     return min(reaching, key=lambda p: (p.cost, -worth(p)), default=None)
 

@@ -20,7 +20,7 @@ BATCH_BYTES = 2**28
 def activations(
     proto: onnx.ModelProto, tensors: Sequence[str], dataset: Dataset, *, threads: int
 ) -> Iterator[tuple[str, NDArray[Any], str]]:
-    """Yield name and value of some float32 tensors, batch by batch, and the batch's sample range.
+    """Yield, batch by batch, some float32 tensors by name, and the batch's range of samples.
 
     The range is text for messages. Nothing is written to the disk. A ``DataError`` if the model
     fails on a sample.

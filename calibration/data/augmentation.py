@@ -61,11 +61,11 @@ class AugmentedSamples:
     partner: NDArray[np.intp]
     """[n]: index in ``base`` of the other sample of each pair."""
     share: NDArray[np.float32]
-    """[n]: contribution of the first one, 0 to 1."""
+    """[n]: contribution of the first sample of each pair, 0 to 1."""
 
     @classmethod
     def draw(cls, base: Dataset, method: Method, *, seed: int) -> AugmentedSamples:
-        """Draw a pair for each sample, and the share that the first of each contributes."""
+        """Draw a partner for each sample of ``base``, and the share that the first contributes."""
         rng, samples = np.random.default_rng(seed), len(base)
         order = rng.permutation(samples)
         partner = np.empty(samples, np.intp)
@@ -91,7 +91,7 @@ class AugmentedSamples:
 
     @property
     def rows(self) -> NDArray[np.intp]:
-        """Row in the file of the first of each pair, [n], for messages."""
+        """Row in the file of the first sample of each pair, [n], for messages."""
         return self.base.rows[self.first]
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
@@ -112,7 +112,7 @@ class AugmentedSamples:
         return (np.rint(mixed) if first.dtype.kind == "u" else mixed).astype(first.dtype)
 
     def _spliced(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
-        """Join tokens of one sample before a random place to tokens of the other from there on.
+        """Join one sample's tokens before a random position to the other's tokens from there on.
 
         All inputs of a pair are cut at the same place, within the first one's length: up to the
         last token that is not padding in any input.

@@ -19,7 +19,7 @@ from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.scratch import ScratchError, ScratchSpace
 
 HELD_BYTES: Final = 2**26
-"""Most bytes of arrays that are held in memory; larger ones stay on the disk."""
+"""Largest size of an array that is held in memory; larger arrays stay on the disk."""
 _HASHED_BYTES: Final = 2**20
 
 ArraysAndHash: TypeAlias = tuple[dict[str, NDArray[Any]], str]

@@ -61,7 +61,7 @@ class Dataset:
     """Samples in the format of the model's inputs, with their labels where there are any."""
 
     inputs: Mapping[str, NDArray[Any]]
-    """Arrays by input name, first dimension n; in mapped files, if the data are large."""
+    """Arrays by input name, with first dimension n; mapped from files if the data are large."""
     labels: NDArray[np.int64] | None
     """[n]: true classes, only for reporting accuracy."""
     sha256: str
@@ -69,9 +69,9 @@ class Dataset:
     group: NDArray[np.int64] | None = None
     """[n]: group numbers from the user's key; ``None`` without a key."""
     copies: NDArray[np.int64] | None = None
-    """[n]: rows of the file that each sample represents, including it; ``None`` is one each."""
+    """[n]: number of rows of the file that each sample represents; ``None`` means one row each."""
     taken: NDArray[np.intp] | None = None
-    """[n]: rows of the file that these samples are; ``None`` is all of them."""
+    """[n]: index in the file of each sample's row; ``None`` means all rows of the file."""
 
     @property
     def rows(self) -> NDArray[np.intp]:
@@ -140,13 +140,13 @@ def read_dataset(
 ) -> Dataset:
     """Read samples from a source, and check them against the model's inputs.
 
-    A path is that of an npz file, or of a folder of npy files; other kinds are in
+    A path leads to an npz file or a folder of npy files; sources of other kinds are in
     :mod:`offramp.compiler.data`. Large data are mapped, not read into memory: the files must not
     change while they are in use. Converted or unpacked arrays are written to an unnamed file in
     ``scratch`` (``None``: the system's folder for temporary files).
 
-    The array ``label`` or ``labels`` contains the classes. For models whose answers are not classes
-    (``answer``), labels are sets of labels [n, labels], or are ignored. The data may contain inputs
+    The array ``label`` or ``labels`` contains the classes. For models whose ``answer`` is not a
+    class, the array contains sets of labels [n, labels], or is ignored. The data may contain inputs
     that no operator reads (``unread``): they are checked, then ignored. The array that ``group``
     names is not an input: rows with equal values in it form one group.
 
@@ -207,7 +207,7 @@ def read_samples(
 ) -> Dataset:
     """Read samples for the model of a bundle, as :func:`read_dataset` does.
 
-    The default ``group`` is the one of the compilation, if the data have it.
+    ``group`` is by default the array that grouped rows at compilation, if the data have it.
     """
     known, group_key = manifest.calibration.distinct, None
     if group is not None:
@@ -263,12 +263,13 @@ class DataSplit:
     """The training, tuning and certify splits of a data set; every group is in one of them."""
 
     train: Dataset
-    """Split that heads are trained on; all rows of its groups."""
+    """Split that heads are trained on; it has all rows of its groups."""
     tune: Dataset
-    """Split that heads, active exits and the path of policies are chosen on; one row a group."""
+    """Split that heads, active exits and the path of policies are chosen on; it has one row per
+    group."""
     certify: Dataset
-    """Split that the path is tested on; nothing else ever uses it. One row a group: the promise is
-    about distinct samples, so their number counts."""
+    """Split that the path is tested on; nothing else ever uses it. It has one row per group, as the
+    promise is about distinct samples."""
     groups: Groups
     """Groups of all rows."""
 
@@ -280,10 +281,10 @@ class DataSplit:
 def split(
     dataset: Dataset, *, certify_at_least: int, seed: int, groups: Groups | None = None
 ) -> DataSplit:
-    """Split a data set at random, by groups (default: each row is one).
+    """Split a data set at random, by groups (default: each row is its own group).
 
-    ``certify_at_least`` is the number of samples without which even a policy that never errs cannot
-    be certified (:func:`offramp.certify.binomial.samples_needed`). If there are too few samples, a
+    ``certify_at_least`` is the smallest number of samples with which a policy without errors can be
+    certified (:func:`offramp.certify.binomial.samples_needed`). If there are too few samples, a
     ``DataError`` states how many are needed.
     """
     groups = groups or Groups.singletons(len(dataset))
@@ -296,7 +297,7 @@ def split(
 
 
 def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int) -> DataSplit:
-    """Split a data set at random; ``sizes`` are the groups to train and tune on, others certify.
+    """Split a data set at random; ``sizes`` groups train and tune, all others certify.
 
     The same data, groups, sizes and seed produce the same parts.
     """

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from offramp.calibration.data.row_values import IntArray, RowValues
 
 _MOST_IGNORED: Final = 0.01
-"""Largest share of joined rows for which samples are tested once, as if each were one row: a few
+"""Up to this share of joined rows, samples are tested once, as if each were one row: a few
 coincidences must not make a certificate much more expensive."""
 
 
@@ -20,7 +20,7 @@ class Overlaps:
     """Values of windows over a series, from which overlaps are found."""
 
     window: IntArray
-    """[rows]: the window that each row is, or is a copy of."""
+    """[rows]: the window that each row is, or equals (nearly)."""
     values: RowValues
     """Values of the windows."""
 
@@ -66,8 +66,8 @@ class Groups:
     def shuffled(self, seed: int) -> NDArray[np.intp]:
         """Return the representatives in a random order.
 
-        It is a part of an order of all rows, so that a few copies do not change the order of the
-        other rows.
+        All rows are ordered first, so that a few equal rows do not change the order of the other
+        rows.
         """
         order = np.random.default_rng(seed).permutation(self.rows)
         chosen: NDArray[np.intp] = order[self.represents[order]]
@@ -89,7 +89,7 @@ class Groups:
         return np.flatnonzero(wanted[self.number])
 
     def apart(self, rows: NDArray[np.intp], others: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the rows that do not overlap with ``others``, in neighbouring groups."""
+        """Return the rows that do not overlap with ``others`` in neighbouring groups."""
         if self.overlaps is None:
             return rows
         window = self.overlaps.window
@@ -138,7 +138,7 @@ def components(count: int, first: IntArray, second: IntArray) -> IntArray:
         before = label
         low = np.minimum(label[first], label[second])
         label = label.copy()
-        # both ends, and the nodes that their labels are: long chains take few rounds
+        # update both ends and the nodes that their labels name, so that long chains take few rounds
         for ends in (first, second, before[first], before[second]):
             np.minimum.at(label, ends, low)
         label = label[label]

@@ -21,7 +21,7 @@ class GroupKey:
     def take(
         self, arrays: dict[str, NDArray[Any]], inputs: Collection[str]
     ) -> NDArray[np.int64] | None:
-        """Number the values of the array, int64[n], and remove it from ``arrays`` if not an input.
+        """Return numbers for the array's values, int64[n]; remove it from ``arrays`` if no input.
 
         ``None`` if it is missing and not needed. ValueError if it is missing and needed, or does
         not have one integer or text for each sample.

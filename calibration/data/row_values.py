@@ -1,4 +1,4 @@
-"""Values that rows share, at different places."""
+"""Values that rows have in common at different positions, which shows windows over a series."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ IntArray = NDArray[np.int64]
 LEAST_VALUES: Final = 8
 """Least number of values that two overlapping rows share."""
 LEAST_SHARE: Final = 0.3
-"""Least share of the values of the shorter of two overlapping rows that both have."""
+"""Least share of values that two overlapping rows have in common, of those of the shorter row."""
 
 
 class RowValues(NamedTuple):
-    """Values that rows, or groups of rows, have: sorted by row, then value, each once."""
+    """Values of rows, or of groups of rows: sorted by row, then by value, each once per row."""
 
     row: IntArray
     value: NDArray[np.uint64]
@@ -38,11 +38,11 @@ class RowValues(NamedTuple):
     def shares(
         self, first: IntArray, second: IntArray, count: int, *, least: int = LEAST_VALUES
     ) -> NDArray[np.float64]:
-        """Return the share of values that pairs of rows have at different places, float64[pairs].
+        """Return the share of common values at different positions of two rows: float64[pairs].
 
-        0 where there are fewer than ``least``. ``count`` is the number of all rows. Values at the
-        same place do not show a series: for example, the columns of one user in a table of
-        purchases.
+        The share is 0 if they are fewer than ``least``. ``count`` is the number of all rows. Common
+        values at the same position do not show a series: for example, the columns of one user in a
+        table of purchases.
         """
         starts = np.searchsorted(self.row, np.arange(count + 1))
         sizes = np.diff(starts)

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 BATCH_SIZE = 64
 _UNUSUAL = 1024
-"""Most samples with inputs that are not finite that are tried before training."""
+"""Largest number of samples with NaN or infinity in an input that are tried before training."""
 
 Graphs: TypeAlias = bytes | Sequence[bytes]
 """One graph, or several with different output names: the graphs of a cascade may have different
@@ -115,8 +115,8 @@ def check_unusual(
 ) -> None:
     """Run a model on samples with NaN or infinity in an input, :data:`_UNUSUAL` at most.
 
-    An imputer in the graph, or an additive mask, handles such values: then these are samples like
-    others. Else they are broken data, which is a ``DataError``. ``graph`` returns the model's
+    If the graph handles such values, with an imputer or an additive mask, these are samples like
+    others. Otherwise the data are broken, which raises ``DataError``. ``graph`` returns the model's
     bytes.
     """
     rows = dataset.not_finite()

@@ -113,14 +113,14 @@ def hash_arrays(arrays: Mapping[str, NDArray[Any]], *, keys: Collection[str] = (
 
 
 class _HeldColumn:
-    """Labels or a key: small, and the length of texts may differ from batch to batch."""
+    """A column of labels or keys: it is small, and texts may have other lengths in each batch."""
 
     def __init__(self, first: NDArray[Any]) -> None:
         self.first = first[:0].copy()
         self._parts: list[NDArray[Any]] = []
 
     def takes(self, array: NDArray[Any]) -> bool:
-        """Return whether an array has the same kind and shape as those before."""
+        """Return whether an array has the same kind and shape as earlier ones."""
         kinds = {array.dtype.kind, self.first.dtype.kind}
         same = len(kinds) == 1 or kinds <= {"i", "u"}
         return same and array.shape[1:] == self.first.shape[1:]
@@ -141,7 +141,7 @@ class _HeldColumn:
 
 
 class _StoredColumn:
-    """An input: in memory while it is small, then in a scratch file."""
+    """A column of an input: it is in memory while it is small, then in a scratch file."""
 
     def __init__(self, first: NDArray[Any], writer: SampleWriter) -> None:
         self.first = first[:0].copy()
@@ -152,7 +152,7 @@ class _StoredColumn:
         self._digest = hashlib.sha256()
 
     def takes(self, array: NDArray[Any]) -> bool:
-        """Return whether an array has the dtype and shape of those before."""
+        """Return whether an array has the dtype and shape of earlier ones."""
         return array.dtype == self.first.dtype and array.shape[1:] == self.first.shape[1:]
 
     def append(self, array: NDArray[Any]) -> None:

@@ -31,7 +31,7 @@ class ScratchSpace:
 
     @property
     def place(self) -> Path:
-        """The folder, also if it is the system's."""
+        """The folder in use: :attr:`folder`, or the system's."""
         return self.folder or Path(tempfile.gettempdir())
 
     def check_space(self, size_bytes: int, what: str, remedy: str) -> None:

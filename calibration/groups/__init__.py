@@ -1,1 +1,1 @@
-"""Rows of a data set that are not independent samples: copies, windows over a series, films."""
+"""Rows of a data set that are not independent samples: equal rows, series, films."""

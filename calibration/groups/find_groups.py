@@ -34,7 +34,7 @@ change a certificate, and large sets of pictures contain some."""
 def find_groups(dataset: Dataset, *, within: float) -> Groups:
     """Partition the rows of a data set into groups that count as one sample each.
 
-    The steps, each on the representatives of the step before: rows with one number in
+    The steps join, each among the representatives of the step before: rows with one number in
     ``dataset.group``, equal rows, nearly equal rows (:mod:`.sketch`), overlapping windows, and
     similar consecutive rows. The same data produce the same groups. With ``within`` 0 only the
     first two steps run: the user asserts that other rows are independent.
@@ -89,7 +89,7 @@ _NEAR: Final = 0.7
 """Share of the neighbourhood's distance below which two rows are similar: a correlation above
 1/2."""
 _LEAST_EXCESS: Final = 0.1
-"""Least share of rows similar to the next one, beyond the share of those similar by chance."""
+"""Least share of rows that are similar to the next one, beyond the share that is so by chance."""
 _LEAST_ROWS: Final = 4 * max(_COMPARED_LAGS)
 _DECAYED: Final = 0.9
 """Share of the largest distance at which rows of a film no longer count as similar."""
@@ -98,22 +98,22 @@ _BLOCK_LAGS: Final = 2
 distance from both of its ends."""
 
 _LEAST_PAIRS: Final = 8
-"""Fewest pairs for a median distance."""
+"""Smallest number of pairs from which a median distance is computed."""
 
 
 def film_blocks(position: Float32Array) -> IntArray:
     """Label blocks of consecutive similar rows, int64[rows]; other rows get separate labels.
 
     Rows are similar if the distance to the next one is below 0.7 of the distances to rows 23 to 61
-    places away. Distances between random rows would not do: in a file sorted by class the next row
-    is nearer than a random one, but so is the 61st, and the samples are as independent as in any
-    other order. Rows count as a film only if they are similar to the next one more often (by a
+    places away. Distances between random rows are no measure: in a file sorted by class the next
+    row is nearer than a random one, but so is the 61st, and the samples are as independent as in
+    any other order. Rows count as a film only if they are similar to the next one more often (by a
     tenth of all rows) than to the 70th, which happens by chance in data of few dimensions, and only
     if they are not sorted by the only number that they have.
 
     A run of similar rows is one block, or several if it is longer than twice the lag at which the
-    distance reaches nine tenths of its largest value: a film of one scene has as many samples as
-    it has stretches that are no longer similar.
+    distance reaches nine tenths of its largest value: a long film of one scene has several parts
+    that are not similar, and each counts as a sample.
     """
     rows = len(position)
     single = np.arange(rows)
@@ -135,7 +135,7 @@ def film_blocks(position: Float32Array) -> IntArray:
 
 
 def _is_sorted(position: Float32Array) -> bool:
-    """Return whether rows rise or fall throughout along any direction, or have no directions."""
+    """Return whether rows only rise or only fall in some direction, or have no directions."""
     steps = np.diff(position, axis=0)
     return bool(((steps >= 0).all(axis=0) | (steps <= 0).all(axis=0)).any() or not steps.shape[1])
 
@@ -143,8 +143,8 @@ def _is_sorted(position: Float32Array) -> bool:
 def _neighbourhood(position: Float32Array) -> NDArray[np.float64]:
     """Return the distance of each row to others of its neighbourhood, float64[rows].
 
-    It is the smaller of the median distances to rows before and after it: at the border of two
-    classes the rows on one side are of the same class.
+    It is the smaller of the median distances to rows before and after it: where a file changes from
+    one class to the next, rows on one side are of the same class.
     """
     apart = np.full((2, len(_FAR_LAGS), len(position)), np.inf)
     for place, lag in enumerate(_FAR_LAGS):
@@ -166,7 +166,7 @@ def _alike(position: Float32Array, around: NDArray[np.float64], lag: int) -> NDA
 
 
 def _decay_lag(position: Float32Array, run: IntArray) -> int:
-    """Return the lag from which rows of a run are no longer similar; the number of rows if none."""
+    """Return the lag from which a run's rows are no longer similar, or the number of rows."""
     lags = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
     lags += [128 * 2**k for k in range(int(np.log2(max(len(run) / 512, 1))) + 1)]
     known = {}
@@ -191,11 +191,11 @@ def _cut(run: IntArray, length: int) -> IntArray:
 
 
 _MOST_BY_CHANCE: Final = 0.05
-"""Largest median share that random rows may have in common for values to show overlaps."""
+"""If random rows have a larger median share of values in common, values do not show overlaps."""
 _MOST_LEFT: Final = 0.1
 """Largest mean share of values that representatives may have in common with others."""
 _ROUNDS: Final = 6
-"""Most rounds of joining windows. Each about halves the number of samples."""
+"""Largest number of rounds that join windows. Each round about halves the number of samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -203,9 +203,9 @@ class WindowLabels:
     """Labels of overlapping windows, and their shared values."""
 
     label: IntArray
-    """[rows]: the stretch of the series that each window belongs to."""
+    """[rows]: the part of the series that each window belongs to."""
     shared: NDArray[np.float64]
-    """[rows]: share of each window's values that windows of other stretches have too."""
+    """[rows]: share of each window's values that windows of other parts have too."""
     values: RowValues
 
 
@@ -213,11 +213,11 @@ def overlapping_windows(rows: RowSketch, chosen: IntArray) -> WindowLabels | Non
     """Label windows over a series that overlap, anywhere in the file.
 
     A window's value with the smallest hash is probably also that of its neighbours, with a
-    probability that grows with the overlap (Broder 1997); so equal ones label a stretch of the
-    series. Further rounds join stretches, until their representatives have little in common. Values
-    must distinguish rows: the result is ``None`` if random rows share more than a twentieth of
-    their values, as pictures of 256 shades do. Windows must share three tenths of their values, and
-    at least eight.
+    probability that grows with the overlap (Broder 1997); so windows with the same such value get
+    one label, as a part of the series. Further rounds join parts, until their representatives have
+    little in common. Values must distinguish rows: the result is ``None`` if random rows share more
+    than a twentieth of their values, as pictures of 256 shades do. Windows must share three tenths
+    of their values, and at least eight.
     """
     known = _telling_values(rows, chosen)
     if known is None:
@@ -248,8 +248,8 @@ def _left(label: IntArray, shared: NDArray[np.float64], known: RowValues) -> flo
 def _telling_values(rows: RowSketch, chosen: IntArray) -> RowValues | None:
     """Return the values of some rows, numbered by their index in ``chosen``.
 
-    Values that occur in more rows than windows over a series could share are left out. ``None`` if
-    random rows share some of the others.
+    A value that occurs in more rows than overlapping windows can have in common is left out.
+    ``None`` if random rows have some of the other values in common.
     """
     place = np.full(len(rows.whole), -1)
     place[chosen] = np.arange(len(chosen))

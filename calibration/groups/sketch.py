@@ -1,6 +1,6 @@
 """Compact sketches of rows for comparing them with each other, and the search for near copies.
 
-:func:`sketch` keeps little of every row: hashes, a short position (random projections of its
+:func:`sketch` keeps a few facts of every row: hashes, a short position (random projections of its
 numbers), some values. :func:`near_copies` compares positions and gives one label to rows that are
 nearer to each other than independent samples are.
 """
@@ -44,9 +44,10 @@ class RowSketch:
     """Facts about all rows, which need little memory even if the rows are large."""
 
     whole: UInt64Array
-    """[rows]: hash of all inputs; equal rows have equal ones."""
+    """[rows]: hash of all inputs; equal rows have equal hashes."""
     fixed: UInt64Array
-    """[rows]: hash of all that cannot be nearly equal: ids, texts, flags, places of NaN."""
+    """[rows]: hash of everything that cannot be nearly equal: ids, texts, flags, positions of
+    NaN."""
     position: Float32Array
     """[rows, directions]: random projection of all measured numbers, each divided by its scale; no
     directions if no number is measured."""
@@ -109,11 +110,11 @@ class _Projection:
     """Random signs for the numbers of an input, and the shift and factor to a common scale."""
 
     centre: Float32Array
-    """[numbers]."""
+    """Value that is subtracted from each number, [numbers]."""
     factor: Float32Array
-    """[numbers]."""
+    """Factor of each number after the subtraction, [numbers]."""
     signs: NDArray[np.int8]
-    """[numbers, directions]."""
+    """Random signs, [numbers, directions]."""
 
     def of(self, rows: NDArray[Any]) -> Float32Array:
         """Project rows [rows, …] to [rows, directions]."""
@@ -160,7 +161,7 @@ def _scales(flat: NDArray[np.float64], least: float) -> NDArray[np.float64]:
 
 
 def _finite(array: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int8] | None]:
-    """Replace values that are not finite by 0; return flags of them, or ``None`` if all are."""
+    """Replace values that are not finite by 0; return flags of these, or ``None`` without any."""
     if array.dtype.kind != "f" or np.isfinite(array).all():
         return array, None
     flags = (np.isnan(array) + 2 * np.isposinf(array) + 4 * np.isneginf(array)).astype(np.int8)
@@ -183,10 +184,10 @@ _PlacedValues: TypeAlias = tuple[NDArray[np.int64], UInt64Array, NDArray[np.int6
 
 
 def _values(batch: Mapping[str, NDArray[Any]]) -> _PlacedValues:
-    """Return rows, hashes and places of values; equal values have equal hashes.
+    """Return rows, hashes and positions of values; equal values have equal hashes.
 
-    Values are single floats, and every run of eight integers. Of each row, those with the smallest
-    of all possible hashes are kept, so that two rows keep the same ones of the values they share.
+    Values are single floats, and every run of eight integers. In each row the values with the
+    smallest hashes are kept, so that two rows keep the same ones of their common values.
     """
     rows, hashes, places, before = [], [], [], 0
     width = sum(array[0].size for array in batch.values())
@@ -231,14 +232,15 @@ def _mixed(bits: UInt64Array) -> UInt64Array:
 _PAIRS: Final = 4096
 """Random pairs whose median distance is the typical one."""
 _ASKED, _FEWEST_ASKED, _COMPARED = 256, 64, 2**24
-"""Most rows whose distances to all others are computed; fewest of them, if the pairs would
-otherwise exceed the third number; and that number of pairs."""
+"""Number of rows whose distances to all others are computed: the largest and the smallest number.
+It is reduced if the pairs would exceed the third number."""
 _STEPS_OF_TWO: Final = 2
 """Steps in which the distance at which pairs are counted doubles."""
 _STEPS: Final = 34
 _MOST_GROWTH: Final = 0.25
-"""Largest share of further pairs within twice a distance, if the pairs within it are copies. For
-numbers spread over one dimension it is 1 (twice as many pairs), over more dimensions larger."""
+"""If the pairs within a distance are copies, doubling it adds at most this share of pairs. For
+numbers spread over one dimension the share is 1 (twice as many pairs); over more dimensions it is
+larger."""
 _LEAST_PAIRS: Final = 20
 _WIDE: Final = 4.0
 """Number of dimensions from which on two rows are not near each other by chance."""
@@ -247,7 +249,7 @@ _MOST_SHARE: Final = 0.05
 _TABLES, _CELL_DIRECTIONS, _CELL_WIDTH = 10, 8, 6.0
 """Number of hash tables, directions that each divides space by, width of cells in distances."""
 _AT_ONCE: Final = 2**22
-"""Most differences that are in memory together."""
+"""Largest number of differences that are in memory together."""
 
 
 def typical_distance(position: Float32Array) -> float:
@@ -277,14 +279,14 @@ def near_copies(position: Float32Array, fixed: UInt64Array, within: float) -> In
 def _copy_distance(position: Float32Array, within: float) -> float:
     """Return the largest distance, up to ``within``, that copies have and other rows do not.
 
-    Copies with noise form pairs at the distance of the noise, and then no more over a wide range
-    of distances. Samples of a continuous distribution do not: the number of pairs within a distance
+    Copies with noise form pairs at the distance of the noise, and then no more over a wide range of
+    distances. Samples of a continuous distribution do not: the number of pairs within a distance
     grows at least in proportion to it (their correlation dimension is at least 1; Grassberger and
     Procaccia 1983). So there is a gap above the distance of copies, even in data of few dimensions
     that are so dense that single distances are no evidence. 0 if there is no gap. In many
-    dimensions independent rows are never near, so that the gap may be above 0 pairs: the search
-    that follows then finds rare copies. Groups that contain a large share of the rows are not
-    copies but tight classes.
+    dimensions independent rows are never near, so there may be a gap although no pair was found
+    below it: the search that follows then finds rare copies. Groups that contain a large share of
+    the rows are not copies but tight classes.
     """
     distances = 2 * within / 2 ** (np.arange(_STEPS) / _STEPS_OF_TWO)
     pairs, drawn = _count_pairs(position, distances)
@@ -312,7 +314,7 @@ def _is_wide(position: Float32Array) -> bool:
 def _count_pairs(
     position: Float32Array, distances: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], int]:
-    """Count pairs of some rows with all others within each falling distance; also those rows."""
+    """Count pairs of some rows with all others within falling distances; return the rows too."""
     rng = np.random.default_rng(2)
     rows = len(position)
     most = min(max(_COMPARED // rows, _FEWEST_ASKED), _ASKED, rows)

@@ -21,8 +21,8 @@ class CutTensor:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    """Sizes, first the batch; then channels and map, or map and channels, or tokens and width, or
-    width."""
+    """Sizes: the batch, then channels and map, or map and channels, or tokens and width, or a
+    vector's width."""
     channels: int | None = None
     """Dimension that holds the channels, or a token's width. ``None`` is the usual one for the
     rank: the first after the batch for maps of two and three dimensions, else the last."""

@@ -26,8 +26,8 @@ HIDDEN = 128
 QUERIES = (1, 4)
 """Numbers of learned attention queries that are tried."""
 MAX_FEATURES = 2048
-"""Most pooled values of a grid: a hidden layer after more of them has a megabyte of weights, and a
-batch of one has to wait until all of them are read."""
+"""Largest number of pooled values of a grid: with more, the hidden layer has over a megabyte of
+weights, and a batch of one has to wait until all of them are read."""
 FAR_BELOW = -1e9
 """Value added to the scores of padding, so that a softmax ignores it."""
 
@@ -134,7 +134,7 @@ class _FirstTokenPooling(Pooling):
 
 
 class _LastTokenPooling(Pooling):
-    """The last token that counts, by which decoders answer: it is the one that sees all others.
+    """The last token that counts, from which decoders answer, as it alone sees all others.
 
     It is tried only on decoders. It is recorded separately: few of the principal components of all
     tokens contain information about the last one's answer.
@@ -188,7 +188,7 @@ class _AttentionPooling(Pooling):
 
 
 class _JoinedPooling(Pooling):
-    """Averages of maps over a grid, masked means of tokens, and vectors, of a set of tensors."""
+    """The tensors of a set, joined: grid averages of maps, masked means of tokens, vectors."""
 
     kind, form, reads_mask = "joined", "set", True
     tried = (Head(kind="joined"), Head(kind="joined", hidden=HIDDEN))
@@ -200,7 +200,8 @@ class _JoinedPooling(Pooling):
 _KINDS = (_GridPooling, _VectorPooling, _FirstTokenPooling, _LastTokenPooling, _MeanPooling,
           _AttentionPooling, _JoinedPooling)  # fmt: skip
 POOLINGS: Mapping[HeadKind, Pooling] = {pooling.kind: pooling() for pooling in _KINDS}
-"""Every kind of head by its name in the manifest, but "own" and "bridge"; tried in this order."""
+"""Every kind of head except "own" and "bridge", by its name in the manifest; tried in this
+order."""
 
 
 def family_of(cut: CutTensor) -> tuple[Head, ...]:
@@ -212,7 +213,7 @@ def family_of(cut: CutTensor) -> tuple[Head, ...]:
 
 
 def masked_tensors(cut: CutTensor, head: Head) -> tuple[CutTensor, ...]:
-    """Return the tensors with whose masks a head reads them, one for each mask."""
+    """Return the tensors that a head reads with a mask, one tensor for each mask."""
     if head.kind in ("own", "bridge") or not POOLINGS[head.kind].reads_mask:
         return ()
     by_mask = {tensor.mask: tensor for tensor in cut.read if tensor.mask}
@@ -273,8 +274,8 @@ def joined_width(cut: CutTensor) -> int:
 def pooling_window(size: int, grid: int) -> tuple[int, int]:
     """Return kernel and stride that pool ``size`` to exactly ``grid`` values, covering all.
 
-    Windows tile if ``grid`` divides ``size``, and overlap otherwise: a little for coarse grids,
-    much if ``size`` is just below a multiple of a fine one (15 to 8: windows of 8).
+    Windows do not overlap if ``grid`` divides ``size``. Otherwise they do: a little for coarse
+    grids, much if ``size`` is just below a multiple of a fine one (15 to 8: windows of 8).
     """
     stride = size // grid
     return size - (grid - 1) * stride, stride
@@ -328,7 +329,7 @@ def _token_mask(part: GraphPart, cut: CutTensor) -> str | None:
 
 
 def _padding_bias(part: GraphPart, keep: str) -> str:
-    """Add the negative term for the scores of padding; it is 0 for tokens that count."""
+    """Add the term for scores: negative for padding, 0 for tokens that count."""
     one = part.weight("one", np.array(1, np.float32))
     far = part.weight("far_above", np.array(-FAR_BELOW, np.float32))
     return part.add("Mul", [part.add("Sub", [keep, one]), far])

@@ -1,8 +1,8 @@
-"""Plans how features fit on a disk: the number of passes over the data, and of samples.
+"""Plans how features fit on a disk: in how many passes over the data, and for how many samples.
 
 Heads of different candidates are independent, so candidates may be recorded and trained a few at a
 time: that takes one pass of the model over the data for each group, and does not change results.
-Samples are left out only if the maximum number of passes does not suffice, made ones first.
+Samples are left out only if the maximum number of passes does not suffice, augmented ones first.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from offramp.calibration.data.dataset import DataError
 from offramp.calibration.data.scratch import describe_bytes
 
 MOST_PASSES = 4
-"""Most passes over the data to record features. Tuning, certifying and measuring take another."""
+"""Largest number of passes over the data to record features. Tuning, certifying and measuring take
+another pass."""
 FEWEST_SAMPLES = 1000
-"""Fewest real samples to train on; heads trained on fewer would be too bad, so this is refused."""
+"""Smallest number of real samples to train on; heads trained on fewer would be too bad, so
+compiling is refused."""
 GIB = 2**30
 
 
@@ -39,7 +41,7 @@ class FeaturePlan:
     """Assignment of candidates to passes."""
 
     groups: tuple[tuple[int, ...], ...]
-    """Candidates, by pass."""
+    """Indices of the candidates that each pass records."""
     counts: SampleCounts
     size_bytes: int
     """Bytes of the features of the largest group, which are on the disk together."""
@@ -48,7 +50,7 @@ class FeaturePlan:
 def plan_features(sizes: Sequence[int], counts: SampleCounts, limit_bytes: int) -> FeaturePlan:
     """Plan to record features of at most ``limit_bytes`` together.
 
-    ``sizes`` are, by candidate, the bytes of one sample's features. As few passes as possible are
+    ``sizes`` are the bytes of one sample's features, by candidate. As few passes as possible are
     planned; if :data:`MOST_PASSES` do not suffice, samples are left out. DataError if too few would
     be left.
     """
@@ -71,7 +73,7 @@ def plan_features(sizes: Sequence[int], counts: SampleCounts, limit_bytes: int) 
 
 
 def balanced_groups(sizes: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]:
-    """Divide candidates into at most ``groups`` runs of neighbours with the least maximum size."""
+    """Divide candidates into at most ``groups`` runs of neighbours; the largest is minimal."""
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
         middle = (low + high) // 2
@@ -96,7 +98,7 @@ def _filled(sizes: Sequence[int], room: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _kept(counts: SampleCounts, most: int) -> SampleCounts:
-    """Leave out augmented samples, then real ones that train; all tuning samples stay."""
+    """Leave out augmented samples, then real training samples; all tuning samples stay."""
     made = min(counts.made, max(most - counts.train - counts.tune, 0))
     train = min(counts.train, max(most - counts.tune, 0))
     return SampleCounts(train=train, made=made, tune=counts.tune)

@@ -34,13 +34,13 @@ _log = logging.getLogger(__name__)
 _FLOAT16_MAX = 65504.0
 
 FULL_TENSOR = 0
-"""Key, in place of a grid, of a tensor that is recorded unchanged."""
+"""Key of a tensor that is recorded unchanged, in place of the grid."""
 LAST = -1
-"""Key of the last token that counts."""
+"""Key of the last token that counts (not padding), in place of the grid."""
 TOKEN_COMPONENTS = 128
-"""Most principal components of tokens that are stored."""
+"""Largest number of principal components of tokens that are stored."""
 _PROJECTED_SAMPLES = 256
-"""Most samples that components of tokens are estimated from."""
+"""Largest number of samples from which components of tokens are estimated."""
 
 Projections: TypeAlias = Mapping[int, Preconditioner]
 """Transformation of tokens to coordinates, by candidate; tokens of others are stored unchanged."""
@@ -144,7 +144,7 @@ class _FeatureStore:
     def keep(
         self, start: int, rows: slice, answered: NDArray[Any], values: Sequence[NDArray[Any]]
     ) -> None:
-        """Store a batch's answers and values, ``start`` places after its rows."""
+        """Store a batch's answers and values in rows that begin ``start`` after its own."""
         place = slice(start + rows.start, start + rows.stop)
         self.answers[place] = answered
         stored = {n: self._stored(n, value) for n, value in zip(self.names, values, strict=True)}
@@ -276,7 +276,7 @@ def _projected_rows(samples: int) -> NDArray[np.intp]:
 
 
 class _SomeTokens:
-    """Some of the tokens that count, evenly spaced: as many as components are fitted to."""
+    """A sample of the tokens that count, evenly spaced, to which components are fitted."""
 
     def __init__(self, samples: Dataset, mask: str | None) -> None:
         self.kept: list[NDArray[np.float32]] = []
@@ -324,7 +324,7 @@ def _masks(
 
 
 def _mask(path: Path, name: str, dataset: Dataset, made: AugmentedSamples | None) -> NDArray[Any]:
-    """Copy a mask [n, tokens] to a new file, those of augmented samples after the others."""
+    """Copy a mask [n, tokens] to a new file; rows of augmented samples are after the others."""
     total = len(dataset) + (0 if made is None else len(made))
     first = dataset.column(name, slice(1))
     mask = _new_file(path, first.dtype, (total, *first.shape[1:]))

@@ -39,7 +39,8 @@ from offramp.calibration.heads.objectives import Objective
 _EVALUATED = 512
 """Samples that are answered together."""
 _FEWEST_STEPS = 24
-"""Fewest steps of an epoch: batches are smaller for little data, or heads would hardly learn."""
+"""Smallest number of steps in an epoch: with little data, batches are smaller, or heads would
+hardly learn."""
 _SMALLEST_BATCH = 32
 
 
@@ -53,11 +54,11 @@ class TrainedHead:
     """Weights: ``weight`` [inputs, classes], ``bias`` [classes]; ``hidden_weight``, ``hidden_bias``
     of the hidden layer; ``queries`` [queries, width]. Preconditioning is folded in."""
     principal: NDArray[np.float32]
-    """[tune samples, principal values]."""
+    """Principal values of the answers, [tune samples, principal values]."""
     said: NDArray[np.generic]
     """[tune samples, …]: reduced answers, for comparison."""
     statistics: NDArray[np.float32] | None = None
-    """[tune samples, 3], for one class of several: statistics that criteria are computed from."""
+    """[tune samples, 3], for classification: statistics that criteria are computed from."""
 
     @property
     def confidence(self) -> NDArray[np.float32]:
@@ -79,8 +80,8 @@ def train_heads(
 ) -> list[TrainedHead]:
     """Train heads of every candidate; results do not depend on the number of threads.
 
-    ``cuts`` and ``families`` are, by candidate, its cut tensor and the heads to train, whose order
-    the result keeps. ``objective`` defines what is learned from the source model's answers. The
+    ``cuts`` and ``families`` are, by candidate, its cut tensor and the heads to train, in the order
+    of the result. ``objective`` defines what is learned from the source model's answers. The
     trained heads answer the features ``tune``, which select each head's best epoch. ``known``
     preconditioners are used where there is one, and new ones added. ``progress`` is called with 1
     after every step of :func:`count_steps`, from several threads.
@@ -123,7 +124,7 @@ class _Lesson:
 
     objective: Objective
     targets: Tensor
-    """[train samples, …]."""
+    """Training targets, [train samples, …]."""
     options: TrainingOptions
 
 

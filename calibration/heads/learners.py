@@ -168,7 +168,7 @@ class _FixedLearner(Learner):
 
     def load(self, recording: Recording) -> Tensor | NDArray[np.floating]:
         seen = self._seen(recording)
-        # Features that are only scaled are many, and scaling is cheap: done again every time.
+        # Scaling alone is used for many features, and is cheap: it is repeated every time.
         if self._preconditioner.matrix.ndim == 1:
             return seen
         return torch.from_numpy(self._preconditioner.apply(seen))

@@ -31,11 +31,11 @@ class ReadScores(NamedTuple):
     """The scores of a head, read as answers to n samples."""
 
     principal: FloatArray
-    """[n, principal values], from 0 to 1."""
+    """Principal values of the answers, [n, principal values], from 0 to 1."""
     said: NDArray[np.generic]
     """[n, …]: reduced answers, for comparison."""
     statistics: FloatArray | None = None
-    """[n, 3], for one class of several: statistics that criteria are computed from."""
+    """[n, 3], for classification: statistics that criteria are computed from."""
 
 
 class Objective(ABC):
@@ -69,7 +69,7 @@ class Objective(ABC):
 
 
 class ClassObjective(Objective):
-    """One class of several: the probabilities are learned, and epochs compared by the class.
+    """Classification: heads learn the probabilities, and epochs are compared by the class.
 
     A class that the model rules out for every training sample, by a mask before its activation, is
     ruled out at exits too: its bias is -infinity.
@@ -110,7 +110,7 @@ class ClassObjective(Objective):
 
 
 class LevelObjective(ClassObjective):
-    """One class of several, by logits that the model clips or rounds: their level is learned too.
+    """Classification with logits that the model clips or rounds: heads learn their level too.
 
     The cross entropy is the same for logits that differ by a constant; clipping is not.
     """
@@ -133,7 +133,7 @@ class LevelObjective(ClassObjective):
 
 
 class LabelObjective(Objective):
-    """A yes or no for each label."""
+    """Sets of labels: heads learn a yes or no for each label."""
 
     def targets(self, answers: FloatArray) -> Tensor:
         """Return probabilities [n, labels]."""
@@ -155,7 +155,7 @@ class LabelObjective(Objective):
 
 
 class ValueObjective(Objective):
-    """Values, learned in units of their spread, and a score for being near enough."""
+    """Regression: heads learn values in units of their spread, and whether they are near enough."""
 
     def __init__(self, answer: Answer, answers: FloatArray) -> None:
         """Measure mean and spread of every value."""
@@ -220,11 +220,11 @@ _PRIOR = np.array([1.0, 0.0, 0.0, 0.0])
 
 
 def fit_certainty(statistics: NDArray[np.float32], agrees: NDArray[np.bool_]) -> tuple[float, ...]:
-    """Fit the weights of an exit by Newton's method: of the statistics' log-odds, and a constant.
+    """Fit an exit's weights of the statistics' log-odds, and a constant, by Newton's method.
 
     ``statistics`` are [samples, 3] (:func:`offramp.engine.answers.certainty.statistics_of`) and
-    ``agrees`` is bool[samples], of samples that trained no head. The penalty ``|w − w0|² / 2``
-    draws towards the largest probability alone, and keeps the fit finite where all agree
+    ``agrees`` is bool[samples]; no head was trained on these samples. The penalty ``|w − w0|² / 2``
+    draws towards the largest probability alone, and keeps the fit finite if all answers agree
     (:func:`offramp.certify.agreement.fit_agreement` does the same with one feature).
     """
     design = np.column_stack([log_odds(statistics), np.ones(len(statistics))]).astype(np.float64)

@@ -18,14 +18,14 @@ from offramp.bundle.npz import copy_rows
 FloatArray = NDArray[np.float32]
 
 COMPONENTS = 512
-"""Most principal components that are kept."""
+"""Largest number of principal components that are kept."""
 LARGEST = 2048
-"""Most features that are decomposed, as its time grows with their cube; more are only
-standardised."""
+"""Largest number of features that are decomposed, as the time grows with its cube; more features
+are only standardised."""
 SAMPLES = 4096
-"""Most samples that moments and components are estimated from."""
+"""Largest number of samples from which moments and components are estimated."""
 LEAST_DEVIATION = 0.05
-"""Least standard deviation of a component, in those of a feature: smaller ones are rounding."""
+"""Least standard deviation of a component, relative to a feature's: smaller ones are rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,9 +33,9 @@ class Preconditioner:
     """An affine map of features [n, f] to coordinates [n, k], on which heads are trained."""
 
     mean: FloatArray
-    """[f]."""
+    """Mean of each feature, [f]."""
     matrix: FloatArray
-    """[f, k]; [f] where features are only scaled."""
+    """Matrix from centred features to coordinates, [f, k]; [f] if features are only scaled."""
 
     @classmethod
     def fit(cls, features: NDArray[np.floating], *, components: int = COMPONENTS) -> Preconditioner:

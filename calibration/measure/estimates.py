@@ -1,6 +1,7 @@
-"""Estimates the times of a model's parts from timed rounds: source, segments, heads and borders.
+"""Estimates times of a model's parts from timed rounds: source, segments, heads, switches of stage.
 
-Nothing here runs or reads anything; :mod:`offramp.calibration.measure.profiling` does.
+A switch from one stage to the next is called the *border* after an exit. Nothing here runs or reads
+anything; :mod:`offramp.calibration.measure.profiling` does.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def backbone_of(
 def heads_of(rounds: Sequence[Rounds]) -> list[list[float]]:
     """Estimate the times of heads: milliseconds [heads][batch sizes], rising, at least 0.
 
-    The systems of ``rounds``, by batch size, are an empty graph, then the heads.
+    ``rounds``, by batch size, time an empty graph, then the heads.
     """
     beyond = np.array([[d.value for d in of_size.differences()] for of_size in rounds])
     return [rising(row).tolist() for row in beyond.T]
@@ -83,7 +84,8 @@ class StageCosts:
     """[exits][batch sizes]: at least 0, from one model of all sizes and exits
     (:func:`fit_borders`)."""
     added_widths: tuple[float, ...]
-    """Half of the interval of the time that all exits add, as a share of the source's, by size."""
+    """Half of the interval of the time that all exits add, as a share of the source's, by batch
+    size."""
     rounds: tuple[int, ...]
     """Number of rounds, by batch size."""
     disturbed: tuple[str, ...] = ()
@@ -101,11 +103,11 @@ def stages_of(
 ) -> StageCosts:
     """Estimate the costs of borders.
 
-    ``rounds`` are by batch size; their systems are the source model, then active sets of exits, of
-    which the first is all exits. ``sample_bytes``, float64[exits], is the size of the tensors that
-    cross each exit's border, per sample; ``exits_ms`` [exits][batch sizes] are the times of the
-    heads. In a cascade, ``front_ms`` [sets][batch sizes] is the time of the part of the quantised
-    model that runs before the source model with each active set.
+    ``rounds``, by batch size, time the source model, then sets of active exits; the first set is
+    all exits. ``sample_bytes``, float64[exits], is the size of the tensors that cross each exit's
+    border, per sample; ``exits_ms`` [exits][batch sizes] are the times of the heads. In a cascade,
+    ``front_ms`` [sets][batch sizes] is the time of the part of the quantised model that runs before
+    the source model with each active set.
     """
     source_ms = np.array([of_size.base().value for of_size in rounds])
     ratios = [of_size.ratios() for of_size in rounds]
@@ -124,7 +126,7 @@ def stages_of(
 
 
 def sets_of_exits(exits: int) -> list[tuple[int, ...]]:
-    """Return sets that separate a call's cost from a tensor's: all, the early, the late exits."""
+    """Return sets of exits whose times separate costs of calls and tensors: all, early, late."""
     everything = tuple(range(exits))
     if exits < 2:
         return [everything] if exits else []
@@ -164,7 +166,7 @@ class BorderCosts:
     """Time of layout changes, copies and lost fusions, per byte of the tensors."""
 
     def at(self, batch_size: int, sample_bytes: FloatArray) -> FloatArray:
-        """Predict the milliseconds of borders, by the bytes of a sample that cross them."""
+        """Predict the milliseconds of borders from the bytes of a sample that cross them."""
         return self.call_ms + self.ms_per_byte * batch_size * sample_bytes
 
 

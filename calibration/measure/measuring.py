@@ -46,13 +46,14 @@ class Budget:
     """The time to spend on measuring at a batch size.
 
     It is about ``seconds``. If ``least_rounds`` batches of a large model take longer, measuring
-    takes as long as those: some 25 passes of it at that size, loading and warm-up included.
+    takes as long as they do: some 25 passes of the model at that batch size, loading and warm-up
+    included.
     """
 
     seconds: float = 1.8
     rounds: int = 12
     least_rounds: int = 6
-    """Fewest rounds from which a median has a 95 % interval."""
+    """Smallest number of rounds from which a median has a 95 % interval."""
 
     def batches(self, seconds_a_batch: float, available: float) -> tuple[int, int]:
         """Return the number of rounds to run, and of batches in each.
@@ -139,7 +140,8 @@ def measure_runners(
     """Measure any systems that answer batches; see :func:`measure_policy`.
 
     ``clock`` times the systems; ``None`` is the clock for ``threads``. ``one_by_one`` is for
-    systems that cannot all be loaded together: each answers the batches of a round before the next.
+    systems that cannot all be loaded together: each answers all batches of a round before the next
+    system does.
     """
     clock = clock or clock_of(threads)
     sizes, rounds, agrees = [], [], []
@@ -149,8 +151,9 @@ def measure_runners(
         seconds = _warm_up(compared, dataset.take(np.arange(size) % len(dataset)), wall_clock)
         how_many = (budget or Budget()).batches(seconds, len(stage) / size)
         batches = deal(stage, *how_many, size)
-        # Survivors come in many sizes, and each size is slower the first time. Running the batches
-        # once covers the sizes that occur, in less time than all possible sizes.
+        # Rows that remain after an exit form batches of many sizes, and each size is slower the
+        # first time. Running the batches once covers the sizes that occur, in less time than all
+        # possible sizes.
         for rows in batches.reshape(-1, size):
             collections.deque(compared.bundle.run(dataset.take(rows)), maxlen=0)
         systems = [

@@ -39,7 +39,7 @@ class StagedModel:
     """The stages of a plan, run as the server runs them."""
 
     def __init__(self, pipeline: Pipeline, slot: Slot, *, warm_up_runs: int = 1) -> None:
-        """Run in a slot; a backend needs ``warm_up_runs`` runs until its times are steady."""
+        """Run in a slot; the backend's times are steady after ``warm_up_runs`` runs."""
         self._pipeline, self._slot, self._warm_up_runs = pipeline, slot, warm_up_runs
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
@@ -53,7 +53,7 @@ class StagedModel:
 
 
 def plain_session(model: bytes | str, threads: int) -> ort.InferenceSession:
-    """Load a model, or the file of one, with ONNX Runtime's defaults on the CPU.
+    """Load a model, or a model file, with ONNX Runtime's defaults on the CPU.
 
     Systems that are compared with the source model are loaded by the same function.
     """
@@ -85,7 +85,7 @@ class LoadedRunner:
     """A system that answers batches, loaded when it is first used."""
 
     def __init__(self, loaded: Loaded[BatchRunner], index: int) -> None:
-        """Take one of several systems."""
+        """Take system ``index`` of several systems, which is loaded later."""
         self._loaded, self._index = loaded, index
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:

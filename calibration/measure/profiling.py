@@ -1,9 +1,10 @@
 """Measures latencies on this machine: the times of parts that all predictions use.
 
 :mod:`~offramp.engine.common.timing` runs the rounds, and :mod:`.estimates` computes estimates from
-them. In all functions here, ``samples`` returns model inputs of a batch size, ``threads`` are those
-of ONNX Runtime, ``batch_sizes`` rise, and ``progress`` is called with 1 after every sweep of the
-minimum number (``effort.least``), or after every candidate where heads are timed.
+them; *borders*, the switches from one stage to the next, are explained there. In all functions
+here, ``samples`` returns model inputs of a batch size, ``threads`` are those of ONNX Runtime,
+``batch_sizes`` rise, and ``progress`` is called with 1 after every sweep of the minimum number
+(``effort.least``), or, when heads are timed, after every candidate.
 """
 
 from __future__ import annotations
@@ -181,7 +182,7 @@ def _time(
     effort: Effort | None,
     progress: Callable[[int], None],
 ) -> Timed:
-    """Time systems at some batch sizes; a system that was loaded again first runs once untimed."""
+    """Time systems at some batch sizes; a system that was reloaded first runs once untimed."""
     warm: set[tuple[int, int]] = set()
 
     def timed(place: int, size: int) -> float:

@@ -47,7 +47,7 @@ class KindMeasured:
     ratios: Mapping[int, Estimate]
     """Time relative to float32's in the same round, with its interval, by batch size."""
     agreement: float
-    """Share of the samples with float32's largest class."""
+    """Share of the samples whose largest class is the same as in float32."""
     samples: int
     """Number of samples that agreement was measured on."""
     dependence: BatchDependence
@@ -89,7 +89,7 @@ class KindMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionChoice:
-    """The chosen kind, and the measurements of all."""
+    """The chosen kind of int8, and the measurements of all kinds."""
 
     kind: CpuPrecision | None
     """Chosen kind; ``None`` is float32."""
@@ -126,8 +126,8 @@ def choose_kind(
 ) -> PrecisionChoice:
     """Build each kind, and choose the fastest that agrees and whose rows are independent.
 
-    One kind at a time is loaded next to float32, both as they are served. The fastest is the one
-    with the least geometric mean over the batch sizes.
+    One kind at a time is loaded next to float32, both as they are served. The fastest kind has the
+    smallest geometric mean of time ratios over the batch sizes.
 
     Args:
         graph: The float32 source model.
@@ -232,7 +232,7 @@ def _time(
     effort: Effort,
     kind: CpuPrecision,
 ) -> tuple[dict[int, Estimate], tuple[str, ...]]:
-    """Return the second's ratios to the first by batch size, and disturbances of the machine."""
+    """Return the second graph's times relative to the first's by batch size, and disturbances."""
     batches = [samples.take(slice(0, size)) for size in batch_sizes]
     found = time_rounds(
         [[partial(g.time_ms, batch) for g in graphs] for batch in batches],

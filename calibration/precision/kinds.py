@@ -99,7 +99,7 @@ def quantise(
     """Return a float32 model with its convolutions and matrix products in a kind of int8.
 
     Inputs, outputs and every tensor of ``graph`` keep their names and types, so that the result can
-    be cut at the same places; names that are added begin with ``offramp_cpu/``. The same graph and
+    be cut at the same tensors; names that are added begin with ``offramp_cpu/``. The same graph and
     data produce the same bytes, at least if ``threads`` is 1 (ranges are measured by running the
     graph).
 
@@ -107,8 +107,8 @@ def quantise(
     (:attr:`offramp.bundle.CpuFeatures.saturates`): weights that are multiplied by uint8 then have 7
     bits, so that no sum is clipped, and all CPUs compute the same answers.
 
-    ``kept`` are outputs of operators that stay float32. ``ranges`` are of tensors that were
-    measured before on the same graph and data; new measurements are added.
+    ``kept`` are outputs of operators that stay float32. ``ranges`` are the ranges of tensors that
+    were measured earlier on the same graph and data; new measurements are added.
 
     If the kind has scales, they are measured on all of ``dataset``; some hundreds of samples
     suffice. A ``DataError`` if that fails; a ``PrecisionError`` if the kind applies to no operator.
@@ -177,8 +177,8 @@ def mixed_cost(float32: CostModel, int8: CostModel, mix: Mix) -> CostModel:
     """Combine the costs of a partly quantised copy.
 
     ``float32`` are the costs of the exits on the source model, ``int8`` those of the same exits on
-    a fully quantised copy with as many segments, whose answer is its last exit. A border costs the
-    same as after a segment of its precision.
+    a fully quantised copy with as many segments, whose answer is its last exit. Ending a stage
+    after a segment costs the same as in the copy of that segment's precision.
     """
     pace = int8.source_ms / float32.source_ms
     segments = [

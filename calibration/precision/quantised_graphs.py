@@ -27,11 +27,12 @@ CONTRIB = "com.microsoft"
 """Domain of ONNX Runtime's operators."""
 LEAST_WEIGHTS = 4096
 """Fewest weights of a matrix that is quantised: smaller products take almost no time, and
-quantising their input takes some. The last layers of most classifiers stay in float32 by this."""
+quantising their input takes some. So the last layers of most classifiers stay in float32."""
 LEVELS = 127
-"""Number of steps on each side of zero."""
+"""Number of int8 steps on each side of zero."""
 LEVELS_OF_16_BITS = 64
-"""Steps of weights for CPUs that add pairs of products in int16: 2 × 255 × 64 is below 2^15."""
+"""Number of weight steps on each side of zero for CPUs that add pairs of products in int16: 2 × 255
+× 64 is below 2^15."""
 LEAST_OPSET = 13
 """Oldest opset with per-channel scales, and axes of ``DequantizeLinear``."""
 
@@ -55,14 +56,15 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rewrite:
-    """Changes to a graph: operators that replace others, and operators after tensors."""
+    """Changes to a graph: nodes that replace others, and nodes that are added after tensors."""
 
     replaced: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
     """New nodes by the first output of the node that they replace."""
     following: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
     """New nodes by the tensor that they follow."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """Tensor that is read instead of each tensor, except by nodes in ``following``."""
+    """Tensors to read instead of others, by the other's name; nodes in ``following`` are
+    excepted."""
 
 
 class Editor:
@@ -220,7 +222,7 @@ def multiply(
     weight: tuple[str, NDArray[np.int8], NDArray[np.float32]],
     result: str,
 ) -> onnx.NodeProto:
-    """Return an integer product with a float32 result.
+    """Return the nodes of an integer product with a float32 result.
 
     ``scaled`` are the names of the activation's step size and of its zero point; ``weight`` is the
     stem of its constants' names, its steps [inputs, outputs] and their sizes [outputs].
@@ -239,7 +241,7 @@ def multiply(
 
 
 def _read_inside(node: onnx.NodeProto) -> Iterable[str]:
-    """Yield the tensors that branches and bodies of a node read, also from the outer graph."""
+    """Yield the tensors that the inner graphs of a node (If, Loop) read, outer tensors included."""
     for attribute in node.attribute:
         for graph in (attribute.g, *attribute.graphs):
             for inner in graph.node:
@@ -249,7 +251,7 @@ def _read_inside(node: onnx.NodeProto) -> Iterable[str]:
 
 
 BLOCK = 128
-"""Weights that share a scale; 32 was slower in measurements."""
+"""Number of weights that share a scale; 32 was slower in measurements."""
 _INT8_ACTIVATIONS = 4
 
 

@@ -6,7 +6,7 @@ int8 with zero points of 0, weights per output channel and in float32 before the
 quantised bias, a pair before each operator that runs in int8.
 
 Ranges are measured once, on the whole model. Tensors have the same names in every segment and
-stage, and whether one is quantised depends on the operator that reads it, so that a tensor has
+stage, and whether a tensor is quantised depends on the operator that reads it, so that a tensor has
 the same scale in every engine.
 
 ``onnxruntime.quantization`` is not used: its calibrators write an augmented model to disk, keep
@@ -82,16 +82,16 @@ def quantize(graph: bytes, ranges: Ranges) -> bytes:
 
     Both inputs of ``Conv``, ``Gemm`` and ``MatMul`` with constant weights are quantised. At a
     residual ``Add`` the input that is not the convolution's output is quantised, so that
-    convolution, sum and activation become one int8 kernel. All else stays float32, and names and
-    types of inputs and outputs stay.
+    convolution, sum and activation become one int8 kernel. Everything else stays float32, and
+    inputs and outputs keep their names and types.
 
-    ``graph`` is the source model, a segment, or several joined; ``ranges`` are the whole model's
-    (``ValueError`` if they lack a tensor). The same graph and ranges produce the same bytes.
+    ``graph`` is the source model, a segment, or several joined; ``ranges`` are those of the whole
+    model (``ValueError`` if a tensor has none). The same graph and ranges produce the same bytes.
     """
     proto = onnx.ModelProto.FromString(graph)
     weights = {tensor.name: tensor for tensor in proto.graph.initializer}
     pairs: dict[int, list[onnx.NodeProto]] = {}
-    for edge in tuple(_edges(proto.graph)):  # all found before the first node changes
+    for edge in tuple(_edges(proto.graph)):  # find all before the first node changes
         node = proto.graph.node[edge.node]
         if edge.axis is not None:
             scale = _weight_scale(numpy_helper.to_array(weights[edge.tensor]), edge.axis)
@@ -164,7 +164,7 @@ def _channel_axis(node: onnx.NodeProto, weights: Mapping[str, onnx.TensorProto])
 
 
 def _weight_scale(weight: NDArray[np.float32], axis: int) -> NDArray[np.float32]:
-    """Return one scale per output channel; 1 for one of zeros, as scales must be positive."""
+    """Return a scale per output channel; 1 if all its weights are 0, as scales must be positive."""
     others = tuple(a for a in range(weight.ndim) if a != axis)
     scale = np.abs(weight).max(axis=others) / np.float32(_LEVELS)
     return np.where(scale > 0, scale, 1).astype(np.float32)
@@ -176,7 +176,7 @@ def _magnitudes(
     """Yield the magnitudes of each tensor, batch by batch, flat."""
     for name, values, where in activations(proto, tensors, dataset, threads=threads):
         magnitudes = np.abs(values).reshape(-1)
-        largest = magnitudes.max(initial=0)  # NaN, if any is
+        largest = magnitudes.max(initial=0)  # NaN if any value is NaN
         if not np.isfinite(largest):
             raise DataError(
                 f"tensor {name!r} holds {largest} for one of samples {where}, so it has no "

@@ -9,8 +9,8 @@ on all sides and its bias in int32; a matrix product reads a rounded input and r
 Operators after a convolution that have integer kernels (:data:`_FOLLOWING`) stay in integers with
 it. All else stays float32.
 
-A tensor's pair is after it, so that every tensor of the source keeps its name and its type,
-float32, and a graph can be cut at it.
+A tensor's pair is inserted after the tensor. So every tensor of the source keeps its name and its
+type, float32, and the graph can be cut at it.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def quantise_static(
 def _convolutions(editor: Editor) -> dict[str, onnx.NodeProto]:
     """Return the convolutions with constant weights, by output.
 
-    Convolutions whose output is the model's are left out: it has to be float32, and no integer
-    kernel has that.
+    Convolutions whose output is the model's output are left out: it has to be float32, which
+    integer kernels do not write.
     """
     return {
         node.output[0]: node
@@ -108,7 +108,7 @@ def _convolutions(editor: Editor) -> dict[str, onnx.NodeProto]:
 
 
 def _integer_tensors(editor: Editor, convolved: Mapping[str, onnx.NodeProto]) -> dict[str, None]:
-    """Return the integer tensors around convolutions and operators after them, in order.
+    """Return the tensors that become integers around convolutions and the operators after them.
 
     Tensors that only a :data:`_ABSORBED` operator reads are left out: it becomes part of the
     rounding.
@@ -209,8 +209,8 @@ def _constant_pair(
 
 _BINS = 2048
 _VALUES = 2**16
-"""Most values of a tensor in a batch that are counted, at even distances: more would not change the
-limits, and counting all of them took longer than running the model."""
+"""Largest number of values of a tensor in a batch that are counted, at even distances: more would
+not change the limits, and counting all of them took longer than running the model."""
 _SHARES = np.linspace(1 / 16, 1, 61)
 """Shares of the whole range that are tried as limits."""
 
@@ -227,7 +227,7 @@ def activation_ranges(
 ) -> Mapping[str, Range]:
     """Return the ranges of some tensors with the least squared error on their histograms.
 
-    All samples are run, twice, and only a histogram of some values is kept of a tensor. A
+    All samples are run, twice; only a histogram of some of a tensor's values is kept. A
     ``DataError`` if there are no samples, or the model fails on one or its results are not finite.
     """
     widest = dict.fromkeys(tensors, Range(0.0, 0.0))
@@ -278,11 +278,11 @@ def _error(counts: NDArray[np.int64], centers: NDArray[np.float64], limits: Rang
 _AXES_AS_INPUT = 18
 """Oldest opset in which reductions take their axes as an input."""
 _LEAST_LIMIT = 1e-12
-"""Replaces the largest magnitude of a row of zeros, which is a divisor."""
+"""Value that replaces the largest magnitude of a row if that is 0, as it is a divisor."""
 
 
 def quantise_rows(editor: Editor) -> Rewrite:
-    """Replace the products that are large enough; those of one tensor share its rounding."""
+    """Replace the products that are large enough; readers of one tensor share its rounding."""
     rewrite = Rewrite()
     rounded: set[str] = set()
     for product in editor.products():

@@ -38,11 +38,11 @@ from offramp.certify.binomial import count_allowed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitMove:
-    """The move of an exit that made too many batches late to a later place."""
+    """The replacement of an exit that made too many batches late by a later candidate."""
 
     exit: int
     to: int | None
-    """Later candidate that replaced it; ``None`` if none could, or the next exit in use did."""
+    """Candidate that replaced it; ``None`` if none before the next exit in use could."""
     violations: float
     """Share of late batches that caused the move."""
 
@@ -63,7 +63,7 @@ class Adaptation:
     """A policy that was adapted to a load, with all changes."""
 
     least: tuple[ActiveExit, ...]
-    """Exits after all moves, with their thresholds before raising, which are lower limits."""
+    """Exits after all moves, with their thresholds before these were raised."""
     moves: tuple[ExitMove, ...]
     """Moves in order."""
     rehearsal: Rehearsal
@@ -81,7 +81,7 @@ def adapt(
     """Adapt a policy, in depth order, to a new load of all exits of the bundle.
 
     ``min_gain`` of the settings is not used. At most ``allowed_errors`` samples are answered
-    unlike the source model; default: as many as ``max_disagreement`` allows of the load.
+    unlike the source model; by default as many as ``max_disagreement`` allows for the load.
     """
     rehearsal.check_load(load, times, settings)
     if allowed_errors is None:
@@ -114,7 +114,7 @@ def raising_path(load: RehearsalLoad, least: Sequence[ActiveExit]) -> FloatArray
     """Return thresholds from no exits down to ``least``: float64[levels, exits].
 
     On the way down the common path of the load's agreement curves, each exit stops at its threshold
-    in ``least``. So the thresholds that rise are of exits whose confidence is less reliable now.
+    in ``least``. So thresholds rise only at exits whose confidence is less reliable now.
     """
     rows = [a.exit for a in least]
     floor = np.array([a.threshold for a in least])
@@ -149,8 +149,8 @@ def look_at(
 ) -> tuple[tuple[RehearsalStep, ...], LateExit | None]:
     """Compute both matrices at each exit in use, until one makes too many batches late.
 
-    Returns a step for each exit before that one, and that exit, or ``None``. Other candidates are
-    configured as in a rehearsal.
+    Returns a step for each exit before the late one, then the late exit, or ``None``. Other
+    candidates are configured as in a rehearsal.
     """
     at, steps = Position.start(load), list[RehearsalStep]()
     for used in active:

@@ -24,7 +24,7 @@ class RehearsalLoad:
     """Recorded samples of a load (the paper's D), and batches of them."""
 
     confidence: Float32Array
-    """float32[K, samples] in [0, 1], of all exits of the bundle."""
+    """float32[K, samples] in [0, 1]: confidences of all exits of the bundle."""
     agrees: BoolArray
     """bool[K, samples]: the exit's prediction equals the source model's."""
     batches: IntArray
@@ -57,7 +57,7 @@ class RehearsalLoad:
         return int(self.confidence.shape[1])
 
     def rows(self, going_on: BoolArray) -> IntArray:
-        """Return the rows of each batch that are among the samples bool[samples]: int64[k]."""
+        """Return how many samples of each batch are marked in bool[samples]: int64[k]."""
         return np.asarray(going_on[self.batches].sum(axis=1), dtype=np.int64)
 
 
@@ -72,7 +72,7 @@ class Forecast:
     source_ms: float
     """Time of a batch of the unmodified model, to compare both with."""
     violations: float
-    """Share of batches whose last answer is later than ``source_ms``."""
+    """Share of batches whose last answer takes longer than ``source_ms``."""
     disagreement: float
     """Share of the load answered unlike the source model."""
 
@@ -84,7 +84,7 @@ class Position:
     active: tuple[ActiveExit, ...]
     """Exits found so far."""
     rows: int
-    """Most rows that may arrive."""
+    """Largest number of rows that may arrive."""
     waiting: BoolArray
     """bool[samples]: true if not answered yet."""
     errors: int
@@ -143,8 +143,8 @@ REHEARSAL: Final = "rehearsal.json"
 Verdict: TypeAlias = Literal["chosen", "possible", "precision", "latency", "gain"]
 """Reason why a candidate was chosen or not: others were better, or the limit it violates."""
 Ending: TypeAlias = Literal["precision", "latency", "gain", "all left", "last exit", "kept"]
-"""Reason why the search ended: the limit that every remaining candidate violates, or that there was
-none. ``kept`` is not a search: the exits of a policy were evaluated."""
+"""Reason why the search ended: the limit that every remaining candidate violates, or that no sample
+or candidate was left. With ``kept`` nothing was searched: the exits of a policy were evaluated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ class Candidate:
     violations: float
     """Share of the batches that are late with it."""
     allowed_rows: int
-    """Most rows that may go on after it, n_i; −1 if not even 0 may."""
+    """Largest number of rows that may go on after it, n_i; −1 if it is late even with 0 rows."""
     average_ms: float
     """Average two-stage latency of a row (equation 2)."""
     tail_ms: float
@@ -209,7 +209,7 @@ class RehearsalStep:
     after_exit: int | None
     """Exit chosen before; ``None`` at the model's start."""
     rows: int
-    """Rows of the first stage: n, or the most that may go on after the previous exit."""
+    """Rows of the first stage: n, or the largest number that may go on after the previous exit."""
     columns: tuple[int, ...]
     """Rows of the second stage, by column."""
     limit_ms: float
@@ -233,7 +233,7 @@ class Rehearsal:
     samples: int
     """Number of samples of the load."""
     allowed_errors: int
-    """Most samples of the load that may be answered unlike the source model."""
+    """Largest number of samples of the load that may be answered unlike the source model."""
     steps: tuple[RehearsalStep, ...]
     ended: Ending
     active: tuple[ActiveExit, ...]

@@ -60,10 +60,10 @@ def rehearse(
     *,
     allowed_errors: int | None = None,
 ) -> Rehearsal:
-    """Search the exits for a load of all exits of the bundle, in batches of the settings.
+    """Search the exits to use for a load, which has answers of all exits of the bundle.
 
-    At most ``allowed_errors`` samples are answered unlike the source model; default: as many as
-    ``max_disagreement`` allows of the load. Fewer make it easier to certify the policy.
+    At most ``allowed_errors`` samples are answered unlike the source model; by default as many as
+    ``max_disagreement`` allows for the load. Fewer make it easier to certify the policy.
     """
     check_load(load, times, settings)
     if allowed_errors is None:
@@ -98,9 +98,9 @@ def rehearse(
 def configure(load: RehearsalLoad, at: Position, exit_: int, allowed_errors: int) -> float:
     """Return the threshold that lets most samples leave: the candidate configuration of 6.2.
 
-    Samples that no exit answers get the source model's answer, which is right (equation 1, where
-    the moving-on queries' precision is 1). So the constraint is a number of errors. The threshold
-    is the least confidence to leave with; ``NEVER`` if not even one sample may.
+    Samples that no exit answers get the source model's answer, which counts as right (in equation
+    1, the precision of queries that move on is 1). So the constraint is a number of errors. The
+    threshold is the lowest confidence with which a sample leaves; ``NEVER`` if none may.
     """
     confidence = load.confidence[exit_][at.waiting]
     order = np.argsort(-confidence, kind="stable")
@@ -120,7 +120,8 @@ def characterise(
 ) -> RehearsalStep:
     """Compute both matrices for candidates after a position, and the results from them (6.3).
 
-    ``thresholds`` are of the candidates, by exit, in depth order; the step has no chosen exit yet.
+    ``thresholds`` are those of the candidates, by exit, in depth order; the step has no chosen exit
+    yet.
     """
     matrix = times.matrix(
         after=at.after_exit, candidates=list(thresholds), rows=at.rows, interval=settings.interval
@@ -164,8 +165,8 @@ def batching_pattern(
     """Return the batching pattern matrix (6.3.2), int64[candidates, columns], and two shares.
 
     The matrix counts batches by rows that go on after each candidate; every row sums to all
-    batches. The shares, float64[candidates], are of the load answered unlike the source model so
-    far, and of the load that goes on.
+    batches. The shares, float64[candidates], are that of the load answered unlike the source model
+    so far, and that of the load that goes on.
     """
     late = load.rows(at.waiting) > at.rows
     last = len(matrix.columns) - 1
@@ -231,7 +232,7 @@ def _ending(step: RehearsalStep) -> Ending:
 
 
 def _tail_columns(pattern: IntArray, max_violations: float) -> IntArray:
-    """Return, per candidate, the first column that all but the tolerated batches are within."""
+    """Return, per candidate, the first column that only the tolerated share of batches exceeds."""
     beyond = pattern.sum(axis=1, keepdims=True) - np.cumsum(pattern, axis=1)
     allowed = max_violations * pattern.sum(axis=1, keepdims=True)
     return np.asarray((beyond <= allowed).argmax(axis=1), dtype=np.int64)

@@ -1,12 +1,12 @@
 """The inference time matrix: times of a batch that goes on with fewer rows (PAME 6.3.1).
 
-Entry [i, j] is the time of the first stage, up to and with exit i, on all rows of a batch, plus
-that of the second stage, from there to the model's end, on ``columns[j]`` rows. If it exceeds the
-time of the batch without exit i, the configuration violates latency.
+Entry [i, j] is the time of the first stage, up to and including exit i, on all rows of a batch,
+plus the time of the second stage, from there to the model's end, on ``columns[j]`` rows. If it
+exceeds the time of the batch without exit i, the configuration violates latency.
 
 PAME runs both stages for every entry. Here the entries are computed from a profile, as scheduling
-predicts its stages: the parts were measured, the two stages were not. The profile's cost of a
-border includes the exit check, moving rows and starting the second graph.
+predicts its stages: the parts were measured, the two stages were not. The profile's cost of ending
+a stage includes the exit check, moving rows and starting the second graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offramp.engine.scheduling.latency import stage_seconds
 
 
 def is_late(ms: FloatArray, limit_ms: float) -> BoolArray:
-    """Return whether times exceed a limit by more than rounding of sums in another order."""
+    """Return whether times exceed a limit by more than sums in another order may differ."""
     return np.asarray(ms > limit_ms * (1 + 1e-9))
 
 
@@ -39,12 +39,12 @@ class TimeMatrix:
 
     @property
     def violated(self) -> BoolArray:
-        """bool[exits, h + 1]: takes longer than without the exit."""
+        """bool[exits, h + 1]: true where the entry is longer than the time without the exit."""
         return is_late(self.ms, self.limit_ms)
 
     @property
     def allowed_rows(self) -> IntArray:
-        """int64[exits]: most rows that may go on (the paper's n_i); −1 if not even 0 may."""
+        """int64[exits]: largest allowed number of rows that go on (n_i); −1 if even 0 is late."""
         return np.asarray(np.where(self.violated, -1, self.columns).max(axis=1))
 
     def column_of(self, rows: IntArray) -> IntArray:
@@ -85,7 +85,7 @@ class StageTimes:
         return len(self.after_segment)
 
     def stages_ms(self, exits: Sequence[int], rows: int) -> FloatArray:
-        """Return each stage's time of a plan by rows, 0 at 0: float64[exits + 1, rows + 1]."""
+        """Return times of a plan's stages for 0 to ``rows`` rows: float64[exits + 1, rows + 1]."""
         return self._spans_ms([None, *exits], [*exits, MODEL_END], rows)
 
     def matrix(
@@ -94,8 +94,8 @@ class StageTimes:
         """Return times of a batch that begins after an exit, with one more exit attached.
 
         The first stage begins after exit ``after``, or at the model's start, with ``rows`` rows;
-        ``candidates`` are after it, and attached one at a time. Columns are ``interval`` rows (the
-        paper's v) apart.
+        ``candidates`` are exits after that, which are attached one at a time. Columns are
+        ``interval`` rows (the paper's v) apart.
         """
         if rows < 1 or interval < 1:
             raise ValueError(f"rows and interval must be at least 1, got {rows}, {interval}")

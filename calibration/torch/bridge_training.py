@@ -1,10 +1,10 @@
 """Trains the bridges of all exits on the frozen model, independently (PAME 5.1, 5.2).
 
 Each batch runs through the source model, which computes the cut tensors that bridges read and the
-answer that they learn (self-distillation). Nothing is recorded, since tensors of dense answers are
-large. Weights start as the model's. Bridges are distributed to threads, one core each, as heads are
-(:mod:`.heads.head_training`): threads that share one product would wait for each other if another
-process uses a core.
+answer that they learn (self-distillation). Nothing is recorded, since the tensors of models that
+answer by pixels or tokens are large. Weights start as the model's. Bridges are distributed to
+threads, one core each, as heads are (:mod:`.heads.head_training`): threads that share one product
+would wait for each other if another process uses a core.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TrainedBridge:
 
     proto: onnx.ModelProto
     principal: NDArray[np.float32]
-    """[tune samples, principal values]."""
+    """Principal values of the answers, [tune samples, principal values]."""
     agrees: NDArray[np.bool_]
     """[tune samples]: whether its answer agrees with the model's."""
     losses: Sequence[float]
@@ -71,16 +71,16 @@ class TrainedBridge:
 
 
 class BridgeObjective:
-    """The training objective of bridges: the model's scores, place by place."""
+    """The training objective of bridges: the model's scores of each token, pixel or key point."""
 
     def __init__(self, answer: Answer) -> None:
-        """Take the description of the scores."""
+        """Set the description of the scores, ``answer``."""
         self._answer = answer
         self._agreement = agreement_of(answer)
         self._axis = 2 if answer.task.kind == "token-classification" else 1
 
     def loss(self, scores: Tensor, taught: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the mean loss of a place; ``taught`` are the model's scores [b, …]."""
+        """Return the mean loss per token, pixel or point; ``taught`` [b, …]: the model's scores."""
         answer, axis = self._answer, self._axis
         if answer.form == "values":
             scale = taught.std().clamp_min(1e-6)
@@ -128,8 +128,8 @@ def train_bridges(
     """Train all bridges in parallel; results do not depend on the number of threads.
 
     ``source`` outputs the scores ``answer``, and all tensors that bridges read except graph inputs.
-    With ``made``, half of the samples of each epoch are made from others, again each time.
-    ``progress`` is called with the samples of each batch, of :func:`count_samples`.
+    With ``made``, half of the samples of each epoch are augmented, and made again for each epoch.
+    ``progress`` is called with the number of samples of each batch, :func:`count_samples` in all.
 
     Raises:
         UntrainableError: A bridge has an operator that cannot be trained.
@@ -188,7 +188,7 @@ def _sizes_of_epoch(samples: int, made: Method | None) -> tuple[int, int]:
 def _of_epoch(
     train: Dataset, made: Method | None, shuffler: np.random.Generator
 ) -> list[Dataset | AugmentedSamples]:
-    """Return the samples of an epoch: all real ones, or half of them and as many made ones."""
+    """Return the samples of an epoch: all real ones, or half of them and as many augmented ones."""
     order = shuffler.permutation(len(train))
     if made is None:
         return [train.subset(order)]
@@ -291,5 +291,5 @@ class _ReadBatch(NamedTuple):
 
 
 def tensor_of(values: NDArray[Any]) -> Tensor:
-    """Return values as a tensor, which shares their memory where that is contiguous."""
+    """Return values as a tensor, which shares their memory if it is contiguous."""
     return torch.from_numpy(np.ascontiguousarray(values))

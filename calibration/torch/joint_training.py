@@ -49,11 +49,12 @@ _SHARD = 8
 _JUDGED = 64
 """Samples of the tuning split that are answered together."""
 _HELD_BYTES = 2**28
-"""Most bytes of the teacher's answers that are kept in memory; more are computed in every epoch."""
+"""Limit on the bytes of the teacher's answers that are kept in memory; larger answers are computed
+again in every epoch."""
 _LEAST = 1e-12
 """Lower limit of a probability whose logarithm is taken."""
 _LARGEST_STEP = 1.0
-"""Norm that larger gradients are scaled to."""
+"""Largest norm of gradients; larger ones are scaled down to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class JointOptions:
 
     teacher: Teacher = "model"
     epochs: int = 8
-    """Most epochs."""
+    """Largest number of epochs."""
     learning_rate: float = 1e-4
     """Peak learning rate; it rises over the first tenth of the steps, then falls as a cosine."""
     patience: int = 3
@@ -79,7 +80,7 @@ class JointModel:
     proto: onnx.ModelProto
     """Graph with its weights; it contains the tensors ``scores``."""
     scores: tuple[str, ...]
-    """Names of the class scores of each exit, in depth order, and last of the model."""
+    """Names of the class scores: of each exit, in depth order, then of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +104,10 @@ def train_jointly(
 ) -> JointlyTrained:
     """Train all weights; results depend neither on interruptions nor on the number of threads.
 
-    ``source`` is the unmodified model, the teacher and reference of agreement. The weights of the
-    epoch with the smallest mean loss on ``tune`` are kept; those before training count too.
-    ``progress`` is called with the samples of each batch, ``epochs`` × train in all.
+    ``source`` is the unmodified model: the teacher, and the reference of agreement. The weights of
+    the epoch with the smallest mean loss on ``tune`` are kept; the weights before training count as
+    an epoch, too. ``progress`` is called with the number of samples of each batch, ``epochs`` ×
+    train in all.
 
     Raises:
         UntrainableError: The graph has an operator that cannot be trained.
@@ -152,7 +154,7 @@ class _TrainingBatch(NamedTuple):
 
     feeds: dict[str, Tensor]
     taught: Tensor
-    """[b, …]: the model's scores, or [b] classes."""
+    """[b, …]: the scores to learn from the model, or [b]: classes."""
     ends: NDArray[Any]
     """[b, …]: the unmodified model's answers."""
     mask: NDArray[Any] | None
@@ -199,7 +201,7 @@ class _Lesson:
     def batches(
         self, dataset: Dataset, size: int, known: NDArray[Any] | None
     ) -> Iterator[_TrainingBatch]:
-        """Yield all samples, with the unmodified model's answers: ``known`` ones, or computed."""
+        """Yield all samples with the unmodified model's answers: ``known``, or computed here."""
         mask_name = self._answer.task.mask
         given = self._answered(dataset, size) if known is None else _in_batches(known, size)
         for rows, ends in given:
@@ -306,7 +308,7 @@ class _Course:
         return losses, self.lesson.agrees(found, shard)
 
     def judge(self, batches: Iterable[_TrainingBatch]) -> None:
-        """Evaluate the tuning split after an epoch, or before the first; keep the best weights."""
+        """Evaluate on the tuning split, after an epoch or before all; keep the best weights."""
         read = [found for batch in batches for found in self.pool.map(self._judged, batch.shards())]
         agrees = np.concatenate([agrees for _, agrees in read], axis=1)
         mean = np.sum([losses for losses, _ in read], axis=0) / agrees.shape[1]

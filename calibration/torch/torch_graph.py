@@ -1,4 +1,4 @@
-"""An ONNX graph as a trainable torch module: base of training backbone, bridges and heads together.
+"""An ONNX graph as a trainable torch module, used to train backbone, bridges and heads together.
 
 PAME 5.2 trains all parameters of a model with its exits. The ONNX file stays the reference: its
 operators are run one by one on torch tensors, and trained weights are written back by the names of
@@ -140,9 +140,9 @@ class TorchGraph(nn.Module):
         return {name: values[name] for name in self.outputs}
 
     def share(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """Take other graphs' parameters for the initialisers of the same names.
+        """Use other graphs' parameters in place of this graph's initialisers of the same names.
 
-        Graphs that are parts of one model then train one weight where the model has one.
+        So graphs that are parts of one model train its shared weights together.
         """
         for name in self.weights.keys() & weights.keys():
             self.register_parameter(self._key(name), weights[name])
@@ -171,7 +171,7 @@ class TorchGraph(nn.Module):
             self._host[name] = value
 
     def _key(self, name: str) -> str:
-        """Return a name that torch accepts: without dots, and no attribute of modules."""
+        """Return a name that torch accepts: without dots, and not that of a module's attribute."""
         self._keys[name] = "onnx:" + name.replace("%", "%25").replace(".", "%2E")
         return self._keys[name]
 
@@ -183,7 +183,7 @@ class TorchGraph(nn.Module):
 
 
 def with_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor]) -> onnx.ModelProto:
-    """Return a copy of a model with other values in some initialisers, whose types stay."""
+    """Return a copy of a model with other values in some initialisers of unchanged types."""
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     places = {tensor.name: tensor for tensor in copy.graph.initializer}

@@ -104,7 +104,7 @@ def _cast_like(_node: GraphNode, x: Tensor, like: Tensor) -> Tensor:
 
 
 def _dropout(_node: GraphNode, x: Tensor, *_settings: Tensor | None) -> list[Tensor]:
-    """Drop nothing, even if the graph was exported for training."""
+    """Return the input unchanged, even if the graph was exported for training."""
     return [x, torch.ones_like(x, dtype=torch.bool)]
 
 
@@ -181,7 +181,7 @@ ELEMENTWISE: Mapping[str, TorchOperator] = {
 
 
 _Reduction = Callable[[Tensor, tuple[int, ...]], Tensor]
-"""Function that reduces some axes, perhaps none; they stay with size 1."""
+"""Function that reduces some axes, perhaps none; reduced axes keep size 1."""
 
 
 def _reduced(function: _Reduction) -> TorchOperator:

@@ -53,7 +53,7 @@ def _attention(
     if node.get("is_causal", 0):
         tokens = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         scores = scores.masked_fill(~tokens.tril(), -math.inf)
-    # a token that may attend to none gets zeros, and neither it nor its gradient is NaN
+    # a token that may attend to no other gets zeros; neither they nor their gradients are NaN
     blind = torch.isneginf(scores).all(-1, keepdim=True)
     weights = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
     attended = weights.to(value.dtype) @ value
@@ -139,7 +139,7 @@ def _instance_norm(node: GraphNode, x: Tensor, scale: Tensor, bias: Tensor) -> T
 def _layer_norm(
     node: GraphNode, x: Tensor, scale: Tensor, bias: Tensor | None = None
 ) -> list[Tensor]:
-    """Normalise over the axes from one on; mean and inverse deviation are further outputs."""
+    """Normalise over an axis and all later ones; mean and inverse deviation are further outputs."""
     axis, eps = node.get("axis", -1) % x.ndim, node.get("epsilon", 1e-5)
     sizes = x.shape[axis:]
     whole = scale.shape == sizes and (bias is None or bias.shape == sizes)
@@ -189,7 +189,7 @@ NORMALISATION: Mapping[str, TorchOperator] = {
 
 
 _GATES: Mapping[str, tuple[int, ...]] = {"RNN": (0,), "GRU": (1, 0, 2), "LSTM": (0, 2, 3, 1)}
-"""Gates in torch's order, by their places in ONNX."""
+"""Positions in ONNX of the gates, in torch's order."""
 _ACTIVATIONS = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
 """Activations of torch's layers."""
 
@@ -223,7 +223,7 @@ def _recurrent(
 
 
 def _recurrent_lacks(node: GraphNode) -> str | None:
-    """Refuse all but the forms that exporters of torch and Keras write."""
+    """Refuse layers of other forms than those that exporters of torch and Keras write."""
     usual = _ACTIVATIONS[node.kind]
     names = node.get("activations", tuple(usual))
     other = [name for place, name in enumerate(names) if name != usual[place % len(usual)]]

@@ -20,8 +20,8 @@ class GraphNode:
     """A node of a graph: an operator of some kind, with its attributes."""
 
     kind: str
-    """ONNX operator type, for instance ``Conv``; with its domain in front if it is not a standard
-    one."""
+    """ONNX operator type, for instance ``Conv``; after its domain if it is not a standard
+    operator."""
     name: str
     """Name of the node, which may be empty."""
     inputs: tuple[str, ...]
@@ -56,11 +56,12 @@ class TorchOperator:
     """An ONNX operator as a function on torch tensors, which keeps gradients."""
 
     run: Callable[..., Tensor | Sequence[Tensor]]
-    """Function of the node and its inputs, ``None`` for those left out; returns the outputs."""
+    """Function of the node and its inputs (``None`` for a missing one), which returns the
+    outputs."""
     settings: frozenset[int] = frozenset()
     """Inputs that are read as numbers, such as sizes and axes: they stay in host memory."""
     untrained: frozenset[int] = frozenset()
-    """Inputs that are not weights though used in computation: statistics, bounds, exponents."""
+    """Inputs that are computed with, but are not weights: statistics, bounds, exponents."""
     lacks: Lacks = _lacks_nothing
     """Function that returns which feature of a node, such as a mode, is not supported."""
 
@@ -109,7 +110,7 @@ DTYPES: Mapping[int, torch.dtype] = {
     TensorProto.INT64: torch.int64,
     TensorProto.UINT8: torch.uint8,
 }
-"""torch's types by ONNX's data type; of unsigned integers torch only computes with bytes."""
+"""torch's types by ONNX's data type; uint8 is the only unsigned integer torch computes with."""
 
 
 def to_torch(proto: onnx.TensorProto) -> Tensor:

@@ -128,7 +128,7 @@ def _pad(
 
 
 def _reflected(places: Tensor, size: int) -> Tensor:
-    """Return the places that mirror those outside [0, size); the edge is not repeated."""
+    """Return indices with those outside [0, size) mirrored at the edges, which do not repeat."""
     period = max(2 * (size - 1), 1)
     places = places.remainder(period)
     return torch.where(places < size, places, period - places)
@@ -293,7 +293,7 @@ def _arg_most(node: GraphNode, x: Tensor, *, largest: bool) -> Tensor:
 
 
 def _top_k(node: GraphNode, x: Tensor, k: Tensor) -> list[Tensor]:
-    """Sort, and keep the first; of equal elements those with the lower index, as in ONNX."""
+    """Sort, and keep the first k; of equal elements, lower indices are first, as in ONNX."""
     axis = node.get("axis", -1)
     (count,) = numbers(k)
     descending = bool(node.get("largest", 1))

@@ -24,7 +24,7 @@ from offramp.calibration.torch_operators.node import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """The windows of an operator over the spatial axes of its input, one number an axis."""
+    """The windows of an operator over the spatial axes of its input: one number for each axis."""
 
     kernel: tuple[int, ...]
     strides: tuple[int, ...]
@@ -56,7 +56,7 @@ class Windows:
         )
 
     def overhang(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return how many places the last windows need after the padding, rounding up.
+        """Return how many elements the last windows need after the padding, rounding up.
 
         A window that would begin in the padding after the input does not count.
         """
@@ -72,7 +72,7 @@ class Windows:
         return tuple(found)
 
     def pad(self, x: Tensor, value: float, extra: Sequence[int] | None = None) -> Tensor:
-        """Pad the spatial axes of a tensor, with ``extra`` places at the end."""
+        """Pad the spatial axes of a tensor, with ``extra`` elements at the end."""
         more = extra or (0,) * len(self.ends)
         amounts = [
             amount
@@ -85,7 +85,7 @@ class Windows:
 def halved(
     totals: Sequence[int], *, more_in_front: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Divide padding between both ends; an odd place is at the beginning or at the end."""
+    """Divide padding between both ends; an odd element goes to the beginning or to the end."""
     smaller = tuple(total // 2 for total in totals)
     larger = tuple(total - half for total, half in zip(totals, smaller, strict=True))
     return (larger, smaller) if more_in_front else (smaller, larger)
@@ -142,7 +142,7 @@ def _conv_transpose(
 def _cut_off(
     node: GraphNode, sizes: Sequence[int], strides: Sequence[int], whole: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the places cut off at both ends, by ``pads``, ``output_shape`` or ``auto_pad``."""
+    """Return the sizes to cut off at both ends, by ``pads``, ``output_shape`` or ``auto_pad``."""
     axes, how = len(strides), node.get("auto_pad", "NOTSET")
     wanted = node.get("output_shape", None)
     if wanted is None and how in {"NOTSET", "VALID"}:
@@ -171,7 +171,7 @@ def _max_pool_lacks(node: GraphNode) -> str | None:
 
 
 def _average_pool(node: GraphNode, x: Tensor) -> Tensor:
-    """Sum windows, and divide by the places that count: the input's, perhaps the padding's too."""
+    """Sum windows, and divide by the number of elements that count: input, perhaps padding too."""
     windows = Windows.of(node, x.shape[2:], node.get("kernel_shape", ()))
     extra = windows.overhang(x.shape[2:]) if node.get("ceil_mode", 0) else None
     summed = _summed(windows, windows.pad(x, 0.0, extra))
@@ -245,7 +245,7 @@ def _resize_lacks(node: GraphNode) -> str | None:
 
 
 def _resized(node: GraphNode, x: Tensor, axes: Mapping[int, _Axis]) -> Tensor:
-    """Interpolate one axis after the other, which is equal to all together."""
+    """Interpolate one axis after the other; the result is that of all together."""
     for axis, resized in axes.items():
         if resized.before == resized.after and resized.scale == 1:
             continue
@@ -262,7 +262,7 @@ def _resized(node: GraphNode, x: Tensor, axes: Mapping[int, _Axis]) -> Tensor:
 
 
 def _taps(node: GraphNode, axis: _Axis) -> tuple[list[NDArray[np.int64]], list[_Floats | None]]:
-    """Return the input places from which each output place is computed, and their weights."""
+    """Return the input indices from which each output element is computed, and their weights."""
     original = _original(node, axis)
     most = axis.before - 1
     mode = node.get("mode", "nearest")
@@ -288,7 +288,7 @@ def _taps(node: GraphNode, axis: _Axis) -> tuple[list[NDArray[np.int64]], list[_
 
 
 def _original(node: GraphNode, axis: _Axis) -> _Floats:
-    """Return the position in the input of each place of the output, between places.
+    """Return the (fractional) position in the input of each element of the output.
 
     It is float32 as in ONNX Runtime, so that half-way positions are rounded to the same side.
     """
@@ -299,7 +299,7 @@ def _original(node: GraphNode, axis: _Axis) -> _Floats:
     if mode == "asymmetric":
         return np.asarray(x / scale, np.float32)
     if mode == "align_corners":
-        spans = before * scale - 1  # of the size before it is rounded
+        spans = before * scale - 1  # of the size before rounding
         step = (before - 1) / spans if spans and axis.after > 1 else np.float32(0)
         return np.asarray(x * step, np.float32)
     if mode == "pytorch_half_pixel" and axis.after == 1:

@@ -50,10 +50,11 @@ class Blueprint:
     tune: ExitRecords
     """Answers of each exit on the tuning split."""
     candidates: Candidates
-    """Sets of exits that may be in use, to choose from at other costs."""
+    """Sets of exits to choose from, also for other costs."""
     path: FixedPath
     predicted_savings: float
-    """Share of the source model's time, on the tuning split, at the reference batch size."""
+    """Predicted saving on the tuning split at the reference batch size, as a share of the source
+    model's time."""
     reason: str = ""
     """Reason why it was preferred to other blueprints, if there were any."""
     training: JointTraining | None = None
@@ -61,7 +62,7 @@ class Blueprint:
     frozen: Blueprint | None = None
     """Blueprint without the trained copy, if there is one."""
     limit: str | None = None
-    """Reason why no exit can be in use, if that is known already."""
+    """Reason why no exit can be in use, if one is known; else ``None``."""
 
     @property
     def sliced(self) -> Sliced:
@@ -84,7 +85,7 @@ class Certified:
 
 
 def draw(timed: TimedModel, exits: Sequence[BuiltExit]) -> Blueprint:
-    """Time exits on a model in pieces whose times are known, and choose the exits in use."""
+    """Time exits on a model whose pieces were timed, and choose the exits in use."""
     run, times = timed.run, timed.times
     options = run.options
     draft = Draft.of(timed.sliced, exits)

@@ -4,8 +4,8 @@ Exits follow the copy's segments, and the copy's own answer is the last exit. Sa
 threshold go on to the source model, as do audited samples. So what is promised, certified and
 audited is agreement with the source model, however the copy was made.
 
-The copy may be any graph with the source's inputs and output. Cut points are those of the source at
-which one tensor of the same name carries all data onward in the copy, too.
+The copy may be any graph with the source's inputs and output. Cut points are those of the source
+that are cut points of the copy, too, with a tensor of the same name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from offramp.engine.answers.differences import compare
 from offramp.engine.backends.onnxruntime import make_session
 
 PREFIX = "offramp_front/"
-"""Prefix of all names of a copy but those of graph inputs."""
+"""Prefix of all names of a copy except graph inputs."""
 _AGAIN = "/again"
 _FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "Gelu"})
 """Operators without an int8 kernel: their outputs are quantised by the next operator alone."""
@@ -52,8 +52,8 @@ _FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "
 def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Cascade:
     """Cut a quantised copy where its source model was cut, and append the source model.
 
-    ``plain`` is the source model in pieces. If a cut is missing in the copy, its neighbours are one
-    segment there. ModelError if the copy has other inputs or another answer.
+    ``plain`` is the source model in pieces. If a cut is missing in the copy, the segments next to
+    it are one segment there. ModelError if the copy has other inputs or another answer.
     """
     front = _front_of(plain.model, copy)
     analysis = _surviving(plain.analysis, front)
@@ -81,8 +81,8 @@ def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Casca
     """Cut a subnet of the source model where the model was cut, and append the model.
 
     A subnet has some of the model's operators and parts of its weights. So its own cut points are
-    found, and those with the names of the model's are used. The work of its segments is a share of
-    the model's. ModelError if it has other inputs or another answer.
+    found, and those whose names are also cut points of the model are used. The work of its segments
+    is a share of the model's. ModelError if it has other inputs or another answer.
     """
     front = _front_of(plain.model, subnet)
     analysis = find_cuts(front, max_tensors=options.reading.max_cut_tensors)
@@ -201,7 +201,7 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
 
 
 def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
-    """Copy types that inference may not find after custom operators from the source model."""
+    """Copy types from the source model that inference may not find after custom operators."""
     made = written_names(proto.graph)
     infos = [info for info in model.proto.graph.value_info if info.name in made]
     refill(proto.graph.value_info, infos)

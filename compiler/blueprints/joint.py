@@ -53,7 +53,8 @@ _log = logging.getLogger(__name__)
 
 TRAINED_EXITS: Final = 6
 """Largest number of exits trained together: many make training unstable (PAME 5.2), and each takes
-time. The exits with the largest net savings on the frozen model, even if these are negative."""
+time. They are the exits with the largest net savings on the frozen model, even if these are
+negative."""
 
 
 def choose_training(plain: Blueprint, found: FoundExits, folder: JointFolder) -> Blueprint:
@@ -172,7 +173,7 @@ class JointFolder:
     def of(cls, timed: TimedModel) -> JointFolder:
         """Return the folder of a run; nothing is written yet.
 
-        CompileError if the path holds something else, which must not be replaced.
+        CompileError if something else is at the path, which must not be replaced.
         """
         sliced, options, parts = timed.sliced, timed.run.options, timed.run.parts
         plain = dataclasses.asdict(replace(options, data=Path()))
@@ -224,7 +225,7 @@ class JointFolder:
             "built": [_described(number, exit_) for number, exit_ in enumerate(found.built)],
             "best": to_plain(found.best),
         }
-        # last: a folder without this file is incomplete
+        # written last: a folder without this file is incomplete
         (self.path / _EXITS).write_text(json.dumps(plain))
 
     def state(self, joined: bytes) -> JointState:

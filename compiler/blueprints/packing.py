@@ -68,7 +68,7 @@ _MOST_CLASSES: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The model's parts before there is a manifest: enough to plan and run stages."""
+    """The model's parts before a manifest exists: enough to plan and run stages."""
 
     inputs: tuple[TensorSpec, ...]
     answer: Answer
@@ -175,7 +175,7 @@ def pack(
     ranges: InputRanges,
     variants: Sequence[BuiltVariant] = (),
 ) -> Mapping[str, FileContent]:
-    """Return the content of every file but manifest and policy, by path.
+    """Return the content of every file except manifest and policy, by path.
 
     Graphs refer to their large weights in one file, which is returned in pieces.
     """
@@ -279,7 +279,8 @@ def rewrite(
 def early_maps(draft: Draft, policy: ExitPolicy, source: bytes, some: Dataset) -> list[EarlyMap]:
     """Select samples that leave early, from nearly equal to least equal to the model's answer.
 
-    Empty if the answer is no map of at most 256 classes, or no sample leaves early.
+    The result is empty if the answer is not a map of at most 256 classes, or no sample leaves
+    early.
     """
     answer = draft.answer
     if answer.task.kind != "segmentation" or answer.classes > _MOST_CLASSES or not policy.active:

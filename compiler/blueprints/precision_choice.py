@@ -42,7 +42,7 @@ JUDGED_SAMPLES: Final = 512
 """Samples of the tune split on which every kind is tried; the chosen kind is recorded on all."""
 LEAST_GAIN: Final = 0.01
 """Share of the source model's time that a copy must be predicted to save beyond exits alone. A
-second model costs memory, audits that also run the first one, and time if no sample exits."""
+second model costs memory, longer audits, which run both, and time if no sample exits."""
 
 
 def choose_precision(plain: Blueprint, exits: Sequence[BuiltExit]) -> Blueprint:
@@ -176,9 +176,9 @@ def _moved(sliced: Sliced, exits: Sequence[BuiltExit]) -> list[BuiltExit]:
 def _mixed(
     plain: Blueprint, whole: Blueprint, exits: Sequence[BuiltExit], found: PrecisionChoice
 ) -> Blueprint | None:
-    """Put a copy in front of the model that is quantised only where that is predicted to pay.
+    """Put a copy in front of the model, quantised only where that is predicted to save time.
 
-    ``None`` if that is everywhere, if it saves no more than ``whole``, which is quantised
+    ``None`` if that is everywhere, if the copy saves no more than ``whole``, which is quantised
     throughout, or if the copies' cuts are not the model's.
     """
     names = [PREFIX + cut.name for cut in plain.sliced.cuts]

@@ -2,7 +2,7 @@
 
 A subnet is put in front of the model like every copy (:mod:`.cascade`): exits follow its segments,
 its own answer is the last exit, and the unmodified model comes after it, which audits run. So
-training, recording, certifying and serving are those of any cascade. Exits are trained on the
+subnets are trained, recorded, certified and served like any cascade. Exits are trained on the
 subnet's own features, to answer what the *model* answers.
 
 A model and its variants can share weights in memory
@@ -84,7 +84,7 @@ def draw_variant(
     copy = serialised(subnet)
     sliced = slice_subnet(plain.sliced, copy, run.options)
     timed = time_copy(sliced, copy, run)
-    # the last cut is followed by the subnet's own answer
+    # the subnet's own answer follows the last cut, so it needs no exit
     found = find_exits(replace(timed, sliced=replace(sliced, cuts=sliced.cuts[:-1])))
     exits = [*found.built, own_exit(timed, plain)]
     blueprint = draw(replace(timed, sliced=sliced.without_weights()), exits)

@@ -83,7 +83,7 @@ def commands_of_extensions() -> dict[str, Command]:
 def command_of(
     given: Sequence[str], commands: Mapping[str, Command]
 ) -> tuple[Command | None, Sequence[str]]:
-    """Return the command named first or by ``--task``, if any, and the remaining words."""
+    """Return the command that the first word or ``--task`` names, if any, and the other words."""
     if given and given[0] in commands:
         return commands[given[0]], given[1:]
     for place, word in enumerate(given):
@@ -187,7 +187,7 @@ def add_promise(
     disagreement: float | None,
     confidence_level: float | None,
 ) -> None:
-    """Add the options of the promise; without defaults they are those of the bundle."""
+    """Add the options of the promise; where they have no defaults, the bundle's values apply."""
     own = "" if disagreement is not None else " (default: as the bundle was made)"
     parser.add_argument("--max-disagreement", type=values.share, default=disagreement,
                         metavar="SHARE",
@@ -209,7 +209,7 @@ def add_rehearsing(
     violations: float | None,
     min_gain: float | None,
 ) -> None:
-    """Add the settings of PAME's rehearsal; without defaults they are those of the bundle."""
+    """Add the settings of PAME's rehearsal; without defaults, the bundle's values apply."""
     own = "" if batch is not None else " (default: as the bundle was made)"
     of_search = "" if batch is not None else "; with --anew, or if no exit is in use"
     group.add_argument("--rehearsal-batch", type=values.positive, default=batch, metavar="N",

@@ -36,7 +36,7 @@ def output_of(model: Path) -> Path:
 
 
 def read_options(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _Options:
-    """Create the options of a run: each field is the argument of its name, unless it is given."""
+    """Create the options of a run: each field is passed in, or is the argument of its name."""
     named = {field.name for field in dataclasses.fields(kind)} & vars(options).keys()  # type: ignore[arg-type]
     return kind(**{**{name: getattr(options, name) for name in named}, **given})
 

@@ -26,8 +26,8 @@ class SignalledError(KeyboardInterrupt):
 def raising_signals() -> Iterator[None]:
     """Raise :class:`SignalledError` on SIGTERM and SIGHUP; a second signal ends the process.
 
-    A signal that is ignored, as after ``nohup``, stays ignored. In other threads than the main one,
-    which cannot handle signals, nothing changes.
+    A signal that is ignored, as after ``nohup``, stays ignored. This does nothing outside the main
+    thread, as other threads cannot handle signals.
     """
 
     def stop(number: int, _: object) -> NoReturn:
@@ -56,7 +56,7 @@ class Target:
     """Target of a command, to report afterwards whether it was written."""
 
     def __init__(self, path: Path) -> None:
-        """Record the file or folder that exists before."""
+        """Record the file or folder that is at ``path`` now."""
         self.path = path
         self._before = self._identity()
 

@@ -38,7 +38,7 @@ parquet · Hugging Face data set · module:function"""
 
 
 def describe_model(model: SourceModel, analysis: CutAnalysis) -> dict[str, Any]:
-    """Describe a model, its cut points, and the places without one.
+    """Describe a model, its cut points, and the tensors where no exit can be attached.
 
     If the work of operators had to be measured, shares of FLOPs are shares of that time.
     """
@@ -74,7 +74,7 @@ def describe_bundle(bundle: Bundle) -> dict[str, Any]:
 
 
 def print_inspection(model: SourceModel, analysis: CutAnalysis, console: Console) -> None:
-    """Print a model's facts, its cut points, and the places where no exit can be attached."""
+    """Print a model's facts, its cut points, and the tensors where no exit can be attached."""
     facts = Table.grid(padding=(0, 2))
     rows = {
         "model": f"{model.name} (opset {model.opset}, {_work(analysis)})",

@@ -118,7 +118,7 @@ def _of_policy(bundle: Bundle, policy: ExitPolicy) -> Iterator[str]:
 
 
 def _covered(manifest: Manifest, *, promised: bool) -> Iterator[str]:
-    """Yield lines on samples and kind of agreement of a promise, if they are not the default."""
+    """Yield lines on a promise's samples and kind of agreement, unless they are the default."""
     if manifest.calibration.distinct is not None:
         yield words.distinct_samples(manifest.calibration, promised=promised)
     task = manifest.answer.task

@@ -22,7 +22,7 @@ class UnknownCutPointError(CompileError):
 
 
 class VerificationError(CompileError):
-    """Segments and source model have different results, or an export and its bundle."""
+    """Segments and source model, or an export and its bundle, have different results."""
 
 
 class ExportError(CompileError):

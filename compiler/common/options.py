@@ -27,19 +27,18 @@ from offramp.engine.models.options import MOST_SHARE, refuse_unless
 
 AskedKind: TypeAlias = TaskKind | Literal["auto"]
 SHARES: Final[dict[TaskKind, float]] = {"token-classification": 0.98, "segmentation": 0.95}
-"""Default for the least shares of equal tokens and pixels; for key points it is all.
-
+"""Defaults for the least share of equal tokens and of equal pixels; all key points must be equal.
 Pixels at the borders of objects are ambiguous for every model: if two answers to an image differ in
 5 % of its pixels, both are about equally right."""
 WITHIN_SPREAD: Final = 0.1
-"""Default for how far values may differ, as a share of their standard deviation."""
+"""Default for the largest difference of values, as a share of their standard deviation."""
 WITHIN_MAP: Final = 0.05
 """Default for the distance of key points, as a share of the map's longer side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """The user's statements about the task; ``None`` is the task's default."""
+    """The user's options about the task; ``None`` means the task's default."""
 
     kind: AskedKind = "auto"
     share: float | None = None
@@ -154,8 +153,8 @@ class PromiseOptions:
     group: str | None = None
     """Array of the data whose equal values mark samples that belong together."""
     copies_within: float = COPIES_WITHIN
-    """Share of the typical distance between samples within which they may be copies; with 0 only
-    equal samples are copies, and no rows are a series."""
+    """Samples nearer than this share of the typical distance may count as copies of one sample;
+    with 0 only equal samples do, and no rows are a series."""
 
     def __post_init__(self) -> None:
         shares = ("max_disagreement", "max_class_disagreement", "confidence_level")
@@ -227,8 +226,8 @@ class ChoiceOptions:
     max_violations: float = 0.02
     """Largest share of batches that an exit may make late. With ``pame`` only."""
     min_gain: float = 0.01
-    """Least share of the source model's time by which each exit must reduce the mean latency; PAME
-    has no such limit, which is 0. With ``pame`` only."""
+    """Least share of the source model's time by which each exit must reduce the mean latency; 0 is
+    no limit, as in PAME. With ``pame`` only."""
     reference_batch_size: int = 8
     """Batch size of the profiled times that savings are predicted with."""
 
@@ -254,15 +253,15 @@ class CompileOptions:
     copy: CopyOptions = field(default_factory=CopyOptions)
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     tolerance: float | None = None
-    """Largest relative difference between chained segments and source; ``None`` is by the precision
-    that the source computes in (:mod:`offramp.compiler.common.rounding`)."""
+    """Largest relative difference between chained segments and source; ``None`` means the default
+    for the precision that the source computes in (:mod:`offramp.compiler.common.rounding`)."""
     threads: int = 1
     """Threads of ONNX Runtime while profiling."""
     seed: int = 0
     variants: VariantSource | None = None
     """Source of smaller variants of the model, each with separate exits."""
     scratch: Path | None = None
-    """Folder that features are recorded in; ``None`` is the system's for temporary files."""
+    """Folder that features are recorded in; ``None`` is the system's folder for temporary files."""
     scratch_limit: float = 4.0
     """Largest size of features in GiB at a time: the rest is recorded in later passes over the
     data."""
@@ -347,7 +346,7 @@ class ProfileOptions(RewriteOptions):
     """One run of ``eecompile profile``."""
 
     threads: int | None = None
-    """Threads of ONNX Runtime; ``None`` is as the bundle was profiled."""
+    """Threads of ONNX Runtime; ``None`` means as many as the bundle was profiled with."""
     backend: str = "onnxruntime"
     """Backend to measure: the CPU, or ``tensorrt`` or ``cuda`` on a GPU."""
     device: str = "cuda:0"
@@ -358,7 +357,7 @@ class ProfileOptions(RewriteOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearseOptions(RewriteOptions):
-    """One run of ``eecompile rehearse``; ``None`` is the value that the bundle was made with."""
+    """One run of ``eecompile rehearse``; ``None`` means the value that the bundle was made with."""
 
     data: Path | DataSource
     group: str | None = None
@@ -371,7 +370,7 @@ class RehearseOptions(RewriteOptions):
     rehearsal_batch: int | None = None
     max_violations: float | None = None
     min_gain: float | None = None
-    """For a search only."""
+    """Least gain of each exit, as in :class:`ChoiceOptions`; for a search only."""
     seed: int = 0
 
 

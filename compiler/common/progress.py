@@ -89,21 +89,19 @@ STAGES: Final = (
     ("Certify the policy", "Measure the policy"),
     ("Look at the range of the data", "Try padding", "Write the bundle"),
 )
-"""Stages of a compilation of heads on the unchanged model, as prefixes of the titles of their
-steps.
-
-Steps of other kinds of compilations are counted to the stage that they follow."""
+"""Stages of a compilation with heads on the unchanged model: prefixes of the titles of their steps.
+In other compilations, other steps count as part of the stage that they follow."""
 
 
 class FileProgress:
     """Progress for programs: one JSON object per line, appended to a file.
 
-    ``step`` and ``steps`` count the stages of a compilation; ``title`` and ``share`` are of the
-    running step.
+    ``step`` and ``steps`` count the stages of a compilation; ``title`` and ``share`` (the part
+    done) describe the running step.
     """
 
     def __init__(self, path: Path, progress: Progress, *, pause_s: float = 0.5) -> None:
-        """Report to a file, and to ``progress`` too; ``pause_s`` is between two lines of a step."""
+        """Report to a file, and to ``progress``; two lines of a step are ``pause_s`` apart."""
         self._file = path.open("w", encoding="utf-8")
         self._progress, self._pause_s = progress, pause_s
         self._stage = 1

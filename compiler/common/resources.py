@@ -31,7 +31,7 @@ except ImportError:  # no such locks on Windows, where nothing is swept
 
 _STATUS = Path("/proc/self/status")
 _most_together = 0
-"""Largest memory in bytes of this process and a counted child process together."""
+"""Largest memory in bytes that this process and one counted child process had together."""
 
 
 def give_back() -> None:
@@ -80,8 +80,8 @@ def peak_bytes() -> int | None:
 def count_process(its_peak_bytes: int) -> None:
     """Count a process that has just ended, together with this process's current memory.
 
-    The system's figure for ended children is not used: on Linux they begin with the figure of the
-    process that started them.
+    The system's peak for ended children is not used: on Linux a child's peak begins with that of
+    the process that started it.
     """
     global _most_together  # noqa: PLW0603 - of the process, like its own peak
     _most_together = max(_most_together, (_reported_bytes("VmRSS") or 0) + its_peak_bytes)
@@ -99,8 +99,8 @@ def _reported_bytes(name: str) -> int | None:
 
 PREFIX: Final = "offramp-features-"
 _OURS: Final = re.compile(rf"{PREFIX}\d+-\w+")
-"""Pattern of folder names with a process number; those of older versions have none, and no
-locks."""
+"""Pattern of folder names with a process number; folders of older versions have no number and no
+lock."""
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def _remove_if_left(place: Path) -> None:
 
 
 def _lock(folder: Path) -> int:
-    """Lock a folder that is no link; BlockingIOError if a process holds the lock."""
+    """Lock a folder that is not a link; BlockingIOError if a process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

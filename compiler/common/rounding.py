@@ -22,10 +22,11 @@ class Rounding(NamedTuple):
     name: str
     """Name of the precision, for messages."""
     chained: float
-    """Largest difference between a model and its pieces: equal sums, fused differently."""
+    """Largest difference between a model and its pieces, which compute the same sums, but fuse
+    operators differently."""
     batches: float
-    """Largest difference between rows in batches of other sizes, or after simplification: other
-    sums."""
+    """Largest difference of a row in batches of other sizes, or after simplification: sums are in
+    another order."""
 
 
 SINGLE = Rounding("single precision", 1e-5, 1e-4)

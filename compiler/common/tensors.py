@@ -1,4 +1,4 @@
-"""Values of tensors that a graph holds, or names in the file of weights of its compilation."""
+"""Values of tensors, which a graph contains, or names in the weight file of its compilation."""
 
 from __future__ import annotations
 

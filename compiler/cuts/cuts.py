@@ -2,8 +2,8 @@
 
 Apparate 3.1 and PAME 4.1: an exit belongs where one tensor carries all data onward, between
 residual blocks and not inside them. If no single tensor does so for a large part of the work, a few
-tensors are a cut point. :class:`CutAnalysis` holds the cut points, and the reasons for places
-without one.
+tensors are a cut point. :class:`CutAnalysis` holds the cut points, and the reasons why other places
+are not cut points.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ if TYPE_CHECKING:
 MAX_CUT_TENSORS = 4
 """Largest number of tensors of a cut point."""
 WIDE_STRETCH = 0.4
-"""Share of the model's FLOPs without a single tensor to cut at from which on sets are searched. In
-one of many blocks, sets would only add similar exits at a higher cost."""
+"""Sets of tensors are searched if no single tensor is a cut point over at least this share of the
+model's FLOPs. In a model of many blocks, sets would only add similar exits at a higher cost."""
 NEAR = 0.1
-"""Share of the model's FLOPs within which a smaller set replaces a larger one."""
+"""A set of tensors is replaced by a smaller one within this share of the model's FLOPs."""
 
 
 def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutAnalysis:
     """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
 
-    Each graph input in turn is tried as the only main input, then all together, then all together
-    with repeated reads allowed. The choice with most cut points wins. Ties go to a choice that
-    reads no main input again, then to the least side work. If a large part of the work has no cut
-    point, sets of up to ``max_tensors`` are cut points, too. There may be none; then
+    Main inputs, main flow and side work are explained in :mod:`.flow`. Each graph input in turn is
+    tried as the only main input, then all together, then all together with repeated reads allowed.
+    The choice with the largest number of cut points wins. Ties go to a choice that reads no main
+    input again, then to the least side work. If a large part of the work has no cut point, sets of
+    up to ``max_tensors`` are cut points, too. There may be none; then
     :func:`~offramp.compiler.cuts.exit_placement.choose_candidates` raises.
     """
     analysis = GraphAnalysis.of(model.proto, model.flow, max_tensors=max_tensors)
@@ -133,11 +134,11 @@ class GraphAnalysis:
         return (len(alone), len(flow.steps) > 0, round(divided, 1), not flow.rereads, -side, -size)
 
     def _widest(self, flow: Flow, kept: Sequence[Gate]) -> float:
-        """Return the share of the work in the widest stretch without a gate."""
+        """Return the largest share of the work between two gates."""
         return max(share for *_, share in self._stretches(flow, kept))
 
     def _stretches(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[tuple[int, int, float]]:
-        """Yield the steps before and after each stretch between gates, and its share of work."""
+        """Yield, per part between gates, the steps before and after it, and its share of work."""
         steps = [-1, *(gate.step for gate in kept), len(flow.steps)]
         left = [1.0, *(self.fitness.share_after(flow, gate) for gate in kept), 0.0]
         for (begin, end), (before, after) in zip(pairwise(steps), pairwise(left), strict=True):
@@ -196,7 +197,7 @@ class GraphAnalysis:
         return sorted([*kept, *sets], key=attrgetter("step")), rejected
 
     def _sets(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[Gate]:
-        """Yield the smallest sets of tensors in wide stretches."""
+        """Yield the smallest sets of tensors in parts without a gate that do much of the work."""
         several = [gate for gate in flow.gates if not gate.alone]
         found: list[Gate] = []
         for begin, end in self._wide_stretches(flow, kept) if several else ():
@@ -231,7 +232,7 @@ class GraphAnalysis:
     def end(self, flow: Flow, kept: Sequence[Gate]) -> CutPoint | None:
         """Return the first cut point with hardly any work after it, if there is one.
 
-        There the model's own head begins.
+        The model's own head begins there.
         """
         for run in _runs(flow, [gate for gate in flow.gates if gate.alone]):
             if self.fitness.is_end(flow, run):
@@ -265,9 +266,9 @@ class GraphAnalysis:
         return Rejection(tensor=tensor, operator=kind, places=len(run), reason=reason)
 
     def _inside_blocks(self, flow: Flow, sets: Sequence[Gate]) -> Iterator[Rejection]:
-        """Yield one rejection for each stretch with work that a tensor bypasses.
+        """Yield one rejection for each part between gates that a tensor bypasses.
 
-        Stretches that are cut at ``sets`` have none.
+        Parts that are cut at ``sets`` have none.
         """
         previous = -1
         cuts = [cut.step for cut in sets]
@@ -299,7 +300,7 @@ class GraphAnalysis:
         )
 
     def _too_many(self, flow: Flow, born: Mapping[str, int], before: int, steps: int) -> str:
-        """Return a note with the least number of tensors of a cut in a wide stretch."""
+        """Return a note with the least number of tensors of a cut between two gates."""
         after = flow.flops_after[before] if before >= 0 else self.fitness.total
         if after - flow.flops_after[before + steps] <= WIDE_STRETCH * self.fitness.total:
             return ""
@@ -342,7 +343,7 @@ def _runs(flow: Flow, gates: Sequence[Gate]) -> Iterator[list[Gate]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutPoint:
-    """A tensor, or a few, that all data passes on its way to the rest of the model."""
+    """A tensor, or a few, through which all data reaches the rest of the model."""
 
     index: int
     """Position among the cut points of the model, from 0."""
@@ -355,7 +356,7 @@ class CutPoint:
     operator: str
     """ONNX type of the operator that writes the tensor."""
     flops_share_before: float
-    """Share of the model's FLOPs before this place, 0 to 1."""
+    """Share of the model's FLOPs before the cut, 0 to 1."""
     side_inputs: tuple[str, ...]
     """Graph inputs that later segments need in addition to the tensor, in the model's order."""
     channels: int | None = None
@@ -381,10 +382,10 @@ class CutPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
-    """A place, or several of one kind, where no exit can be attached."""
+    """A tensor, or several of one kind, where no exit can be attached."""
 
     tensor: str
-    """Tensor of the place, or the first of several."""
+    """Name of the tensor, or of the first of several."""
     operator: str
     """ONNX type of the operator that writes it."""
     places: int
@@ -394,7 +395,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutAnalysis:
-    """All cut points of a model in the order of its data flow, and the rejected places."""
+    """All cut points of a model in the order of its data flow, and the rejected tensors."""
 
     cuts: tuple[CutPoint, ...]
     rejected: tuple[Rejection, ...]
@@ -403,11 +404,12 @@ class CutAnalysis:
     total_flops: float
     """FLOPs of one sample, a multiply-add counting as two; 0 if they are not known."""
     unknown_work: tuple[str, ...] = ()
-    """Types of operators whose FLOPs are not known. Then shares are of measured time."""
+    """Types of operators whose FLOPs are not known. If there are any, shares are of measured
+    time."""
     total_s: float | None = None
     """Time in seconds of one run of all operators, each alone, if shares are of time."""
     end: CutPoint | None = None
-    """First place of one tensor with too little work after it for an exit: the begin of the model's
-    own head."""
+    """First cut at one tensor that has too little work after it for an exit: the begin of the
+    model's own head."""
     rereads: bool = False
     """True if main inputs are read again after cut tensors, and so passed to every segment."""

@@ -19,7 +19,7 @@ DEFAULT_LIMIT = 12
 """Largest number of exits to build; PAME 5.2 finds eleven blocks to be enough."""
 _SHOWN = 5
 _DENSITY = 1.5
-"""Exponent of the marks; 1 spaces candidates evenly."""
+"""Exponent of the marks in :func:`_thinned`; 1 spaces candidates evenly."""
 
 
 _SHARES = re.compile(r"(?P<first>\d+(?:\.\d+)?) ?%(?: ?- ?(?P<last>\d+(?:\.\d+)?) ?%)?")
@@ -27,7 +27,7 @@ _SHARES = re.compile(r"(?P<first>\d+(?:\.\d+)?) ?%(?: ?- ?(?P<last>\d+(?:\.\d+)?
 
 @dataclass(frozen=True, slots=True)
 class ExitRule:
-    """Wanted places of exits, in one of five forms; Apparate leaves it to the user, too (3.1).
+    """Rule of the user for where exits are built, in one of five forms (Apparate 3.1, too).
 
     * ``/block3/Add``: the cut point of that tensor;
     * ``4``: the cut point of that number, as ``eecompile inspect`` counts them;
@@ -88,8 +88,8 @@ def choose_candidates(
 ) -> tuple[CutPoint, ...]:
     """Choose the cut points to build exits at, in the order of the data flow, at least one.
 
-    At most ``limit`` are kept, spread over the cost (PAME 5.2). ``exits`` are the user's rules, or
-    values that are parsed as rules; they take precedence over ``limit``.
+    At most ``limit`` are kept, spread over the model's cost (PAME 5.2). ``exits`` are the user's
+    rules, or values that are parsed as rules; they take precedence over ``limit``.
 
     Raises:
         NoCutPointError: The model has no cut point.

@@ -3,14 +3,15 @@
 Apparate (3.1) attaches ramps at cut vertices: no edge may start before a ramp and enter the model
 after it. By this definition a transformer has none, since its attention mask enters every layer. So
 the graph inputs are divided: the *main* inputs carry the data that is classified. Tensors that are
-computed from the others alone are *side*, and recomputed wherever they are needed. Many models read
-their main input again in every layer, for instance token ids for a mask; so cheap computations on
-main inputs may count as side, too (:func:`cheap_operators`).
+computed from the other inputs alone, and the operators that compute them, are *side*: they are
+recomputed wherever they are needed. Many models read their main input again in every layer, for
+instance token ids for a mask; so cheap computations on main inputs may count as side, too
+(:func:`cheap_operators`).
 
 *Gates* are the tensors that all data passes. In most models one tensor carries all data between two
 blocks (Apparate 3.1). Where branches run in parallel for long (two towers, convolutions of several
-widths, a decoder and its encoder) none does, and a gate is the set of tensors that are still
-to be read.
+widths, a decoder and its encoder) no single tensor does. There a gate is the set of tensors that
+are still to be read.
 """
 
 from __future__ import annotations
@@ -112,9 +113,10 @@ class _Division:
     """Division of operators into the main flow and side computation."""
 
     steps: tuple[Operator, ...]
-    """Operators with a main operand, or the first to do work on an input, that the answer needs."""
+    """Operators that the answer needs and that have a main operand, or are the first to do work on
+    an input."""
     main: frozenset[str]
-    """Tensors that they write, and the main inputs unless these may be read again."""
+    """Tensors that the steps write, and the main inputs unless these may be read again."""
     origins: Mapping[str, frozenset[str]]
     """Main inputs that a cheaply computed tensor depends on, if they may be read again."""
 
@@ -228,15 +230,15 @@ class Gate:
     """Main tensors that every path from the main inputs to the answer passes."""
 
     tensors: tuple[str, ...]
-    """Tensors, of which the gate's step writes the first; no tensor is the first of two gates."""
+    """Tensors; the gate's step writes the first, which is not the first of another gate."""
     step: int
     """Index in :attr:`~offramp.compiler.cuts.flow.Flow.steps` of the operator before the gate."""
     alone: bool
-    """True if one tensor carries all data. Else there are several, or one and main inputs."""
+    """True if one tensor carries all data. Otherwise several tensors do, or one and main inputs."""
     side_inputs: frozenset[str]
-    """Graph inputs that the operators after it need in addition to the tensors."""
+    """Graph inputs that the operators after the gate need in addition to its tensors."""
     side_flops: float
-    """Cost of the side operators that the operators after it need."""
+    """Cost of the side operators that the operators after the gate need."""
 
     @property
     def tensor(self) -> str:
@@ -281,8 +283,8 @@ def gates_of(
 ) -> dict[int, Unread]:
     """Find the steps after which few tensors are still to be read, and those tensors.
 
-    ``reads`` are, by step, the main tensors and inputs that it waits for. If a single tensor is
-    left, all data passes it in any topological order: every operator here is on a path to the
+    ``reads`` are, by step, the main tensors and inputs that the step waits for. If a single tensor
+    is left, all data passes it in any topological order: every operator here is on a path to the
     answer, so it comes before or after that tensor. Sets, of at most ``most_tensors``, depend on
     this order; each set holds everything that later sets are computed from. No gate comes before
     all main inputs were read: an exit there would lack the others.
@@ -317,11 +319,11 @@ def arranged(
     costs: Sequence[float],
     search: SetSearch,
 ) -> tuple[int, ...]:
-    """Order steps so that few tensors wait between those that do the work; returns indices.
+    """Return an order of steps (indices) in which few tensors wait between steps that do work.
 
     Cheap steps come as early as possible if no more tensors wait then, such as the pooling of a
     branch before the next one begins; else they come when needed. ``reads`` are, by step, the main
-    tensors that it waits for; ``costs`` are by operator.
+    tensors that the step waits for; ``costs`` are by operator.
     """
     order = _Arrangement(steps, reads, search)
     worked = [i for i, op in enumerate(steps) if search.is_heavy(op)]
@@ -333,7 +335,7 @@ def arranged(
 
 
 class _Arrangement:
-    """An order of steps, in which each comes when it is needed or costs nothing."""
+    """An order of steps: each comes when it is needed, or earlier if it costs nothing."""
 
     def __init__(
         self,
@@ -354,7 +356,7 @@ class _Arrangement:
         self.places: list[int] = []
 
     def reach(self, step: int) -> None:
-        """Add a step after everything that it needs."""
+        """Add a step after all steps that it needs."""
         pending = [step]
         while pending:
             i = pending[-1]

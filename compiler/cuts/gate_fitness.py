@@ -16,9 +16,9 @@ from offramp.compiler.graphs.graph import Dataflow, Operator
 from offramp.compiler.graphs.shapes import BATCH, TensorType, declared_types
 
 MAX_SIDE_SHARE = 0.02
-"""Share of the model's FLOPs that a later segment may have to recompute on the side."""
+"""Largest share of the model's FLOPs that a later segment may recompute in side operators."""
 MIN_SHARE_LEFT = 0.005
-"""Share of the model's FLOPs after an exit below which it saves nothing."""
+"""Least share of the model's FLOPs after an exit; with less, it saves nothing."""
 
 _VIEWS = frozenset(
     {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Dropout", "Cast"}
@@ -33,7 +33,7 @@ _TOKENS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateFitness:
-    """A model's graph, types and costs, and the judgement of its gates by these."""
+    """Judges a model's gates by its graph, types and costs."""
 
     graph: Dataflow
     types: dict[str, TensorType]
@@ -61,7 +61,7 @@ class GateFitness:
     def is_lazy(self, op: Operator) -> bool:
         """Return whether an operator should run only when it is needed.
 
-        It loses the batch, or is a view that does not move the batch to the front.
+        This is so if it loses the batch, or is a view that does not move the batch to the front.
         """
         if not batch_first(self._shape(op.writes[0])):
             return True
@@ -78,7 +78,7 @@ class GateFitness:
         return () if tensor is None else tensor.shape or ()
 
     def size(self, gate: Gate) -> tuple[int, float]:
-        """Return the number of tensors, and of their elements for one sample."""
+        """Return the number of a gate's tensors, and of their elements for one sample."""
         sized = [
             [size if isinstance(size, int) else SYMBOLIC_SIZE for size in self._shape(name)]
             for name in gate.tensors
@@ -95,7 +95,7 @@ class GateFitness:
         return (solid or in_front)[-1]
 
     def cut_tensor(self, name: str) -> CutTensor:
-        """Describe a tensor in the form that is carried, with the batch in front."""
+        """Describe a tensor in the form in which segments pass it on, with the batch in front."""
         channels, shape = self.layouts.channels_of(name), self._shape(name)
         if self.transpose and (order := batch_first(shape)):
             shape = tuple(shape[axis] for axis in order)

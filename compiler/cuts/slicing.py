@@ -45,7 +45,7 @@ class Sliced:
 
     model: SourceModel
     cuts: tuple[CutTensor, ...]
-    """Tensors that the exit after segment i would read; one less than there are segments."""
+    """Tensors that the exit after segment i would read; there is one less than segments."""
     segments: tuple[SegmentModel, ...]
     graphs: tuple[bytes, ...]
     """Segments, serialised."""
@@ -216,7 +216,7 @@ class SegmentModel:
     """Graph, with its weights unless it is :meth:`without_weights`."""
     inputs: tuple[str, ...]
     """Tensors read: cut tensors, then the graph inputs needed in addition. The first segment reads
-    its main graph inputs, then those that others need, too."""
+    its main graph inputs, then graph inputs that other segments need, too."""
     output: str
     """The cut tensor, or the model's answer in the last segment."""
     also: tuple[str, ...] = ()
@@ -346,7 +346,7 @@ VERIFIED_SAMPLES = 64
 """Calibration samples on which chained segments and their model must agree."""
 TOLERANCE = 1e-5
 """Relative difference allowed between chained segments and source: float32 sums are in another
-order, as layouts and fusions differ at the borders."""
+order, as layouts and fusions differ where the model is cut."""
 
 
 def verify(
@@ -362,11 +362,11 @@ def verify(
     ``samples`` are arrays by graph input, repeated if they are fewer than a batch; ``tolerance`` is
     relative to the scale of each value (:mod:`~offramp.engine.answers.differences`).
 
-    After each cut some samples are also run without the others, as if those had left.
+    After each cut some samples are also run without the others, as if these had left.
 
     Returns the largest difference. VerificationError names the first segment that diverges, beyond
-    ``tolerance`` or by NaN or infinity on one side alone. ModelError names operators by which
-    samples change each other's answers, or a cut after which they do.
+    ``tolerance`` or by NaN or infinity on one side alone. ModelError names operators that make an
+    answer depend on other samples, or a cut after which answers do.
     """
     answer = model.answer.output
     rows = [middle(size, max(batch_sizes)) for size in batch_sizes]
@@ -410,7 +410,7 @@ def _through(
     chained: Sequence[dict[str, NDArray[np.generic]]],
     left: Sequence[_RemainingRows],
 ) -> tuple[list[dict[str, NDArray[np.generic]]], list[_RemainingRows]]:
-    """Run a segment on batches and survivors; its session is released at the end."""
+    """Run a segment on batches and on samples that remain; its session is released at the end."""
     runner = GraphRunner(segment.proto)
     passed = [values | runner.run(values) for values in chained]
     return passed, [survivors.through(runner) for survivors in left]
@@ -432,7 +432,7 @@ class _RemainingRows(NamedTuple):
             raise ModelError(f"{self._where()} cannot go on: {reason}; {_APART}") from error
 
     def check(self, wanted: NDArray[np.generic], answer: Answer, tolerance: float) -> None:
-        """Compare with the source model's answers to them in the whole batch."""
+        """Compare with the source model's answers to the same samples in the whole batch."""
         found, right = self.values[answer.output], wanted[self.rows]
         difference = compare(found, right, scales=Scales.of(wanted), answer=answer)
         if not difference.share <= tolerance:
@@ -456,7 +456,7 @@ _APART = (
 def _survivors(
     values: Mapping[str, NDArray[np.generic]], segment: SegmentModel
 ) -> Iterator[_RemainingRows]:
-    """Yield samples that go on after a segment: one alone, and three; others at each cut.
+    """Yield samples that go on after a segment: one alone, then three; each cut has others.
 
     ``values`` are graph inputs and the outputs of segments so far.
     """

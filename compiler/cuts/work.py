@@ -1,8 +1,9 @@
 """Work of a model's operators: counted if their arithmetic is known, else measured.
 
-Operators of libraries, and those whose shapes cannot be inferred, have no count. One of them makes
-all counts useless, since only shares of the work matter: then every operator is timed by ONNX
-Runtime's profiler. The rules at the end count an operator's FLOPs from the shapes of its inputs.
+Operators of custom libraries, and operators whose shapes cannot be inferred, have no count. A
+single one makes all counts useless, since only shares of the work matter: then ONNX Runtime's
+profiler times every operator. The rules at the end count an operator's FLOPs from the shapes of its
+inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from offramp.compiler.graphs.shapes import BATCH, concrete_shapes, symbolic_size
 _BATCH = 2
 """Samples of a timed run."""
 _RUNS = 7
-"""Timed runs, of which the median counts, after one warm-up."""
+"""Number of timed runs after one warm-up; the median counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +73,13 @@ def _unknown(graph: Dataflow, counted: Sequence[float]) -> tuple[str, ...]:
 
 def _is_unknown(op: Operator, counted: float) -> bool:
     if op.kind in HEAVY or op.has_body:
-        # Its shapes are not known, or how often a body runs.
+        # The operator's shapes are not known, or how often its body (inner graph) runs.
         return not counted and not _only_constants(op)
     return is_heavy(op)
 
 
 def _only_constants(op: Operator) -> bool:
-    """Return whether it has bodies that compute nothing, such as those that choose scales."""
+    """Return whether an operator's bodies (inner graphs) only select constants, such as scales."""
     inside = [node for body in bodies(op.proto) for node in body.node]
     return op.has_body and all(node.op_type == "Constant" for node in inside)
 
@@ -103,7 +104,7 @@ FlopRule: TypeAlias = "Callable[[Operator, Sequence[tuple[int, ...]], float], fl
 
 
 def _convolution(weight: int) -> FlopRule:
-    """Return a rule for outputs that sum over a window of all input channels of their group."""
+    """Return the rule for convolutions: an output sums over a window of its group's channels."""
     return lambda _, operands, written: 2 * written * prod(operands[weight][1:])
 
 
@@ -192,7 +193,7 @@ _CHEAP = frozenset(
 
 
 def is_heavy(op: Operator) -> bool:
-    """Return whether an operator does work, or might; others are cheap steps between."""
+    """Return whether an operator does work, or might; all others are cheap."""
     if op.kind in HEAVY or op.has_body:
         return True
     return not is_standard(op.proto) and op.kind not in _CHEAP
@@ -221,7 +222,7 @@ def count_flops(proto: onnx.ModelProto, graph: Dataflow) -> tuple[float, ...]:
 def _costs(
     proto: onnx.ModelProto, graph: Dataflow, types: Mapping[str, SizedType]
 ) -> Iterator[float]:
-    """Yield the costs of operators, by index; NaN if that of a body is not known."""
+    """Yield the costs of operators, in order; NaN if the cost of a body is not known."""
     shapes = {n: s for n, (_, s) in types.items() if s is not None and None not in s}
     scope = BodyScope.of(proto, types)
     for op in graph.operators:
@@ -239,7 +240,7 @@ def _body_cost(body: onnx.ModelProto) -> float:
 
 
 def _numeric_types(proto: onnx.ModelProto, batch: int) -> Mapping[str, SizedType]:
-    """Return shapes at the first of the assumed sizes at which most of them are known.
+    """Return shapes at the assumed size that leaves the fewest unknown, or the first such size.
 
     Batch 1 is not used, as inference cannot tell it from a dimension to be broadcast: costs are
     linear in the batch and are extrapolated from 2 and 3. A single size that inference has lost is

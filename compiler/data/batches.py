@@ -30,7 +30,7 @@ from offramp.engine.common.validation import check_tensors
 
 
 class ArraySource:
-    """Arrays [n, …]: by name, in a tuple in the order of the inputs, or one alone.
+    """Arrays [n, …]: by name, as a tuple in the order of the inputs, or a single array.
 
     Arrays with the right dtype are not copied, and must not be changed until the end of the run.
     """
@@ -68,7 +68,8 @@ class IterableSource:
     """Batches of samples, one after the other: mappings, tuples or single arrays.
 
     A mapping has arrays by the names of inputs. A tuple has them in the order of the inputs, and
-    may end with labels, integers [n]. It is read once to its end, or until ``limit`` samples.
+    may end with labels, integers [n]. The iterable is read once, to its end or up to ``limit``
+    samples.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ def _named(batch: Any, specs: Sequence[TensorSpec], where: str) -> Mapping[Any, 
 
 
 def _with_label(batch: Mapping[Any, Any], specs: Sequence[TensorSpec]) -> Mapping[Any, Any]:
-    """Return a mapping with labels renamed to ``label``, if exactly one name of labels occurs."""
+    """Return a mapping with ``labels`` renamed to ``label``, if just one of these names occurs."""
     found = [key for key in LABEL_KEYS if key in batch and all(s.name != key for s in specs)]
     if len(found) != 1:
         return batch
@@ -168,7 +169,7 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
     """Return a value as an array: one of numpy's, a tensor of another library, or a list.
 
     Tensors of torch are recognised by their methods; torch is not imported. DataError if the value
-    is no array of numbers or texts.
+    is not an array of numbers or texts.
     """
     for method in ("detach", "cpu"):  # tensors that need a gradient, or are on a GPU
         if not isinstance(value, np.ndarray) and hasattr(value, method):
@@ -292,7 +293,7 @@ class FunctionSource:
 
 
 def source_of_value(value: Any, name: str, limit: int | None) -> DataSource:
-    """Return the source of arrays or batches that a program has; DataError for anything else."""
+    """Return the source for a program's arrays or batches; DataError for anything else."""
     if isinstance(value, Mapping | tuple) or hasattr(value, "__array__"):
         return ArraySource(value, name=name)
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):

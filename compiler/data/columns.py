@@ -1,8 +1,8 @@
 """Rows of a table as samples: choice and conversion of the columns of each input.
 
-One rule for CSV, JSONL, parquet and data sets of Hugging Face. With a tokenizer, a column of texts
-feeds the model. Otherwise a column of images does, or a column for each input by its name, or all
-columns of numbers together, as the features of the only input.
+One rule is used for CSV, JSONL, parquet and data sets of Hugging Face. With a tokenizer, a column
+of texts feeds the model. Otherwise the model is fed by a column of images, or by a column for each
+input by its name, or by all columns of numbers together, as the features of the only input.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _inputs(
     *,
     aside: Collection[str | None],
 ) -> tuple[Sequence[str], Callable[[TableRows], dict[str, NDArray[Any]]], TextEncoder | None]:
-    """Return the columns that feed the model, the function that converts them, and any encoder."""
+    """Return the columns that feed the model, their conversion, and a text encoder, if used."""
     if options.tokenizer is not None:
         texts = options.text_column or ("text",)
         for column in texts:
@@ -205,7 +205,7 @@ def _texts(rows: TableRows, columns: Sequence[str]) -> list[Any]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair, which tokenizers refuse."""
+    """Return whether a text is valid Unicode: tokenizers refuse halves of surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -72,7 +72,7 @@ class NamedData:
         )
 
     def has(self, *names: str) -> bool:
-        """Return whether one of some files is in the folder itself."""
+        """Return whether the folder itself contains a file with one of some names."""
         return any((self.path / name).is_file() for name in names)
 
 
@@ -211,7 +211,7 @@ def _is_zip(data: NamedData) -> bool:
 
 
 def first_of(source: DataSource, samples: int | None) -> DataSource:
-    """Return a source of the first samples of another one; of all if ``samples`` is ``None``."""
+    """Return a source of another's first ``samples`` samples; ``None`` means all."""
     return source if samples is None else FirstSamples(source, samples)
 
 
@@ -230,7 +230,7 @@ class FirstSamples:
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Return the beginning of each array, and a hash of the source's hash and the number."""
+        """Return the beginning of each array; the hash covers the source's hash and the number."""
         arrays, digest = self.source.load(specs, scratch, keys=keys)
         if all(not array.ndim or len(array) <= self.samples for array in arrays.values()):
             return arrays, digest

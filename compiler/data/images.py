@@ -30,7 +30,7 @@ SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
 """Suffixes of image files, in lower case."""
 INSTALL: Final = "pip install 'offramp[images]'"
 _MODES: Final = {1: "L", 3: "RGB"}
-"""Pillow's modes for models, by their number of channels."""
+"""Pillow's image modes, by the model's number of channels."""
 _EIGHT_BIT: Final = frozenset({"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX"}) | {
     "CMYK", "YCbCr", "LAB", "HSV"
 }  # fmt: skip
@@ -233,7 +233,7 @@ def _check_values(spec: TensorSpec, channels: int, options: PreprocessingSpec, n
 
 @dataclass(frozen=True, slots=True)
 class ImageFolderSource:
-    """A folder of images, with those in folders inside, in the order of their paths."""
+    """All images in a folder and in folders inside it, in the order of their paths."""
 
     path: Path
     options: PreprocessingSpec

@@ -1,4 +1,4 @@
-"""Random inputs: ``--data random``, a dry run for exits and times that certifies nothing."""
+"""Random inputs (``--data random``): a dry run that shows exits and times and certifies nothing."""
 
 from __future__ import annotations
 

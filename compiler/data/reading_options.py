@@ -16,7 +16,7 @@ Layout: TypeAlias = Literal["nchw", "nhwc"]
 Resize: TypeAlias = Literal["crop", "stretch"]
 Resample: TypeAlias = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Family: TypeAlias = Literal["images", "texts", "tables", "samples"]
-"""Data that an option is for; ``samples`` are all kinds."""
+"""Kind of data that an option is for; ``samples`` means all kinds."""
 
 TOML_NAME: Final = "preprocessing.toml"
 """Name of the file with reading options in a folder of data."""
@@ -47,7 +47,7 @@ class PreprocessingSpec:
     tokenizer: Path | None = None
     """File ``tokenizer.json`` of Hugging Face that converts texts to token ids."""
     text_column: tuple[str, ...] | None = None
-    """Column of texts, or two columns of pairs; ``text`` by default."""
+    """Column of texts, or two columns for pairs of texts; ``text`` by default."""
     max_tokens: int | None = None
     """Tokens that texts are padded and cut to; by default the model's length, or 128."""
     label_column: str | None = None

@@ -1,7 +1,7 @@
 """Inputs that a server recorded, as a source of samples.
 
-A model with symbolic sizes gets samples of different shapes. If a mask marks the positions of a
-sample that count, samples are padded with zeros to the longest one. Without a mask the meaning of
+A model with symbolic sizes gets samples of different shapes. If a mask marks which positions of a
+sample count, samples are padded with zeros to the longest one. Without a mask the meaning of
 padding is unknown: the samples of the most frequent shape are used, and the log has the number of
 samples that are left out.
 """
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 _BATCH: Final = 64
 """Samples that are read at a time."""
 _FAR: Final = 1e4
-"""Multiple of the typical magnitude of a sample beyond which a sample is left out."""
+"""A sample whose magnitude is beyond this multiple of the typical one is left out."""
 
 
 class RecordingSource:
@@ -125,7 +125,7 @@ def _magnitude(sample: dict[str, NDArray[Any]]) -> float:
 def _stack(
     recorded: Recorded, rows: Sequence[int], shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, NDArray[Any]]:
-    """Put samples into a batch, each at the beginning of its row, and zeros after it."""
+    """Put samples into a batch: each begins its row, and zeros fill the rest."""
     samples = [recorded.sample(row) for row in rows]
     batch = {}
     for (name, dtype), shape in zip(recorded.header.inputs, shapes, strict=True):

@@ -140,7 +140,7 @@ def _batches(path: Path, records: Iterator[Record]) -> Iterator[RecordRows]:
 
 
 def _decoded(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file, and their numbers from 1 on; DataError if one is no UTF-8."""
+    """Yield the lines of a file, and their numbers from 1 on; DataError if one is not UTF-8."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -218,7 +218,7 @@ PARQUET: Final = ".parquet"
 _INSTALL: Final = "pip install 'offramp[parquet]'"
 _INSTALL_DATASETS: Final = "pip install 'offramp[datasets]'"
 _BUFFER_BYTES: Final = 2**20
-"""Bytes of a column that are read at a time; by default a whole row group is, in memory."""
+"""Bytes of a column that are read at a time; by default a whole row group is read into memory."""
 _PARQUET_REMEDY: Final = "expected parquet; write it again"
 _SAVED_REMEDY: Final = "expected a data set of Hugging Face; write it with Dataset.save_to_disk"
 
@@ -231,7 +231,7 @@ class ArrowRows:
     where: str
     """File or folder of the rows."""
     first: int
-    """Number of the first of them there, from 0 on."""
+    """Number of the first row in that file or folder, from 0 on."""
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -316,7 +316,7 @@ def columns_of(schema: pyarrow.Schema) -> TableColumns:
 
 @dataclass(frozen=True, slots=True)
 class ParquetSource:
-    """A parquet file, or all of a folder in the order of their paths."""
+    """A parquet file, or all parquet files of a folder in the order of their paths."""
 
     path: Path
     options: PreprocessingSpec
@@ -401,7 +401,7 @@ class HuggingFaceSource:
 
 
 def _saved(path: Path) -> Any:
-    """Open a folder that ``save_to_disk`` wrote; DataError for splits, and for damage."""
+    """Open a folder that ``save_to_disk`` wrote; DataError if it has splits, or is damaged."""
     with optional_import("datasets", install=_INSTALL_DATASETS, raises=DataError):
         import datasets  # noqa: PLC0415 - an optional package
 

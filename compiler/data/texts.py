@@ -19,13 +19,13 @@ _log = logging.getLogger(__name__)
 
 INSTALL: Final = "pip install 'offramp[text]'"
 DEFAULT_TOKENS: Final = 128
-"""Length of texts in tokens for models that take any."""
+"""Length of texts in tokens for models that accept any length."""
 _FIELDS: Final = {"input_ids": "ids", "attention_mask": "attention_mask"} | {
     "token_type_ids": "type_ids"
 }
 """Inputs that texts feed, and the tokenizer's fields for them."""
 _PADDING: Final = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
-"""Tokens that pad, if a tokenizer does not define one."""
+"""Padding tokens to look for if a tokenizer does not define one."""
 
 
 class TextEncoder:

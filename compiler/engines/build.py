@@ -36,7 +36,7 @@ from offramp.engine.kernels.kernel_compilation import load_kernels, source_hash
 from offramp.engine.tensorrt.probe import find_device, parse_device, require
 
 UNKNOWN = "unknown"
-"""GPU and TensorRT of a dry run that finds none."""
+"""Name of GPU and TensorRT in a dry run that finds none."""
 _ASSUMED_VERSION = "10"
 """TensorRT version assumed in a dry run without TensorRT: the most common one."""
 
@@ -48,12 +48,12 @@ class BuildOptions:
     bundle: Path
     engines: EngineBuildOptions
     data: Path | DataSource | None = None
-    """Calibration data: engines are verified on it; int8's ranges are measured on a part of it, and
-    the effect of fp16 and int8 on answers on another."""
+    """Calibration data: engines are verified on it; int8's ranges are measured on one part of it,
+    and the effect of fp16 and int8 on answers on another part."""
     seed: int = 0
     """Seed of the compilation, by which the certify split is found again in the data."""
     rebuild: bool = False
-    """True to build fresh engines, too."""
+    """True to build engines again even if they are fresh (up to date)."""
     prune: bool = False
     """True to remove engines that this run does not ask for, including those of other targets."""
     dry_run: bool = False
@@ -248,7 +248,7 @@ def _prepare(
 
 
 class _Judgement(NamedTuple):
-    """Decision about the store's evidence."""
+    """Decision about the store's evidence (:class:`.PrecisionEvidence`)."""
 
     keep: bool
     """True if the existing evidence fits, and nothing better is known."""
@@ -340,7 +340,7 @@ def _prune(store: EngineStore, building: Building, reports: Reports) -> None:
 def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
     """Compile our own kernels for the GPU, so that serving needs no compiler.
 
-    If that fails, those of the last build are kept if their sources are the same.
+    If that fails, the kernels of the last build are kept if their sources are the same.
     """
     capability, source = store.index.target.compute_capability, source_hash()
     driver = None

@@ -43,8 +43,9 @@ def parse_batches(text: str) -> tuple[SizeRange, ...]:
 def parse_buckets(options: Sequence[str]) -> dict[str, tuple[SizeRange, ...]]:
     """Read ``sequence=32,64,128``: sizes of other dimensions, by the model's name for them.
 
-    A size ends a bucket that begins after the last one's end, the first at 1; a range, as in
-    ``height=200-224``, is a bucket itself. Sizes rise, and each dimension is named once.
+    Each size is the end of a bucket, which begins after the end of the one before, or at 1; a
+    range, as in ``height=200-224``, is a whole bucket. Sizes rise, and each dimension is named
+    once.
     """
     buckets: dict[str, tuple[SizeRange, ...]] = {}
     for option in options:
@@ -134,9 +135,9 @@ class BuildSettings:
     """Settings that an engine is built with."""
 
     precision: Precision
-    """Precision of the arithmetic that TensorRT may choose from; the graph has it already."""
+    """Precision of the arithmetic that TensorRT may use; the graph is already in it."""
     workspace_bytes: int | None = None
-    """Largest device memory for scratch, in bytes; ``None`` is all that is free."""
+    """Limit on device memory for scratch, in bytes; ``None`` means all free memory."""
     optimization_level: int = 3
     """Level 0 to 5 of TensorRT's search for a faster engine."""
 

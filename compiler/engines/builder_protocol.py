@@ -42,7 +42,7 @@ class EngineBuilder(Protocol):
     version: str
     """TensorRT's version."""
 
-    # A protocol repeats the signature that it requires; TensorRT's builder and the fake have it.
+    # The protocol repeats the signature that it requires of TensorRT's builder and the fake.
     def build(
         self,
         graph: bytes,
@@ -52,9 +52,10 @@ class EngineBuilder(Protocol):
         timing_cache: bytes,
         progress: BuildProgress,
     ) -> Built:
-        """Build the engine of an ONNX graph, with one optimisation profile for each given.
+        """Build the engine of an ONNX graph, with an optimisation profile for each of ``profiles``.
 
-        EngineBuildError, with TensorRT's own errors, if it refuses; the caller adds the unit.
+        EngineBuildError, with TensorRT's own errors, if it refuses; the caller adds the unit's
+        name.
         """
         ...
 
@@ -71,8 +72,8 @@ class EngineBuilder(Protocol):
     def time(self, plans: Sequence[TimedEngine], *, rounds: int) -> list[float]:
         """Return times of engines from :meth:`build`, in seconds on the device.
 
-        They are medians of rounds in which all run once, one after the other. EngineBuildError if
-        one cannot be loaded or run.
+        They are medians of rounds; in each, all engines run once, one after the other.
+        EngineBuildError if an engine cannot be loaded or run.
         """
         ...
 

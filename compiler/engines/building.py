@@ -58,14 +58,14 @@ class UnitResult:
     entry: EngineEntry | None = None
     """Engine that is in the store now, if it is good."""
     error: float | None = None
-    """Largest difference from ONNX Runtime, relative to the scale of each value; only of built
-    engines."""
+    """Largest difference from ONNX Runtime, relative to the scale of each value; ``None`` if the
+    engine was not built."""
     problem: str = ""
     """Reason why it failed."""
 
 
 Planned: TypeAlias = PlannedEngine | UnitResult
-"""Plan of a unit; a failure if there is no graph to build from."""
+"""Plan of a unit; it is a failed result if there is no graph to build from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class EngineWork:
     samples: Dataset | None = None
     """Samples to verify with; ``None`` verifies on random inputs."""
     keep_timings: bool = True
-    """True if TensorRT's timings are kept for later builds; timings on a busy GPU are not."""
+    """True if TensorRT's timings are kept for later builds; timings on a busy GPU should not be."""
     variant_shapes: dict[int, ModelShapes] = field(default_factory=dict)
     """Shapes of variants, filled when they are needed."""
 
@@ -125,9 +125,9 @@ class EngineWork:
     ) -> tuple[UnitResult, ...]:
         """Build engines that are not fresh; each engine is stored as soon as it is verified.
 
-        A failing engine does not affect the others. Its stored predecessor is dropped if that would
-        count as fresh next time, as it was to be replaced. An interruption loses only the engine
-        being built. BundleError if the store cannot be written.
+        A failing engine does not affect the others. Its stored predecessor, which was to be
+        replaced, is dropped if it would count as fresh next time. An interruption loses only the
+        engine being built. BundleError if the store cannot be written.
         """
         verifiers: dict[int, Verifier] = {}
         work = sum(isinstance(plan, PlannedEngine) and bool(plan.stale) for plan in planned)
@@ -328,7 +328,7 @@ def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """Describe what an engine was built with and what is asked for now; empty if all is equal."""
     names = dict.fromkeys([*wanted, *stored])
     changed = [name for name in names if stored.get(name) != wanted.get(name)]
-    # The first of each pair implies the second.
+    # A change of the first of each pair implies a change of the second.
     for first, second in (("batches", "profiles"), ("parts", "graph")):
         if first in changed and second in changed:
             changed.remove(second)

@@ -54,7 +54,8 @@ class TimedPrecision:
 
     building: Building
     savings: float
-    """Share of the fp32 source model's time, from times measured here and certified shares."""
+    """Predicted savings, as a share of the fp32 source model's time, from times measured here and
+    certified shares of samples."""
 
     @property
     def precision(self) -> Precision:
@@ -70,8 +71,8 @@ def build_best(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Buil
     """Build engines in all precisions that can be certified, and keep those that save most.
 
     All others of this GPU and TensorRT are removed, as serving prefers the coarsest precision.
-    Returns the kept building, or that of fp32 if some of its engines failed; then nothing is
-    removed. Raises the errors of :func:`.build_bundle`.
+    Returns the result that is kept, or fp32's if some fp32 engines failed; then nothing is removed.
+    Raises the errors of :func:`.build_bundle`.
     """
     bundle = Bundle.open(options.bundle)
     dataset = None if options.data is None else read_samples(options.data, bundle.manifest)
@@ -178,7 +179,7 @@ def _as_served(building: Building) -> Bundle:
 
 
 def _point(building: Building, source: Unit) -> Point:
-    """Return the sizes to time: the reference batch, or the nearest that engines take."""
+    """Return the sizes to time: the reference batch, or the nearest one that engines allow."""
     wanted = building.bundle.manifest.calibration.reference_batch_size
     planned = [p for p in building.planned if isinstance(p, PlannedEngine) and p.unit == source]
     sizes = [profile.sizes for profile in planned[0].profiles]
@@ -204,7 +205,7 @@ def predicted_savings(served: Bundle, stages_s: Sequence[float], source_s: float
     """Predict the share of the source model's time that a policy saves.
 
     ``stages_s`` are the times in seconds of its stages for a batch, with all of its exits in use; a
-    sample costs its share of the stages that it runs. The shares are of the certify split.
+    sample costs its share of the stages that it runs. The shares are those of the certify split.
     """
     stages = make_plan(served, mode=Mode.AUDIT).stages[:-1]
     exits = [stage.answered_by for stage in stages]

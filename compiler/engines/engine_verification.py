@@ -50,7 +50,7 @@ from offramp.engine.tensorrt.lookup import TOLERANCES
 
 Tensors: TypeAlias = Mapping[str, NDArray[Any]]
 Run: TypeAlias = Callable[[Tensors, int], Mapping[str, NDArray[Any]]]
-"""Function that runs an engine once on inputs by name, with the profile of an index."""
+"""Function that runs an engine once on inputs by name, with the profile at an index."""
 
 
 class Verifier:
@@ -78,7 +78,7 @@ class Verifier:
         self._source = onnx.load_from_string(bundle.read(bundle.manifest.source.file))
 
     def check(self, unit: Unit, graph: bytes, profiles: Sequence[SizedProfile], run: Run) -> float:
-        """Run an engine at the best and the least shapes of every profile.
+        """Run an engine at the largest and the smallest shapes of every profile.
 
         Returns the largest difference found, relative to each value's scale.
 
@@ -140,7 +140,8 @@ class Verifier:
     def _allowed(self, unit: Unit, wanted: Tensors) -> dict[str, float]:
         """Return tolerances by output.
 
-        A softmax passes on the *absolute* error of its logits, which may exceed 1 · tolerance.
+        A softmax turns the *absolute* error of its logits into a relative one, which may exceed the
+        tolerance.
         """
         allowed = dict.fromkeys(wanted, self._tolerance)
         manifest = self._bundle.manifest
@@ -185,8 +186,8 @@ class PrecisionData(NamedTuple):
     """Samples that thresholds are fitted on; ``ranges`` may be among them."""
     judged: Dataset
     unseen: bool
-    """True if ``judged`` has no data that heads or thresholds were fitted on, as far as is known:
-    it is the certify split, or other data than that of the compilation."""
+    """True if, as far as is known, no head or threshold was fitted on ``judged``: it is the certify
+    split, or other data than that of the compilation."""
     certifies: bool
     """True if ``tune`` and ``judged`` were recognised as the splits of the compilation."""
 
@@ -205,7 +206,7 @@ class PrecisionCheck:
     policy_differs: int
     """Samples for which the bundle's policy in this precision has another answer."""
     policy_differs_fp32: int
-    """The same in float32: the effect of exits alone."""
+    """Samples for which the policy in float32 has another answer: the effect of exits alone."""
     promise: Promise | None
     """The bundle's promise, which was certified in float32."""
 
@@ -258,12 +259,12 @@ class PrecisionCheck:
 def part_data(
     bundle: Bundle, dataset: Dataset, *, seed: int = 0, threads: int = 1
 ) -> PrecisionData:
-    """Split samples into those that set ranges and those that judge; DataError for less than two.
+    """Split samples: some set ranges, the others judge; DataError for fewer than two.
 
     Of the data that the bundle was compiled with, the certify split judges, as nothing was fitted
     on it. It is found again with the seed of the compilation, and recognised by the source model's
     answers. Other data is split in halves by a seeded permutation; it counts as unseen, as no part
-    of the bundle was made with it. Of copies only one row is taken.
+    of the bundle was made with it. Only one of several equal rows is used.
     """
     if len(dataset) < 2:
         raise DataError(f"{len(dataset)} samples are too few to measure and to judge; use 1,000")
@@ -332,7 +333,7 @@ def _answers(
     agreement: Agreement,
     threads: int,
 ) -> NDArray[Any]:
-    """Return the answer [samples, …] to each sample, reduced to what is compared."""
+    """Return the answers [samples, …], reduced to the values that are compared."""
     runners = stage_runners(graph_of, stages, threads)
     places, said = list[NDArray[np.intp]](), list[NDArray[Any]]()
     for start, batch in batches_of(dataset):
@@ -352,7 +353,7 @@ def stage_runners(
 
 
 def batches_of(dataset: Dataset) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
-    """Yield samples in batches, with the index of the first of each."""
+    """Yield samples in batches, with the index of each batch's first sample."""
     for start in range(0, len(dataset), BATCH_SIZE):
         yield start, dataset.take(slice(start, start + BATCH_SIZE))
 
@@ -410,7 +411,7 @@ class Recertified:
     precision: Precision
     evidence: PrecisionEvidence
     records: bytes
-    """Content of the evidence's file."""
+    """Content of the file with the evidence's records."""
     promise: Promise
     """The bundle's promise, in float32."""
 
@@ -444,7 +445,7 @@ def certify_anew(
 ) -> Recertified:
     """Record all exits of a bundle in a precision, and certify those in use again.
 
-    All samples of ``parts`` but ``ranges`` are run, those that judge twice. The bundle has a
+    All samples of ``parts`` except ``ranges`` are run, and ``judged`` ones twice. The bundle has a
     promise; ``ranges`` are for ``int8``.
 
     Raises:

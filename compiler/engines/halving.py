@@ -1,7 +1,7 @@
 """Half precision: the choice of float32 operators to compute in float16, and the new graph.
 
-:func:`halve` rewrites a graph for TensorRT, with float32 at its borders; :func:`rounded` makes a
-float32 graph that rounds where float16 would, to run on a CPU. :func:`halved_operators` decides
+:func:`halve` rewrites a graph for TensorRT, with float32 inputs and outputs; :func:`rounded` makes
+a float32 graph that rounds where float16 would, to run on a CPU. :func:`halved_operators` decides
 which operators become float16.
 
 Precision is a property of the graph: TensorRT builds strongly typed networks, where every tensor
@@ -60,8 +60,8 @@ def halve(graph: bytes) -> bytes:
     """Compute a graph in float16 where :mod:`~.halving` considers it sound.
 
     Names and types of the graph's inputs and outputs stay. Constants beyond float16's range are
-    clipped, with a warning that names them; so are numbers that count, and masks made of them,
-    where they enter half precision. The result is deterministic.
+    clipped, with a warning that names them; so are numbers that count things (such as positions),
+    and masks made of them, where they enter half precision. The result is deterministic.
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
@@ -70,7 +70,7 @@ def halve(graph: bytes) -> bytes:
 
 
 class _Halving:
-    """Rewrites one graph; every float32 tensor gets a float16 form if one is read."""
+    """Rewrites one graph; a float32 tensor gets a float16 form if an operator reads that."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         self._graph = proto.graph
@@ -86,7 +86,7 @@ class _Halving:
         self._halved, self._numbers = choice.halved, choice.numbers
         self._nodes: list[onnx.NodeProto] = []
         self._single = {*self._weights, *self._flow.inputs}
-        """Tensors that exist in their own type."""
+        """Tensors that exist in their original type."""
         self._half: set[str] = set()
         """Tensors that exist in float16."""
         self._half_weights: list[onnx.TensorProto] = []
@@ -318,23 +318,24 @@ _COUNTING = _FOLLOWING | {
     "ReduceMin", "Reshape", "Sign", "Sin", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze",
     "Where"
 }  # fmt: skip
-"""Operators that pass on numbers that count: float16 has integers up to 2,048 only. With ``Sin``
-and ``Cos`` of positions times frequencies, rotary embeddings are computed by these."""
+"""Operators that pass on numbers that count things, such as positions: float16 represents all
+integers only up to 2,048. ``Sin`` and ``Cos`` are here as rotary embeddings apply them to positions
+times frequencies."""
 _DECIDING = frozenset({
     "ArgMax", "ArgMin", "Ceil", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less",
     "LessOrEqual", "Mod", "Round", "TopK"
 })  # fmt: skip
-"""Operators that stay float32 if one of their inputs counts."""
+"""Operators that stay float32 if one of their inputs counts things (:data:`_COUNTING`)."""
 _WIDE = frozenset({
     onnx.TensorProto.INT16, onnx.TensorProto.UINT16, onnx.TensorProto.INT32,
     onnx.TensorProto.UINT32, onnx.TensorProto.INT64, onnx.TensorProto.UINT64
 })  # fmt: skip
-"""Integers beyond float16's; pixels of 8 bits are not."""
+"""Types of integers that float16 cannot represent; 8-bit pixels are not among them."""
 _EPSILONS = frozenset({"Add", "Sub", "Max", "Clip", "Div", "Sum"})
 """Operators that a tiny constant keeps away from zero."""
 _ANSWERS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
-"""Operators that, as the last one, compute the probabilities for argmax and confidence: float16 has
-steps of 0.0005 below 1."""
+"""Operators that compute the probabilities for argmax and confidence if they are the last one:
+float16 has steps of 0.0005 below 1."""
 
 
 class Slots(NamedTuple):
@@ -345,12 +346,13 @@ class Slots(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The choice of what in a graph is computed in half precision."""
+    """The operators and tensors of a graph that are computed in half precision."""
 
     halved: dict[int, Slots]
     """Operators by their index."""
     numbers: frozenset[str]
-    """Tensors that count and so stay float32. As masks they may be beyond float16's range."""
+    """Tensors with numbers that count things, which stay float32. Masks among them may be beyond
+    float16's range."""
 
 
 def halved_operators(

@@ -2,7 +2,8 @@
 
 Most operators do not change between two operator sets, or only accept more element types. Other
 changes are reversed if that is exact (the axes of reductions from an input to an attribute, new
-attributes at their defaults). All else is refused with the operator's name rather than misread.
+attributes at their defaults). Everything else is refused with the operator's name, so that nothing
+is misread.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from offramp.compiler.graphs.shapes import declared_types
 OPSET = 17
 """Newest operator set that TensorRT 8.6 reads."""
 IR_VERSION = 8
-"""IR version of the file format, as of opset 17."""
+"""IR version of the file format at the time of opset 17."""
 
 _REMEDY = (
     f"export the model again with opset_version={OPSET} and compile that, "
@@ -68,7 +69,7 @@ def lower(graph: bytes) -> bytes:
 
 
 class _Lowering:
-    """Rewrites the operators of a model and of the bodies in it."""
+    """Rewrites the operators of a model and of its bodies (inner graphs of If and Loop)."""
 
     def __init__(self, proto: onnx.ModelProto, opset: int) -> None:
         self._opset = opset
@@ -127,7 +128,7 @@ class _Lowering:
 
 
 def node_of(graph: bytes, number: int) -> str:
-    """Return operator and name of a node, for which 8.6's parser reports only the number."""
+    """Return operator and name of a node, as 8.6's parser reports only the node's number."""
     nodes = onnx.load_from_string(graph).graph.node
     return _named(nodes[number]) if number < len(nodes) else "of a body"
 
@@ -135,7 +136,7 @@ def node_of(graph: bytes, number: int) -> str:
 def _name_axes_of_slices(graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
     """Write out the axes that a Slice leaves to the default: the first ones.
 
-    8.6's parser takes all axes for the default, and refuses a slice of fewer (seen on an H100).
+    8.6's parser takes all axes as the default, and refuses slices of fewer (seen on an H100).
     """
     constants = {**outer, **{tensor.name: tensor for tensor in graph.initializer}}
     for node in graph.node:
@@ -154,7 +155,7 @@ def _name_axes_of_slices(graph: onnx.GraphProto, outer: Mapping[str, onnx.Tensor
 
 
 def _axes_as_attribute(node: onnx.NodeProto, constants: _Constants) -> set[str]:
-    """Move the axes of reductions from an input, as since opset 18, to an attribute."""
+    """Move the axes of reductions from an input (since opset 18) to an attribute."""
     name = node.input[1] if len(node.input) > 1 else ""
     if name and name not in constants:
         raise _refused(node, f"needs constant axes, here they are computed ({name})")
@@ -210,8 +211,8 @@ def folded(model: bytes) -> bytes:
 def fold_constants(graph: onnx.GraphProto) -> None:
     """Turn the ``Constant`` nodes of a graph, and of the bodies in it, into initializers.
 
-    Then there is one kind of constant instead of two. Nodes that write a graph output, and those of
-    strings or sparse tensors, stay.
+    Then there is one kind of constant instead of two. Nodes that write a graph output stay, as do
+    constants of strings and sparse tensors.
     """
     outputs = {output.name for output in graph.output}
     kept: list[onnx.NodeProto] = []

@@ -34,12 +34,12 @@ class Sizes:
 
     @property
     def least(self) -> Point:
-        """Smallest of all sizes."""
+        """Point with the smallest value of each size."""
         return Point(self.batch.first, tuple((n, r.first) for n, r in self.others.items()))
 
     @property
     def best(self) -> Point:
-        """Largest of all sizes, which engines are tuned for."""
+        """Point with the largest value of each size, which engines are tuned for."""
         return Point(self.batch.last, tuple((n, r.last) for n, r in self.others.items()))
 
 
@@ -80,7 +80,7 @@ def symbols_of(manifest: Manifest) -> dict[str, SizeRange]:
 def profile_sizes(
     manifest: Manifest, batches: Sequence[SizeRange], buckets: Mapping[str, Sequence[SizeRange]]
 ) -> tuple[Sizes, ...]:
-    """Combine every batch range with every bucket; buckets must be of sizes that the model has."""
+    """Combine every batch range with every bucket; buckets must name sizes of the model."""
     symbols = symbols_of(manifest)
     unknown = sorted(buckets.keys() - symbols.keys())
     if unknown:
@@ -119,7 +119,7 @@ class ModelShapes:
     """Shapes of the model's inputs and cut tensors at given sizes, found by running it.
 
     Inference is not used: it loses sizes at a ``Reshape``, and does not detect a table that is too
-    short for a sequence. By running, sizes at which the model fails are found before anything is
+    short for a sequence. Running the model also finds sizes at which it fails, before anything is
     built.
     """
 

@@ -2,9 +2,9 @@
 
 Differences between TensorRT 8.6, 10 and 11 are in :mod:`offramp.engine.tensorrt.compat`.
 
-Types of inputs: all versions accept uint8 for an input of the whole graph that is read by nothing
-but a Cast to float32 or float16; bool is accepted like other types; int64 is accepted from 10 on,
-and 8.6's parser converts it to int32.
+Types of inputs: all versions accept uint8 for a graph input that only a Cast to float32 or float16
+reads; bool is accepted like other types; int64 is accepted from 10 on, and 8.6's parser converts it
+to int32.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class TensorRTBuilder:
     def run(
         self, plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int
     ) -> dict[str, NDArray[Any]]:
-        """Run an engine once; with 8.6, int64 outputs of the graph are int32."""
+        """Run an engine once; in 8.6, outputs that are int64 in the graph are int32."""
         try:
             with self._context.current():
                 return run_plan(plan, inputs, profile)
@@ -142,7 +142,7 @@ class TensorRTBuilder:
         return self._caches[-1]
 
     def _open(self, errors: list[str]) -> trt.Builder:
-        """Return TensorRT's builder, kept: making one loads its kernels, which takes seconds."""
+        """Return TensorRT's builder, made once: making it loads kernels, which takes seconds."""
         import tensorrt as trt  # noqa: PLC0415
 
         if self._builder is None:
@@ -171,7 +171,7 @@ class BuildWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Raise the stored exception of the progress callback: it caused any later one."""
+        """Raise the stored exception of the progress callback, which caused any later exception."""
         if self._failure is not None:
             raise self._failure
 

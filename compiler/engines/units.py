@@ -43,8 +43,8 @@ class Unit(NamedTuple):
 def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...]:
     """Return the units of a bundle, each once, ordered: source, stages, segments, variants.
 
-    Variants have their own stages and segments, up to their own answer; the full model after them
-    is the source.
+    Variants have their own stages and segments, up to their own answer; the source unit computes
+    the full model after them.
     """
     found: list[Unit] = []
     if "source" in parts:
@@ -96,7 +96,7 @@ def source_unit(manifest: Manifest) -> Unit:
 def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
     """Return the stages of the exit policy in the modes of serving.
 
-    The modes differ if an exit is switched off (NEVER): an observing mode still runs it.
+    The modes differ if an exit is switched off (NEVER): modes that compare answers still run it.
     """
     plans = (make_plan(bundle, mode=mode) for mode in (Mode.LEAVE, Mode.AUDIT))
     stages = (stage for plan in plans for stage in plan.stages)
@@ -115,7 +115,7 @@ def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
 def ranges_of(bundle: Bundle, dataset: Dataset, *, threads: int) -> Ranges:
     """Measure the ranges of a bundle's activations, which are valid for all its units.
 
-    DataError if there are no samples, the model fails on one, or has nothing to quantise.
+    DataError if there are no samples, or the model fails on one or has nothing to quantise.
     """
     source = folded(bundle.read(bundle.manifest.source.file))
     return measure_ranges(source, dataset, threads=threads)
@@ -137,7 +137,7 @@ class UnitGraphs:
         ranges: Ranges | None = None,
         tensorrt_version: str,
     ) -> None:
-        """Create the graphs of a precision; ``fp32`` and ``tf32`` have the same ones.
+        """Create the graphs of a precision; ``fp32`` and ``tf32`` have the same graphs.
 
         ``ranges``, of :func:`ranges_of`, are those of the activations; ``int8`` needs them.
         TensorRT 8.x gets graphs of opset 17.

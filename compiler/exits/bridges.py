@@ -1,9 +1,10 @@
 """Exits whose heads are bridges from a cut point to the model's own end, as in PAME (5.1).
 
-A bridge starts as all of the model after the exit point. Blocks whose cut tensors have one shape
-are a region. Of every later region the first block is kept, which changes the tensor to the next
-shape, and the others are dropped. Then comes the model's own head, so the answer has the model's
-form. Weights are copies of the model's (5.2, transfer), under names with the bridge's prefix.
+A bridge starts as the whole model after the exit's cut point. Blocks whose cut tensors have one
+shape are a region. The first block of every later region, which changes the tensor to the next
+shape, is kept, and the others are dropped. Then comes the model's own head, so the answer has the
+model's form. Weights are copies of the model's (5.2, transfer), under names with the bridge's
+prefix.
 
 The head is one of two parts of the model: everything after the last cut point, or everything after
 the last block, where hardly any work is left. The latter makes shorter bridges: cheaper, but with
@@ -62,7 +63,7 @@ TRAINED_BRIDGES = 4
 of the model."""
 SCREENING_SAMPLES = 1500
 SCREENING_EPOCHS = 2
-"""Samples on which all bridges are tried, and the epochs of that."""
+"""Number of samples on which all bridges are tried, and number of epochs of that trial."""
 
 
 def needs_bridges(answer: Answer, options: CompileOptions) -> bool:
@@ -127,7 +128,7 @@ class BridgeSearch:
     """Source model, which outputs the tensors that bridges read and imitate."""
 
     def screen(self, bridges: Sequence[Bridge]) -> list[Bridge]:
-        """Train all bridges on some samples; returns the best of them, in depth order.
+        """Train all bridges on some samples; return the best of them, in depth order.
 
         The best have the largest net savings; there is at most one for each candidate.
         """
@@ -201,7 +202,7 @@ class BridgeSearch:
             candidate=bridge.candidate,
             cut=sliced.cuts[bridge.candidate],
             graph=_served(sliced, bridge, of, judged.share),
-            # The confidence counts by the mask, whether or not the bridge reads it.
+            # The confidence is computed with the mask, whether or not the bridge reads the mask.
             reads=tuple(dict.fromkeys((*bridge.reads, *([mask] if mask else [])))),
             weights={},
             heads=(judged.score,),
@@ -279,7 +280,7 @@ class Bridge:
     itself."""
     scores_type: TensorType
     kept: int
-    """Blocks of the model that it keeps, without the head."""
+    """Number of the model's blocks that it keeps, without the head."""
     dropped: int
 
     @property
@@ -345,7 +346,7 @@ def _regions(points: Sequence[CutPoint]) -> tuple[dict[str, str], int, int]:
 
 
 def _alike(before: CutPoint, after: CutPoint) -> dict[str, str]:
-    """Map tensors that only a later point has to the earlier one's; empty if shapes differ."""
+    """Map a later point's tensors, if new, to the earlier point's; empty if shapes differ."""
     old, new = _described(before), _described(after)
     gone = [name for name in old if name not in new]
     come = [name for name in new if name not in old]

@@ -101,7 +101,7 @@ def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.Value
 CONFIDENCE = "confidence"
 """Name of the output with the confidence, after the exit's prefix."""
 _STEP = 1e-3
-"""Largest float32 error by which a share of a number of tokens may exceed its integer value."""
+"""Largest float32 error of a share times a number of tokens, above its integer value."""
 
 
 def exit_prefix(candidate: int) -> str:
@@ -112,7 +112,7 @@ def exit_prefix(candidate: int) -> str:
 def end_classes(
     part: PartBuilder, scores: str, answer: Answer, dtype: str, weights: Sequence[float] = ()
 ) -> None:
-    """Add an answer of one class of several from logits [b, classes], and its confidence.
+    """Add a classification answer from logits [b, classes], and its confidence.
 
     ``scores`` must have the answer's name already if the form is float32 logits. ``weights`` are
     those of the criterion ``learned``. The answer's criterion determines the confidence.
@@ -209,9 +209,10 @@ def add_principal(
 def add_confidence(
     part: PartBuilder, principal: str, share: float, *, places: int | None, mask: str | None = None
 ) -> str:
-    """Add the value [b] that a share of principal values [b, n] reach, named ``CONFIDENCE``.
+    """Add the confidence [b], the value that a share of the principal values [b, n] reach.
 
-    ``places`` is n if it is fixed; ``mask`` [b, n], a float32 tensor, marks the values that count.
+    Its name is ``CONFIDENCE``. ``places`` is n if it is fixed; ``mask`` [b, n], a float32 tensor,
+    marks the values that count.
     """
     if mask is None and share == 1:
         smallest = part.reduce("ReduceMin", principal, 1)
@@ -221,7 +222,7 @@ def add_confidence(
     if mask is None and places is not None:
         taken = max(math.ceil(share * places - ROUNDING), 1)
         from_below = places - taken + 1
-        # Sort as few values as possible: nearly all of the values have to be reached.
+        # Sort as few values as possible, from the nearer end.
         from_above = taken <= from_below
         sorted_ = taken if from_above else from_below
         count = part.weight("count", np.array([sorted_], np.int64))
@@ -273,8 +274,8 @@ def add_certainty(
 ) -> None:
     """Add the certainty [b] of probabilities [b, classes] by a criterion, named ``name``.
 
-    For ``probability`` NaN stays NaN, with which no sample leaves; for others it is 0. ``weights``
-    are those of ``learned``.
+    For ``probability`` NaN stays NaN, so that the sample stays; for other criteria NaN becomes 0.
+    ``weights`` are those of ``learned``.
     """
     if criterion == "probability":
         part.reduce("ReduceMax", probabilities, 1, name)
@@ -292,9 +293,9 @@ def with_certainty(
 ) -> bytes:
     """Replace the confidences in a graph of exits by those of another criterion.
 
-    ``exits`` maps the names of answers [b, classes], of the answer's form and ``dtype``, to those
-    of their confidences. All outputs keep their names, and the others their values. ``learned`` is
-    not possible, as its weights are not in the graph.
+    ``exits`` maps the names of answers [b, classes], of the answer's form and ``dtype``, to the
+    names of their confidences. All outputs keep their names, and outputs other than confidences
+    keep their values. ``learned`` is not possible, as its weights are not in the graph.
     """
     proto = onnx.ModelProto.FromString(graph)
     renamed = {old: f"{old}/before" for old in exits.values()}
@@ -344,7 +345,7 @@ def _learned(
         weighed = part.add("Mul", [part.add("Sub", odds), _number(part, "weight", weight)])
         sum_ = part.add("Add", [sum_, weighed])
     sure = part.add("Sigmoid", [sum_])
-    # A bound may have replaced NaN: then the largest probability shows it.
+    # Clipping may have replaced NaN; the largest probability shows whether there was one.
     there = part.add("Greater", [largest, _number(part, "zero", 0)])
     part.add("Where", [there, sure, _number(part, "zero", 0)], name)
 
@@ -359,7 +360,7 @@ def _margin(part: PartBuilder, probabilities: str, classes: int) -> str:
 
 
 def _certainty(part: PartBuilder, probabilities: str, classes: int) -> str:
-    """Add 1 − the entropy over its largest, log(classes)."""
+    """Add 1 − entropy / log(classes), the largest possible entropy."""
     if classes == 1:
         return part.reduce("ReduceMax", probabilities, 1)
     least = _number(part, "least", SMALLEST)

@@ -1,4 +1,4 @@
-"""Choice of the head of each candidate: all are trained briefly, the best of each completely.
+"""Choice of the head of each candidate: all are trained briefly, the best completely.
 
 This is successive halving with one step: differences between heads show early. So a short training
 on a part of the real samples chooses, by the net savings of each head. Only the chosen heads are
@@ -42,7 +42,7 @@ from offramp.engine.control.costs import CostModel
 SCREENING_SAMPLES = 6000
 """Largest number of real samples in the short training that heads are chosen by."""
 SCREENING_DRAWS = 12_000
-"""Samples, counted with repetitions, that the short training shows to a head."""
+"""Number of samples, counted with repetitions, that the short training shows to a head."""
 
 COUNT_SHARES = (1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5)
 """Shares of the principal values that have to reach the threshold: the count thresholds that are
@@ -83,7 +83,7 @@ class FoundExits:
     """Exit with the largest net savings at every candidate with a head, even if they are
     negative."""
     best: tuple[HeadScore, ...]
-    """Likewise, the best head of every family."""
+    """Head with the largest net savings at every candidate, of every family."""
 
     @property
     def exits(self) -> tuple[BuiltExit, ...]:
@@ -273,10 +273,10 @@ def judge(
     max_disagreement: float,
     mask: NDArray[Any] | None = None,
 ) -> JudgedHead:
-    """Find the count threshold (PAME 5.3) with the largest net savings of an exit alone.
+    """Find the count threshold (PAME 5.3) with the largest net savings, for an exit alone.
 
-    ``principal`` [samples, n] and ``agrees`` [samples] are of the tuning split; ``cost`` is of this
-    exit alone.
+    ``principal`` [samples, n] and ``agrees`` [samples] are from the tuning split; ``cost`` is that
+    of this exit alone.
     """
     shares = COUNT_SHARES if principal.shape[1] > 1 else COUNT_SHARES[:1]
     netted = [
@@ -294,7 +294,7 @@ def judge(
 
 
 def reads_of(cut: CutTensor, head: Head) -> tuple[str, ...]:
-    """Return the inputs of a pooled head: cut tensors, and the masks of some."""
+    """Return the inputs of a pooled head: cut tensors, and the masks of those that have one."""
     return (*(tensor.name for tensor in cut.read), *masks_of(cut, head))
 
 

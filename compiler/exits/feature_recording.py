@@ -1,4 +1,4 @@
-"""Recording of features: their size on the disk, and the passes that it takes."""
+"""Recording of features: their size on the disk, and the passes over the data."""
 
 from __future__ import annotations
 

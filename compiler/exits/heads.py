@@ -1,7 +1,7 @@
 """Exits as ONNX graphs: the pooling before a head, and the trained head after it.
 
-The pooling is also a separate graph, with which features are recorded. So the inputs that a head
-was trained on and those in serving are computed by the same operators.
+The pooling is also a separate graph, with which features are recorded. So the same operators
+compute a head's inputs in training and in serving.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def build_joining(
 def _described(
     read: Sequence[CutTensor], masked: Sequence[CutTensor] = ()
 ) -> list[DescribedTensor]:
-    """Describe the inputs of a head: cut tensors, and the masks of some."""
+    """Describe the inputs of a head: cut tensors, and the masks of those that have one."""
     inputs: list[DescribedTensor] = [(cut.name, cut.dtype, cut.shape) for cut in read]
     masks = ((cut, cut.mask) for cut in masked if cut.mask is not None)
     inputs += ((mask, cut.mask_dtype, ("batch", cut.shape[1])) for cut, mask in masks)
@@ -105,8 +105,8 @@ def build_exit(
 
     ``answer`` describes the scores that the head imitates: the model's answer, or the input of its
     tail (:meth:`.tail.Tail.end`). They are named ``{prefix}{answer.output}``; ``answer_dtype`` is
-    numpy's name of their element type. A ``share`` of their principal values reach the confidence;
-    ``certainty`` are the weights of the criterion ``learned``.
+    numpy's name of their element type. The confidence is the value that a ``share`` of their
+    principal values reach; ``certainty`` are the weights of the criterion ``learned``.
     """
     part = PartBuilder(prefix, opset, ir_version)
     read = [_as_float32(part, tensor) for tensor in cut.read]

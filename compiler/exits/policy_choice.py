@@ -50,7 +50,7 @@ def record_exits(
 ) -> ExitRecords:
     """Answer a data set at every exit, with the graphs that will be served.
 
-    With several batch sizes, the worst result of each sample counts.
+    With several batch sizes, each sample's worst result counts (:meth:`.ExitRecords.worst_of`).
     """
     outputs = [(e.output, e.confidence) for e in structure.exits]
     graphs = answering_graphs(structure, read)
@@ -95,7 +95,7 @@ class RehearsedPath(FixedPath):
 
     rehearsal: Rehearsal
     moves: tuple[ExitMove, ...] = ()
-    """Exits that made too many batches late, and were moved."""
+    """Moves of exits that made too many batches late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class PolicyChoice:
     ) -> FixedPath:
         """Choose the exits that are expected to save most time together.
 
-        ``candidates`` are those of ``tune``, if they exist already.
+        ``candidates`` are the sets of exits on ``tune``, if they were computed already.
         """
         found = candidates or self.candidates(tune)
         if self.structure.answer.criterion.depends_on_earlier:  # then all built exits are needed

@@ -1,8 +1,8 @@
 """The scores that heads imitate: the tensor of the model, and its scale, measured on data.
 
 A graph names its activation, or hides it: a softmax may be an Exp, a sum and a division. So every
-tensor that all of the answer's data passes is measured on training samples. Heads imitate the first
-that holds probabilities, and the operators after it are the tail of every exit
+tensor through which all of the answer's data passes is measured on training samples. Heads imitate
+the first that holds probabilities, and the operators after it are the tail of every exit
 (:mod:`offramp.compiler.graphs.tail`). If there is none, heads imitate the answer itself.
 """
 
@@ -50,7 +50,7 @@ MEASURED_SAMPLES: Final = 256
 _EXACT: Final = 1e-3
 """Largest distance of a sum of probabilities from 1, in single precision."""
 _COARSE: Final = 0.02
-"""The same for probabilities that were rounded to half precision or 8 bits."""
+"""Largest distance of that sum from 1 after rounding to half precision or 8 bits."""
 _HARD: Final = 0.15
 """Largest distance of a HardSigmoid or a rounded sigmoid from a sigmoid."""
 _SAME: Final = 1e-4
@@ -147,7 +147,7 @@ def _scores_of(
 
 
 def _activates(scores: NDArray[Any], found: NDArray[Any], scale: ScoreScale) -> bool:
-    """Return whether the activation of scores is what was found, up to rounding."""
+    """Return whether the activation of ``scores`` equals ``found``, up to rounding."""
     if scores.shape != found.shape:
         return False
     scores = scores.astype(np.float64)
@@ -207,7 +207,7 @@ def _sums_to_one(found: NDArray[np.float64], within: float) -> bool:
 
 
 def _are_picks(found: NDArray[np.float64]) -> bool:
-    """Return whether all values are 0 or 1, as of a Hardmax, whose scores come before it."""
+    """Return whether all values are 0 or 1, as after a Hardmax, whose scores come before it."""
     return bool(np.isin(found, (0.0, 1.0)).all())
 
 

@@ -1,4 +1,4 @@
-"""A model in pieces with its run of the compiler, and the times of its parts on this machine."""
+"""A model in pieces, its run of the compiler, and times of its parts on this machine."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class TimedModel:
     def time_heads(
         self, graphs: Mapping[int, Sequence[bytes]], batch_sizes: Sequence[int] = ()
     ) -> HeadTimes:
-        """Time exits by candidate; without ``batch_sizes`` at the reference batch size alone."""
+        """Time exits by candidate; by default at the reference batch size only."""
         cuts, versions = self.sliced.cuts, self.sliced.versions
         empty = [build_empty(cuts[c].read, "offramp_empty/", **versions) for c in graphs]
         sizes = batch_sizes or [self.run.options.choice.reference_batch_size]

@@ -159,7 +159,7 @@ def _data_of(model: Path) -> Path:
 
 
 def _whole(model: onnx.ModelProto, weights: Path | None) -> bytes:
-    """Serialise a model with its weights, which it names in a folder if there is one."""
+    """Serialise a model with its weights, read from the folder ``weights`` if it names them."""
     if weights is None:
         return serialised(model)
     with weights_in(weights):
@@ -169,7 +169,7 @@ def _whole(model: onnx.ModelProto, weights: Path | None) -> bytes:
 def _files(
     bundle: Bundle, model: onnx.ModelProto, whole: bytes | None, name: str
 ) -> dict[str, FileContent]:
-    """Return the files of a model by name: the ``whole`` model, or else weights, then model.
+    """Return a model's files by name: the ``whole`` model, or its weights and then the model.
 
     In this order a model that exists always has its weights, even if writing is interrupted.
     """
@@ -197,7 +197,7 @@ def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) ->
 
 
 def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> dict[str, str]:
-    """Return the file's metadata; values are JSON if they are more than a word."""
+    """Return the file's metadata; values of more than a word are JSON."""
     manifest = bundle.manifest
     promise = whole_policy(bundle.policy, end_evidence(bundle)).promise
     exits = [
@@ -272,7 +272,7 @@ def _check_output(output: Path, options: ExportOptions) -> None:
 
 
 def _check_opsets(path: Path, plan: Plan) -> None:
-    """Refuse stages of several operator sets: a file has one for each domain."""
+    """Refuse stages of different operator sets: a file has one operator set for each domain."""
     imports: dict[str, set[int]] = {}
     for stage in plan.stages:
         for opset in onnx.load_model_from_string(stage.load_light().model).opset_import:

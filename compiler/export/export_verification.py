@@ -53,10 +53,10 @@ def verify(
 ) -> Verified:
     """Run bundle and exported models over all samples, in the same batches of several sizes.
 
-    ``plan`` is in ``leave`` mode, ``models`` are by their names in messages; if they output exits,
-    these are compared, too. Only one is loaded at a time. ``unread`` names inputs that nothing
-    reads and that data lacks; ``weights`` is the folder of the weights that models name. Answers
-    may differ by ``tolerance``, relative to the scale of each value
+    ``plan`` is in ``leave`` mode. ``models`` are keyed by their names in messages; if they output
+    exits, these are compared, too. Only one is loaded at a time. ``unread`` names inputs that
+    nothing reads and that data lacks; ``weights`` is the folder of the weights that models name.
+    Answers may differ by ``tolerance``, relative to the scale of each value
     (:mod:`~offramp.engine.answers.differences`); ``progress`` is called with the number of samples
     of each batch of the bundle, and of each model.
 
@@ -77,7 +77,7 @@ def verify(
                 given = given.answer
             largest = max(largest, _difference(given, expected.answer, tolerance, where))
             progress(rows.stop - rows.start)
-        del exported  # before the next one loads its weights
+        del exported  # release it before the next one loads its weights
     exits = [expected.exit for _, expected in wanted]
     found, counts = np.unique(np.concatenate(exits), return_counts=True)
     shares = {int(e): int(n) / len(dataset) for e, n in zip(found, counts, strict=True)}

@@ -40,7 +40,7 @@ LOST: Final = {
     "the check of inputs": "Samples far outside the calibration data are answered by exits like "
     "any other.",
 }
-"""Features of `eeserve` with a bundle that another server with its export lacks."""
+"""Features of `eeserve` with a bundle that another server with the exported model lacks."""
 
 _FILES: Final = {
     "1/model.onnx": ("the model, with exits inside", {"triton", "ovms"}),
@@ -193,7 +193,7 @@ def _facts(place: Repository, served: ServedFile) -> list[str]:
 WARMUP: Final = "warmup"
 """Folder with the tensors of warm-up requests for Triton."""
 _NEAR_BEST: Final = 1.1
-"""Factor of the shortest time per sample within which a batch size is preferred."""
+"""Batch sizes are preferred if their time per sample is within this factor of the shortest."""
 _DELAY_SHARE: Final = 0.1
 """Longest time in the queue, as a share of the time of one sample alone in the whole model."""
 
@@ -272,7 +272,7 @@ def warmup_files(served: ServedFile) -> dict[str, bytes]:
 
 
 def _warmup(served: ServedFile, batch_size: int) -> dict[str, Any]:
-    """Describe a warm-up batch: as many requests of the same sample."""
+    """Describe a warm-up batch: ``batch_size`` requests with the same sample."""
     inputs = {
         tensor.name: messages.ModelWarmup.Input(  # protobuf 5 takes no dict as a map's value
             data_type=_type_of(tensor),

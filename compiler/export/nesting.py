@@ -1,4 +1,4 @@
-"""The stages of a plan as one graph: each stage runs inside the one before it, if any row stays.
+"""The stages of a plan as one graph: each is inside the one before it.
 
 Stage 0 is the main graph. After a stage's exit, the indices of the rows that stay are computed
 (``NonZero``). If there are any, an ``If`` runs the rest of the model on those rows alone
@@ -30,7 +30,7 @@ _ANSWER, _CONFIDENCE, _EXIT = "answer", "confidence", "exit"
 
 
 def nest(plan: Plan, source: onnx.ModelProto, names: Names, *, with_exits: bool) -> onnx.ModelProto:
-    """Make one model of the stages of a plan in ``leave`` mode, with an exit at least.
+    """Make one model of the stages of a plan in ``leave`` mode with at least one exit.
 
     It has the source model's inputs, answer, opset and IR version; ``with_exits`` adds outputs for
     exit index and confidence. It names its weights if the bundle's graphs do.
@@ -67,7 +67,7 @@ class _Level:
         return f"{self.prefix}:{name}"
 
     def inner(self, name: str) -> str:
-        """Return the name of a tensor of the stage's own graph, which never equals an added one."""
+        """Return the name of a tensor of the stage's own graph; it never equals an added name."""
         return f"{self.prefix}/{name}"
 
     def add(
@@ -151,7 +151,7 @@ class _Nesting:
         for name in self._specs[outer].carried:
             taken = self._name(index, name)
             level.add("Gather", [self._name(outer, name), rows], f"stay/{name}", taken, axis=0)
-            # Stated, so that ONNX Runtime knows the channels, without which it blocks no layout.
+            # The type is stated, as ONNX Runtime blocks layouts only if it knows the channels.
             info = copied(self._types[name])
             info.name = taken
             level.described.append(info)
@@ -176,7 +176,8 @@ class _Nesting:
         here = {_ANSWER: self._name(index, spec.answer), _CONFIDENCE: confidence}
         if _EXIT in self._given:
             here[_EXIT] = _filled(level, confidence, spec.exit)
-        # "Not leaves", because "confidence < threshold" is false for NaN, and that must stay.
+        # "Not leaves", because "confidence < threshold" is false for NaN, but such a sample must
+        # stay.
         leaves = level.add("GreaterOrEqual", [confidence, self._names.thresholds[index]], "leaves")
         stays = level.add("NonZero", [level.add("Not", [leaves], "stays")], "stays_by_axis")
         rows = level.add("Reshape", [stays, level.weight("flat", np.array([-1], np.int64))], "rows")
@@ -193,7 +194,7 @@ class _Nesting:
         level.nodes.append(node)
 
     def _go_on(self, index: int, here: dict[str, str], rows: str) -> onnx.GraphProto:
-        """Run the rest on the rows that stay, and write its results to their places."""
+        """Run the rest on the rows that stay, and write the results to these rows."""
         level = self._level(index + 1)
         column = level.weight("column", np.array([-1, 1], np.int64))
         places = level.add("Reshape", [rows, column], "places")
@@ -220,7 +221,7 @@ class _Nesting:
         if spec.form == "values":  # on the model's own scale: as in ``confidence_of``
             largest = level.add("Max", [largest, level.weight("least", _scalar(1))], "sure")
         at_most_one = level.add("Min", [largest, level.weight("one", _scalar(1))], "at_most_one")
-        # Runtimes differ in the largest of values with NaN, so NaN is detected.
+        # Runtimes differ in the maximum of values with NaN, so NaN is detected separately.
         nan = level.add("Cast", [level.add("IsNaN", [shares], "nan")], "nans", to=TensorProto.FLOAT)
         zero = level.weight("zero", _scalar(0))
         valid = level.add("Equal", [self._row_max(level, nan, "any_nan"), zero], "valid")
@@ -228,7 +229,7 @@ class _Nesting:
         _filled(level, largest, MODEL_END, results[_EXIT])
 
     def _row_max(self, level: _Level, tensor: str, name: str) -> str:
-        """Add the largest of every row; axes became an input with opset 18."""
+        """Add the largest value of every row; axes became an input with opset 18."""
         if self._opset >= 18:
             axes = level.weight(f"axes/{name}", np.array([1], np.int64))
             return level.add("ReduceMax", [tensor, axes], name, keepdims=0)
@@ -263,7 +264,7 @@ class _Nesting:
         return infos
 
     def _rows(self, index: int) -> str:
-        """Return the symbolic number of rows at a level, different from that outside."""
+        """Return the symbolic number of rows at a level; it differs from that of outer levels."""
         return f"{self._names.inner}rows_{index}" if index else BATCH
 
 
@@ -302,7 +303,7 @@ class Names:
     confidence: str
     """Output, float32 [batch]: confidence of the answer."""
     thresholds: tuple[str, ...]
-    """Optional inputs, float32 scalars: least confidence to exit with, in depth order."""
+    """Optional inputs, float32 scalars: the exits' thresholds, in depth order."""
     inner: str
     """Prefix of every other name."""
 

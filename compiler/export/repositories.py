@@ -31,7 +31,7 @@ from offramp.compiler.common.errors import ExportError
 MODEL: Final = "1/model.onnx"
 README: Final = "README.md"
 WRITTEN_BY: Final = "Written by `eecompile export`"
-"""Beginning of the first paragraph of a README, by which an export's folder is recognised."""
+"""Beginning of a README's first paragraph; it marks a folder as an export."""
 _OVMS_CONFIG: Final = "config.json"
 _MOST_CONFIG_BYTES: Final = 2**24
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -53,7 +53,7 @@ class RepositoryOptions:
     kserve: str | None = None
     """URI at which KServe finds the repository for Triton, once it is uploaded."""
     name: str | None = None
-    """Name of the model in the repository; ``None`` is the bundle's."""
+    """Name of the model in the repository; ``None`` means the bundle's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class Repository:
         }
 
     def _listed(self) -> dict[str, Any]:
-        """Return the content of OVMS's list of models, which may have other models."""
+        """Return the content of OVMS's list of models; other models in the list stay."""
         place = self.root / _OVMS_CONFIG
         if not place.exists():
             return {"model_config_list": []}
@@ -233,7 +233,7 @@ def check_model(manifest: Manifest, bundle: Path) -> None:
 
 
 def dns_label(name: str) -> str:
-    """Return a name as Kubernetes takes it: lower case, digits and hyphens, a letter first."""
+    """Return a name in Kubernetes' form: lower-case letters, digits, hyphens; a letter first."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower())
     if not label[0].isalpha():
         label = f"model-{label}"

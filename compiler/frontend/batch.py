@@ -3,12 +3,12 @@
 Exporters that trace a model bake the length of the example into constants, mostly those of Reshape.
 ONNX Runtime then runs the model at this length only, although the file declares the length free.
 
-A model that chooses once for a whole batch, by the data of its samples, is refused, and the error
+A model is refused if it makes one choice for a whole batch by the data of its samples; the error
 names the operator. An ``If`` takes one branch for all rows. If its condition depends on data, as in
 a BranchyNet that was exported with its own exit, a sample's answer depends on the other samples of
-its batch. Running a few rows does not show a choice that is rare. So the graph is followed: each
+its batch. A rare choice does not show when a few rows are run. So the graph is followed: each
 tensor depends on data of its own row alone, of several rows, or of one row for all. Sums of several
-rows are left to :mod:`.graphs.row_mixing`, which runs them: they always show.
+rows are found by :mod:`.graphs.row_mixing`, which runs the model: they always show.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from offramp.compiler.graphs.shapes import (
 from offramp.engine.answers.differences import compare
 
 _COMMON: Final = (8, 32, 64, 128, 224, 256, 384, 512)
-"""Sizes that are tried after those that occur in the graph's constants."""
+"""Sizes that are tried after the sizes in the graph's constants."""
 _TRIED: Final = 24
 _LARGEST: Final = 4096
 _SHORT: Final = 8
@@ -59,13 +59,13 @@ _SHORT: Final = 8
 
 
 def free_batch(proto: onnx.ModelProto) -> None:
-    """Name dimension 0 of every graph input ``batch``, in place, and repair what was fixed to it.
+    """Name dimension 0 of all graph inputs ``batch``, in place; repair operators that fix its size.
 
     After the repair, rows are run at another batch size and compared with the original. In every
-    case nothing may be chosen for all rows by data of some (:mod:`.batch`), and rows alone and
-    together have to agree (:mod:`.graphs.row_mixing`). ModelError if an input has no batch
-    dimension, the model cannot be made to work at another batch size, or rows change each other's
-    answers.
+    case the data of some rows may not decide for all rows (:func:`check_conditions`), and rows
+    alone and together have to agree (:mod:`.graphs.row_mixing`). ModelError if an input has no
+    batch dimension, the model cannot be made to work at another batch size, or rows change each
+    other's answers.
     """
     old = fixed_size(proto)
     original = None if old is None else copied(proto)
@@ -152,7 +152,7 @@ def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) ->
 
 
 def _name_mixing(freed: onnx.ModelProto, remedy: str) -> None:
-    """Raise ModelError naming the operators that mix rows, if these keep the batch fixed."""
+    """Raise ModelError that names operators that mix rows, if they keep the batch fixed."""
     try:
         check_rows(freed)
     except ModelError as error:
@@ -183,7 +183,7 @@ def fix_baked_sizes(proto: onnx.ModelProto) -> str:
             dim.dim_value = size
         if _runs(runner, trial):
             found.append(size)
-        if len(found) > 1:  # not fixed: the failure has another reason
+        if len(found) > 1:  # several sizes run: the failure has another reason
             return ""
     if not found:
         return ""
@@ -245,7 +245,7 @@ class Level(IntEnum):
     ROWS = 1
     """Data of each row separately, as far as the graph shows."""
     COUNTED = 2
-    """Number of chosen elements of several rows, as with ``NonZero``."""
+    """Number of elements that are chosen from several rows, as by ``NonZero``."""
     MIXED = 3
     """Data of several rows, or of one row for all of them."""
 
@@ -266,13 +266,13 @@ _DISCRETE: Final = frozenset({
     "Equal", "Floor", "Greater", "GreaterOrEqual", "Hardmax", "IsInf", "IsNaN", "Less",
     "LessOrEqual", "NonZero", "Not", "Or", "Round", "Sign", "Unique", "Xor",
 })  # fmt: skip
-"""Operators with a discontinuous result: all rows that are run may be on one side."""
+"""Operators with a discontinuous result: all rows of a trial run may be on the same side."""
 _GATES: Final = frozenset({
     "Celu", "Clip", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max",
     "Min", "Mish", "Pow", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Swish", "Tanh",
     "ThresholdedRelu",
 })  # fmt: skip
-"""Operators whose result may be constant for most values, and change for few."""
+"""Operators whose result may be the same for most values, and change for few."""
 _STEERED: Final[Mapping[str, tuple[int, ...]]] = {
     "Compress": (1,), "ConstantOfShape": (0,), "Expand": (1,), "Gather": (1,),
     "GatherElements": (1,), "GatherND": (1,), "OneHot": (0, 1), "Pad": (1,), "Range": (0, 1, 2),
@@ -281,11 +281,11 @@ _STEERED: Final[Mapping[str, tuple[int, ...]]] = {
 }  # fmt: skip
 """Inputs by which operators choose positions or sizes."""
 _SIZED_BY: Final = frozenset({"ConstantOfShape", "Expand", "Range", "Reshape", "Resize", "Tile"})
-"""Operators with such an input that decides the size, and not the values, of the result."""
+"""Operators with an input in :data:`_STEERED` that decides the result's size, not its values."""
 _CHOOSING: Final = frozenset({"If", "Loop", "Where"})
 _COUNTING: Final = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 _SHAPING: Final = frozenset({"Cast", "Concat", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Operators that a count may pass through before it is a size."""
+"""Operators that may process a count before it is used as a size."""
 _ALONG: Final = frozenset({
     "ArgMax", "ArgMin", "CumSum", "Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK",
 })  # fmt: skip
@@ -345,7 +345,7 @@ class _Followed:
         return [self._known.get(name, FIXED) for name in self._flow.outputs]
 
     def _check(self, op: Operator) -> None:
-        """Raise ModelError if an operator chooses for all rows by data of some."""
+        """Raise ModelError if data of some rows decides an operator's choice for all rows."""
         conditions = {"If": (0,), "Loop": (0, 1)}.get(op.kind, ())
         for tensor, found in self._inputs(op, conditions):
             if found.values >= Level.ROWS:
@@ -380,7 +380,7 @@ class _Followed:
         return found is not None and found.elem_type in _INTEGER_TYPES
 
     def _through(self, op: Operator, body: onnx.GraphProto) -> list[Dependence]:
-        """Follow a body until the dependences of its carried values no longer change."""
+        """Follow a body (inner graph) until dependences of its loop variables no longer change."""
         weights = {**self._weights, **{tensor.name: tensor for tensor in body.initializer}}
         first, states = _states(op, body)
         reads = [self._known.get(name, FIXED) for name in op.proto.input]
@@ -421,7 +421,7 @@ class _Followed:
         return Dependence(values=values, sizes=sizes, mixed_by=read.mixed_by)
 
     def _counts(self, op: Operator) -> bool:
-        """Return whether an operator counts chosen elements, for the size of their replacement.
+        """Return whether an operator counts chosen elements, to size the values that replace them.
 
         torch's exporter makes this of ``y[y < 0] = 0``.
         """
@@ -433,7 +433,7 @@ class _Followed:
         return chosen and self._is_size(op.writes[0])
 
     def _is_size(self, tensor: str) -> bool:
-        """Return whether a tensor is used for nothing but the size of something repeated."""
+        """Return whether a tensor is only used as the size of a repeated value."""
         users = self._flow.consumers.get(tensor, ())
         for op in users:
             places = [place for place, name in enumerate(op.proto.input) if name == tensor]
@@ -519,7 +519,7 @@ class _Followed:
 
 
 def _states(op: Operator, body: onnx.GraphProto) -> tuple[int, int]:
-    """Return the index of the first carried value among a body's inputs, and their number."""
+    """Return the index of the first loop variable among a body's inputs, and their number."""
     if op.kind == "Loop":
         return 2, len(body.input) - 2
     return 0, len(body.input) - integer(op.proto, "num_scan_inputs")

@@ -2,9 +2,9 @@
 
 Exporters bake the size into the targets of ``Reshape`` and ``Expand``, into positions, initial
 states and class tokens. So the graph is followed at two batch sizes together, its own and a large
-prime (:class:`BatchEdits`), and so is the position of the batch in each tensor
-(:class:`BatchPlace`). Where a shape does not follow the batch, the operator is repaired. The result
-is tested: rows are run and compared with the original.
+prime (:class:`BatchEdits`), with the position of the batch in each tensor (:class:`BatchPlace`).
+Where a shape does not follow the batch, the operator is repaired. The result is tested: rows are
+run and compared with the original.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BatchEdits:
     ) -> str:
         """Return a vector with some entries replaced, whether it is constant or computed.
 
-        The new entries are ``values``, or the one of the tensor ``computed``.
+        The new entries are ``values``, or the single entry of the tensor ``computed``.
         """
         name, known = f"{node.output[0]}/freed", self.fixed.value(vector)
         if vector not in self.flow.variable and known is not None and not computed:
@@ -85,19 +85,19 @@ class BatchEdits:
         return self.add("Where", [self.constant(f"{name}/at", at), replaced, vector], name)
 
     def numbers(self, size: str, name: str) -> str:
-        """Add the numbers 0, 1, 2 … below a size, which is a vector of one."""
+        """Add the numbers 0, 1, 2 … below a size, which is a vector with one element."""
         ends = [self.constant(f"{name}/{k}", np.array(v)) for k, v in (("0", 0), ("1", 1))]
         scalar = self.add("Squeeze", [size], f"{name}/scalar")
         return self.add("Range", [ends[0], scalar, ends[1]], f"{name}/count")
 
     def size_of(self, tensor: str, axis: int, name: str) -> str:
-        """Add the size of a tensor's axis, a vector of one."""
+        """Add the size of a tensor's axis, as a vector with one element."""
         shape = self.add("Shape", [tensor], f"{name}/shape")
         at = self.constant(f"{name}/axis", np.array([axis], np.int64))
         return self.add("Gather", [shape, at], f"{name}/size")
 
     def first_row(self, tensor: str, axis: int, name: str) -> str:
-        """Take one row of a tensor with the old number of rows, which are all equal."""
+        """Take one row of a tensor with the old number of rows, all of them equal."""
         if self.old == 1:
             return tensor
         weights = self.weights.get(tensor)
@@ -129,11 +129,12 @@ class BatchEdits:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlace:
-    """Position of the batch in a tensor: its axis, and how much of the axis varies slower."""
+    """Position of the batch in a tensor: its axis, and the part of that axis before the batch."""
 
     axis: int
     slower: int = 1
-    """Tokens in ``[tokens * batch, width]``; 1 in ``[batch * heads, tokens, width]``."""
+    """Factor of the axis that varies slower than the batch: tokens in ``[tokens * batch, width]``,
+    1 in ``[batch * heads, tokens, width]``."""
 
 
 def scaled(shape: Shape, axis: int, old: int, rows: int) -> Shape:
@@ -145,14 +146,14 @@ def moved(place: BatchPlace, before: Shape, after: Shape, batch: int) -> BatchPl
     """Find where a reshape, which keeps the order of elements, puts the batch.
 
     ``before`` and ``after`` are shapes at ``batch`` rows. In both, the same number of elements
-    varies slower than the batch; the batch is put in front of an axis of its own if possible.
+    varies slower than the batch; if possible, the batch gets an axis where it varies slowest.
     """
     slower = prod(before[: place.axis]) * place.slower
     outer = [prod(after[:axis]) for axis in range(len(after))]
     alone = [i for i, size in enumerate(after) if outer[i] == slower and size % batch == 0]
     if alone and (alone[0] < len(after) - 1 or after[alone[0]] == batch):
         return BatchPlace(alone[0])
-    for axis, size in enumerate(after):  # rather into the rows than into the features
+    for axis, size in enumerate(after):  # rows are preferred to features
         within, rest = divmod(slower, outer[axis])
         if within > 1 and not rest and size % (within * batch) == 0:
             return BatchPlace(axis, within)
@@ -265,7 +266,7 @@ class _Repair(BatchEdits):
         self._places[node.output[0]] = found
 
     def _retarget(self, node: onnx.NodeProto, target: str, axis: int, shape: Shape) -> None:
-        """Leave the batch open in a target: 0 if it keeps its axis, else -1."""
+        """Leave the batch open in the target shape: 0 if the batch keeps its axis, else -1."""
         data, known = node.input[0], self.fixed.value(target)
         before, after = self.fixed.shape(data), self.freed.shape(data)
         if known is None or len(known) != len(shape) or before is None or after is None:
@@ -337,7 +338,7 @@ class _Repair(BatchEdits):
     def _fit(
         self, node: onnx.NodeProto, i: int, source: str, axis: int, measured: int | None = None
     ) -> str:
-        """Extend an input to as many rows as ``source`` has, all equal to its first row.
+        """Extend an input to as many rows as ``source`` has, all equal to the input's first row.
 
         Rows that count 0, 1, 2 … to pick one element of each sample continue the count.
         """
@@ -401,7 +402,7 @@ class _Repair(BatchEdits):
                     node.input[i] = self.first_row(tensor, axis, f"{node.output[0]}/row{i}")
 
     def _slice(self, node: onnx.NodeProto) -> None:
-        """Make a slice that takes the whole batch take any whole batch."""
+        """Make a slice of the whole batch independent of the batch's size."""
         data = node.input[0]
         place, before = self._places.get(data), self.fixed.shape(data)
         given = [self.fixed.value(t) if t else None for t in node.input[1:]]
@@ -436,7 +437,7 @@ class _Repair(BatchEdits):
             raise ValueError("it removes the dimension of the batch")
 
     def _resize(self, node: onnx.NodeProto) -> None:
-        """Take the batch from the input if the sizes state it."""
+        """Take the size of the batch from the input, if the operator states the size."""
         sizes = self.fixed.value(node.input[3]) if len(node.input) > 3 else None
         shape = self.fixed.shape(node.input[0])
         place = self._places.get(node.input[0])

@@ -1,4 +1,4 @@
-"""Preparation of places where a model may be cut: shapes are anchored, batches put in front.
+"""Preparation of a model for cuts: shapes are anchored, and batches put in front.
 
 *Anchoring.* An export often measures a tensor once, ``Shape(hidden)``, and reshapes by that vector
 in every layer. After a cut the vector would be outdated, because the batch shrinks there. If each
@@ -7,8 +7,8 @@ later segment reads the input, which shrinks like the other tensors.
 
 *Turning.* Recurrent networks, and by default torch's transformers, compute on [sequence, batch,
 width]. Rows leave a batch along the first dimension, so such a tensor cannot be carried from one
-stage to the next. If that is the only obstacle, the tensor is transposed and back again, and the
-cut is between the two. Where no cut is made, ONNX Runtime removes both.
+stage to the next. If that is the only obstacle, the tensor is transposed and transposed back, and
+the cut is between the two operators. Where no cut is made, ONNX Runtime removes both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def anchor_shapes(proto: onnx.ModelProto, *, max_tensors: int = MAX_CUT_TENSORS)
     """Compute shapes that cross a cut point from graph inputs.
 
     ``proto`` is annotated and has a single output; it is not changed. Shapes that cannot be
-    computed so stay, and :func:`~.cuts.cuts.find_cuts` rejects the places they cross.
+    computed in this way stay, and :func:`~.cuts.cuts.find_cuts` rejects the cuts that they cross.
     """
     analysis = GraphAnalysis.of(proto, transpose=True, max_tensors=max_tensors)
     vectors = {
@@ -73,7 +73,7 @@ def _measured(analysis: GraphAnalysis, op: Operator) -> tuple[int | str, ...] | 
 
 
 def _sizes_of_inputs(analysis: GraphAnalysis, inputs: Sequence[str]) -> dict[str, _Source]:
-    """Return the symbolic sizes of graph inputs, and the first place of each."""
+    """Return the symbolic sizes of graph inputs, each with the first input and axis that has it."""
     found: dict[str, _Source] = {}
     for name in inputs:
         for axis, size in enumerate(analysis.types[name].shape or ()):
@@ -114,7 +114,7 @@ def _crossing(
 
 
 def _places(analysis: GraphAnalysis, flow: Flow) -> dict[str, int]:
-    """Return the step that writes each main tensor, including those with only sizes in use."""
+    """Return the step that writes each main tensor, even if only the tensor's sizes are read."""
     written = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
     for op in analysis.graph.operators:
         if op.kind not in SHAPE_KINDS and not written.keys() & op.writes:
@@ -202,11 +202,12 @@ class _Transposition(NamedTuple):
     order: tuple[int, ...]
     """Dimensions of the tensor, the batch first."""
     often: bool
-    """True if every reader transposes it back itself; then it can be carried past other readers."""
+    """True if every reader is a transposition back; then it can be passed on beyond other
+    readers."""
 
 
 def _is_behind(tensor: TensorType) -> bool:
-    """Return whether a tensor has its batch, but not in front."""
+    """Return whether a tensor has a batch dimension that is not the first."""
     return bool(order := batch_first(tensor.shape or ())) and order[0] > 0
 
 
@@ -232,7 +233,7 @@ def _back(name: str, output: str, transposition: _Transposition) -> onnx.NodePro
 
 
 def _read_instead(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
-    """Make an operator, and the graphs that it runs, read tensors under other names."""
+    """Make an operator, and its inner graphs, read tensors under other names."""
     node.input[:] = [renamed.get(name, name) for name in node.input]
     for body in bodies(node):
         for inner in body.node:

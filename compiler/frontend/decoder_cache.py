@@ -1,9 +1,9 @@
 """Removal of a decoder's cache: a prompt is read in one pass, and no text is generated after it.
 
 Exports for text generation read the keys and values of earlier tokens (``past_key_values.*``) and
-output those of all tokens (``present.*``). With a past of length 0 the inputs are empty and the
-outputs not needed: a ``Concat`` of past and new tokens is the new ones, and sizes measured of the
-past are known.
+output those of all tokens (``present.*``). With a past of length 0 the inputs are empty, and the
+outputs are not needed: a ``Concat`` of past and new tokens returns the new tokens, and all measured
+sizes of the past are known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FUSED = frozenset(
         "SparseAttention",
     }
 )
-"""Operators of ONNX Runtime that hold a cache inside, and whose masks are no graph inputs."""
+"""Operators of ONNX Runtime that contain a cache, and whose masks are not graph inputs."""
 _PASSING = frozenset(
     {"Cast", "Identity", "Transpose", "Squeeze", "Unsqueeze", "Gather", "Slice", "Split"}
 )
@@ -79,7 +79,7 @@ def check_no_cache(proto: onnx.ModelProto) -> None:
 
 
 def _holds_past(info: onnx.ValueInfoProto) -> bool:
-    """Return whether an input holds keys or values; a past of forecasting models has fewer axes."""
+    """Return whether an input holds keys or values, not the past of a forecast (fewer axes)."""
     rank = len(info.type.tensor_type.shape.dim)
     return info.name.startswith(f"{_CACHE}_key") or (info.name.startswith(_CACHE) and rank >= 4)
 
@@ -113,7 +113,8 @@ class Past(NamedTuple):
     """An input with keys or values, or both."""
 
     sizes: tuple[int, ...]
-    """Sizes with 0 on the axis of the length; the entry of the batch axis has no meaning."""
+    """Sizes of the empty past: 0 on the axis of the length; the entry of the batch axis has no
+    meaning."""
     batch_axis: int
 
 
@@ -168,7 +169,7 @@ class _Emptied:
         self.nodes.append(node)
 
     def _known(self, node: onnx.NodeProto, past: Past) -> onnx.NodeProto:
-        """Return a constant for one of the sizes of a past, unless it is the batch."""
+        """Return a constant for the size of a past that a node computes, unless it is the batch."""
         chosen = self._constants.get(node.input[1])
         if chosen is None:
             return node

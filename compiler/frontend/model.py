@@ -42,18 +42,18 @@ def read_model(
         answer: Name of the output to keep, if there are several.
         answer_tokens: Tokens that a decoder [batch, tokens, vocabulary] answers with
             (:mod:`.frontend.answer_tokens`).
-        task: What the user states about the task; inferred by default.
+        task: The user's options about the task; it is inferred by default.
         simplify: Whether to fold constants and fuse operators with onnxslim, if the result computes
             the same.
         simplify_limit: Seconds that this may take.
         weights: File in which the model names its large weights; with it, models may be of any
             size.
-        max_cut_tensors: Tensors of a cut point for which the model is prepared, at most.
+        max_cut_tensors: Largest number of tensors of a cut point that the model is prepared for.
 
     The steps and their order are :data:`.passes.SLICEABLE`.
 
     Raises:
-        ModelError: The file is missing, no ONNX model, or has a property that is not supported.
+        ModelError: The file is missing, not an ONNX model, or has a property that is not supported.
         ScratchError: The disk has no space for the weights.
     """
     path = Path(path)

@@ -30,7 +30,7 @@ def check_some_input(proto: onnx.ModelProto) -> None:
 
 
 def check_inputs(proto: onnx.ModelProto) -> None:
-    """Refuse inputs that are no arrays of numbers; name sizes that have no name."""
+    """Refuse inputs that are not arrays of numbers; name sizes that have no name."""
     check_some_input(proto)
     for info in proto.graph.input:
         tensor = info.type.tensor_type
@@ -101,7 +101,7 @@ def check_inference(graph: onnx.GraphProto) -> None:
 
 
 def _drops(op: Operator, values: dict[str, NDArray[np.generic]]) -> bool:
-    """Return whether a Dropout is in training mode, by constants; ratio 0 drops nothing."""
+    """Return whether constants set a Dropout to training mode, with a ratio above 0."""
     _, ratio, training = (*op.proto.input, "", "", "")[:3]
     drops_none = ratio in values and not values[ratio].any()
     return training in values and bool(values[training].any()) and not drops_none

@@ -1,8 +1,8 @@
 """Preparation of a model as a list of passes, each of which states what it requires and ensures.
 
 Read :data:`SLICEABLE` from top to bottom: it lists the steps before slicing, and its requirements
-explain the order. The runner checks a pass's requirements before it, and what it ensures after it.
-The form is that of the pass infrastructure of onnx/ir-py; ours works on ``ModelProto``.
+explain the order. The runner checks a pass's requirements before running it, and what it ensures
+afterwards. The form is that of the pass infrastructure of onnx/ir-py; ours works on ``ModelProto``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from offramp.compiler.graphs.weights import WeightFile
 
 
 class PassError(Exception):
-    """A pass was run too early, or did not ensure what it promises."""
+    """A pass was run too early, or a property that it ensures does not hold."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class Pass:
     requires: frozenset[Property] = frozenset()
     ensures: frozenset[Property] = frozenset()
     breaks: frozenset[Property] = frozenset()
-    """Properties that may no longer hold after it."""
+    """Properties that may no longer hold after the pass."""
 
 
 def prepare(draft: ModelDraft, passes: Sequence[Pass]) -> None:

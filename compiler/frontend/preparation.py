@@ -38,16 +38,18 @@ _MOST_OPSET = 99
 MIN_IR_VERSION = 8
 """IR version of the file format; since 4 initializers need not be graph inputs."""
 MOST_SIMPLIFIED = 8000
-"""Largest number of operators that onnxslim is run on: it takes half a minute for so many."""
+"""Largest number of operators in a model that onnxslim is run on: with so many it takes half a
+minute."""
 _MOST_TIED = 1000
 """Largest number of operators for which equal small constants are merged: that takes quadratic
 time."""
 _SMALL_BYTES = 2**24
-"""Bytes of weights up to which onnxslim gets a copy in memory instead of a separate process."""
+"""Largest size of weights with which onnxslim runs on a copy in memory, not in a process of its
+own."""
 _SHOWN = 120
 """Largest number of characters of the simplifier's error that are shown."""
 _BATCH = 2
-"""Samples that a simplified model is compared on."""
+"""Number of samples on which a simplified model is compared with the original."""
 
 
 def modern(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -75,7 +77,7 @@ def modern(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _converted(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert to :data:`MIN_OPSET`; weights that are named in a file are inputs in the meantime."""
+    """Convert to :data:`MIN_OPSET`; meanwhile weights that are named in a file are inputs."""
     named = [tensor for tensor in proto.graph.initializer if tensor.external_data]
     # before the file's IR version is raised: the converter finds weights by it
     made = version_converter.convert_version(without_named(proto), MIN_OPSET)
@@ -193,7 +195,7 @@ def _one_line(error: Exception) -> str:
 def _difference(proto: onnx.ModelProto, simpler: onnx.ModelProto) -> float:
     """Return the largest relative difference of outputs; infinite if inputs or outputs changed."""
     feeds = random_inputs(proto, _BATCH)
-    wanted = GraphRunner(proto).run(feeds)  # one after the other: each holds all weights
+    wanted = GraphRunner(proto).run(feeds)  # run one after the other, as each holds all weights
     after = GraphRunner(simpler)
     if set(after.inputs) - set(feeds) or tuple(wanted) != after.outputs:
         return float("inf")

@@ -26,7 +26,7 @@ LIMIT_S: Final = 180.0
 # -P: modules of the working directory are not imported.
 COMMAND: Final = (sys.executable, "-P", "-m", "offramp.compiler.frontend.simplifier")
 _SMALL_OPERATORS = 300
-"""Operators of a model that is simplified in less time than a process takes to start."""
+"""Number of operators up to which simplifying takes less time than starting a process."""
 
 
 class SimplifierError(Exception):
@@ -42,9 +42,9 @@ def slim(
 ) -> onnx.ModelProto:
     """Simplify a model, which is not changed; ``skipped`` are optimisations of onnxslim.
 
-    ``folder`` holds the weights that the model names, if it names any. A small model without loops
-    that names no weights is simplified in this process, others by :data:`COMMAND`. SimplifierError
-    if simplifying fails, or if the process takes longer than ``limit_s`` seconds.
+    ``folder`` has the file of weights that the model names, if any. A small model without loops or
+    named weights is simplified in this process, other models by :data:`COMMAND`. SimplifierError if
+    simplifying fails, or if the process takes longer than ``limit_s`` seconds.
     """
     nodes = proto.graph.node
     if folder is None and len(nodes) <= _SMALL_OPERATORS and not any(map(bodies, nodes)):
@@ -90,9 +90,9 @@ def _slim(proto: onnx.ModelProto, skipped: Sequence[str]) -> onnx.ModelProto:
 
 
 def main() -> None:
-    """Simplify a file, and print the peak memory of that, in bytes.
+    """Simplify a file, and print this process's peak memory in bytes.
 
-    Weights that the file names are read from the current folder if they are needed.
+    Weights that the model names are read from the current folder, if they are needed.
     """
     given, made, skipped = sys.argv[1:]
     proto = onnx.load(given, load_external_data=False)
@@ -104,9 +104,9 @@ def main() -> None:
 
 
 def _keeps_names() -> bool:
-    """Keep weights in their file that onnxslim does not compute; returns whether that is possible.
+    """Keep weights that onnxslim does not compute in their file; return whether it can be done.
 
-    onnxslim keeps them, but marks the weights that it computes as external, too.
+    onnxslim itself would also mark the weights that it computes as external.
     """
     try:
         from onnxslim.third_party.onnx_graphsurgeon.exporters import (  # noqa: PLC0415

@@ -1,8 +1,8 @@
 """Reading the user's ONNX file and its external data, each file only after it was checked.
 
-A model file names the files that hold its weights. A file from elsewhere could name any file of the
-user who compiles it. So names outside the model's folder, and links, are refused before they are
-opened.
+A model file names the files that hold its weights. A model file from an untrusted source could name
+any file of the user who compiles it. So names outside the model's folder, and links, are refused
+before they are opened.
 
 Some files run in ONNX Runtime although the ONNX checker refuses them; exporters and tools that cut
 graphs write such files. They are rewritten in the standard form, as their meaning is clear.
@@ -51,7 +51,7 @@ def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.Mod
     the model holds all weights, at most 2 GiB.
 
     Raises:
-        ModelError: The file is missing, no ONNX model, names forbidden files, or is too large.
+        ModelError: The file is missing, not an ONNX model, names forbidden files, or is too large.
         ScratchError: The disk has no space for the weights.
     """
     data = _read(path)
@@ -140,7 +140,7 @@ def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
 
 
 def _claim(tensor: onnx.TensorProto, path: Path) -> tuple[str, int]:
-    """Return the file that a tensor names, and the least offset of the tensor's end in it."""
+    """Return the file that a tensor names, and the least size that the file must have."""
     told = {entry.key: entry.value for entry in tensor.external_data}
     try:
         start, length = int(told.get("offset") or 0), int(told.get("length") or 0)
@@ -187,7 +187,7 @@ def _size_of(path: Path, location: str) -> int:
 
 
 def _load_external(proto: onnx.ModelProto, folder: Path, weights: WeightFile | None) -> int:
-    """Load tensors from files, one by one; return the bytes that the model holds of them.
+    """Load tensors from files, one by one; return how many bytes of them the model now holds.
 
     Initializers are put into ``weights`` if it accepts them.
     """
@@ -209,7 +209,7 @@ def _load_external(proto: onnx.ModelProto, folder: Path, weights: WeightFile | N
 
 
 def _inner_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield all tensors of a model but its initializers: of operators, subgraphs and functions."""
+    """Yield all tensors of a model except its initializers: in operators, subgraphs, functions."""
     yield from _inner_tensors_of(proto.graph)
     for function in proto.functions:
         for node in function.node:
@@ -234,16 +234,16 @@ def _tensors_in(node: onnx.NodeProto) -> Iterator[onnx.TensorProto]:
 
 
 _ROWS = 2
-"""Samples of a run that determines the shape of an output, if inference does not."""
+"""Number of samples of a run that finds the shape of an output, if inference does not find it."""
 
 
 def to_standard_form(proto: onnx.ModelProto) -> None:
-    """Rewrite, in place, what differs from the ONNX standard in form alone.
+    """Rewrite, in place, everything that differs from the ONNX standard only in form.
 
     The domain ``ai.onnx`` becomes the empty one; operator sets that are used but not imported are
-    imported; sizes of 0 and below become open; graphs get names; of initializers with the same
-    name, ONNX Runtime's choice stays; outputs get types and shapes. ModelError for defects that
-    cannot be repaired.
+    imported; sizes of 0 and below become open; graphs get names; among initializers with the same
+    name, the one that ONNX Runtime uses stays; outputs get types and shapes. ModelError for defects
+    that cannot be repaired.
     """
     _check_versions(proto)
     graphs = list(all_graphs(proto.graph))
@@ -359,7 +359,7 @@ def _is_vague(output: onnx.ValueInfoProto) -> bool:
 
 
 def _types_of_run(proto: onnx.ModelProto) -> dict[str, TensorType]:
-    """Run a model on random inputs; outputs get its types and ranks, and open sizes."""
+    """Run a model on random inputs; return the types and ranks of its outputs, with open sizes."""
     try:
         given: dict[str, Any] = GraphRunner(proto).run(random_inputs(proto, _ROWS))
     except RuntimeError as error:

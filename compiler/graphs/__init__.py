@@ -1,1 +1,1 @@
-"""Views of ONNX graphs: dataflow, shapes, rows, weights, and what follows the scores."""
+"""Views of ONNX graphs: dataflow, shapes, rows, weights, and operators after the scores."""

@@ -1,9 +1,9 @@
 """Channel dimension of tensors, derived from the operators around them.
 
 A map may be [batch, channels, height, width] or have its channels last, and three dimensions may be
-tokens or the channels of a signal. Heads have to know. Convolutions, poolings and normalisations
-read channels at a known dimension. So the nearest of them is searched from a tensor, through
-elementwise operators and ``Transpose``, whose permutation is known.
+tokens or the channels of a signal. Heads need to know which dimension it is. Convolutions, poolings
+and normalisations read channels at a known dimension. So the nearest of them is searched from a
+tensor, through elementwise operators and ``Transpose``, whose permutation is known.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WEIGHTS = {"MatMul": 1, "FusedMatMul": 1, "MatMulInteger": 1, "QLinearMatMul": 
 """Products, and the index of their weight input [width, width after it]."""
 _MEANS = frozenset({"ReduceMean", "ReduceMax", "ReduceSum"})
 _NORMALISING = frozenset({"Sub", "Add", "Sqrt"})
-"""Operators after a mean of a normalisation that is not one operator."""
+"""Operators that follow a mean in a normalisation written in single operators."""
 _TRANSPARENT = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Where", "Sum", "Concat", "Pad", "Slice"}
     | {"Relu", "LeakyRelu", "PRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "Erf", "Tanh"}
@@ -44,7 +44,7 @@ _TRANSPARENT = frozenset(
 )
 """Operators whose output has the dimensions of their operands, in the same order."""
 _MOST_STEPS = 64
-"""Tensors that are visited: more distant operators are no evidence."""
+"""Largest number of tensors that are visited: more distant operators are no evidence."""
 _MOST_AXES = 8
 
 
@@ -120,7 +120,7 @@ class ChannelFinder:
         return any(name not in self.graph.variable and self._rank(name) == 2 for name in names)
 
     def _spared(self, op: Operator, last: int) -> Iterator[int]:
-        """Yield the dimension that a mean leaves out, or its own in a normalisation."""
+        """Yield the dimension that a mean keeps, or that it reduces in a normalisation."""
         attributes = {a.name: helper.get_attribute_value(a) for a in op.proto.attribute}
         given = op.proto.input[1] if len(op.proto.input) > 1 else ""
         over = {a % (last + 1 or 1) for a in attributes.get("axes", self.axes.get(given, ()))}
@@ -133,7 +133,7 @@ class ChannelFinder:
     def _neighbours(
         self, tensor: str, axes: tuple[int, ...]
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield tensors with the same channels, and the original dimension of each of theirs."""
+        """Yield tensors with the same channels, and to which original dimensions theirs belong."""
         for op in self.graph.consumers.get(tensor, ()):
             if op.kind == "Transpose":
                 order = self._order(op, len(axes))
@@ -155,7 +155,7 @@ class ChannelFinder:
                 yield name, axes
 
     def _order(self, op: Operator, rank: int) -> list[int]:
-        """Return the permutation of a Transpose; empty if the file's is none of the dimensions."""
+        """Return the permutation of a Transpose; empty if the file's is not valid for the rank."""
         usual = list(reversed(range(rank)))
         given = next((list(a.ints) for a in op.proto.attribute if a.name == "perm"), usual)
         return given if sorted(given) == sorted(usual) else []

@@ -42,17 +42,17 @@ class Operator:
 
     @property
     def label(self) -> str:
-        """Name, or the first output of a node without one, and kind: for messages."""
+        """Name (or first output, if the node has no name) and kind, for messages."""
         return f"{self.name or self.writes[0]!r} ({self.kind})"
 
 
 class Dataflow:
     """Producer and consumers of each tensor, in one topological order.
 
-    ``constants`` are the names of initializers; ``inputs`` are the graph inputs that are none.
-    ``producers`` and ``consumers`` map a tensor to the operator that writes it and to those that
-    read it, in order. ``variable`` are the tensors that depend on a graph input; others are
-    constant.
+    ``constants`` are the names of initializers; ``inputs`` are the graph inputs that are not
+    initializers. ``producers`` and ``consumers`` map a tensor to the operator that writes it and to
+    those that read it, in order. ``variable`` are the tensors that depend on a graph input; others
+    are constant.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -95,9 +95,9 @@ class Dataflow:
         stop: frozenset[str],
         instead_of: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[Operator, ...]:
-        """Return the operators needed to compute ``tensors``, given those in ``stop``, in order.
+        """Return the operators that compute ``tensors`` from the tensors in ``stop``, in order.
 
-        Tensors in ``instead_of`` are replaced by the tensor that it maps them to.
+        ``instead_of`` maps tensors to the tensors that replace them.
         """
         needed: set[int] = set()
         pending = list(tensors)
@@ -148,7 +148,7 @@ def copied(message: _Message) -> _Message:
 
 
 def refill(field: Any, items: Iterable[Any]) -> None:
-    """Replace all items of a repeated field, such as a graph's nodes; some may be its own."""
+    """Replace all items of a repeated field, such as a graph's nodes; old items may stay."""
     kept = list(items)
     del field[:]
     field.extend(kept)
@@ -167,7 +167,7 @@ def rename_graph(graph: onnx.GraphProto, rename: Callable[[str], str]) -> None:
     """Rename every tensor and node of a graph, so that several graphs fit into one namespace.
 
     Bodies of operators are renamed, too. ONNX has no shadowing: a name is the same tensor in a
-    graph and in all bodies inside it, so one function serves for all.
+    graph and in all bodies inside it, so ``rename`` applies to all.
     """
     for info in (*graph.input, *graph.output, *graph.value_info):
         info.name = rename(info.name)

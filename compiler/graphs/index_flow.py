@@ -2,8 +2,8 @@
 
 ``Gather`` and its relatives fail on an index beyond the length of the indexed dimension. The range
 of legal indices is known if that length is fixed. It is traced back through the operators that
-compute the indices, up to the graph inputs. The trace ends at an unknown operator, so no range is
-narrower than the model's.
+compute the indices, up to the graph inputs. The trace ends at an unknown operator, so a range is
+never narrower than the one that the model accepts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _FLOAT_TYPES: Final = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT1
 _MOST_CONSTANTS: Final = 2**16
 """Largest number of elements of a constant whose values are read."""
 _MOST_STEPS: Final = 2000
-"""Largest number of operators that indices are traced through: paths may be many."""
+"""Largest number of operators through which indices are traced, as there may be many paths."""
 _INDEXING: Final = frozenset(
     {"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"}
 )
 """Operators that read the indexed tensor first, and then the indices."""
 _EMBEDDED: Final = ((0, 2), (1, 4), (8, 3))
-"""Positions of indices and tables among the inputs of ``EmbedLayerNormalization``, which ONNX
-Runtime fuses: of words, segments and positions."""
+"""Pairs of input numbers of ``EmbedLayerNormalization``, which ONNX Runtime fuses: indices and
+their table, for words, segments and positions."""
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -42,7 +42,7 @@ Array: TypeAlias = NDArray[np.float64]
 class IndexRange:
     """Least and greatest legal value, inclusive, of each element of a tensor.
 
-    Both arrays broadcast against the tensor; infinite for an element without limit.
+    Both arrays broadcast against the tensor; they are infinite for an element without limit.
     """
 
     lowest: Array
@@ -72,7 +72,7 @@ class IndexRange:
         return np.clip(values, self.lowest, self.highest)
 
     def loosest(self, axes: tuple[int, ...] | None = None) -> IndexRange:
-        """Return a range that is constant along some axes: the widest along them."""
+        """Return the widest range along some axes, so that it is constant along them."""
         keep = axes is not None
         return IndexRange(
             np.asarray(self.lowest.min(axes, keepdims=keep)),
@@ -90,9 +90,10 @@ class Requirement(NamedTuple):
 
 
 def index_requirements(proto: onnx.ModelProto, graph: Dataflow) -> tuple[Requirement, ...]:
-    """Return the requirements of a model's operators on its inputs, without those in bodies.
+    """Return the requirements of a model's operators, except those in bodies, on its inputs.
 
-    A body may not run at all, so its operators require nothing for certain.
+    A body (inner graph of If or Loop) may not run at all, so its operators require nothing for
+    certain.
     """
     return tuple(_Trace(proto, graph).requirements())
 
@@ -138,7 +139,7 @@ class _Trace:
                 yield indices, _between(-lengths, lengths - 1)
 
     def _indexed_sizes(self, op: Operator, table: str, indices: str) -> list[int]:
-        """Return the sizes that indices select from; none if they are not fixed."""
+        """Return the sizes that indices select from; empty if they are not fixed."""
         if not op.kind.endswith("ND"):
             size = self._size(table, _attribute(op, "axis", 0))
             return [] if size is None else [size]
@@ -185,7 +186,7 @@ class _Trace:
             return None
         try:
             return array_of(tensor)
-        except (ValueError, TypeError):  # its content is in another file
+        except (ValueError, TypeError):  # the content is in another file
             return None
 
     def _operand(self, op: Operator) -> tuple[int, NDArray[Any]] | None:
@@ -205,8 +206,8 @@ class _Trace:
         source = op.proto.input[0]
         kind = self._types.get(source, TensorType(elem_type=0, shape=None)).elem_type
         if kind in _FLOAT_TYPES and _attribute(op, "to", 0) not in _FLOAT_TYPES:
-            # The fraction is cut off: −0.9 and 0.9 become 0. Between two neighbouring integers
-            # there is always a value of the type that is cut off to the one nearer to 0.
+            # The fraction is cut off: −0.9 and 0.9 become 0. Between two neighbouring integers,
+            # every floating-point value becomes the one nearer to 0.
             dtype = helper.tensor_dtype_to_np_dtype(kind)
             legal = IndexRange(_next(np.floor(legal.lowest), -1, dtype), legal.highest)
             legal = IndexRange(legal.lowest, _next(np.ceil(legal.highest), 1, dtype))
@@ -337,7 +338,7 @@ def _between(lowest: Any, highest: Any) -> IndexRange:
 
 
 def _fitted(legal: IndexRange, shape: Sequence[int | str] | None) -> IndexRange:
-    """Return a range that broadcasts against a shape, the loosest if that is unclear."""
+    """Return a range that broadcasts against a shape; the loosest one if the shape is unclear."""
     if legal.lowest.shape != legal.highest.shape:
         legal = IndexRange(*np.broadcast_arrays(legal.lowest, legal.highest))
     if legal.lowest.size == 1 or shape is None or legal.lowest.ndim > len(shape):
@@ -362,7 +363,7 @@ def _along(ends: Array, axis: int, shape: tuple[int, ...]) -> Array:
 
 
 def _clipped(legal: IndexRange, low: NDArray[Any] | None, high: NDArray[Any] | None) -> IndexRange:
-    """Return the range before clipping: an end that is clipped into the range is open."""
+    """Return the range of values before clipping: an end is open if clipping makes it legal."""
     lowest, highest = legal.lowest, legal.highest
     if low is not None:
         lowest = np.where(low >= lowest, -np.inf, lowest)
@@ -372,7 +373,7 @@ def _clipped(legal: IndexRange, low: NDArray[Any] | None, high: NDArray[Any] | N
 
 
 def _next(ends: Array, step: int, dtype: np.dtype[Any]) -> Array:
-    """Return the number of a type that comes just before the integer one step beyond."""
+    """Return the last number of a type before the next integer beyond each end."""
     beyond = np.nextafter((ends + step).astype(dtype), dtype.type(0)).astype(np.float64)
     return np.where(np.isfinite(ends), beyond, ends)
 

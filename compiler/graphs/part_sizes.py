@@ -1,4 +1,4 @@
-"""Sizes of a model's parts: bytes of a row that cross each border, and bytes of weights.
+"""Sizes of a model's parts: bytes of a row that pass between segments, and bytes of weights.
 
 Plans of clusters need them (E3 3.2). The compiler writes them into the manifest; for bundles of
 older compilers, ``eecompile plan`` measures them in the same way.
@@ -24,7 +24,7 @@ from offramp.engine.stages.plan import ModelStructure, carried_over
 def sized_segments(
     structure: ModelStructure, read: Callable[[str], bytes], row: Mapping[str, NDArray[Any]]
 ) -> tuple[Segment, ...]:
-    """Return the segments with their sizes, for a manifest; arguments as below."""
+    """Return the segments with their sizes, for a manifest; see :func:`measure_sizes`."""
     sizes = measure_sizes(structure, read, row)
     crossing = (*sizes.row_bytes, 0)
     return tuple(
@@ -52,7 +52,7 @@ def measure_sizes(
 def _crossing_bytes(
     structure: ModelStructure, read: Callable[[str], bytes], row: Mapping[str, NDArray[Any]]
 ) -> tuple[int, ...]:
-    """Return the bytes [segments - 1] of tensors and inputs that are read after each border.
+    """Return the bytes [segments - 1] of tensors and inputs that are read after each segment.
 
     Sizes of cut tensors are those that the segments output for one row: shapes in a graph may be
     symbolic, and depend on the calibration data.

@@ -2,8 +2,8 @@
 
 Exits shrink batches, and a server merges and splits them, so a sample's answer must not depend on
 the rest of its batch. Rows are run alone and together. If they differ, every operator is run alone
-on the same rows, separately and together. That finds the operators that mix rows, and not those
-after them.
+on the same rows, separately and together. That finds the operators that mix rows, but not the
+operators after them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 _ROWS = 3
 _MIXED = 5e-3
-"""Relative difference above which an operator that is run alone mixes rows."""
+"""Relative difference above which an operator, run alone, counts as mixing rows."""
 _SHOWN = 3
 _SCALED_BY_BATCH = frozenset(
     {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}
@@ -62,8 +62,8 @@ def scaled_by_batch(proto: onnx.ModelProto) -> tuple[Operator, ...]:
 def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
     """Run some rows alone and together; random ones by default.
 
-    If they differ, the operators that compute with all rows are searched. Those that only round by
-    them (:func:`scaled_by_batch`) are accepted, to be counted later.
+    If they differ, the operators that compute with all rows are searched. Operators that only round
+    by all rows (:func:`scaled_by_batch`) are accepted; their effect is counted later.
 
     Raises:
         ModelError: Operators compute with all rows of a batch, or rows cannot be run together.
@@ -160,7 +160,7 @@ def _row(arrays: Arrays, i: int) -> dict[str, NDArray[Any]]:
 
 
 def _are_rows(together: NDArray[Any], alone: list[NDArray[Any]]) -> bool:
-    """Return whether the outputs of rows alone have the shape of rows of the joint output."""
+    """Return whether outputs of single rows have the shape of rows of the joint output."""
     shapes = {row.shape for row in alone}
     return shapes == {(1, *together.shape[1:])} and len(together) == len(alone)
 
@@ -205,7 +205,7 @@ class _Rows:
         )
 
     def _row_of(self, tensor: str, i: int) -> NDArray[Any]:
-        """Return a row of a tensor, or its value alone if it is a size."""
+        """Return a row of a tensor; without rows, the tensor, or for integers that of the row."""
         together, alone = self._together[tensor], self._alone[i][tensor]
         axis = self._axis(together, alone)
         if axis is not None:

@@ -33,7 +33,7 @@ _REDUCTIONS = ("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", 
 _NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 _SKIP_NORMS = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
 _ALL = 2**31 - 1
-"""End from which on a slice takes everything."""
+"""A slice with this end or a larger one takes everything."""
 
 
 class RowWise:
@@ -83,9 +83,9 @@ class RowWise:
         return shape[-1] if shape else None
 
     def upstream(self, output: str) -> frozenset[str]:
-        """Return the first outputs of operators before ``output`` that may run on one token alone.
+        """Return operators (by first output) before ``output`` that may run on one token alone.
 
-        They compute tokens one by one, and no other operator reads their outputs.
+        These compute tokens one by one, and only they read each other's outputs.
         """
         flow = self._flow
         found = {op.writes[0]: op for op in flow.operators if self._is_one_by_one(op)}
@@ -101,7 +101,7 @@ class RowWise:
     def _fits(
         self, op: Operator, found: Mapping[str, Operator], targets: AbstractSet[str], output: str
     ) -> bool:
-        """Return whether all readers are found, too, and the operators that make tokens flat."""
+        """Return whether ``found`` has all readers and the operators that make tokens flat."""
         for tensor in op.writes:
             readers = {reader.writes[0] for reader in self._flow.consumers.get(tensor, ())}
             if tensor != output and not readers <= found.keys() | targets:
@@ -110,7 +110,7 @@ class RowWise:
         return all(t in self._flow.producers and self._makes(t) in found for t in flat)
 
     def _targets(self, found: Mapping[str, Operator]) -> set[str]:
-        """Return the operators that only compute targets of reshapes found, which are replaced."""
+        """Return operators that only compute target shapes of the reshapes in ``found``."""
         targets: set[str] = set()
         for op in reversed(self._flow.operators):
             readers = [(reader, t) for t in op.writes for reader in self._flow.consumers.get(t, ())]
@@ -153,7 +153,7 @@ class RowWise:
         return isinstance(self.width(op.writes[0]), int) and self._has_rows(op)
 
     def _has_rows(self, op: Operator) -> bool:
-        """Return whether the first input is tokens, and all others are constant or a target."""
+        """Return whether the first input is tokens, and others are constants or target shapes."""
         first, *others = op.reads
         fixed = op.kind == "Reshape" or self._flow.variable.isdisjoint(others)
         return self.rows_of(first) is not None and fixed
@@ -192,7 +192,7 @@ class RowWise:
         return last and given.get("keepdims", 1) == 1 and self._has_rows(op)
 
     def _takes_all(self, op: Operator) -> bool:
-        """Return whether a slice keeps everything, as that of the last 0 tokens does."""
+        """Return whether a slice keeps everything, such as ``[-0:]``."""
         values = [self._values.get(name) for name in op.proto.input[1:] if name]
         if any(value is None for value in values) or not self._has_rows(op):
             return False

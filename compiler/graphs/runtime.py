@@ -39,10 +39,10 @@ from offramp.engine.backends.custom_ops import (
 from offramp.engine.common.errors import BackendError
 
 _SEQUENCE_SIZES = (16, 64, 400, 1600, 6400, 25_600)
-"""Symbolic sizes of random inputs of up to three dimensions: the first one for which windows have
-output."""
+"""Symbolic sizes to try for random inputs of up to three dimensions: the first is used at which
+every window fits."""
 _IMAGE_SIZES = (64, 64, 400, 800, 1600, 3200)
-"""The same for inputs of four dimensions and more."""
+"""Symbolic sizes to try for random inputs of four dimensions and more."""
 LIMIT_S, LIMIT_PER_ROW_S = 60.0, 10.0
 """Seconds that a run may take, in total and per row: the file may contain an endless loop."""
 
@@ -68,7 +68,7 @@ class GraphRunner:
         if profile is not None:
             options.enable_profiling, options.profile_file_prefix = True, str(profile)
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        # Q/DQ as written: fused int8 kernels saturate on some processors, not on others.
+        # Compute Q/DQ as written: fused int8 kernels saturate on some processors only.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         with _translated():
             self._session = load_session(proto.SerializeToString(), options)
@@ -80,7 +80,7 @@ class GraphRunner:
         return Path(self._session.end_profiling())
 
     def run(self, feeds: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """Return all outputs by name; ``feeds`` may have more than the inputs.
+        """Return all outputs by name; ``feeds`` may have further arrays.
 
         RuntimeError if the run fails, ModelError if it takes longer than the limit.
         """
@@ -144,8 +144,8 @@ def random_inputs(
 
     Floating-point inputs are normally distributed; integers that index a table are valid indices;
     other integers are 0 or 1 with a leading 1, like a mask that hides no whole sample, or all 1 if
-    samples are to be ``whole``, like a mask that hides nothing. Symbolic sizes are 16, those of
-    images 64, or more for convolutions and poolings with wider windows.
+    samples are to be ``whole``, like a mask that hides nothing. Symbolic sizes are 16, or 64 for
+    images, or larger if convolutions and poolings have wider windows.
     """
     rng = np.random.default_rng(seed)
     graph = Dataflow(proto.graph)

@@ -5,9 +5,9 @@ knows nothing. ONNX Runtime infers shapes when it loads a graph, and reports tho
 So every unknown tensor is made an output of a copy that has no weights.
 
 Bodies of ``If``, ``Loop`` and ``Scan`` are handled as separate models. ONNX's inference drops the
-shape of a ``Loop``'s carried values, since a body might change it, and does not count work inside
-bodies. With the types of outer tensors, a body is a model like others: its shapes can be inferred,
-and its operators counted.
+shapes of a ``Loop``'s carried values (its loop variables), since a body (inner graph) might change
+them, and does not count work inside bodies. With the types of outer tensors, a body is a model like
+others: its shapes can be inferred, and its operators counted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _ELEMENT_TYPES = {
     for bits in (8, 16, 32, 64)
 }
 _ROUNDS = 4
-"""Rounds in which ONNX's inference and ONNX Runtime's continue each other's results."""
+"""Largest number of rounds in which ONNX's and ONNX Runtime's inference continue each other's
+results."""
 
 
 def infer_shapes(skeleton: onnx.ModelProto, empty: frozenset[str]) -> onnx.ModelProto:
@@ -111,7 +112,7 @@ def _infer_body(model: onnx.ModelProto) -> dict[str, SizedType]:
 
 
 def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[onnx.ValueInfoProto]:
-    """Return ONNX Runtime's shapes of tensors without one; empty if it cannot load the graph."""
+    """Return ONNX Runtime's shapes of unknown tensors; empty if it cannot load the graph."""
     infos = (*inferred.graph.value_info, *inferred.graph.output)
     known = {info.name for info in infos if info.type.tensor_type.HasField("shape")}
     written = dict.fromkeys(t for node in inferred.graph.node for t in node.output if t)
@@ -134,7 +135,7 @@ def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[on
         helper.make_tensor_value_info(output.name, _ELEMENT_TYPES[kind], output.shape)
         for output in session.get_outputs()
         if (kind := output.type.removeprefix("tensor(").removesuffix(")")) in _ELEMENT_TYPES
-        # An operator of a library reports no shape, which looks like a scalar's.
+        # Operators of libraries report no shape, which looks like the shape of a scalar.
         and (output.shape or not libraries())
         and all(isinstance(size, int) for size in output.shape)
     ]
@@ -186,7 +187,8 @@ Infer: TypeAlias = "Callable[[onnx.ModelProto], Mapping[str, SizedType]]"
 _CARRIED = 2
 """Index of a ``Loop``'s first carried value, after trip count and condition."""
 _SMALL = 64
-"""Elements of a constant that may be a trip count, or a shape that a body reads."""
+"""Largest number of elements of a constant that may be a trip count, or a shape that a body
+reads."""
 
 
 class BodyScope(NamedTuple):
@@ -213,13 +215,13 @@ class BodyScope(NamedTuple):
     def models(self, node: onnx.NodeProto) -> list[onnx.ModelProto]:
         """Make a model of each body, with its inputs and all captured tensors.
 
-        Empty if the type of one of these is not known.
+        The result is empty if the type of one of these is not known.
         """
         found = [self._model(node, body) for body in bodies(node)]
         return [model for model in found if model is not None] if all(found) else []
 
     def trips(self, node: onnx.NodeProto) -> int | None:
-        """Return how often a body runs at most; ``None`` if that is unknown before it runs."""
+        """Return the largest number of runs of a body; ``None`` if unknown before it runs."""
         if node.op_type == "If":
             return 1
         if node.op_type == "Loop":
@@ -233,9 +235,10 @@ class BodyScope(NamedTuple):
         return None
 
     def flops(self, node: onnx.NodeProto, count: Callable[[onnx.ModelProto], float]) -> float:
-        """Return an operator's FLOPs: those of the larger body, times its largest number of runs.
+        """Return an operator's FLOPs: those of its largest body, times the largest number of runs.
 
-        NaN if that is not known before it runs. ``count`` returns the FLOPs of a body.
+        The result is NaN if that number is not known before it runs. ``count`` returns the FLOPs of
+        a body.
         """
         trips, models = self.trips(node), self.models(node)
         if trips is None or not models:

@@ -29,7 +29,8 @@ Shape: TypeAlias = "tuple[int, ...]"
 Value: TypeAlias = NDArray[Any]
 
 _MOST_INTEGERS, _MOST_OTHERS = 4096, 64
-"""Elements of a tensor whose values are followed: shapes, indices and the scales of a resize."""
+"""Largest number of elements of a tensor whose values are followed, for integers (shapes, indices)
+and for others (scales of a resize)."""
 _REFUSED = (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError)
 _NONE: Mapping[str, int] = MappingProxyType({})
 
@@ -58,7 +59,7 @@ class ShapeTrace:
             self._know(info.name, tensor_type.elem_type, dims)
 
     def shape(self, name: str) -> Shape | None:
-        """Return a tensor's shape if all of it is known."""
+        """Return a tensor's shape if all of its sizes are known, else ``None``."""
         found = self._types.get(name)
         if found is None or not found.tensor_type.HasField("shape"):
             return None
@@ -68,7 +69,7 @@ class ShapeTrace:
         )
 
     def type_of(self, name: str) -> onnx.TypeProto | None:
-        """Return a tensor's type if all of its shape is known."""
+        """Return a tensor's type if all of its sizes are known, else ``None``."""
         return None if self.shape(name) is None else self._types[name]
 
     def value(self, name: str) -> Value | None:
@@ -112,7 +113,7 @@ class ShapeTrace:
             or any(n not in self._values for n in read)
         ):
             return False
-        if self._is_large(node):  # for instance a mask of all rows is not computed here
+        if self._is_large(node):  # for instance, a mask of all rows is not computed here
             return True
         try:
             values = ReferenceEvaluator(node, opsets={"": self._opset}).run(
@@ -184,9 +185,10 @@ def _is_followed(elem_type: int, shape: Sequence[int]) -> bool:
 
 
 _ROWS = (2, 3, 5)
-"""Numbers of rows of trial runs; shapes must be linear in them to derive any number of rows."""
+"""Numbers of rows of trial runs; from sizes that are linear in them, those for any number
+follow."""
 _MOST_ELEMENTS = 2**24
-"""Largest number of elements of an operator's input in such a run."""
+"""Largest number of elements of an operator's input in a trial run."""
 
 
 class OperandType(NamedTuple):
@@ -204,10 +206,11 @@ def run_alone(
     operands: Mapping[str, OperandType],
     opsets: Sequence[onnx.OperatorSetIdProto],
 ) -> dict[str, OperandType]:
-    """Find an operator's outputs at these shapes; empty if it fails, or sizes are not linear.
+    """Return types of an operator's outputs; empty if it fails, or sizes are not linear in rows.
 
     The number of rows is the largest first dimension of its inputs. It is reduced for the trial
-    runs, and sizes are taken to grow in proportion: a batch of thousands need not be computed.
+    runs, and sizes are assumed to grow linearly with it, so that large batches need not be
+    computed.
     """
     free = {name: operand for name, operand in operands.items() if operand.value is None}
     fronts = [operand.shape[0] for operand in free.values() if operand.shape]

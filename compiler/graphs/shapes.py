@@ -53,7 +53,8 @@ class TensorType:
     elem_type: int
     """A value of ``onnx.TensorProto.DataType``."""
     shape: tuple[int | str, ...] | None
-    """Sizes; a string is a symbol, :data:`UNKNOWN` or a product of symbols. ``None``: no rank."""
+    """Sizes; a string is a symbol, :data:`UNKNOWN` or a product of symbols. ``None`` if the rank is
+    unknown."""
 
     @property
     def dtype(self) -> str:
@@ -142,7 +143,7 @@ def symbolic_sizes(proto: onnx.ModelProto) -> dict[str, int]:
 def concrete_shapes(
     proto: onnx.ModelProto, sizes: Mapping[str, int]
 ) -> dict[str, tuple[int, ConcreteShape]]:
-    """Infer known element types and shapes by tensor name, at these sizes of the symbols."""
+    """Infer element types and shapes, by tensor name, for given sizes of the symbols."""
     skeleton, empty = _skeleton(proto)
     for info in skeleton.graph.input:
         for dim in info.type.tensor_type.shape.dim:
@@ -157,8 +158,8 @@ def _followed(
 ) -> dict[str, tuple[int, ConcreteShape]]:
     """Find sizes that inference has lost, by computing the values that they depend on.
 
-    Its data propagation ends at a ``Range`` or an ``Expand`` of sizes, from which transformers make
-    their masks and positions.
+    ONNX's data propagation ends at a ``Range`` or an ``Expand`` of sizes, from which transformers
+    compute masks and positions.
     """
     lost = {name for name, (_, shape) in shapes.items() if shape is None or None in shape}
     if not lost:
@@ -175,7 +176,7 @@ def _followed(
 def _skeleton(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, frozenset[str]]:
     """Copy the model without large weights and stated inner shapes.
 
-    Returns the names of the weights without content, too.
+    Also returns the names of the weights whose content was removed.
     """
     skeleton = emptied(proto, proto.graph.name or "graph")
     graph = skeleton.graph
@@ -243,9 +244,9 @@ def _primes(symbols: Mapping[str, int], which: int, scale: int) -> dict[str, int
 def first_long_enough(proto: onnx.ModelProto, tried: Sequence[Mapping[str, int]]) -> int:
     """Return the index in ``tried`` of the first sizes that are at least as wide as every window.
 
-    Sizes in ``tried`` grow. If the first are too short, the choice is one step beyond the first
-    that are not: if a window fits just once, a size looks as if it were fixed. If all are too
-    short, it is the first.
+    Sizes in ``tried`` grow. If the first ones are too short, the result is one step beyond the
+    first that are long enough: if a window fits just once, a size looks as if it were fixed. If all
+    are too short, the result is 0.
     """
     windowed = [node for node in proto.graph.node if node.op_type in _WINDOWED]
     if not windowed or not symbolic_sizes(proto).keys() - {BATCH}:
@@ -284,7 +285,7 @@ def _is_wider(
 def _labels(
     first: Mapping[str, int], second: Mapping[str, int]
 ) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield pairs of sizes and the symbols that they represent: products of two, then symbols."""
+    """Yield sizes and what they represent: products of two symbols first, then symbols."""
     for a, b in combinations_with_replacement(first, 2):
         yield (first[a] * first[b], second[a] * second[b]), f"{a}*{b}"
     for symbol in reversed(list(first)):

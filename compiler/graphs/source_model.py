@@ -22,7 +22,7 @@ from offramp.compiler.graphs.shapes import BATCH, dtype_name
 from offramp.compiler.graphs.tail import Tail
 
 
-@dataclass(frozen=True, kw_only=True)  # without slots, for what is cached
+@dataclass(frozen=True, kw_only=True)  # without slots, for cached properties
 class SourceModel:
     """A model in the form that slicing needs.
 
@@ -43,7 +43,7 @@ class SourceModel:
     unread: tuple[UnreadInput, ...] = ()
     """Inputs that the file declares and nothing reads, which ``proto`` does not have."""
     tail: Tail | None = None
-    """Operators after the scores that heads imitate, if these are not the answer itself."""
+    """Operators after the scores that heads imitate, if these scores are not the answer itself."""
 
     @cached_property
     def flow(self) -> Dataflow:
@@ -94,7 +94,7 @@ class DeclaredInputs:
         """Describe inputs that are not in ``graph``, which is the same model, prepared.
 
         Their first dimension is the batch if its size is open, or equals the fixed batch of the
-        inputs that are read. ModelError if one is no array of numbers.
+        inputs that are read. ModelError if one is not an array of numbers.
         """
         read = {info.name for info in graph.input}
         fronts = [

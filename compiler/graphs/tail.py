@@ -58,7 +58,7 @@ _WEIGHTED: Final = frozenset(
 )
 """Operators that mix features with weights, which no tail has."""
 _MASKING: Final = 1e4
-"""Magnitude from which on constants mask classes rather than shift them."""
+"""Magnitude from which on a constant masks classes, rather than shifting their scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Tail:
     shape: tuple[int | str, ...]
     """Sizes of the scores; the first one is the batch."""
     graph: bytes = field(default=b"", repr=False)
-    """ONNX model from the scores to the answer; empty if these are one tensor."""
+    """ONNX model from the scores to the answer; empty if the scores are the answer."""
     kinds: tuple[str, ...] = ()
     """Operators of ``graph`` that compute, in order."""
     bounds: tuple[float, float] | None = None
@@ -101,7 +101,7 @@ class Tail:
 
 
 def dominators(flow: Dataflow, output: str) -> Iterator[str]:
-    """Yield the tensors that all of the output's data passes, the output first.
+    """Yield the tensors through which all of the output's data passes, the output first.
 
     The walk ends before the last operator with weights, and before one with a body.
     """
@@ -125,9 +125,10 @@ def _ends_walk(op: Operator) -> bool:
 
 
 def find_activation(proto: onnx.ModelProto, flow: Dataflow, output: str) -> Operator | None:
-    """Find the first Softmax, LogSoftmax or Sigmoid after the last weights that carries all data.
+    """Find the first activation after the last weights that all data passes.
 
-    A Softmax counts if it goes over the last axis that has more than one element.
+    Activations are Softmax, LogSoftmax and Sigmoid; a Softmax counts if it goes over the last axis
+    that has more than one element.
     """
     types = declared_types(proto)
     found = [activation_of(flow, types, name) for name in dominators(flow, output)]
@@ -137,7 +138,7 @@ def find_activation(proto: onnx.ModelProto, flow: Dataflow, output: str) -> Oper
 def activation_of(
     flow: Dataflow, types: Mapping[str, TensorType], tensor: str, axis: int | None = None
 ) -> Operator | None:
-    """Find the activation that a tensor holds the values of, if it does.
+    """Return the activation whose values a tensor holds, if there is one.
 
     ``axis`` is where a softmax has the classes; by default the last one of more than one element.
     """
@@ -161,7 +162,7 @@ def _is_activation(op: Operator, types: Mapping[str, TensorType], wanted: int | 
 
 
 def operators_between(flow: Dataflow, scores: str, output: str) -> tuple[Operator, ...]:
-    """Return the operators that compute the output from the scores, without constants."""
+    """Return the operators that compute the output from the scores, except constant ones."""
     found = flow.upstream([output], stop=frozenset([scores]))
     return tuple(op for op in found if not flow.is_constant(op))
 
@@ -221,7 +222,7 @@ def cut_tail(
 def find_dense_tail(proto: onnx.ModelProto, flow: Dataflow, answer: Answer) -> Tail | None:
     """Find the tail of a model that answers for tokens or pixels, by its graph alone.
 
-    It begins before an ArgMax, or after a Softmax over the classes that other operators follow.
+    It begins before an ArgMax, or after a Softmax over the classes if other operators follow that.
     """
     if answer.task.kind not in _AXES:
         return None
@@ -257,7 +258,7 @@ def _rank(types: Mapping[str, TensorType], name: str) -> int:
 
 
 def in_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """Convert a tail to another opset, which a quantised copy of the model may have."""
+    """Convert a tail to another opset, as a quantised copy of the model may have another."""
     if default_opset(proto) == opset:
         return proto
     try:
@@ -272,7 +273,7 @@ def in_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def giving(graph: bytes, tensor: str) -> bytes:
-    """Add an inner tensor to the outputs of a graph; unchanged if the graph does not compute it."""
+    """Return a graph with an inner tensor as an output; unchanged if it does not compute that."""
     model = onnx.ModelProto.FromString(graph)
     if tensor in {output.name for output in model.graph.output}:
         return graph
@@ -285,7 +286,7 @@ def giving(graph: bytes, tensor: str) -> bytes:
 _CERTAIN: Final = 200.0
 """Logit of a class that is certain."""
 _DRAWN: Final = 2048
-"""Number of random scores that a tail is tried with, in addition to the corners."""
+"""Number of random scores on which a tail is tried, in addition to scores of certain classes."""
 _ROUNDING: Final = frozenset({"Cast", "Ceil", "Floor", "QuantizeLinear", "Round"})
 
 
@@ -319,7 +320,7 @@ def find_thresholds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, ...]:
 
 
 def _tried(tail: Tail) -> NDArray[Any]:
-    """Return answers at every corner (each class certain, each impossible) and between."""
+    """Return answers to scores with each class certain, each class impossible, and between."""
     k, rng = tail.taught.classes, np.random.default_rng(0)
     inner = rng.random((_DRAWN, k))
     corners = np.concatenate([np.eye(k), 1 - np.eye(k), np.zeros((1, k)), np.ones((1, k)), inner])
@@ -334,7 +335,7 @@ def _tried(tail: Tail) -> NDArray[Any]:
 
 
 def _above_smallest(threshold: float, values: NDArray[np.float64]) -> float:
-    """Return the threshold, or a larger one if all values are at least as large."""
+    """Return the threshold, or a larger one if no value is below it."""
     steps = np.unique(values[np.isfinite(values)])
     if len(steps) < 2 or threshold > steps[0]:
         return threshold

@@ -1,11 +1,11 @@
 """Weights of convolutions in parts, so that subnets with fewer input channels share them.
 
-A subnet whose convolution sums over fewer channels has the first columns of the supernet's weight
-[out, in, …]. These are not contiguous in memory: every output channel has a few. So the weight is
-stored in parts [out, some of in, …], split where a subnet ends, and each graph joins the parts that
-it reads by a ``Concat`` before the convolution. A subnet with fewer output channels has the first
-bytes of each part. ONNX Runtime joins the parts once, when it loads a graph, if its kernels pack
-weights; with shared weights it joins them at each run.
+A subnet whose convolution sums over fewer channels has the first input channels of the supernet's
+weight [out, in, …]. These are not contiguous in memory: every output channel has a few of them. So
+the weight is stored in parts [out, some of in, …], split where a subnet ends, and each graph joins
+the parts that it reads by a ``Concat`` before the convolution. A subnet with fewer output channels
+has the first bytes of each part. ONNX Runtime joins the parts once, when it loads a graph, if its
+kernels pack weights; with shared weights it joins them at each run.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _Group: TypeAlias = tuple[int, tuple[int, ...]]
 
 @dataclass(slots=True)
 class _FullWeight:
-    """A weight, and the ends of other weights that are its first input channels."""
+    """A weight, and the numbers of its first input channels that are also weights by themselves."""
 
     values: NDArray[Any]
     borders: set[int]
 
 
 def has_first_channels(part: NDArray[Any], whole: NDArray[Any]) -> bool:
-    """Return whether a convolution's weight is the first channels of another's, on both sides."""
+    """Return whether a weight is another's first input channels and first output channels."""
     if part.ndim != whole.ndim or part.ndim <= _INPUTS + 1:
         return False
     outputs, inputs = part.shape[:2]
@@ -53,8 +53,8 @@ def has_first_channels(part: NDArray[Any], whole: NDArray[Any]) -> bool:
 def in_parts(graphs: Mapping[str, bytes], kept: WeightFile | None) -> dict[str, bytes]:
     """Store weights in parts if other weights are their first input channels.
 
-    ``graphs`` hold their weights, or name them in ``kept``; they hold the parts themselves. Graphs
-    without such weights are returned unchanged. Every graph computes the same.
+    ``graphs`` contain their weights, or name them in ``kept``; the results contain the parts.
+    Graphs without such weights are returned unchanged. Every graph computes the same.
     """
     protos = {name: onnx.ModelProto.FromString(graph) for name, graph in graphs.items()}
     wholes = _find_wholes([proto.graph for proto in protos.values()], kept)
@@ -68,7 +68,7 @@ def in_parts(graphs: Mapping[str, bytes], kept: WeightFile | None) -> dict[str, 
 def _find_wholes(
     graphs: Sequence[onnx.GraphProto], kept: WeightFile | None
 ) -> dict[_Group, list[_FullWeight]]:
-    """Find weights of which some graph has the first input channels alone, and where these end."""
+    """Find weights of which a graph has only the first input channels, and where these end."""
     groups: dict[_Group, list[onnx.TensorProto]] = {}
     for tensor in (t for graph in graphs for t in graph.initializer if _may_be_one(t)):
         groups.setdefault(_group_of(tensor), []).append(tensor)
@@ -128,7 +128,7 @@ def _split(
 
 
 def _may_be_one(tensor: onnx.TensorProto) -> bool:
-    """Return whether it has the rank of a convolution's weight, and is large enough for parts."""
+    """Return whether a tensor has the rank of a convolution's weight, and is large enough."""
     size = int(np.prod(tensor.dims)) * ITEM_BYTES.get(tensor.data_type, 0)
     return len(tensor.dims) > 2 and tensor.dims[_INPUTS] > 1 and size >= LEAST_BYTES
 

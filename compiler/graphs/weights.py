@@ -1,10 +1,10 @@
 """One copy of a model's weights, on the disk: graphs name weights instead of holding them.
 
-The source model, its segments and its stages have the same weights. In memory each serialised graph
-and each message had a copy, and each session some: for a model of 440 MB that was more than 5 GB.
-While a model is compiled its weights are in a file (:class:`WeightFile`) that sessions map
-(:mod:`offramp.engine.graphs.external_weights`). A bundle gets a separate file
-(:func:`pack_weights`) with the weights of its graphs.
+The source model, its segments and its stages have the same weights. With weights in memory, each
+serialised graph and each protobuf message had a copy, and each session one or more: for a model of
+440 MB that was more than 5 GB. While a model is compiled its weights are in a file
+(:class:`WeightFile`) that sessions map (:mod:`offramp.engine.graphs.external_weights`). A bundle
+gets a separate file (:func:`pack_weights`) with the weights of its graphs.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class WeightFile:
 
 @contextmanager
 def weight_file(scratch: ScratchSpace) -> Iterator[WeightFile]:
-    """Make a file for weights, where graphs find them as long as the context lasts."""
+    """Make a file for weights; graphs find their weights there as long as the context lasts."""
     taken = scratch.taken_bytes
     with (
         feature_folder(scratch.folder) as made,
@@ -165,9 +165,9 @@ def save(proto: onnx.ModelProto, path: Path) -> None:
 
 
 def without_named(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model with inputs instead of named weights; the model itself without any.
+    """Return a copy of a model with inputs instead of its named weights, or, without any, itself.
 
-    Tools can process it that do not read the file, or need not.
+    The copy is for tools that cannot or need not read the file of weights.
     """
     if not any(tensor.external_data for g in all_graphs(proto.graph) for tensor in g.initializer):
         return proto
@@ -208,7 +208,8 @@ def renamed_file(proto: onnx.ModelProto, name: str) -> onnx.ModelProto:
 def check_standard(proto: onnx.ModelProto) -> None:
     """Run ONNX's checker on a model; raises its ValidationError.
 
-    For weights in a file it checks type and shape: it takes one message, of 2 GiB at most.
+    Only type and shape of weights in a file are checked: the checker takes one message of at most 2
+    GiB.
     """
     onnx.checker.check_model(without_named(proto))
 
@@ -219,12 +220,13 @@ _Content: TypeAlias = Place | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSizes:
-    """Bytes of a bundle's large weights, in one file and without it."""
+    """Bytes of a bundle's large weights: in one file, and if every graph contained them."""
 
     file_bytes: int
     """Bytes of the file; 0 if no graph has such weights."""
     graph_bytes: int
-    """Bytes of its weights, counted in every graph that has them: what graphs would hold."""
+    """Bytes that graphs would have if each contained its weights, instead of naming them in the
+    file."""
 
     @classmethod
     def of(cls, bundle: Bundle) -> WeightSizes:
@@ -294,7 +296,8 @@ class _DistinctContents:
         self._known = {} if kept is None else kept.hashes
         self.by_key: dict[bytes, _Content] = {}
         self.keys: list[bytes | None] = []
-        """Keys of all weights, in the order of graphs; ``None`` for those that stay in them."""
+        """Keys of all weights, in the order of graphs; ``None`` for weights that stay in their
+        graph."""
         self.first: list[bytes] = []
         """Keys of weights that are not the beginning of another; complete after :meth:`lay_out`."""
 
@@ -371,14 +374,15 @@ def _next_page(end: int) -> int:
 
 
 def _copy_but(source: Message, target: Message, left_out: str) -> None:
-    """Copy all fields of a message but one, which may be large."""
+    """Copy all fields of a message except ``left_out``, which may be large."""
     for descriptor, value in source.ListFields():
         if descriptor.name != left_out:
             _copy_field(descriptor.name, value, target)
 
 
 def _copy_field(name: str, value: Any, target: Message) -> None:
-    # By the value: descriptors have no property for this in every version of protobuf from 5 on.
+    # Decide by the value: no property of descriptors states this in all versions of protobuf from 5
+    # on.
     if isinstance(value, MutableSequence):
         getattr(target, name).extend(value)
     elif isinstance(value, Message):

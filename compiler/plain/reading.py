@@ -1,4 +1,4 @@
-"""Reading a model to serve it without exits: requirements of exits are not checked.
+"""Reading of a model to serve it without exits: requirements of exits are not checked.
 
 Whether samples may share a batch is tested on random inputs, as there is no data: rows of several
 magnitudes run alone, all together and a few together. If independence cannot be verified, every
@@ -87,13 +87,13 @@ def read_plain(
 ) -> UnslicedModel:
     """Read a model; ``answer`` names the output to serve, if there are several.
 
-    With ``weights`` it names its large weights in that file, and may be of any size.
+    With ``weights`` the model names its large weights in that file, and may be of any size.
 
     The graph is not simplified: it computes the same as the file, bit for bit, unless its opset was
     converted or its batch was fixed.
 
     Raises:
-        ModelError: The file is missing, no ONNX model, or cannot be served; the message begins with
+        ModelError: The file is missing, not an ONNX model, or cannot be served; the message begins with
             ``path``.
     """
     proto, digest = load_source(path, weights)
@@ -155,7 +155,7 @@ def _read(
 def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, list[str]]:
     """Return the output to serve, and notes on the choice; ModelError if it has to be named.
 
-    A single output is served for any ``answer``: a server has one name for all its files.
+    A single output is served whatever ``answer`` is: a server uses one name for all its files.
     """
     if len(proto.graph.output) == 1:
         (only,) = (output.name for output in proto.graph.output)
@@ -197,7 +197,7 @@ def _freed(proto: onnx.ModelProto, fixed: int | None) -> tuple[onnx.ModelProto, 
 
 
 def _describe(proto: onnx.ModelProto, asked: TaskOptions) -> Answer:
-    """Describe the answer: of a task that exits know, or of another one."""
+    """Describe the answer, as that of a task that exits support, or of another task."""
     output = proto.graph.output[0]
     shape = output.type.tensor_type.shape
     if shape.dim:  # a size that the file fixes at 1 is also the batch
@@ -211,7 +211,7 @@ def _describe(proto: onnx.ModelProto, asked: TaskOptions) -> Answer:
 
 
 def _in_batches(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Name the first size of tensors ``batch``: requests of any number of samples are split."""
+    """Name the first size ``batch``, even if it is fixed at 1: larger requests are split."""
     return tuple(replace(spec, shape=(BATCH, *spec.shape[1:])) for spec in found)
 
 
@@ -221,7 +221,8 @@ _ROWS: Final = 5
 _BATCHES: Final = 4
 """Number of random batches, each with other values."""
 _MAGNITUDES: Final = (1.0, 0.1, 30.0, 0.0, -3.0)
-"""Factors of the rows of floating-point inputs: scaling by the batch shows at extreme rows."""
+"""Factors of the rows of floating-point inputs: extreme rows show whether a model scales by the
+batch."""
 _ALLOWED: Final = 1e-3
 """Largest difference by rounding, relative to the scale of the row's own values; it allows for rows
 whose large inner values cancel out, which are rounded on another scale."""

@@ -49,7 +49,7 @@ _ROWS: Final = 3
 _SECONDS: Final = 1.0
 """Time after which no larger batch is timed."""
 _RUNS: Final = 3
-"""Timed runs of a batch size, of which the median counts."""
+"""Number of timed runs of a batch size; the median counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ def _manifest(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOfFile:
-    """Answer of ONNX Runtime with the file to some random samples."""
+    """Answer of ONNX Runtime, run on the file itself, to some random samples."""
 
     feeds: Arrays
     """Values of the inputs that the model reads."""
@@ -233,7 +233,7 @@ class PlainTrial:
         return sample
 
     def compare_with(self, of_file: AnswerOfFile, file: Path) -> None:
-        """Compare with ONNX Runtime's answer with the file; VerificationError if it differs."""
+        """Compare with ONNX Runtime's answer from the file; VerificationError if it differs."""
         model, wanted = self.plain.source, of_file.answer
         found = model.answer.served(self._run(of_file.feeds))
         if wanted.size == found.size:  # [batch, classes, 1, 1] is served as [batch, classes]

@@ -51,10 +51,10 @@ def render_report(
 ) -> str:
     """Render the bundle's ``report.html``: one page without other files.
 
-    ``profile`` is of the device that the savings were predicted for. ``rehearsed`` is the rehearsal
-    that chose the exits in use, and ``limit`` the reason why none is in use. ``maps`` are a few
-    example answers, ``weights`` the sizes of large weights, ``variants`` the model and its subnets,
-    if it has any. ValueError if the parts do not belong together.
+    ``profile`` is that of the device for which savings were predicted. ``rehearsed`` is the
+    rehearsal that chose the exits in use, and ``limit`` the reason why none is in use. ``maps`` are
+    a few example answers, ``weights`` the sizes of large weights, ``variants`` the model and its
+    subnets, if it has any. ValueError if the parts do not belong together.
     """
     found = PolicyFigures.of(manifest, policy, profile, certify)
     judged = None if measured is None else words.SavingsCheck.of(found, measured)
@@ -86,7 +86,7 @@ def render_report(
         ways=NAMES,
         training=training_view(manifest),
     )
-    # file names may have bytes that are no text; the page is written as UTF-8
+    # file names may have bytes that are not text; the page is written as UTF-8
     return page.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -36,7 +36,7 @@ class LatencyRow(NamedTuple):
     predicted_sample_ms: float
     """Predicted time per sample."""
     savings: float
-    """Predicted share of the source model's time."""
+    """Predicted saving, as a share of the source model's time."""
 
 
 def savings_chart(found: PolicyFigures) -> Markup | None:
@@ -192,9 +192,10 @@ def exit_curves(found: PolicyFigures) -> list[ExitCurves]:
 def coverage(
     confidence: NDArray[np.float32], agrees: NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the share that leaves and its agreement, as a threshold falls: float64[points].
+    """Return the share of samples that leaves, and its agreement, by falling threshold.
 
-    Samples of equal confidence leave together. Fewer than 20 are too few to draw.
+    Both are float64[points]. Samples of equal confidence leave together. Points with fewer than 20
+    samples are left out.
     """
     order = np.argsort(-confidence, kind="stable")
     sorted_ = confidence[order]
@@ -212,7 +213,7 @@ def logit(confidence: NDArray[Any] | float) -> FloatArray:
 
 
 def logit_span(confidence: NDArray[np.float32]) -> tuple[float, float]:
-    """Return both ends of the confidence axis, in logits; values beyond count as the end."""
+    """Return both ends of the confidence axis, in logits; values beyond an end are drawn there."""
     low, high = np.quantile(logit(confidence), [0.002, 1.0])
     return float(min(low, high - 1)), float(high)
 
@@ -335,7 +336,7 @@ class TrainingView(NamedTuple):
     agreement: Markup
     losses: Markup
     lines: list[str]
-    """Agreement of each exit before and after, and last that of the copy's own answer."""
+    """Agreement of each exit before and after training, and last that of the copy's own answer."""
 
 
 def training_view(manifest: Manifest) -> TrainingView | None:

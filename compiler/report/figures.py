@@ -43,7 +43,7 @@ class PolicyFigures:
     by_class: tuple[ClassLoss, ...]
     """Answers lost by class of the model, the largest share first."""
     by_label: tuple[ClassLoss, ...]
-    """The same by label, if the data has labels."""
+    """Answers lost by label, the largest share first; empty if the data has no labels."""
     accuracy: float | None
     """Accuracy of the policy, against the labels of the certify split."""
 
@@ -107,7 +107,7 @@ class PolicyFigures:
 
     @property
     def predicted_savings(self) -> float:
-        """Predicted share of the source model's time; that of the promise, if there is one."""
+        """Predicted saving as a share of the source's time; the promise's, if there is one."""
         if self.policy.promise is not None:
             return self.policy.promise.predicted_savings
         return self.savings_at(self.reference)
@@ -123,9 +123,9 @@ class PolicyFigures:
 def savings_curve(found: PolicyFigures, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
     """Return disagreement and predicted savings along the common path of ``exits``.
 
-    The path is fitted on the same samples that it is judged by, so this describes and certifies
-    nothing (the shipped path was fitted on the tuning split). float64[points] each, from
-    conservative to aggressive; both are shares.
+    The path is fitted on the same samples that it is judged by, so the curve is descriptive and
+    certifies nothing (the shipped path was fitted on the tuning split). Both results are shares,
+    float64[points], from conservative to aggressive.
     """
     rows = list(exits)
     confidence, agrees = found.certify.confidence[rows], found.certify.agrees[rows]
@@ -137,7 +137,7 @@ def savings_curve(found: PolicyFigures, exits: Sequence[int]) -> tuple[FloatArra
 
 
 def thin(length: int, most: int) -> NDArray[np.int64]:
-    """Return indices of at most ``most`` even steps through a row, including first and last."""
+    """Return at most ``most`` evenly spaced indices, including the first and the last."""
     if length <= most:
         return np.arange(length)
     return np.unique(np.linspace(0, length - 1, most).round().astype(np.int64))

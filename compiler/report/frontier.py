@@ -25,7 +25,8 @@ from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import thin
 
 LEVELS: Final = (0.999, 0.995, 0.99, 0.98, 0.95, 0.9)
-"""Agreements at which the ways are compared, in addition to the promised one."""
+"""Levels of agreement at which the ways (:data:`.TRADE_OFF_KINDS`) are compared, in addition to the
+promised one."""
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760.0, 380.0, 60.0, 24.0, 28.0, 46.0
 _LOWEST: Final = 0.8
 """Agreement at which the axis ends if lines continue below."""
@@ -47,7 +48,7 @@ class LevelRow(NamedTuple):
 
     level: float
     cheapest: list[TradeOff]
-    """Cheapest points by way, in the order of ``TRADE_OFF_KINDS``."""
+    """Cheapest point of each way, in the order of ``TRADE_OFF_KINDS``."""
     what: str
     """Description of the point of subnets with exits."""
 
@@ -189,7 +190,7 @@ def _chart(
 
 
 def _line(way: TradeOffKind, front: Sequence[TradeOff], x: Scale, y: Scale) -> Markup:
-    """Draw a front as steps: between two points nothing was found."""
+    """Draw a front as steps, as nothing was found between two points."""
     points = [p for p in front if p.agreement >= y.low]
     if not points:
         return Markup("")

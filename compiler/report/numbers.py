@@ -9,7 +9,7 @@ _MINUS = "−"
 
 
 def percent(share: float, decimals: int = 1) -> str:
-    """Return ``73.6 %`` of a share (1 is all); only 1 is shown as 100 %, and only 0 as 0 %."""
+    """Return a share as text such as ``73.6 %``; only 1 is shown as 100 %, and only 0 as 0 %."""
     step = 10.0**-decimals
     value = 100 * share
     if 0 < value < step / 2:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from offramp.compiler.report import numbers
 
 _GOLDEN = 0.618033988749895
-"""Distance of hues, so that neighbouring classes differ."""
+"""Difference in hue from one class to the next, so that neighbouring classes differ."""
 _MOST_PIXELS = 256
 """Largest side of a picture in pixels; larger maps are subsampled."""
 
@@ -37,7 +37,7 @@ class EarlyMap:
 
 
 class MapView(NamedTuple):
-    """A sample on the page."""
+    """A sample as it is shown on the page."""
 
     title: str
     pictures: tuple[tuple[str, str], ...]
@@ -76,7 +76,7 @@ def picture(classes: NDArray[np.uint8], palette: NDArray[np.uint8]) -> str:
     step = -(-max(classes.shape) // _MOST_PIXELS)
     shown = classes[::step, ::step]
     height, width = shown.shape
-    rows = np.zeros((height, width + 1), np.uint8)  # each row begins with its filter: none
+    rows = np.zeros((height, width + 1), np.uint8)  # each row begins with its filter: 0, none
     rows[:, 1:] = shown
     content = b"\x89PNG\r\n\x1a\n" + b"".join(
         [

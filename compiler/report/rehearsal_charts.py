@@ -16,7 +16,7 @@ from offramp.compiler.report import numbers
 
 _ROW, _TOP, _BOTTOM, _LEFT, _WIDTH, _GAP, _RIGHT = 19.0, 26.0, 40.0, 44.0, 390.0, 30.0, 176.0
 _SHADES = 12
-"""Number of shades of the heat map; neighbours of one shade are one box."""
+"""Number of shades of the heat map; neighbouring cells of one shade are drawn as one box."""
 _FAINTEST = 0.12
 """Opacity of a cell with almost nothing in it."""
 
@@ -149,7 +149,7 @@ class _Grid:
         return svg.join([head, axis, *ticks])
 
     def times(self, row: int) -> Iterator[Markup]:
-        """Shade by time, as a share of the limit; cells of one shade are one box."""
+        """Shade cells by time, as a share of the limit; cells of one shade are one box."""
         candidate, limit_ms = self._step.candidates[row], self._step.limit_ms
         shades = [
             (_SHADES, "cell late")
@@ -169,7 +169,7 @@ class _Grid:
         yield self._frame(row)
 
     def batches(self, row: int) -> Iterator[Markup]:
-        """Shade by number of batches; late ones are marked."""
+        """Shade cells by number of batches; cells of late batches are marked."""
         candidate = self._step.candidates[row]
         yield self._box(row, 0, len(self._step.columns), ("cell none", 1.0, None))
         for place, count in enumerate(candidate.pattern):

@@ -43,7 +43,7 @@ def route(found: PolicyFigures) -> Markup:
 
 
 def segment_edges(found: PolicyFigures) -> list[float]:
-    """Return the shares of all segments' profiled time before and after each of them."""
+    """Return the segments' edges on the time axis, as shares of their whole profiled time."""
     times = np.maximum(found.cost(found.reference).segments_ms, 0.0)
     if not times.sum() > 0:
         times = np.ones(len(times))
@@ -145,7 +145,7 @@ def _exits(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> 
 def _exit(
     found: PolicyFigures, index: int, place: float, flag: float, y: Scale, *, crowded: bool
 ) -> Markup:
-    """Draw the flag, the line from it to its depth, and the knot there."""
+    """Draw an exit's flag, the line from the flag to the exit's depth, and the knot there."""
     threshold = found.thresholds.get(index)
     answered = float(found.shares[index])
     share = numbers.percent(answered, 0 if crowded and answered >= 0.0995 else 1)

@@ -94,7 +94,7 @@ def class_bound(
 ) -> str:
     """Return a sentence on the classes that have a separate certified bound.
 
-    ``confidence_level`` is the one at which single bounds are tested.
+    ``confidence_level`` is the level at which each bound is tested.
     """
     few = uncertified(answer, losses, max_disagreement=bound, confidence_level=confidence_level)
     text = f"For each class separately, at most {numbers.plain_percent(bound)} is certified"
@@ -238,7 +238,7 @@ def facts(
 
 
 def kept_once(weights: WeightSizes) -> str:
-    """Return the sizes of large weights, with one file for all graphs and without."""
+    """Return the sizes of large weights: in one file for all graphs, and without that file."""
     return (
         f"{numbers.mebibytes(weights.file_bytes)} in {WEIGHTS}, each once; in every graph that has "
         f"them they would be {numbers.mebibytes(weights.graph_bytes)} (counted)"
@@ -295,8 +295,8 @@ TOLERATED_DIFFERENCE = 0.05
 """Share of the model's time by which measured and predicted savings may differ without a note."""
 
 _ALONE = 3
-"""Multiple of its share of a full batch that a sample alone must take to be named as a reason; in
-the Fashion-MNIST example it takes 1.3 times its share."""
+"""A sample alone takes more time than its share of a full batch. From this multiple on, that is
+named as a reason; in the Fashion-MNIST example the multiple is 1.3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,9 +306,9 @@ class SavingsCheck:
     measured: Measured
     at: MeasuredSize
     predicted_savings: float
-    """Predicted share of the model's time, at the same batch size."""
+    """Predicted saving as a share of the model's time, at the same batch size."""
     profile: Profile
-    """Profile that it was predicted from."""
+    """Profile that the savings were predicted from."""
 
     @classmethod
     def of(cls, found: PolicyFigures, measured: Measured) -> SavingsCheck:
@@ -319,7 +319,7 @@ class SavingsCheck:
 
     @property
     def savings(self) -> float:
-        """Measured share of the model's time."""
+        """Measured saving as a share of the model's time."""
         return 1 - self.at.busy.value
 
     @property

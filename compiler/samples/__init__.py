@@ -1,1 +1,1 @@
-"""Properties of samples: effects of batch mates, padding, refused values, copies."""
+"""Properties of samples: effects of batches, padding, refused values, equal rows."""

@@ -40,13 +40,13 @@ def measure_batch_effect(
 ) -> BatchEffect | None:
     """Count the training and tuning samples whose answer changes in batches of another size.
 
-    ``None`` if no operator rounds by the batch. VerificationError if that count uses up the
-    promise; DataError if the model fails on a sample.
+    ``None`` if no operator rounds by the batch. VerificationError if the count uses up the promise;
+    DataError if the model fails on a sample.
     """
     operators = scaled_by_batch(model.proto)
     if not operators:
         return None
-    # of copies of one sample only one is evidence
+    # only one of several equal samples is evidence
     compared = (parts.distinct_train(), parts.tune)
     samples = sum(map(len, compared))
     source, differs = serialised(model.proto), 0

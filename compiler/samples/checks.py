@@ -43,7 +43,7 @@ def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: Compil
 
 
 _ROUNDING: Final = 0.01
-"""Share of the range by which answers may exceed it."""
+"""Answers may exceed the range by this share of it."""
 
 
 def check_ranges(

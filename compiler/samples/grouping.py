@@ -1,4 +1,4 @@
-"""Groups of rows that count as one sample each: finding, reporting, and finding them again."""
+"""Finds groups of rows that count as one sample each, reports them, and finds them again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grouped(dataset: Dataset, data: Path | DataSource, *, within: float = COPIES
 
 
 def distinct_samples(groups: Groups, *, key: str | None, within: float) -> DistinctSamples | None:
-    """Return the manifest's entry for groups; ``None`` if all rows are distinct and no key set."""
+    """Return the manifest's entry for groups; ``None`` if all rows are distinct without a key."""
     if not groups.joins and key is None:
         return None
     return DistinctSamples(
@@ -41,7 +41,7 @@ def groups_again(manifest: Manifest, dataset: Dataset) -> Groups:
     """Group the rows of data for a bundle in the way that its calibration data was grouped.
 
     If all calibration rows were distinct, the same data is not grouped; other data is grouped with
-    the default.
+    the default of ``--copies-within``.
     """
     calibration = manifest.calibration
     if calibration.distinct is not None:
@@ -52,7 +52,7 @@ def groups_again(manifest: Manifest, dataset: Dataset) -> Groups:
 
 
 def may_be_of(calibration: Calibration, groups: Groups) -> bool:
-    """Return whether the numbers of groups and rows equal those that a bundle was compiled with."""
+    """Return whether a bundle was compiled with data of as many groups and rows."""
     known = calibration.distinct
     if known is not None:
         return (known.rows, known.samples) == (groups.rows, len(groups))

@@ -3,8 +3,8 @@
 A mask marks the positions that count, but not every model respects it: a model may average over all
 positions, answer by the last one, or compute with neighbours of a position. So samples of many
 lengths are run alone and padded together, through the source model and every exit. Values where the
-mask is 0 must not matter either: the fill and values of other samples are tried there. Samples are
-padded while serving only if nothing but rounding differs.
+mask is 0 must not matter either: the fill, and values of other samples, are tried at these
+positions. Samples are padded while serving only if nothing but rounding differs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FAR = 4
 _COUNTED = 1024
 """Samples whose lengths are counted at a time: the data may be larger than memory."""
 _PROBED = 1100
-"""Length at which position tables of up to 1,024 fail; longer data is not extended."""
+"""Length at which position tables of up to 1,024 entries fail; longer data is not extended."""
 
 
 def find_paddings(
@@ -55,7 +55,7 @@ def find_paddings(
     mask: str | None = None,
     threads: int = 1,
 ) -> tuple[Padding, ...]:
-    """Find the symbolic sizes in which samples may be padded; the log has the reason for others.
+    """Find the symbolic sizes in which samples may be padded; for other sizes, log the reason.
 
     ``structure`` is the model's parts with every exit that was built; ``read`` returns their files.
     ``samples`` are some samples by input, ``ranges`` the ranges of all data; ``mask`` is the input
@@ -97,7 +97,7 @@ def symbolic_sizes(inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
 def length_ranges(
     inputs: Sequence[TensorSpec], paddings: Sequence[Padding], parts: Sequence[Dataset]
 ) -> tuple[LengthRange, ...]:
-    """Return the lengths in the data: ones in the mask where samples may be padded, else sizes."""
+    """Return the range of lengths in the data; if samples may be padded, the mask counts them."""
     masks = {padding.size: padding.mask for padding in paddings}
     found = []
     for size in symbolic_sizes(inputs):
@@ -121,7 +121,7 @@ def _lengths(
 def _fills(
     inputs: Sequence[TensorSpec], size: str, mask: TensorSpec, ranges: InputRanges
 ) -> dict[str, float]:
-    """Choose the fill of each input: 0, or the nearest value that calibration saw.
+    """Choose the fill of each input: 0, or the nearest value in the calibration data.
 
     With these fills the input guard does not reject padded samples as unlike the calibration data.
     """
@@ -151,7 +151,7 @@ class _Answers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """Samples shortened to many lengths, to be run alone and padded; the last size is new."""
+    """Samples shortened to many lengths, to be run alone and padded in one more size."""
 
     specs: tuple[TensorSpec, ...]
     samples: Arrays
@@ -247,8 +247,8 @@ class _Trial:
     ) -> tuple[str, float]:
         """Pad and run samples together; return the output that differs most, and by how much.
 
-        Each sample is padded to the ``targets``; with ``content``, by values of the data, not the
-        fills.
+        Each sample is padded to the ``targets``, with the fills or, if ``content``, with values of
+        the data.
         """
         filled = [self._filled(alone.samples[row], targets, content) for row in rows]
         batch = {name: np.concatenate([f[name] for f in filled]) for name in filled[0]}

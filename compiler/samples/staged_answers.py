@@ -23,11 +23,11 @@ class BatchAnswers:
     """Answers of a model to a batch of b rows, and the exits that gave them."""
 
     answer: NDArray[Any]
-    """[b, classes]."""
+    """Answers, [b, classes]."""
     exit: NDArray[np.int32]
-    """[b]; :data:`~offramp.certify.MODEL_END` is the model's own answer."""
+    """Exit that answered, [b]; :data:`~offramp.certify.MODEL_END` is the model's own answer."""
     confidence: NDArray[np.float32]
-    """[b]."""
+    """Confidences of the answers, [b]."""
 
 
 class AnsweringStages:

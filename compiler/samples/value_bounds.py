@@ -2,8 +2,8 @@
 
 A request with such a value would fail its whole batch, so the server refuses it first. The graph
 shows the index ranges that operators require of inputs (:mod:`.graphs.index_flow`). Then the
-operators run on a sample with one value beyond each end; an end beyond which nothing fails is
-dropped.
+operators run on a sample with one value beyond each end of a range; an end is dropped if nothing
+fails beyond it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 
 def find_value_bounds(model: SourceModel, sample: Arrays) -> tuple[ValueBound, ...]:
-    """Find the legal values of a model's inputs; ``sample`` is one of the data, [1, …] by input."""
+    """Find the legal values of a model's inputs; ``sample`` is from the data, [1, …] by input."""
     required: dict[str, list[Requirement]] = {}
     for requirement in index_requirements(model.proto, model.flow):
         required.setdefault(requirement.input, []).append(requirement)
@@ -85,7 +85,7 @@ def _drafts(spec: TensorSpec, required: Sequence[Requirement]) -> Iterator[Value
 
 
 def _within(dtype: str, lowest: float, highest: float) -> tuple[float | None, float | None]:
-    """Replace ends by ``None`` that no value of the type exceeds."""
+    """Return both ends, or ``None`` for an end that no value of the type exceeds."""
     kind = np.dtype(dtype)
     if kind.kind == "b":
         least, most = 0.0, 1.0
@@ -102,7 +102,7 @@ def _described(op: Operator) -> str:
 def _tried(
     part: onnx.ModelProto, sample: Arrays, drafts: Sequence[ValueBound]
 ) -> Iterator[ValueBound]:
-    """Yield the bounds beyond which operators fail, without ends that do not matter."""
+    """Yield the bounds beyond which operators fail, without ends beyond which nothing fails."""
     try:
         runner = GraphRunner(part)
         runner.run(sample)

@@ -65,7 +65,7 @@ class BundleCheck:
 
     samples: int
     distinct_samples: int
-    """Samples without copies of one another; the verdict uses only these."""
+    """Number of distinct samples; the verdict uses only one row of each."""
     disagreements: int
     """Samples whose answer differs from the unmodified model's."""
     max_disagreement: float | None
@@ -73,14 +73,14 @@ class BundleCheck:
     by_class: tuple[ClassLoss, ...]
     """Disagreements by class of the unmodified model, the largest share first."""
     by_label: tuple[ClassLoss, ...]
-    """The same by label, where the data have labels."""
+    """Disagreements by label, the largest share first; empty if the data have no labels."""
     shares: Mapping[int, float]
     """Share of the samples that each exit answered; :data:`MODEL_END` is the key of the model's
     end."""
     end_difference: float
     """Largest difference of answers at the model's end, relative to the scale of each value. For a
-    dynamically quantised model that is no error: rows that remain of a batch are rounded
-    differently."""
+    dynamically quantised model, a difference is not an error: rows that remain of a batch are
+    rounded differently."""
     accuracy: float | None
     """Accuracy of the bundle's answers, if the data has labels."""
     source_accuracy: float | None
@@ -88,7 +88,8 @@ class BundleCheck:
     """True if exits and thresholds were made with the same data, which then proves little."""
     verdict: Verdict
     at_most: float
-    """Disagreement on data like these, with the promise's confidence (95 % without one)."""
+    """Upper bound of the disagreement on data like these, at the promise's confidence level (95 %
+    without one)."""
 
 
 def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> BundleCheck:
@@ -137,7 +138,7 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
 
 _System: TypeAlias = ort.InferenceSession | AnsweringStages
 _CHUNK = 64
-"""Batches that a large model answers before it is unloaded and the stages are loaded."""
+"""Number of batches that a large model answers before it is unloaded and the stages are loaded."""
 
 
 def _source_session(bundle: Bundle, threads: int) -> ort.InferenceSession:
@@ -160,7 +161,8 @@ class _Runs:
         self._output = manifest.answer.output
         self._answer = manifest.answer
         self._agreement = agreement_of(manifest.answer)
-        # Rows that remain of a batch form another batch than the whole one that the model answers.
+        # Rows that remain of a batch run in a smaller batch than the whole one that the model
+        # answers.
         self._tolerance = max(manifest.verified_tolerance, SINGLE.batches)
         self._varies = manifest.batch_effect is not None
         self._data = data_name(options.data)

@@ -205,7 +205,7 @@ def _verify(sliced: Sliced, run: CompileRun) -> None:
 
 
 def _time(sliced: Sliced, run: CompileRun) -> TimedModel:
-    """Subtract from the promise what batch composition changes, and time the model and segments."""
+    """Subtract the effect of batches from the promise, and time the model and its segments."""
     effect = measure_batch_effect(sliced.model, run.parts, run.options, run.progress)
     if effect is not None:
         run = replace(run, options=left_for_exits(effect, run.options), batch_effect=effect)
@@ -254,7 +254,7 @@ def _certify(chosen: Blueprint) -> Certified:
 
 
 def _certify_path(chosen: Blueprint) -> Certified:
-    """Record answers on the certify split, and find how far along one path the promise holds."""
+    """Record answers on the certify split, and find how far along the path the promise holds."""
     run, draft = chosen.timed.run, chosen.draft
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
     certify = record_exits(

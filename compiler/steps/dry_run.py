@@ -17,7 +17,7 @@ from offramp.compiler.graphs.runtime import random_inputs
 from offramp.compiler.graphs.source_model import SourceModel
 
 MOST_EXITS: Final = 3
-"""Number of exits in use, spread over the exits that were built."""
+"""Largest number of exits in use, spread over the exits that were built."""
 
 
 def dry_run_policy(tune: ExitRecords, *, whole: bool) -> ExitPolicy:
@@ -51,7 +51,7 @@ WARNING = (
 )
 
 DRY_RUN_DISAGREEMENT = 0.5
-"""Bound above which no exit is built in a dry run: few heads imitate answers to noise well."""
+"""Bound on disagreement in a dry run; it is high, as few heads imitate answers to noise well."""
 
 
 def made_for(model: SourceModel, source: RandomSource, *, seed: int) -> RandomSource:

@@ -73,7 +73,7 @@ def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Prof
 
 
 def measure_on_gpu(bundle: Bundle, options: ProfileOptions) -> Profile:
-    """Time a bundle's model and segments on a GPU as workers run them there: engines in fp32."""
+    """Time a bundle's model and segments on a GPU, in fp32, as workers run them there."""
     before = bundle.profile()
     most = max(before.batch_sizes)
     backend = make_backend(

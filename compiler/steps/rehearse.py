@@ -55,7 +55,7 @@ class Rehearsing:
 
     before: ExitPolicy
     before_forecast: Forecast
-    """The old policy for the new load, on the certify split."""
+    """Forecast of the old policy for the new load, on the certify split."""
     after: ExitPolicy
     rehearsed: Rehearsed
     moves: tuple[ExitMove, ...]

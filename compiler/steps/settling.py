@@ -1,4 +1,4 @@
-"""Details of a task that are read from data and masks, and options that each task excludes."""
+"""Details of a task that data and masks determine, and options that each task excludes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 _ROUNDING = 1e-6
 _MOST_TRAINED_BYTES = 2**29
-"""Largest weights of a model that is trained jointly: with bridges, which repeat most of them, one
-graph holds all, and one graph holds at most 2 GiB."""
+"""Largest size of the weights of a model that is trained jointly: one graph contains them and the
+bridges, which repeat most of them, and a graph has at most 2 GiB."""
 _SPREAD_SAMPLES = 1024
 """Largest number of samples on which the spread of values is measured."""
 
@@ -111,7 +111,7 @@ def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
 
 
 def _check_size(model: SourceModel, options: CompileOptions) -> None:
-    """Refuse options that put most weights of a model into one graph that cannot hold them."""
+    """Refuse options that put more weights into one graph than a graph can contain."""
     held = weight_bytes(model.proto)
     if held <= MOST_BYTES:
         return
