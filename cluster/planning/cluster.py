@@ -41,8 +41,8 @@ class ModelFacts:
     """[exits]: index of each exit in the bundle; plans and :class:`DeviceTimes` use this index,
     because some exits of a bundle may not be in use. Empty means consecutive indices."""
     begins: int = 0
-    """First segment of the unmodified model: 0, or in a cascade the last segment, which is the
-    unmodified model after the fast model."""
+    """First segment of the unmodified model: 0, or the last segment in a cascade, where the
+    segments before it are the copy that has the exits."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "segments", least=1)

@@ -16,11 +16,11 @@ Constraint: TypeAlias = Literal["latency", "cost", "memory", "rate"]
 
 
 class PlanError(ValueError):
-    """A goal cannot be planned, or a text is no plan; the message is one line with the reason."""
+    """A goal cannot be planned, or a text is not a plan; the message is one line."""
 
 
 class InfeasiblePlanError(PlanError):
-    """The constraints cannot all be met; ``binds`` names the first that no plan meets."""
+    """No plan meets all constraints; ``binds`` names the first one that cannot be met."""
 
     def __init__(self, binds: Constraint, message: str) -> None:
         super().__init__(message)

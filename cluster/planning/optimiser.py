@@ -226,7 +226,7 @@ class _Optimiser:
         return self._within(whole.slowest_s + wait_s, most) & (whole.rate_rps > 0)
 
     def _within(self, latency_s: NDArray[np.float64], most: Limits) -> NDArray[np.bool_]:
-        """Return, [grid], whether a plan exists within latency and cost."""
+        """Return bool [grid]: whether a plan with this latency is within the limits."""
         there = np.isfinite(latency_s) & (latency_s <= most.latency_s)
         fine: NDArray[np.bool_] = there & (self._cost <= most.cost)
         return fine
@@ -396,7 +396,7 @@ class _Optimiser:
     # Reasons why no plan is possible.
 
     def _infeasible(self) -> InfeasiblePlanError:
-        """Return the error of the first constraint without a plan: memory, latency, cost, rate."""
+        """Return the error for the first unmet constraint: memory, latency, cost, rate."""
         goal, most = self._goal, self._most
         if not math.isfinite(self._least_period(Limits(math.inf, math.inf))):
             return InfeasiblePlanError(

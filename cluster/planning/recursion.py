@@ -89,7 +89,7 @@ class _Steps:
 
 
 class SplitSearch:
-    """All plans of one batch size, searched by a bound on the period."""
+    """Search of the plans of one batch size for a bound on the period; K is the segment count."""
 
     def __init__(
         self, model: ModelFacts, cluster: Cluster, times: SplitTimes, arrival_rps: float

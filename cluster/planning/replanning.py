@@ -160,7 +160,7 @@ class ReplanGuard:
 def gain_of(
     current: ClusterPlan, found: ClusterPlan, goal: PlanningGoal, *, tolerance: float = 0.0
 ) -> float:
-    """Return how much better ``found`` is, as a share; figures are PREDICTED.
+    """Return how much better ``found``, which meets the goal, is, as a share; all PREDICTED.
 
     The gain is in rate, or, if the goal has a rate, in cost. It is infinite if the active plan no
     longer serves the rate, or exceeds the goal's latency by more than a share of ``tolerance``,

@@ -158,7 +158,7 @@ class _Moving:
         }
 
     def _load_costs(self, workers: Sequence[WorkerState]) -> NDArray[np.float64]:
-        """Return costs, [slots, workers]: 0 where the split is held, else 1 and a tie weight."""
+        """Return costs, [slots, workers]: 0 if the split is held, else 1 plus a tie-breaker."""
         total = sum(self.bytes_of(segments) for segments, _ in self._slots) or 1.0
         each = _TIE / max(len(self._slots), 1)
         costs = np.full((len(self._slots), len(workers)), math.inf)
@@ -298,7 +298,7 @@ def _serving(
 
 
 def assign(costs: NDArray[np.float64]) -> tuple[int, ...] | None:
-    """Assign each row a different column, with the least sum of ``costs`` [rows, columns], all ≥ 0.
+    """Assign each row a different column, with the lowest sum of ``costs`` [rows, columns] ≥ 0.
 
     Returns the column of each row. A cost of infinity excludes a pair; ``None`` if no assignment is
     left. The Hungarian method by shortest augmenting paths (Jonker and Volgenant), O(rows² ·
