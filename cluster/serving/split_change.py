@@ -107,9 +107,10 @@ class SplitServing:
         return set(splits_of(self.splits.plan)) <= {role.segments for role in roles}
 
     def states(self, gone: Container[int] = (), excluded: Container[int] = ()) -> list[WorkerState]:
-        """Return each worker's state in the active plan; the ``gone`` workers are lost.
+        """Return each worker's state; ``gone`` and ``excluded`` workers count as lost.
 
-        The next plan uses neither ``gone`` nor ``excluded`` workers.
+        The next plan does not use these. Workers serve their splits of the active plan only if it
+        is served without the ``gone`` workers.
         """
         splits, served = self.splits, self.is_served(gone)
         memory = {kind.name: kind.memory_bytes for kind in splits.cluster.types}
