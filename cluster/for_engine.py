@@ -40,7 +40,7 @@ class _Extension:
         split = [name for name, model in models.items() if model.split_by is not None]
         if not split or not isinstance(backend, RemoteBackend):
             return {PROFILE: profiles}
-        (name,) = split  # with several models, every worker holds all
+        (name,) = split  # only a single model can be split
         deployments = models[name].split_by
         assert deployments is not None
         served = SplitServing(

@@ -41,7 +41,7 @@ class ClusterSettings:
     ray_address: str | None = field(default=None, metadata={"key": False})
     """HOST:PORT of the head of Ray's cluster, for the cluster ``ray``."""
     plan: Path | None = None
-    """Plan file of ``eecompile plan --json``, to be served unchanged."""
+    """Plan file written by ``eecompile plan --json``; the plan is served unchanged."""
     profile_window_s: float = WINDOW_S
     """See :class:`.ClusterOptions`."""
     forecast: str = LAST

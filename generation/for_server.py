@@ -71,7 +71,7 @@ class _Extension:
         return [] if section is None else [section]
 
     def opens(self, path: Path) -> bool:
-        """Return whether a path is a generating bundle, or was one before it lost its manifest."""
+        """Return whether a path is a generating bundle, possibly without its manifest."""
         return any((path / name).is_file() for name in (GENERATION, GENERATION_HASH))
 
     async def open_models(self, models: Mapping[str, Path], options: EngineOptions) -> TextEngine:

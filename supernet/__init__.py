@@ -1,1 +1,1 @@
-"""Extension: one set of weights contains several models (SuperServe), as variants of a bundle."""
+"""Extension: several models share one set of weights (SuperServe), as variants of a bundle."""

@@ -25,7 +25,7 @@ _EXAMPLES: Final = {
 
 
 def supernet_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``eecompile supernet``: compiling options, and the elastic parts."""
+    """Return the parser of ``eecompile supernet``: options of compiling and of elastic parts."""
     parser = make_parser(
         "supernet",
         _DESCRIPTION,

@@ -2,7 +2,7 @@
 
 SuperServe (4.1, 6.1) profiles subnets on the Pareto front of accuracy and latency. Here, too, each
 subnet is timed in alternation with the full model and compared with it on the tuning split, and a
-few on the front are kept (:mod:`~offramp.supernet.graphs.search`).
+few subnets on the front are kept (:mod:`~offramp.supernet.graphs.search`).
 :mod:`~offramp.compiler.blueprints.variants` writes them to the bundle.
 """
 
@@ -64,7 +64,7 @@ class ElasticSource:
     combinations = COMBINATIONS
 
     def prepare(self, model: SourceModel) -> FoundSupernet:
-        """Read the file; errors as :func:`read_elastic`."""
+        """Read the file; errors as for :func:`read_elastic`."""
         return FoundSupernet(read_elastic(self.path, model))
 
 
@@ -76,7 +76,7 @@ class FoundSupernet:
 
     @property
     def model(self) -> SourceModel:
-        """The model, with its weights stored as its subnets share them."""
+        """The model, with its weights stored such that subnets share them."""
         return self.supernet.model
 
     def find(self, plain: Blueprint, run: CompileRun) -> tuple[DrawnVariant, ...]:
@@ -90,7 +90,7 @@ def read_elastic(path: Path, model: SourceModel) -> Supernet:
     Raises:
         ElasticSpecError: The file is malformed, or names parts that the graph does not have.
         NotElasticError: The graph cannot be reduced where the file requests it.
-        CompileError: The model has dense answers (several a sample).
+        CompileError: The model has dense answers (several per sample).
     """
     if model.answer.task.is_dense:
         raise CompileError(
@@ -104,7 +104,7 @@ def find_variants(
 ) -> tuple[DrawnVariant, ...]:
     """Choose the useful subnets, the largest first, and find exits for each.
 
-    ``plain`` is the full model with its exits. Errors as :func:`.variants.draw_variant`.
+    ``plain`` is the full model with its exits. Errors are those of :func:`.variants.draw_variant`.
     """
     spec, parts = supernet.spec, run.parts
     norm = None

@@ -1,1 +1,2 @@
-"""Commands around the product, and scripts for GPU machines and examples; for no package's use."""
+"""Commands around the product, and scripts for GPU machines and examples; not imported
+elsewhere."""

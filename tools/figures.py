@@ -1,11 +1,12 @@
-"""Figures of README and docs: measured again, and written into tables between markers.
+"""Updates the figures of README and docs: measures, and writes tables between markers.
 
     python -m offramp.tools.figures [--measure [RESULT ...]] [--busy]
 
 Tables are made from ``benchmarks/results/*.json`` (``tools/tables``) and written between
-``<!-- table: NAME -->`` and ``<!-- end -->``. With ``--measure`` the results are measured first,
-all or those that are named, by the command that each file records. One process measures at a time,
-and none starts on a busy machine unless ``--busy`` is given; the load is recorded in the results.
+``<!-- table: NAME -->`` and ``<!-- end -->``. With ``--measure`` the results (all, or the named
+ones) are measured first, by the command that each file records. Only one process measures at a
+time. It does not start on a busy machine unless ``--busy`` is given; the load is recorded in the
+results.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "benchmarks/results"
 _TABLE: Final = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _IDLE: Final = 0.3
-"""Cores that are busy on an idle machine, at most."""
+"""A machine counts as idle if at most this number of cores is busy."""
 _WATCHED_S: Final = 3.0
-"""Seconds in which busy cores are counted before a measurement. The load average would count what
-was measured in the minute before."""
+"""Seconds in which busy cores are counted before a measurement. The load average would include the
+measurement of the minute before."""
 _FASHION: Final = "examples/fashion/calibration.npz"
 _JOINT: Final = "demo/normaliser/joint"
 _TEXT: Final = (
@@ -53,7 +54,7 @@ PREPARED: Final[Mapping[str, str]] = {
     "demo/edit.ee": f"{_TEXT} demo/edit.ee --dissimilarity edit-distance",
     "demo/tokens.ee": f"{_TEXT} demo/tokens.ee --promise tokens",
 }
-"""Commands that make what measurements read, by its path or its folder's."""
+"""Commands that make the files that measurements read, by the path of the file or its folder."""
 
 
 def read_result(name: str) -> Result:
@@ -69,7 +70,7 @@ TABLES: Final[Mapping[str, Table]] = {
 
 
 def filled(page: str) -> str:
-    """Return a page with its tables made anew; KeyError if one has an unknown name."""
+    """Return a page with its tables made again; KeyError if a table has an unknown name."""
 
     def table(match: re.Match[str]) -> str:
         made = TABLES[match["name"]]
@@ -95,7 +96,7 @@ def command_of(name: str) -> list[str]:
 
 
 def runnable(command: str) -> list[str]:
-    """Return a command line as it runs in the sources: modules in place of scripts."""
+    """Return a command line that runs from the sources: with modules instead of scripts."""
     program, *words = shlex.split(command)
     commands = {"eecompile": "offramp.compiler.commands.cli", "eebench": "offramp.tools.bench.cli",
                 "cli.py": "offramp.tools.bench.cli"}  # fmt: skip
@@ -106,7 +107,7 @@ def runnable(command: str) -> list[str]:
 
 
 def prepare(words: Sequence[str]) -> None:
-    """Make what a command reads of :data:`PREPARED`, and is not there."""
+    """Make the files of :data:`PREPARED` that a command reads and that are missing."""
     for word in words:
         named = Path(word.rpartition("=")[2])
         for path in map(str, (named, named.parent)):

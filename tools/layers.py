@@ -20,9 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 DRAWING = ROOT / "docs" / "layers.svg"
 SCRIPTS: Final = ("tools.gpu", "tools.zoo")
-"""Run on machines of their own, with packages of their own; they may import everything."""
+"""Packages of scripts, which run on separate machines with other packages; they may import
+everything."""
 BEGIN, END = "<!-- packages -->\n", "<!-- end of packages -->\n"
-"""Around the table."""
+"""Markers before and after the table."""
 
 _WIDTH, _MARGIN, _GAP, _LINE = 960, 24, 16, 15
 _HEAD, _PAD = 22, 10
@@ -33,11 +34,11 @@ class Package:
     """A package of the code, with its imports."""
 
     name: str
-    """Dotted, below ``offramp``: ``engine.scheduling``."""
+    """Dotted name without ``offramp``, such as ``engine.scheduling``."""
     purpose: str
     """Purpose: the first line of its docstring."""
     imports: tuple[str, ...]
-    """Other packages of ours that it imports; not those inside of them."""
+    """Our other packages that it imports; packages inside these are separate."""
     third_party: tuple[str, ...]
     """Third-party packages that it imports."""
 
@@ -72,7 +73,7 @@ def imports_of(source: str, module: str, *, is_package: bool) -> Iterator[str]:
 
 
 def is_within(name: str, *packages: str) -> bool:
-    """Return whether a dotted name is one of some packages, or in one."""
+    """Return whether a dotted name is a package of a list, or inside one."""
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
@@ -172,10 +173,10 @@ def with_table(text: str, packages: Iterable[Package]) -> str:
 
 
 def levels(packages: Mapping[str, Package]) -> list[list[str]]:
-    """Top-level packages by layer: each imports from layers before its own only.
+    """Return the top-level packages by layer; each imports only from lower layers.
 
     Raises:
-        ValueError: Rooms import each other in a circle.
+        ValueError: Packages import each other in a circle.
     """
     imported = _between_tops(packages)
     placed: list[list[str]] = []
@@ -193,7 +194,7 @@ def _top(name: str) -> str:
 
 
 def _between_tops(packages: Mapping[str, Package]) -> dict[str, set[str]]:
-    """Imports of each top-level package, those of the packages inside it included."""
+    """Return the imports of each top-level package, including its inner packages' imports."""
     imported: dict[str, set[str]] = {_top(name): set() for name in packages}
     for package in packages.values():
         imported[_top(package.name)] |= {_top(other) for other in package.imports} - {
@@ -232,7 +233,7 @@ _DARK = (
     'text[fill="#30475e"] { fill: #d5dee6 } text[fill="#2f5d2e"] { fill: #9fd39d } '
     'text[fill="#5b6b7a"] { fill: #a3b1bd } }</style>'
 )
-"""Colours for readers whose page is dark; the ground is that of the page."""
+"""Colours for dark pages; the background is that of the page."""
 
 
 _Line = tuple[float, str, str]
@@ -240,7 +241,7 @@ _Line = tuple[float, str, str]
 
 
 def _box(packages: Mapping[str, Package], name: str, width: float) -> tuple[list[_Line], float]:
-    """The lines of a package's box, and its height."""
+    """Return the lines of a package's box, and its height."""
     inside = [package for package in packages.values() if package.name.startswith(f"{name}.")]
     columns = int((width - 2 * _PAD) / 6.1)
     lines: list[_Line] = [(_HEAD, f"{name}/", "name")]

@@ -20,7 +20,7 @@ _BAND, _BAND_HEIGHT = 20.0, 28.0
 _SPLITS, _SPLIT_HEIGHT = 78.0, 62.0
 _BUSY, _BUSY_HEIGHT = 176.0, 80.0
 _LEAST_WIDTH = 90.0
-"""Smallest width of a split's box that has its text inside."""
+"""Smallest width, in pixels, of a split's box that contains its text."""
 
 
 def render_plan(
@@ -62,12 +62,12 @@ def draw_plan(plan: ClusterPlan, model: ModelFacts) -> Markup:
 
 
 def devices_of(split: PlannedSplit) -> str:
-    """Describe the replicas' devices: ``4 × v100``, or several of these."""
+    """Describe the devices of replicas: one or several of ``4 × v100``."""
     return " + ".join(f"{r.count} × {r.device_type}" for r in split.replicas)
 
 
 def exits_of(replicas: Sequence[Replicas]) -> str:
-    """Return the exits that are on; for each device type where these differ."""
+    """Return the exits that are on, separately by device type if these differ."""
     return " | ".join(dict.fromkeys(",".join(map(str, r.exits)) or "–" for r in replicas))
 
 

@@ -22,7 +22,7 @@ from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.common.control_state import identity_of
 
 MATTERS = 0.01
-"""Change of rate or cost, as a share, from which a constraint is reported as binding."""
+"""Smallest relative change of rate or cost for which a constraint is reported as binding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class PlanOptions:
     batch_profile: Path | None = None
     """Observed batch profile of the exits; ``None`` uses the bundle's own records."""
     forecast: str | None = None
-    """Key of the forecasting method in :data:`.METHODS`; ``None`` is the last value."""
+    """Key of the forecasting method in :data:`.METHODS`; ``None`` uses the last value."""
     json: Path | None = None
 
 
@@ -58,7 +58,7 @@ class PlannedBundle:
 
     @property
     def slo_binds(self) -> bool:
-        """``True`` if the objective changes rate or cost by 1 % or more."""
+        """``True`` if the latency objective changes rate or cost by 1 % or more."""
         if self.without_slo is None:
             return False
         free, plan = self.without_slo.plan, self.result.plan
@@ -72,7 +72,7 @@ def plan_bundle(options: PlanOptions) -> PlannedBundle:
 
     Raises:
         PlanError: The cluster file or the batch profile is malformed, or no plan meets the goal.
-        BundleError: There is no bundle.
+        BundleError: The bundle is absent or damaged.
     """
     bundle = open_runnable(options.bundle)
     content = read_planning(options.cluster, MOST_FILE_BYTES)
@@ -86,7 +86,7 @@ def plan_bundle(options: PlanOptions) -> PlannedBundle:
     goal_entry = replace(
         file.goal, **{key: value for key, value in said.items() if value is not None}
     )
-    # An exit whose criterion uses earlier exits needs them on: E3's dependent exits (3.4).
+    # If an exit's criterion uses earlier exits, these must be on: E3's dependent exits (3.4).
     wrapper = not bundle.manifest.answer.criterion.depends_on_earlier
     goal = goal_entry.goal(sizes, wrapper=wrapper)
     result = make_cluster_plan(model, cluster, goal)
@@ -106,13 +106,13 @@ def plan_bundle(options: PlanOptions) -> PlannedBundle:
 
 
 def _sizes(own: Profile, profiles: Mapping[str, Profile]) -> tuple[int, ...]:
-    """Return the profiled batch sizes that all profiles cover."""
+    """Return the profiled batch sizes up to the largest that every profile covers."""
     most = min(max(profile.batch_sizes) for profile in (own, *profiles.values()))
     return tuple(size for size in own.batch_sizes if size <= most) or (most,)
 
 
 def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
-    """Return the facts of a bundle that plans need, with the shares of the exits in use."""
+    """Return the facts that plans need of a bundle, and the origin of the exits' shares."""
     if options.batch_profile is None:
         if options.forecast is not None:
             raise PlanError(

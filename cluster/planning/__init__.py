@@ -1,6 +1,6 @@
-"""Planning (E3): assigns segments to devices, with a batch size, for forecast exits.
+"""Planning (E3): assigns segments to devices and chooses a batch size, for forecast exits.
 
-Sans I/O. Start with :mod:`.optimiser`; :mod:`.cluster` describes models and devices,
-:mod:`.cluster_plan` plans. ``eecompile plan`` prints plans; ``eeserve --cluster`` serves by them
-(:mod:`.serving.cluster_serving`, :mod:`offramp.cluster.serving.plan_loop`).
+Sans I/O. Start with :mod:`.optimiser`; :mod:`.cluster` describes models and devices, and
+:mod:`.cluster_plan` describes plans. ``eecompile plan`` prints plans; ``eeserve --cluster`` serves
+by them (:mod:`.serving.cluster_serving`, :mod:`offramp.cluster.serving.plan_loop`).
 """

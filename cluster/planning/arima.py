@@ -16,7 +16,7 @@ from offramp.bundle.optional_imports import optional_import
 from offramp.cluster.planning.cluster_plan import PlanError
 
 _SHORT: Final = 12
-"""Fewest windows to fit; with fewer, the last value is the forecast."""
+"""Smallest number of windows to fit; with fewer, the last value is the forecast."""
 
 
 _INSTALL = (
@@ -26,7 +26,7 @@ _INSTALL = (
 
 
 class Arima:
-    """ARIMA of a given order, fitted once to the whole series, so past errors use hindsight."""
+    """ARIMA of a given order. One fit to the whole series, so past errors profit from hindsight."""
 
     name = "ARIMA"
 

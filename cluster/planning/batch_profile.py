@@ -1,7 +1,7 @@
 """The batch profile: shares of rows that continue after each exit, by window (E3 3.1).
 
-The paper's series is the batch size at each ramp. Divided by the batch that entered, it is the
-share of rows that continue, which does not depend on the batch size.
+The paper's series is the batch size after each exit. Here it is divided by the size of the batch
+that entered the model: this share of rows does not depend on the batch size.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from offramp.engine.requests.departures import Departures
 WINDOW_S: Final = 120.0
 """Length of a window, in seconds: the paper's two minutes (3.1)."""
 KEPT: Final = 720
-"""Number of windows that are kept: one day."""
+"""Number of windows that are kept: one day by default."""
 MOST_PROFILE_BYTES: Final = 2**24
-"""Largest size of a file, in bytes: a day of windows of thousands of exits."""
+"""Largest size of a file, in bytes; a day of windows with thousands of exits fits."""
 PROFILE_SCHEMA: Final = 1
 _MOST_ROWS: Final = 2**53
 """Largest count that a float64 holds exactly."""
@@ -81,10 +81,11 @@ class BatchProfile:
         return f"{text}, {_span(self.windows[0].start_s, self.windows[-1].start_s + self.window_s)}"
 
     def going_on(self) -> NDArray[np.float64]:
-        """Return, for each exit, the share of the rows that entered which continued after it.
+        """Return, of the rows that entered the model, the share that continued after each exit.
 
-        float64[windows, exits]; NaN for exits that were off. A row that leaves at one exit would
-        leave at any later one, so it is the product of the shares of the exits that were on.
+        float64[windows, exits]; NaN for exits that were off. Rows that leave at one exit are
+        assumed to leave at any later one. So an exit's value is the product of the shares, up to
+        this exit, at the exits that were on.
         """
         decided = np.array([w.decided for w in self.windows], np.float64).reshape(-1, self.exits)
         went_on = np.array([w.went_on for w in self.windows], np.float64).reshape(-1, self.exits)
@@ -124,8 +125,8 @@ class BatchProfileRecorder:
     def add(self, start_s: float, seen: Iterable[Departures]) -> bool:
         """Add a finished window; return whether an exit decided anything in it.
 
-        ``seen`` has the counts of the window, for each set of exits that was in use. A window
-        without decisions is omitted.
+        ``seen`` has the window's counts for each set of exits that was in use. A window without
+        decisions is not kept.
         """
         decided, went_on = [0] * self._exits, [0] * self._exits
         for counted in seen:
@@ -169,12 +170,13 @@ class ProfileStatus:
     """[exits]: share of the last window's rows that continued after each exit; ``None`` for exits
     that were off. Empty before the first window."""
     forecast: tuple[float, ...] | None = None
-    """[exits]: forecast for that window before it began; ``None`` if there was none."""
+    """[exits]: the shares that were forecast before that window began; ``None`` without a
+    forecast."""
     method: str = ""
     """Method of that forecast."""
 
     def shares(self) -> Iterator[tuple[int, float, float | None]]:
-        """Yield each exit that was on in that window, with its share and the forecast one."""
+        """Yield each exit that was on in that window, with its observed and its forecast share."""
         for exit_, share in enumerate(self.going_on):
             if share is not None:
                 yield exit_, share, None if self.forecast is None else self.forecast[exit_]

@@ -16,33 +16,33 @@ from offramp.cluster.planning.cluster_plan import PlanError
 from offramp.engine.scheduling.placement import NO_DELAY, DeviceLink
 
 LEAST_SHARE = 1e-6
-"""Smallest planned share of rows, used even where none is forecast."""
+"""Smallest share of rows in planning; it replaces smaller forecasts, such as 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Facts of a model for planning: segments, exits with the forecast, and sizes of cuts.
+    """Facts of a model for planning: segments, exits with their forecast, and sizes.
 
-    A row that leaves at one exit would leave at any later exit, too: so the share of rows after an
-    exit does not depend on which earlier exits are on.
+    Rows that leave at one exit are assumed to leave at any later exit, too. So the share of rows
+    after an exit does not depend on which earlier exits are on.
     """
 
     segments: int
     exit_after: tuple[int, ...]
-    """[exits]: the segment that each exit follows; ascending, before the last."""
+    """[exits]: the segment before each exit; ascending, less than the last segment."""
     going_on: tuple[float, ...]
-    """[exits]: forecast share of the rows that entered the model which continue after each exit; at
-    most 1, never rising."""
+    """[exits]: of the rows that enter the model, the forecast share that continues after each exit;
+    at most 1, never rising."""
     row_bytes: tuple[float, ...] = ()
-    """[segments - 1]: bytes of a row that cross the border after each segment; empty is none."""
+    """[segments - 1]: bytes that each row sends from a segment to the next; empty means 0."""
     weight_bytes: tuple[float, ...] = ()
-    """[segments]: bytes of weights of each segment, with its exit's; empty is none."""
+    """[segments]: bytes of the weights of each segment and of its exit; empty means 0."""
     exits: tuple[int, ...] = ()
-    """[exits]: index of each exit in the bundle, by which plans and :class:`DeviceTimes` refer to
-    it, as some may not be in use; empty means consecutive indices."""
+    """[exits]: index of each exit in the bundle; plans and :class:`DeviceTimes` use this index,
+    because some exits of a bundle may not be in use. Empty means consecutive indices."""
     begins: int = 0
-    """First segment of the unmodified model: 0, or the last segment of a cascade, whose copy comes
-    before it."""
+    """First segment of the unmodified model: 0, or the last segment in a cascade, where the
+    segments before it are the copy that has the exits."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "segments", least=1)
@@ -75,9 +75,9 @@ class ModelFacts:
 
     @property
     def exit_at(self) -> NDArray[np.int64]:
-        """[segments + 1]: index in the bundle of the exit at each border, -1 for none.
+        """[segments + 1]: index in the bundle of the exit at each border; -1 without an exit.
 
-        Border k is before segment k.
+        Border k is the cut before segment k.
         """
         at = np.full(self.segments + 1, -1)
         at[np.array(self.exit_after, np.int64) + 1] = self.exit_names
@@ -85,25 +85,25 @@ class ModelFacts:
 
     @property
     def shares(self) -> NDArray[np.float64]:
-        """[segments]: share of the rows that entered the model which reach each segment."""
+        """[segments]: of the rows that enter the model, the share that reaches each segment."""
         shares = np.ones(self.segments)
         for after, share in zip(self.exit_after, self.going_on, strict=True):
             shares[after + 1 :] = max(share, LEAST_SHARE)
         return shares
 
     def crossing_bytes(self, border: int) -> float:
-        """Return the bytes of a row that cross a border; borders count from 1."""
+        """Return the bytes that each row sends across a border, which is 1 or more."""
         return self.row_bytes[border - 1] if self.row_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTimes:
-    """Seconds of a batch on one type of device, by batch size; index 0 is 0."""
+    """Seconds of a batch on one type of device, by batch size; size 0 takes 0."""
 
     segments_s: NDArray[np.float64]
     """Times of segments, [segments, sizes + 1]."""
     exits_s: NDArray[np.float64]
-    """[exits of the bundle, sizes + 1]: head, border and check of each exit, in use or not."""
+    """[exits of the bundle, sizes + 1]: times of each exit's graph and check, in use or not."""
 
     def __post_init__(self) -> None:
         for name in ("segments_s", "exits_s"):
@@ -146,9 +146,9 @@ class Cluster:
 
     types: tuple[DeviceType, ...]
     link: DeviceLink = NO_DELAY
-    """Link between two types without their own."""
+    """Link between two types for which ``links`` has no entry."""
     links: tuple[tuple[str, str, DeviceLink], ...] = ()
-    """Links from one type to another, one way."""
+    """Source type, target type, and the link in this direction."""
 
     def __post_init__(self) -> None:
         names = [kind.name for kind in self.types]

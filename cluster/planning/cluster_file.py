@@ -1,14 +1,14 @@
 """Reads ``cluster.toml``: the devices to plan for, their cost, and the workers that serve.
 
 Each ``[devices.NAME]`` has ``count``, ``cost_per_hour``, and the device's speed: either
-``profile``, the file of a bundle's profile that was measured on it (such as ``profiles/cpu.json``
-of a bundle), or ``speed``, a factor relative to the bundle's own profile. ``[link]`` is the
-connection between any two splits, ``[[links]]`` those between two types.
+``profile``, the file of a profile that was measured on such a device (for instance a bundle's
+``profiles/cpu.json``), or ``speed``, a factor relative to the bundle's own profile. ``[link]`` is
+the connection between any two splits, ``[[links]]`` those between two types.
 
-Each of ``[[workers]]`` has one type: with an ``address`` it is an ``eeworker`` that listens there;
-without one it is ``count`` processes on the router's host. With a ``backend`` it uses a GPU of its
-host (:mod:`.worker_entry`). ``[router]`` has the router's credentials for workers; Ray may start
-workers without an address (:mod:`.ray_entry`). Sans I/O.
+Each entry of ``[[workers]]`` has one device type. An entry with an ``address`` is an ``eeworker``
+that listens there; an entry without one is ``count`` processes on the router's host. With a
+``backend`` it uses a GPU of its host (:mod:`.worker_entry`). ``[router]`` has the router's
+credentials for workers; Ray may start workers without an address (:mod:`.ray_entry`). Sans I/O.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TOML_TYPES: Final = {
 
 
 class ClusterFileError(PlanError):
-    """A cluster file cannot be read; one line: key, value, expectation, remedy."""
+    """A cluster file cannot be read; the message is one line: key, value, expectation, remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +71,17 @@ class RouterEntry:
     token_file: str | None = None
     """File of the secret that router and workers share."""
     tls_ca: str | None = None
-    """Authorities of workers' certificates; ``None`` connects without encryption."""
+    """File of the authorities that sign workers' certificates; ``None`` disables encryption."""
     tls_cert: str | None = None
     tls_key: str | None = None
-    """Key of the router's certificate, for workers that require one."""
+    """File of the key of the router's certificate, for workers that require a certificate."""
     insecure: bool = False
     """``True`` if workers on other hosts may be reached without encryption."""
     most_result_mib: int | None = None
     """Largest result received over a network, in MiB; ``None`` keeps the default."""
     batches_per_worker: int = 1
-    """Batches that a worker holds at a time: with 2 it receives the next one and sends the last one
-    during computation (E3 3.2.2)."""
+    """Number of batches that a worker holds at a time: with 2, it receives the next batch and sends
+    the last one during computation (E3 3.2.2)."""
     ray: RayEntry | None = None
     """Options of Ray for workers without an address, if Ray starts them."""
 
@@ -244,7 +244,7 @@ def _between(table: object, names: Sequence[str], place: str) -> tuple[str, str,
 def _all_workers(
     tables: object, devices: Sequence[DeviceEntry], where: str
 ) -> tuple[WorkersEntry, ...]:
-    """Read ``[[workers]]``: no more of a type than there are devices, and no duplicates."""
+    """Read ``[[workers]]``; refuse duplicates, and more workers of a type than it has devices."""
     if not isinstance(tables, list):
         told = f"{where} [[workers]] is {_kind(tables)}, expected an array of tables"
         raise ClusterFileError(told)

@@ -16,11 +16,11 @@ Constraint: TypeAlias = Literal["latency", "cost", "memory", "rate"]
 
 
 class PlanError(ValueError):
-    """A goal cannot be planned, or a text is no plan; the message is one line with the reason."""
+    """A goal cannot be planned, or a text is not a plan; the message is one line."""
 
 
 class InfeasiblePlanError(PlanError):
-    """The constraints cannot all be met; ``binds`` names the first that no plan meets."""
+    """No plan meets all constraints; ``binds`` names the first one that cannot be met."""
 
     def __init__(self, binds: Constraint, message: str) -> None:
         super().__init__(message)
@@ -34,11 +34,12 @@ class Replicas:
     device_type: str
     count: int
     exits: tuple[int, ...]
-    """Exits that are on, in depth order; the others inside save no time and are off (3.4)."""
+    """Exits that are on, in depth order; other exits inside save no time and are off (E3 3.4)."""
     stage_s: float
-    """Forecast seconds of a batch on one of them, shrinking inside the split."""
+    """Forecast seconds of a batch on one device; rows that leave make it smaller inside the
+    split."""
     longest_s: float
-    """Seconds of a batch from which no row leaves inside."""
+    """Seconds of a batch on one device if no row leaves inside the split."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "count", least=1)
@@ -54,15 +55,15 @@ class PlannedSplit:
     replicas: tuple[Replicas, ...]
     """Replicas of one type, as in E3; of several types if the whole model is one split."""
     share: float
-    """Forecast share of the rows that enter the model which reach this split."""
+    """Of the rows that enter the model, the forecast share that reaches this split."""
     period_s: float
-    """Seconds of all replicas together for each row that enters the model."""
+    """Seconds between rows that enter the model, if all replicas of the split are busy."""
     fill_s: float
-    """Mean time in which a batch fills, in seconds."""
+    """Mean time that rows wait until their batch is full, in seconds."""
     link_period_s: float
-    """Seconds of the link to this split for each row that enters the model."""
+    """Seconds that the link to this split is busy for each row that enters the model."""
     link_s: float
-    """Seconds of a batch on the link to this split."""
+    """Seconds that a batch takes on the link to this split."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "first_segment", least=0)
@@ -79,16 +80,16 @@ class PlannedSplit:
 
     @property
     def longest_s(self) -> float:
-        """Seconds of a batch from which no row leaves, on the slowest replica."""
+        """Seconds of a batch on the slowest replica if no row leaves inside the split."""
         return max(replica.longest_s for replica in self.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """Splits of a model on devices of a cluster; all figures are predicted, without queues."""
+    """Splits of a model on devices of a cluster; all figures are predicted, and ignore queues."""
 
     batch_size: int
-    """Rows of each batch at each split: constant, as in E3."""
+    """Number of rows of each batch, the same at each split, as in E3."""
     splits: tuple[PlannedSplit, ...]
     cost_per_hour: float
     """Cost of the devices in use."""

@@ -17,8 +17,8 @@ def make_cluster(
 ) -> Cluster:
     """Return a cluster with times up to batches of ``most_rows``.
 
-    ``own`` is the bundle's profile; ``profiles`` are those that the file names, by that name, of
-    the same bundle on other devices.
+    ``own`` is the bundle's profile. ``profiles`` has the profiles of the same bundle on other
+    devices, by the names in the file.
     """
     types = []
     for entry in file.devices:

@@ -1,4 +1,4 @@
-"""Facts of a bundle for planning: sizes of parts, exits in use, shares of rows after each.
+"""Facts of a bundle for planning: sizes of segments, exits in use, share of rows after each.
 
 It needs neither onnx nor the compiler, so ``eecompile plan`` and servers plan with the same facts.
 """
@@ -21,10 +21,10 @@ def exits_in_use(policy: ExitPolicy) -> tuple[int, ...]:
 
 
 def recorded_shares(bundle: Bundle) -> dict[int, float]:
-    """Return, by exit in use, the share of the rows that entered which continue after it.
+    """Return, by exit in use, the share of all rows that continues after this exit.
 
-    It is computed from the bundle's records of the certify split, with the thresholds of its
-    policy; in depth order. A row that leaves at one exit does not reach the next.
+    Shares are in depth order. They are computed from the bundle's records of the certify split,
+    with the thresholds of its policy. A row that leaves at one exit does not reach the next.
     """
     active = [a for a in bundle.policy.active if a.threshold < NEVER]
     placed = [(stage, a.exit, a.threshold) for stage, a in enumerate(active)]
@@ -39,8 +39,8 @@ def facts_of(bundle: Bundle, *, exits: Sequence[int], going_on: Sequence[float])
     Args:
         bundle: Only its manifest is read.
         exits: [exits] the exits in use, by index in the bundle, in depth order.
-        going_on: [exits] share of the rows that entered which continue after each exit: recorded or
-            forecast, never rising.
+        going_on: [exits] share of all rows that continues after each exit: recorded or forecast,
+            never rising.
     """
     manifest = bundle.manifest
     sizes = PartSizes.kept_by(manifest.segments)

@@ -1,8 +1,9 @@
-"""Forecasts of the batch profile: share of rows that continue after each exit, next window.
+"""Forecasts of a batch profile: the share of rows that continue after each exit, next window.
 
-The series is the log-odds of the share, and a quantile is that of the method's own past errors. A
-conservative forecast is a higher share than is likely, because a plan that expects too few rows
-overloads its last splits. The paper uses ARIMA (3.1), without stating the order.
+Methods forecast the log-odds of the share. A quantile of the forecast is derived from the method's
+own past errors. A conservative forecast is a higher share than is likely, because a plan that
+expects too few rows overloads its last splits. The paper uses ARIMA (3.1), without stating the
+order.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from offramp.cluster.planning.batch_profile import BatchProfile
 CONSERVATIVE: Final = 0.8
 """Quantile of the forecasts that plans use."""
 _LEAST: Final = 1e-4
-"""Smallest distance of shares from 0 and 1, where log-odds are infinite."""
+"""Shares are clipped to at least this distance from 0 and 1, where log-odds are infinite."""
 _FEW_ERRORS: Final = 5
-"""Number of past errors below which the quantile is that of a normal distribution around 0."""
+"""With fewer past errors than this, they are assumed to be normally distributed around 0."""
 _UNKNOWN_SPREAD: Final = 0.3
-"""Assumed deviation of log-odds without past errors: 0.5 is then 0.43 to 0.57."""
+"""Assumed deviation of log-odds without past errors: a share of 0.5 is then 0.43 to 0.57."""
 
 
 class Forecaster(Protocol):
@@ -37,7 +38,7 @@ class Forecaster(Protocol):
         """Name in plans and benchmarks."""
 
     def predict(self, series: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Predict every value of a series [n] from the earlier ones, and the next one.
+        """Predict every value of a series [n] from the earlier values, and the next value.
 
         float64[n + 1]; the first prediction is the first value of the series.
         """
@@ -72,7 +73,7 @@ class Ewma:
 
 
 class Autoregressive:
-    """AR(p) by least squares on the last windows, fitted at every step; short series: last."""
+    """AR(p), fitted by least squares at every step; for a short series, the last value."""
 
     name = "AR"
 
@@ -130,7 +131,7 @@ def forecast_continue_shares(
     found = [
         forecast_share(shares[:, exit_], forecaster, quantile) for exit_ in range(profile.exits)
     ]
-    # An exit that was never on lets all rows continue; a deeper exit's share cannot be higher.
+    # For an exit that was never on, assume that all rows continue. Shares may not rise with depth.
     return tuple(np.minimum.accumulate(found).tolist()) if found else ()
 
 
@@ -145,8 +146,8 @@ class ShareForecast:
 
 LAST: Final = "last"
 """The method with the least loss in ``benchmarks/forecasts.py``. ARIMA is better by 7 % on smooth
-series, and worse by 42 % on those of served models whose thresholds the controller changes when the
-data shift: there, only the last window is informative."""
+series, and worse by 42 % on series of served models whose thresholds the controller changes when
+the data shift: in those, only the last window is informative."""
 
 METHODS: Final[Mapping[str, Callable[[], Forecaster]]] = {
     LAST: LastValue,

@@ -10,7 +10,7 @@ from offramp.bundle.schema.serde import check_numbers
 from offramp.cluster.planning.cluster_plan import ClusterPlan
 
 SLACK: Final = 0.2
-"""Share of the objective reserved for queues and bursts; 20 % in the paper's section 4."""
+"""Share of the latency objective reserved for queues and bursts; 20 % in E3, section 4."""
 BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -31,12 +31,12 @@ class PlanningGoal:
     rate_rps: float | None = None
     """Rows per second to serve at the least cost; ``None`` maximises the rate."""
     cost_factor: float = 1.0
-    """The paper's alpha: largest cost of a plan as a share of the cost of all devices."""
+    """Largest cost of a plan, as a share of the cost of all devices: the paper's alpha."""
     wrapper: bool = True
     """``True`` if exits that save no time inside a split may be off (3.4)."""
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     refused: tuple[RefusedSegments, ...] = ()
-    """Segments that no plan may combine, although their weights should fit."""
+    """Segments that no split may combine, because devices could not load them together."""
 
     def __post_init__(self) -> None:
         if not self.slo_s > 0:
@@ -57,10 +57,10 @@ class PlanningResult:
 
     plan: ClusterPlan
     baseline: ClusterPlan | None
-    """The model without exits, whole, on all devices that reduce the period; ``None`` if it meets
-    no constraint."""
+    """Plan of the unmodified model: one split without exits, on all devices that reduce the period.
+    ``None`` if it does not meet the constraints."""
     arrival_rps: float
-    """Rate used to predict the time to fill batches: the requested one, or the baseline's."""
+    """Rate used to predict the time to fill batches: the requested rate, or the baseline's."""
 
 
 class Limits(NamedTuple):

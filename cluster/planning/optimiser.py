@@ -1,15 +1,15 @@
 """The optimiser: computes a plan from a forecast of the exits and a cluster (E3 3.2, fig. 6).
 
-There are two goals: the highest rate of the devices, or the least cost for a rate. For both, every
-batch size is tried; a plan's latency (stages, links, and waits for batches to fill) stays within
-SLO · (1 − slack), its cost within a factor of that of all devices. Among plans within 1 % of the
-best period, the one with the fewest splits is chosen, then the cheapest, then the one with the
-least latency. The paper minimises the longest stage without a bound on the sum: with pipelining, a
-row's latency is the sum.
+There are two goals: the highest rate of the devices, or the lowest cost for a rate. For both, every
+batch size is tried. A plan's latency (stages, links, and waits for batches to fill) is at most SLO
+· (1 − slack); its cost is at most a given share of the cost of all devices. Among plans within 1 %
+of the best period, the one with the fewest splits is chosen, then the cheapest, then the one with
+the least latency. The paper minimises the longest stage without a bound on the sum: with
+pipelining, a row's latency is the sum.
 
-The whole model on every device, with the exits that save time and without exits, is always a
-candidate: except for that 1 %, no plan is worse than the unmodified model (the paper's can be,
-5.9).
+Two candidates always have the whole model on every device, with the exits that save time and
+without exits. So, except for that 1 %, no plan is worse than the unmodified model (the paper's can
+be, 5.9).
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ from offramp.cluster.planning.stage_times import SplitTimes, check_times, split_
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnsplitModel:
-    """The whole model on any counts of devices, at one batch size."""
+    """Figures of the whole model as one split, for each count of devices, at one batch size."""
 
     times: SplitTimes
     exits: bool
     """``True`` for the exits that save time, ``False`` for none."""
     rate_rps: NDArray[np.float64]
-    """Rows per second, [grid]."""
+    """[grid]: rows per second. The grid is every combination of device counts."""
     slowest_s: NDArray[np.float64]
-    """[grid]: seconds of a batch from which no row leaves; infinite where it does not fit in
-    memory."""
+    """[grid]: seconds of a batch if no row leaves; infinite if the model does not fit in memory."""
 
     @staticmethod
     def of(times: SplitTimes, counts: NDArray[np.int64], *, exits: bool) -> UnsplitModel:
-        """Return it on all ``counts`` [grid, types] of devices, which share rows by their speed."""
+        """Compute the figures for ``counts`` [grid, types]; devices share rows by their speed."""
         stage_s = times.seconds[:, 0, -1] if exits else times.unsplit_s
         longest_s = times.longest_s[:, 0, -1] if exits else times.unsplit_s
         fits = np.isfinite(stage_s)
@@ -67,16 +66,17 @@ class UnsplitModel:
 NEAR: Final = 0.01
 """Share by which a period may exceed the best one, for fewer splits or less cost."""
 MOST_PLACES: Final = 10_000_000
-"""Most places to search: types, times counts of a type, times combinations of all counts."""
+"""Largest search: number of types · counts of one type · combinations of the counts of all
+types."""
 
 
 def make_cluster_plan(model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -> PlanningResult:
     """Plan a model on a cluster.
 
     Raises:
-        InfeasiblePlanError: No plan meets the goal; it has the binding constraint.
-        PlanError: The cluster has more combinations of devices than are searched, no batch size is
-            profiled on all of its types, or their times are those of another model.
+        InfeasiblePlanError: No plan meets the goal; the error names the binding constraint.
+        PlanError: The cluster has too many combinations of devices, no batch size is profiled on
+            all device types, or the times belong to another model.
     """
     return _Optimiser(model, cluster, goal).result()
 
@@ -136,7 +136,7 @@ class _Optimiser:
             arrival_rps=self._arrival_rps,
         )
 
-    # The model as a whole.
+    # The whole model as one split.
 
     def _fastest_as_it_is(self) -> ClusterPlan | None:
         """Return the fastest plan without exits, or the cheapest at the goal's rate."""
@@ -164,7 +164,7 @@ class _Optimiser:
         rate_rps = max(float(whole.rate_rps.max()) for whole in self._as_it_is)
         if rate_rps > 0:
             return rate_rps
-        # The whole model fits on no device: assume segments spread over all devices.
+        # The whole model does not fit on any device: assume segments spread over all devices.
         times = [kind.times.segments_s[:, 1].sum() for kind in self._cluster.types]
         counts = [kind.count for kind in self._cluster.types]
         return sum(count / float(time_s) for count, time_s in zip(counts, times, strict=True))
@@ -186,7 +186,7 @@ class _Optimiser:
     # Splits.
 
     def _least_period(self, most: Limits) -> float:
-        """Return the shortest period of any plan within limits; infinite if there is none."""
+        """Return the shortest period of a plan within the limits; infinite without such a plan."""
         best_s = min(
             (1 / float(rate[fine].max()) for rate, fine in self._whole_rates(most) if fine.any()),
             default=math.inf,
@@ -209,7 +209,7 @@ class _Optimiser:
         return best_s
 
     def _most_promising_first(self, most: Limits) -> list[SplitSearch]:
-        """Return the searches by speed of the whole model: early results bound the later ones."""
+        """Return the searches, fastest whole model first: early results shorten later searches."""
         best = dict.fromkeys((s.times.batch_size for s in self._searches), 0.0)
         for whole in self._wholes:
             size = whole.times.batch_size
@@ -221,12 +221,12 @@ class _Optimiser:
         return [(whole.rate_rps, self._fine(whole, most)) for whole in self._wholes]
 
     def _fine(self, whole: UnsplitModel, most: Limits) -> NDArray[np.bool_]:
-        """Return, [grid], whether the whole model runs within latency and cost."""
+        """Return bool [grid]: whether the whole model, as one split, meets latency and cost."""
         wait_s = (whole.times.batch_size - 1) / 2 / self._arrival_rps
         return self._within(whole.slowest_s + wait_s, most) & (whole.rate_rps > 0)
 
     def _within(self, latency_s: NDArray[np.float64], most: Limits) -> NDArray[np.bool_]:
-        """Return, [grid], whether a plan exists within latency and cost."""
+        """Return bool [grid]: whether a plan with this latency is within the limits."""
         there = np.isfinite(latency_s) & (latency_s <= most.latency_s)
         fine: NDArray[np.bool_] = there & (self._cost <= most.cost)
         return fine
@@ -255,7 +255,7 @@ class _Optimiser:
         return float(self._counted_cost(counted).min())
 
     def _counted_cost(self, counted: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the least cost of a plan of any latency, [grid of the other types]."""
+        """Return the lowest cost of a plan, whatever its latency; [grid of the other types]."""
         counts = counted[-1, :, :-1].min(axis=0)
         finite = np.isfinite(counts)
         cost = self._others_cost + np.where(finite, counts, 0.0) * self._price
@@ -264,7 +264,7 @@ class _Optimiser:
     def _latencies(
         self, search: SplitSearch, period_s: float, most_s: float = math.inf
     ) -> NDArray[np.float64]:
-        """Return the least latency of any plan, [grid]; infinite beyond ``most_s``."""
+        """Return the lowest latency of a plan, [grid]; infinite beyond ``most_s``."""
         begun = search.begin(self._grid)
         steps = search.steps(period_s, most_s)
         found = search.extend(self._grid, steps, begun, counting=False, once=False)
@@ -317,7 +317,7 @@ class _Optimiser:
         splits: int,
         within: tuple[float, Limits],
     ) -> ClusterPlan | None:
-        """Return the plan of this many splits with the least cost, then the least latency."""
+        """Return the plan with this number of splits that has the lowest cost, then latency."""
         period_s, most = within
         best, best_cost, best_latency_s = None, most.cost, math.inf
         for number in np.argsort(bounds, kind="stable"):
@@ -393,10 +393,10 @@ class _Optimiser:
         segments = (start, end - 1)
         return replicas_of(self._model, self._cluster, segments, named, times.batch_size)
 
-    # No plan is possible.
+    # Reasons why no plan is possible.
 
     def _infeasible(self) -> InfeasiblePlanError:
-        """Return the error of the first constraint without a plan: memory, latency, cost, rate."""
+        """Return the error for the first unmet constraint: memory, latency, cost, rate."""
         goal, most = self._goal, self._most
         if not math.isfinite(self._least_period(Limits(math.inf, math.inf))):
             return InfeasiblePlanError(

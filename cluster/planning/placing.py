@@ -1,9 +1,9 @@
-"""Conversion of a plan's splits to the placement of streams: what each prefers and holds.
+"""Conversion of a plan to a placement: the stages that each stream prefers and holds.
 
-A plan states how many devices of each type run which split. Roles assign one of these to each
-stream; a placement states the same for stages, which end at exits in use and at ends of splits. A
-device holds its own split, and further segments as far as its memory allows, the nearest first: it
-steals work of these when its own split is idle.
+A plan states how many devices of each type run which split. A role assigns a split to one stream. A
+placement states the same for stages, which end at exits in use and at ends of splits. A device
+holds its own split, and further segments if its memory allows, the nearest first: it steals work of
+these segments when its own split is idle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offramp.cluster.planning.transition import Segments
 from offramp.engine.scheduling.placement import DeviceKind, Placement, StreamPlacement
 
 StageSpan = tuple[int, int, int | None]
-"""First and last segment of a stage, and the exit at its end: none if ``None`` or below 0."""
+"""First and last segment of a stage, and the exit at its end (``None`` or below 0: no exit)."""
 
 
 class StreamRole(NamedTuple):
@@ -25,7 +25,7 @@ class StreamRole(NamedTuple):
 
     device_type: str
     segments: Segments | None
-    """Segments of its split; ``None`` for a spare device, which helps where it can."""
+    """Segments of its split; ``None`` for a spare device, which only steals work."""
 
     @property
     def own(self) -> frozenset[int]:
@@ -45,9 +45,9 @@ def roles_of(plan: ClusterPlan) -> tuple[StreamRole, ...]:
 
 
 def roles_for(plan: ClusterPlan, device_types: Sequence[str]) -> tuple[StreamRole, ...]:
-    """Return a role in a plan for each stream, by device type; surplus streams are spares.
+    """Return a role for each stream, which has a device type; surplus streams are spares.
 
-    PlanError if there are too few of a type.
+    PlanError if there are too few streams of a type.
     """
     wanted: dict[str, list[Segments | None]] = {}
     for role in reversed(roles_of(plan)):
@@ -71,9 +71,9 @@ def borders_of(plan: ClusterPlan) -> frozenset[int]:
 
 
 def held_segments(role: StreamRole, model: ModelFacts, cluster: Cluster) -> frozenset[int]:
-    """Return the segments whose weights a device holds: its split's, and others that fit.
+    """Return the segments whose weights a device holds: its split, and others that fit.
 
-    If sizes are unknown, or memory is not bounded, all segments.
+    These are all segments if sizes are unknown, or memory is not bounded.
     """
     (memory_bytes,) = [k.memory_bytes for k in cluster.types if k.name == role.device_type]
     first, last = role.segments or (0, -1)
@@ -113,8 +113,8 @@ def place_plan(
         cluster: Types, times and links.
         max_batch_size: Largest batch size of the times.
         overhead_s: Time of a stage on its device in addition to its graph.
-        held: [streams] segments whose weights each stream has; by default those that fit. Segments
-            outside its split are those that it may steal.
+        held: [streams] segments whose weights each stream has; by default those that fit. A stream
+            may steal work of held segments outside its split.
 
     Raises:
         PlanError: The splits do not end where stages do, or a split has no stream.

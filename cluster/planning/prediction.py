@@ -1,4 +1,4 @@
-"""Figures of splits on devices: predictions for a plan under any forecast of the exits."""
+"""Predictions for splits on devices, and for a plan under any forecast of the exits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offramp.cluster.planning.stage_times import seconds_with
 def predict(
     plan: ClusterPlan, model: ModelFacts, cluster: Cluster, *, arrival_rps: float
 ) -> ClusterPlan:
-    """Predict a plan again with the exits' shares of ``model``; nothing else changes."""
+    """Predict a plan again, with the shares of ``model``; the plan itself does not change."""
     splits: list[PlannedSplit] = []
     for split in plan.splits:
         replicas = [
@@ -42,7 +42,7 @@ def replicas_of(
     like: Replicas,
     batch_size: int,
 ) -> Replicas:
-    """Return replicas for other segments, like given ones, with the same exits on."""
+    """Return replicas like ``like`` for other segments, with the same exits on."""
     (kind,) = [kind for kind in cluster.types if kind.name == like.device_type]
     first, last = segments
     after = dict(zip(model.exit_names, model.exit_after, strict=True))
@@ -72,7 +72,7 @@ def describe_split(
 ) -> PlannedSplit:
     """Combine replicas into a split; replicas share its rows by their speed."""
     first, last = segments
-    share = float(model.shares[first]) if senders else 1.0  # all rows enter at the first split
+    share = float(model.shares[first]) if senders else 1.0  # all rows reach the first split
     each_rps = sum(replica.count * batch_size / replica.stage_s for replica in replicas)
     crossing = model.crossing_bytes(first) if senders else 0.0
     links = [

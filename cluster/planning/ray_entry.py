@@ -1,8 +1,8 @@
 """The part of a cluster file about workers that Ray starts; :mod:`.cluster_file` reads it.
 
 ``launch = "ray"`` in ``[router]`` makes all workers without an address actors of Ray. Optional keys
-are ``ray_address``, of the cluster's head, and ``least``. ``resources`` of a device are those of
-its actor, by Ray's names.
+are ``ray_address``, of the cluster's head, and ``least``. ``resources`` of a device are what Ray
+reserves for its actor, by Ray's names.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class RayEntry:
     """Options for workers that Ray starts."""
 
     address: str | None = None
-    """HOST:PORT of the cluster's head; ``None`` is the cluster of this host."""
+    """HOST:PORT of the cluster's head; ``None`` uses the cluster that runs on this host."""
     least: int | None = None
-    """Fewest workers that a server starts with; ``None`` is all. Others join when Ray has
-    resources."""
+    """Smallest number of workers that a server starts with; ``None`` requires all. Others join when
+    Ray has resources."""
 
 
 def read_launch(actors: Sequence[str], content: Mapping[str, Any]) -> RayEntry | None:
-    """Read how ``[router]`` starts workers; ``None`` if not by Ray. ValueError if malformed.
+    """Read how ``[router]`` starts workers; ``None`` without Ray. ValueError if malformed.
 
     ``actors`` are the device types with ``resources``, which only Ray uses.
     """

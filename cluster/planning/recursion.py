@@ -1,9 +1,9 @@
 """The recursion over splits and devices (E3 3.2.3, fig. 6), vectorised over device counts.
 
 A bound on the period of a stage determines how many replicas of a type a split needs. Then any sum
-along the splits can be minimised: latency over all counts of devices, or the count of one type over
-all counts of the others, which is a far smaller grid. The count decides whether a period is
-possible at all; latency is needed only where latency or cost may bind.
+over the splits can be minimised: the latency, for all counts of devices; or the count of one type,
+for all counts of the others, which is a far smaller grid. The count decides whether a period is
+possible at all; latency is needed only if latency or cost may bind.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class DeviceGrid:
         shape = tuple(count + 1 for count in budget)
         self.size = int(np.prod(shape))
         self.counts = np.stack(np.unravel_index(np.arange(self.size), shape), axis=1)
-        """Counts of devices, [size, types]."""
+        """[size, types]: counts of devices at each index of the flat axis."""
         strides = np.array([int(np.prod(shape[k + 1 :])) for k in range(len(shape))], np.int64)
         most = max(budget, default=0)
         self.before = np.full((len(budget), most + 1, self.size), self.size)
-        """[types, count, size]: place with this many fewer devices; ``size`` if there is none."""
+        """[types, count, size]: index with ``count`` fewer devices of the type; ``size`` if
+        impossible."""
         for kind, stride in enumerate(strides):
             for count in range(budget[kind] + 1):
                 there = self.counts[:, kind] >= count
@@ -44,16 +45,16 @@ class DeviceGrid:
 class Links:
     """The links of a cluster between types, by the class of the sending type.
 
-    Types with the same links are of one class, which is all that the recursion must know of the
-    split before.
+    Types with the same links form one class. The class is all that the recursion must know about
+    the split before.
     """
 
     class_of: NDArray[np.int64]
     """Class of each type, [types]."""
     bytes_per_s: NDArray[np.float64]
-    """Bandwidth, [classes, types]."""
+    """[classes, types]: bandwidth of the link from a class to a type."""
     latency_s: NDArray[np.float64]
-    """Latency, [classes, types]."""
+    """[classes, types]: latency of that link."""
 
     @staticmethod
     def of(cluster: Cluster) -> Links:
@@ -74,21 +75,21 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Steps:
-    """The splits that a period allows, each from a border to a later one; sorted by their end."""
+    """Splits that a period allows, each from one border to a later one; sorted by their end."""
 
     start: NDArray[np.int64]
     end: NDArray[np.int64]
     source: NDArray[np.int64]
-    """Class of the type before; 0 at the model's start."""
+    """Class of the device type that runs the split before; 0 at the model's start."""
     kind: NDArray[np.int64]
     replicas: NDArray[np.int64]
     latency_s: NDArray[np.float64]
     bounds: NDArray[np.int64]
-    """[K + 2]: index of the first step that ends at each border."""
+    """[K + 2]: index of the first step that ends at each border; K is the number of segments."""
 
 
 class SplitSearch:
-    """All plans of one batch size, searched by a bound on the period."""
+    """Search of the plans of one batch size for a bound on the period; K is the segment count."""
 
     def __init__(
         self, model: ModelFacts, cluster: Cluster, times: SplitTimes, arrival_rps: float
@@ -101,17 +102,19 @@ class SplitSearch:
         self.fill_s = (size - 1) / 2 / (shares * arrival_rps)
         """[K]: mean time at each border until a batch is full, in seconds."""
         self.need_s = times.seconds[:, :-1] * (shares / size)[None, :, None]
-        """[types, K, K + 1]: seconds of one replica for each row that enters the model."""
+        """[types, K, K + 1]: seconds that a single replica needs for each row that enters the
+        model."""
         crossing = np.array([0.0, *(model.crossing_bytes(k) for k in range(1, model.segments))])
         each_s = crossing[None, None, :] / self._links.bytes_per_s[:, :, None]
         self.link_period_s = each_s * shares
-        """[classes, types, K]: seconds of a link for each row that enters the model."""
+        """[classes, types, K]: seconds that a link is busy for each row that enters the model."""
         self.link_s = each_s * size + self._links.latency_s[:, :, None]
-        """[classes, types, K]: seconds of a batch on the link."""
+        """[classes, types, K]: seconds that a batch takes on the link."""
         self._before_s, self._behind_s = self._least_latencies()
         eliminated = int(np.argmax(self.budget))
         self.eliminated = eliminated
-        """Type whose count is minimised where latency does not matter: the most numerous."""
+        """Type whose count is minimised if latency does not matter: the type with the most
+        devices."""
 
     def periods(self, above: float, below: float) -> NDArray[np.float64]:
         """Return the possible periods of splits and links between two bounds, ascending."""
@@ -125,9 +128,10 @@ class SplitSearch:
         return np.unique(every[(every > above) & (every < below)])
 
     def steps(self, period_s: float, latency_s: float = np.inf) -> _Steps:
-        """Return the splits that allow a period, with the number of replicas that they need.
+        """Return the splits that a period allows, with the number of replicas that they need.
 
-        Splits through which no plan can meet the latency, with any number of devices, are omitted.
+        Splits are omitted if no plan that contains them can meet the latency, with any number of
+        devices.
         """
         with np.errstate(invalid="ignore"):
             wanted = np.ceil(self.need_s / period_s * (1 - ROUNDING))
@@ -157,7 +161,7 @@ class SplitSearch:
         )
 
     def begin(self, grid: DeviceGrid) -> NDArray[np.float64]:
-        """Return the initial table, [K + 1, classes, size + 1]: 0 at the start, else infinite."""
+        """Return the initial table, [K + 1, classes, size + 1]: 0 at border 0, else infinite."""
         table = np.full((self._borders + 1, len(self._links.bytes_per_s), grid.size + 1), np.inf)
         table[0, :, :-1] = 0.0
         return table
@@ -171,9 +175,9 @@ class SplitSearch:
         counting: bool,
         once: bool,
     ) -> NDArray[np.float64]:
-        """Append splits to a table: exactly one (``once``), or any number.
+        """Extend the plans of a table by exactly one split (``once``), or by any number.
 
-        The minimum is of the count of the eliminated type if ``counting``, of latency otherwise.
+        The table has minimum counts of the eliminated type if ``counting``, else minimum latencies.
         """
         after = before if not once else np.full_like(before, np.inf)
         classes, width = before.shape[1:]
@@ -250,7 +254,7 @@ class SplitSearch:
         return before_s, behind_s
 
     def latency_of(self, splits: Sequence[tuple[int, int, int, int]]) -> float:
-        """Return the sum of stages, waits and links of splits, in seconds."""
+        """Return the total seconds of the stages, waits and links of splits."""
         total_s, sender = 0.0, 0
         for start, end, kind, _ in splits:
             total_s += float(self.times.longest_s[kind, start, end] + self.fill_s[start])

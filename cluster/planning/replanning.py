@@ -2,12 +2,12 @@
 
 Planning is due every window, as in E3 (4), or immediately when observed and forecast shares differ
 (3.1 says "drastically", without a number). The new plan is used only if it is better by a margin
-under the same forecast, and not within a pause after the last change, because a transition loads
+under the same forecast, and only after a pause since the last change, because a transition loads
 weights and drains batches.
 
-If the goal is the highest rate, and forecast noise changes the rate of no plan by more than a
-factor of √(1 + margin), each new plan is truly better than the one before, so none returns.
-Otherwise only the pause bounds how often plans change.
+Suppose that the goal is the highest rate, and that forecast noise changes a plan's rate by at most
+a factor of √(1 + margin). Then each new plan is truly better than the one before, so no plan
+returns. Otherwise only the pause bounds how often plans change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from offramp.cluster.planning.prediction import predict
 
 Due: TypeAlias = Literal["first", "window", "parted"]
 PAUSE_WINDOWS: Final = 5
-"""Number of windows after a change without another one."""
+"""Number of windows after a change in which no other change is made."""
 _ROUNDING = 1e-9
 
 
@@ -42,11 +42,11 @@ class ReplanRules:
     wrong forecast loses 6 % of the rate on average (``benchmarks/forecasts.py``): a change should
     gain more."""
     pause_s: float = PAUSE_WINDOWS * WINDOW_S
-    """Seconds after a change without another one."""
+    """Seconds after a change in which no other change is made."""
     parted: float = 0.15
     """Difference between an exit's observed and forecast share that makes planning due."""
     least_rows: int = 500
-    """Fewest observed rows for that: with 500, two standard deviations are 0.045."""
+    """Smallest number of observed rows for that: with 500, two standard deviations are 0.045."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "window_s", "parted", above=0)
@@ -58,7 +58,7 @@ class ReplanDecision:
     """The plan to serve by, and the reason."""
 
     plan: ClusterPlan | None
-    """Plan to serve by; ``None`` if none was active and none is possible."""
+    """Plan to serve by; ``None`` if no plan was active and no plan is possible."""
     changed: bool
     """``True`` if it is not the plan that was active."""
     reason: str
@@ -66,7 +66,7 @@ class ReplanDecision:
 
 
 class ReplanGuard:
-    """Decides when to plan, and keeps a plan that is about as good; callers pass the time."""
+    """Decides when to plan, and keeps the active plan if it is about as good; takes the time."""
 
     def __init__(self, rules: ReplanRules | None = None) -> None:
         self.rules = rules or ReplanRules()
@@ -145,7 +145,7 @@ class ReplanGuard:
         return self._change(now_s, found, words if math.isinf(gain) else f"better by {gain:.1%}")
 
     def given_up(self) -> None:
-        """Record that the last decided change was not made: no pause follows it."""
+        """Record that the last decided change was not made, so that no pause follows."""
         self._changed_s = self._changed_before_s
 
     def plan_again(self) -> None:
@@ -160,7 +160,7 @@ class ReplanGuard:
 def gain_of(
     current: ClusterPlan, found: ClusterPlan, goal: PlanningGoal, *, tolerance: float = 0.0
 ) -> float:
-    """Return how much better a plan is that meets the goal, as a share; both PREDICTED.
+    """Return how much better ``found``, which meets the goal, is, as a share; all PREDICTED.
 
     The gain is in rate, or, if the goal has a rate, in cost. It is infinite if the active plan no
     longer serves the rate, or exceeds the goal's latency by more than a share of ``tolerance``,

@@ -1,7 +1,7 @@
 """The time of every possible split on every type of device, with the exits that save time.
 
-E3's T(i..j, c, B) = sum of P(k, c, B_k) (3.2, fig. 6), and its wrapper (3.4): exits inside a split
-whose check costs more than the smaller batch saves are off.
+E3's T(i..j, c, B) = sum of P(k, c, B_k) (3.2, fig. 6), and its wrapper (3.4): an exit inside a
+split is off if its check costs more time than the smaller batch saves.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from offramp.cluster.planning.goal import PlanningGoal
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitTimes:
-    """Seconds of all splits at one batch size; borders are 0 to K, border k before segment k."""
+    """Seconds of all splits at one batch size; border k, from 0 to K, is before segment k."""
 
     batch_size: int
     seconds: NDArray[np.float64]
-    """[types, K + 1, K + 1]: seconds between two borders, for a full batch at the start; infinite
-    where the weights do not fit, or the end is not after the start."""
+    """[types, K + 1, K + 1]: seconds between two borders, for a batch that is full at the first.
+    Infinite if the weights do not fit, or if the second border is not after the first."""
     longest_s: NDArray[np.float64]
-    """[types, K + 1, K + 1]: the same, if no row of the batch leaves inside."""
+    """[types, K + 1, K + 1]: the same seconds if no row of the batch leaves inside."""
     last_exit: NDArray[np.int64]
-    """[types, K + 1, K + 1]: border of the last exit that is on before the end; the start if there
-    is none."""
+    """[types, K + 1, K + 1]: border of the last exit that is on before the second border; the first
+    border without such an exit."""
     unsplit_s: NDArray[np.float64]
     """[types]: seconds of the unmodified model, without exits."""
 
@@ -44,7 +44,7 @@ class SplitTimes:
 
 
 def check_times(model: ModelFacts, cluster: Cluster) -> None:
-    """Raise PlanError if a cluster's times are those of another model."""
+    """Raise PlanError if a cluster's times belong to another model."""
     last = max(model.exit_names, default=-1)
     for kind in cluster.types:
         segments, exits = len(kind.times.segments_s), len(kind.times.exits_s)
@@ -59,10 +59,10 @@ def check_times(model: ModelFacts, cluster: Cluster) -> None:
 def split_times(
     model: ModelFacts, cluster: Cluster, batch_size: int, goal: PlanningGoal
 ) -> SplitTimes:
-    """Choose the exits inside of every split, and time it.
+    """Choose the exits inside every possible split, and predict its time.
 
-    Without the wrapper all exits are on, as in most of the paper's evaluation; except for the whole
-    model, which may always run without exits. Segments that the goal refuses have infinite time.
+    Without the wrapper all exits are on, as in most of the paper's evaluation; only the whole model
+    may always run without exits. Segments that the goal refuses have infinite time.
     """
     tables = [kind.times for kind in cluster.types]
     seconds, longest_s, last_exit = _times_of(model, tables, batch_size, wrapper=goal.wrapper)
@@ -96,8 +96,8 @@ def _times_of(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
     """Return seconds between borders, their maximum, and the last exit; [types, K + 1, K + 1] each.
 
-    It is a recursion over the exits inside: the time of the last part depends only on the exit
-    before it, as does the share of rows after that exit.
+    It is a recursion over the exits inside a split. The time after the last exit, and the share of
+    rows there, depend only on that exit.
     """
     count = model.segments
     exit_at, shares = model.exit_at, np.append(model.shares, 0.0)
@@ -116,7 +116,8 @@ def _times_of(
             [direct, best[:, :end, inside] + legs[:, :end, inside, end]], axis=-1
         )
         if len(inside) and (not wrapper or (end < count and exit_at[end] < 0)):
-            # After an end without an exit, as many rows remain as after the last exit before it.
+            # At an end without an exit, the same number of rows remain as after the last exit
+            # before it.
             total[:, : inside[-1], :-1] = np.inf
         taken = total.argmin(axis=-1)
         best[:, :end, end] = total.min(axis=-1)
@@ -129,10 +130,10 @@ def _times_of(
 def _legs(
     times: DeviceTimes, sizes: NDArray[np.float64], exit_at: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Return seconds between two borders, with the exit at the second; [starts, K + 1, K + 1].
+    """Return seconds between two borders, with the exit at the second: [starts, K + 1, K + 1].
 
-    ``sizes`` [starts, K + 1] are the mean rows after a border of a batch that began at another;
-    times are interpolated between whole sizes, as for a batch that varies little.
+    ``sizes`` [starts, K + 1] are the mean rows that remain after a border, for a batch that is full
+    at a starting border. Times are interpolated between whole sizes, as if the size varied little.
     """
     until = np.concatenate([np.zeros((1, times.segments_s.shape[1])), times.segments_s]).cumsum(0)
     low = np.minimum(sizes.astype(np.int64), times.max_batch_size)
@@ -157,10 +158,10 @@ def seconds_with(
     *,
     ends_with_exit: bool,
 ) -> tuple[float, float]:
-    """Time a split with known exits: with the forecast shares, and if no row leaves.
+    """Return the seconds of a split with known exits: with forecast shares, and if no row leaves.
 
-    ``borders`` are its start, the exits inside that are on, and its end. Rows after an exit are
-    those that remain after all exits up to it.
+    ``borders`` are its start, the exits inside that are on, and its end. The rows after an exit are
+    those that remain after all exits up to this one.
     """
     shares, exit_at = model.shares, model.exit_at
     mean_s = longest_s = 0.0

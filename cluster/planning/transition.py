@@ -1,10 +1,10 @@
 """The transition between plans while rows are served: loads, switch and unloads of workers.
 
-A worker runs one split. It loads its next split while it still holds the old one, if its memory has
-space for both, and unloads the old one after its rows have drained. Otherwise it must stop first
-(and joins the new plan immediately), or wait for the switch (and joins late). For each split of the
-active plan some worker continues until the switch, and each split of the next plan has a worker by
-then. So no row is without a worker at any step. E3 leaves all of this to its platform (4).
+A worker runs one split. If its memory has space for both, it loads its next split while it still
+holds the old one, and unloads the old one after its rows have drained. Otherwise it either stops
+first, and joins the new plan immediately; or it waits for the switch, and joins late. For each
+split of the active plan, some worker continues until the switch; each split of the next plan has a
+worker by then. So every row has a worker at every step. E3 leaves all of this to its platform (4).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
 
 Segments: TypeAlias = tuple[int, int]
-"""First and last segment of a split, with the exits between: the unit that a worker loads."""
+"""First and last segment of a split; a worker loads these, and the exits between, as a unit."""
 
 _TIE: Final = 0.25
-"""Largest total weight of all ties of a kind in an assignment, as a share of a load."""
+"""Largest total of the tie-breaking costs of one kind in an assignment; a load costs 1."""
 
 
 class TransitionError(PlanError):
@@ -33,7 +33,7 @@ class TransitionError(PlanError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
-    """A worker, which is one device, and the splits that it has loaded."""
+    """A worker, which is one device, with the splits that it has loaded."""
 
     name: str
     device_type: str
@@ -43,7 +43,7 @@ class WorkerState:
     serves: Segments | None = None
     """Split of the active plan that it runs; ``None`` if it is idle."""
     lost: bool = False
-    """``True`` if the next plan must not use it: it is gone, and its work waits for it, or it is
+    """``True`` if the next plan must not use it: it is out of service, and its work waits, or it is
     too slow."""
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Action(StrEnum):
     """The kinds of steps."""
 
     STOP = "stop"
-    """The router sends the worker no more work of the active plan; its rows drain."""
+    """The router stops sending work of the active plan to the worker; its rows drain."""
     UNLOAD = "unload"
     LOAD = "load"
     SWITCH = "switch"
@@ -99,11 +99,11 @@ def plan_transition(
         old: The active plan; ``None`` if there is none.
         new: The next plan.
         workers: All workers, including idle ones.
-        weight_bytes: [segments] bytes of each segment; empty is none.
+        weight_bytes: [segments] bytes of the weights of each segment; empty means 0.
 
     Raises:
-        TransitionError: There are too few workers, or too little memory while they serve, with the
-            fewest loads; solutions with more loads are not searched.
+        TransitionError: With the fewest loads there are too few workers, or too little memory while
+            they serve; solutions with more loads are not searched.
         ValueError: The workers do not serve ``old``.
     """
     moving = _Moving(old, new, workers, weight_bytes)
@@ -145,7 +145,8 @@ class _Moving:
     def assign_roles(self) -> dict[str, Segments]:
         """Assign a worker to each replica of the next plan, with the fewest loads.
 
-        Among these assignments, it prefers few workers that lack memory, and few bytes to read.
+        Among assignments with equal loads, it prefers few workers that lack memory, then few bytes
+        to load.
         """
         workers = list(self._workers.values())
         found = assign(self._load_costs(workers))
@@ -157,7 +158,7 @@ class _Moving:
         }
 
     def _load_costs(self, workers: Sequence[WorkerState]) -> NDArray[np.float64]:
-        """Return costs, [slots, workers]: 0 where the split is held, else 1 and a tie weight."""
+        """Return costs, [slots, workers]: 0 if the split is held, else 1 plus a tie-breaker."""
         total = sum(self.bytes_of(segments) for segments, _ in self._slots) or 1.0
         each = _TIE / max(len(self._slots), 1)
         costs = np.full((len(self._slots), len(workers)), math.inf)
@@ -177,7 +178,7 @@ class _Moving:
         each split of the next plan has a worker by then.
         """
         replicas = [segments for segments, _ in self._slots]
-        # All but one of the workers of each next split may join late.
+        # Of the workers of each next split, all but one may join late.
         places = [(s, k) for s in dict.fromkeys(replicas) for k in range(1, replicas.count(s))]
         stuck: list[dict[Segments, str]] = []
         for serving in self._serving.values():
@@ -236,7 +237,7 @@ class _Moving:
         size = self.bytes_of(role)
         for segments in sorted(held - running):
             if stopped and segments == worker.serves:
-                pass  # drained: it is unloaded in any case
+                pass  # drained: it is unloaded in either case
             elif sum(map(self.bytes_of, held)) + size <= worker.memory_bytes:
                 continue
             held.discard(segments)
@@ -298,11 +299,12 @@ def _serving(
 
 
 def assign(costs: NDArray[np.float64]) -> tuple[int, ...] | None:
-    """Assign each row a different column, with the least sum of ``costs`` [rows, columns], all ≥ 0.
+    """Assign each row a different column, with the lowest sum of ``costs`` [rows, columns] ≥ 0.
 
-    Returns [rows] columns. Infinity excludes a pair; ``None`` if no assignment is left. The
-    Hungarian method by shortest augmenting paths (Jonker and Volgenant), O(rows² · columns);
-    implemented here because scipy is not a dependency. 64 workers take a few milliseconds.
+    Returns the column of each row. A cost of infinity excludes a pair; ``None`` if no assignment is
+    left. The Hungarian method by shortest augmenting paths (Jonker and Volgenant), O(rows² ·
+    columns); implemented here because scipy is not a dependency. 64 workers take a few
+    milliseconds.
     """
     rows, columns = costs.shape
     if rows > columns:

@@ -1,8 +1,8 @@
 """The part of a cluster file about workers; :mod:`.cluster_file` reads it.
 
 ``device`` names a type of ``[devices]``. With ``backend = "tensorrt"`` or ``"cuda"`` a worker runs
-on a GPU of its host, whose number may follow the type: ``"cuda:1"`` is GPU 1, of type ``cuda:1`` if
-there is such a type, else of type ``cuda``; ``"h100:0"`` is GPU 0, of type ``h100``. Without a
+on a GPU of its host, and its number may follow the type: ``"cuda:1"`` is GPU 1, of type ``cuda:1``
+if this type exists, else of type ``cuda``; ``"h100:0"`` is GPU 0, of type ``h100``. Without a
 number the workers of an entry use the GPUs from 0 on, one each.
 """
 
@@ -29,9 +29,9 @@ class WorkersEntry:
     count: int
     """Number of workers of the entry."""
     backend: str = ""
-    """One of :data:`GPU_BACKENDS`; empty for the CPU, with the server's own backend."""
+    """One of :data:`GPU_BACKENDS`; empty: the CPU, with the server's own backend."""
     gpus: tuple[int, ...] = ()
-    """[count] GPU of each worker, by its number on the worker's host; empty for the CPU."""
+    """[count]: number of each worker's GPU on its host; empty for the CPU."""
 
     def shared_gpus(self, other: WorkersEntry) -> list[int]:
         """Return the GPUs of the same host that both entries use."""

@@ -25,16 +25,16 @@ from offramp.engine.common.network import tls_reason
 from offramp.engine.stages.backend_protocol import Backend
 
 LEAVE_S: Final = 10.0
-"""Time for Ray to end an actor whose router is gone; if it ended itself, Ray would report a
-crash."""
+"""Seconds for Ray to end an actor whose router is gone; if the actor ended itself earlier, Ray
+would report a crash."""
 
 
 class WorkerActor:
-    """A worker on a node of a Ray cluster; its arguments are only plain strings and numbers.
+    """A worker on a node of a Ray cluster; all its arguments are plain strings and numbers.
 
-    It works like ``eeworker``: it serves one router, which must present the token, with the bundles
-    that it was started with only. Its process ends with its router, which releases the resources
-    that Ray reserved for it; its successor is another actor.
+    It works like ``eeworker``: it serves one router, which must present the token, and only with
+    the bundles that it was started with. Its process ends with its router, which releases the
+    resources that Ray reserved for it; its successor is another actor.
     """
 
     def __init__(
@@ -45,17 +45,18 @@ class WorkerActor:
         custom_ops: Sequence[str] = (),
         criterion_modules: Sequence[str] = (),
     ) -> None:
-        """Keep the arguments: paths of files on the node, and ``threads`` of a stage."""
+        """Keep the arguments: paths of files on the node, and number of threads of a stage."""
         self._token = token.encode()
         self._bundles = bundles
         self._threads = threads
         self._custom_ops = [Path(path) for path in custom_ops]
         self._criterion_modules = criterion_modules
         self._entered = contextlib.ExitStack()
-        """The libraries of operators, from the time when it listens."""
+        """Holds the libraries of operators, which are registered when the actor starts to
+        listen."""
 
     def listen(self) -> tuple[str, str]:
-        """Start to listen; return HOST:PORT and "", or "" and a line with the problem."""
+        """Start to listen; return HOST:PORT and an empty text, or an empty text and the problem."""
         logging.basicConfig(
             level=logging.WARNING, format="%(levelname)s worker %(process)d: %(message)s"
         )
@@ -82,7 +83,7 @@ class WorkerActor:
         return str(HostPort(*listening.getsockname()[:2])), ""
 
     any_graph = False
-    """``True`` if a router may send graphs of its own, as only tests do."""
+    """``True`` if a router may send graphs that are not in a bundle; only tests do so."""
 
     def make(self, hello: Hello) -> Backend:
         """Make the backend that a router requests; BackendError if it cannot run here."""

@@ -1,11 +1,11 @@
 """Starts one worker, and its successors, as an actor of Ray where Ray has resources.
 
-Each worker has its own placement group of one bundle: its resources. The group is kept while the
-worker is replaced, so that no other job takes its place; Ray moves it when its node is gone. While
-resources are lacking it waits, which an autoscaler sees; it is checked whenever the worker's stream
-tries to start. Rejected: one group for all workers, which Ray places whole or not at all, and
-actors that wait for resources themselves, which cannot be distinguished from actors whose process
-is starting.
+Each worker has its own placement group, which reserves the worker's resources. The group is kept
+while the worker is replaced, so that no other job takes the resources; Ray moves the group when its
+node is gone. While resources are lacking, the group waits, and an autoscaler sees that. It is
+checked whenever the worker's stream tries to start. Rejected: one group for all workers, which Ray
+places whole or not at all, and actors that wait for resources themselves, which cannot be
+distinguished from actors whose process is starting.
 
 Ray does not restart actors (``max_restarts=0``): a restarted worker would have none of its stages.
 After the worker has returned its address, Ray is not needed any more; the socket reveals a lost
@@ -39,12 +39,12 @@ from offramp.engine.common.network import NetworkError
 _log = logging.getLogger(__name__)
 
 PLACE_LIMIT_S: Final = 2.0
-"""Seconds that the first check of a place may take: Ray needs time even with free resources."""
+"""Seconds that the first check of a placement may take: Ray needs time even with free resources."""
 RESERVE_LIMIT_S: Final = 60.0
-"""Longest time, in seconds, that a server waits for the places of its first workers."""
+"""Longest time, in seconds, that a server waits until Ray has placed its first workers."""
 _REMEDY: Final = "the ports of a node must be open to the others of its cluster"
 _LOOK_S: Final = 0.05
-"""Seconds between checks of a worker's place and address."""
+"""Seconds between checks of a worker's placement and address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class ActorNeeds:
     """Start arguments of a cluster's actors: plain strings, which Ray sends to the node."""
 
     bundles: tuple[str, ...]
-    """Absolute paths of bundles, the same on every node."""
+    """Absolute paths of bundles; they must be the same on every node."""
     custom_ops: tuple[str, ...] = ()
     criterion_modules: tuple[str, ...] = ()
     actor: type[WorkerActor] = WorkerActor
@@ -75,7 +75,7 @@ def actor_needs(bundles: Sequence[Path]) -> ActorNeeds:
 
 
 def reserve(launchers: Sequence[RayLauncher], least: int) -> None:
-    """Request the places of all workers, and wait for ``least``; BackendError if too few."""
+    """Request placements of all workers, and wait for ``least``; BackendError if too few."""
     try:
         for launcher in launchers:
             launcher.reserve()
@@ -111,7 +111,7 @@ class RayWorker(TcpWorker):
 
     @property
     def name(self) -> str:
-        """Name in messages."""
+        """Name of the worker in messages."""
         return f"Ray worker {self._address.address}"
 
     def _let_go(self) -> None:
@@ -124,7 +124,7 @@ class RayWorker(TcpWorker):
 class RayLauncher:
     """Places one worker on Ray, and starts it and its successors there.
 
-    ``resources`` are those that Ray reserves for it, by Ray's names (``CPU``, ``GPU``, or custom).
+    ``resources`` are what Ray reserves for it, by Ray's names (``CPU``, ``GPU``, or custom ones).
     """
 
     runtime = ON_THE_CPU
@@ -146,7 +146,7 @@ class RayLauncher:
         self._ray_address = address
         self._ping_s = ping_s
         self._lock = threading.Lock()
-        """Guards the group."""
+        """Guards the placement group."""
         self._group: Any = None
         self._patient_until_s = 0.0
 
@@ -156,11 +156,11 @@ class RayLauncher:
         return self._device_type
 
     def describe(self) -> str:
-        """Describe the worker's place."""
+        """Describe the worker's location, for messages and the log."""
         return f"an actor of Ray with {describe_resources(self._resources)}"
 
     def reserve(self) -> None:
-        """Request the worker's place from Ray, without waiting; BackendError without Ray."""
+        """Request the worker's placement group, without waiting; BackendError without Ray."""
         with self._lock:
             if self._group is None:
                 ray = connect(self._ray_address)
@@ -168,7 +168,7 @@ class RayLauncher:
                 self._patient_until_s = time.monotonic() + PLACE_LIMIT_S
 
     def placed(self) -> bool:
-        """Return whether Ray has a place for the worker now."""
+        """Return whether Ray has placed the worker's group by now."""
         with self._lock:
             if self._group is None:
                 return False
@@ -200,21 +200,21 @@ class RayLauncher:
                 kill(actor)
                 raise
         except ray.exceptions.RayError as error:
-            self.close()  # the place may be the cause: the next start requests another
+            self.close()  # the node may be the cause: the next start requests another group
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise WorkerLostError(f"Ray cannot start a worker: {lines[0]:.300}") from error
 
     def close(self) -> None:
-        """Release the place."""
+        """Release the placement group."""
         with self._lock:
             group, self._group = self._group, None
         ray = connected_ray()
         if group is not None and ray is not None:
-            with contextlib.suppress(Exception):  # the cluster is gone, so the place is released
+            with contextlib.suppress(Exception):  # the cluster is gone, so the group is released
                 ray.util.remove_placement_group(group)
 
     def _await_place(self) -> None:
-        """Wait briefly for the place after it was requested; WorkerLostError if there is none."""
+        """Wait briefly until a requested group is placed; WorkerLostError if it is not."""
         over = threading.Event()
         while not self.placed():
             if time.monotonic() >= self._patient_until_s:
@@ -226,7 +226,7 @@ class RayLauncher:
             over.wait(_LOOK_S)
 
     def _make_actor(self, ray: Any) -> tuple[Any, str]:
-        """Return a future actor, and the token that its router must present."""
+        """Create an actor, which may still be starting; return it with the token for its router."""
         token, needs = secrets.token_hex(32), self._needs
         scheduling = ray.util.scheduling_strategies
         rest = {k: v for k, v in self._resources.items() if k not in ("CPU", "GPU", "memory")}
@@ -251,7 +251,7 @@ class RayLauncher:
         return actor, token
 
     def _address_of(self, ray: Any, actor: Any) -> str:
-        """Return the address when the actor listens; WorkerLostError if it loses its place."""
+        """Return an actor's address once it listens; WorkerLostError if its group is lost."""
         asked = actor.listen.remote()
         until_s = time.monotonic() + START_LIMIT_S
         while not ray.wait([asked], timeout=1.0)[0]:

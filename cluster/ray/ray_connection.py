@@ -1,4 +1,4 @@
-"""The connection to a Ray cluster, made once a process, and the cluster's resources."""
+"""The connection to a Ray cluster, one per process, and the cluster's resources."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HOW_TO_START: Final = (
     "start Ray on this host (ray start --head, or ray start --address=HEAD:6379 to join a cluster)"
 )
 REACH_LIMIT_S: Final = 5.0
-"""Seconds to connect to the head's port, which shows that the host is reachable."""
+"""Time limit, in seconds, to connect to the head's port; shows whether the host is reachable."""
 CONNECT_LIMIT_S: Final = 60.0
-"""Seconds of the whole connection to Ray."""
+"""Time limit, in seconds, to connect to Ray."""
 _connecting = threading.Lock()
 
 
@@ -86,7 +86,7 @@ def _init(ray: Any, address: str) -> None:
 
 
 def _in_thread(function: Callable[..., None], *arguments: Any) -> None:
-    """Call on a separate thread with a time limit: on the main thread Ray would handle SIGTERM.
+    """Call a function on a thread, with a time limit; on the main thread Ray would handle SIGTERM.
 
     TimeoutError at the limit; the thread keeps running, because Ray waits forever for a lost
     cluster.
@@ -113,7 +113,7 @@ def free_cpus(ray: Any) -> int:
 
 
 def tls_files() -> TlsIdentity | None:
-    """Return the files of Ray's TLS on this node; ``None`` if Ray does not encrypt.
+    """Return the TLS files that Ray uses on this node; ``None`` if Ray does not encrypt.
 
     Workers and their router use the same files, because both ends must present a certificate.
     """

@@ -3,7 +3,7 @@
 ::
 
     backend       the engine's view: a backend whose slots are workers
-    slot          runs stages in a worker
+    slot          the router's side of a slot: runs stages in a worker
     tensors       transfer of tensors to a worker and back: in shared memory, or inline
     launching     protocols of launchers and of running workers
     process       a worker that is a process on this host
@@ -19,5 +19,5 @@
     transport     connections and shared memory; independent of models
 
 The router owns requests, inputs and waiting rows. A worker writes only to the memory region of a
-message, and only its reply makes results valid: a worker that dies before leaves no state.
+message, and results are valid only after its reply: a worker that dies before leaves no state.
 """

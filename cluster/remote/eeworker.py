@@ -78,7 +78,7 @@ ILLEGAL: Final = (
 
 
 class _StoppedError(Exception):
-    """A signal requests the end."""
+    """A signal requested the end of the process."""
 
 
 def main(
@@ -89,7 +89,7 @@ def main(
     any_graph: bool = False,
     module: str = MODULE,
 ) -> int:
-    """Run ``eeworker``; return the exit status.
+    """Run ``eeworker``, and return the exit status.
 
     Tests pass ``make``, ``reached`` and ``any_graph`` to the worker; ``module`` is then the calling
     module.
@@ -179,7 +179,7 @@ class _Serving:
             )
 
     def wait_until_ready(self) -> bool:
-        """Wait until it accepts connections; ``False`` if it ended before."""
+        """Wait until the process accepts connections; ``False`` if it ended before."""
         with contextlib.suppress(ConnectionResetError):
             return self._leash.recv(1) == _READY
         return False
@@ -246,13 +246,13 @@ def _maker(given: argparse.Namespace, make: MakeBackend) -> MakeBackend:
 
 
 def _make_once(given: argparse.Namespace, make: MakeBackend) -> None:
-    """Check that the chosen backend can run here; for GPUs, only the server names the device."""
+    """Check that a chosen CPU backend can run here; the server names GPUs later."""
     if given.backend is not None and given.backend not in GPU_BACKENDS:
         make(Hello(version=__version__, backend=given.backend, threads=1)).close()
 
 
 def _identity(given: argparse.Namespace) -> TlsIdentity | None:
-    """Return the files of TLS if configured; raise NetworkError if one is invalid."""
+    """Return the TLS files, if configured; NetworkError if one is invalid."""
     if given.tls_cert is None:
         return None
     identity = TlsIdentity(certificate=given.tls_cert, key=given.tls_key, ca=given.tls_ca)

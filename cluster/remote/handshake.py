@@ -1,12 +1,12 @@
-"""The proof of router and worker that both have one token, before all other messages.
+"""The handshake: router and worker prove that they have the same token, before other messages.
 
-Each greets with this protocol's number and 32 random bytes; the router then sends an HMAC (RFC
-2104, with SHA-256) of both, keyed with the token, and the worker answers with another one. So the
-token is never sent, recorded messages cannot be replayed, and the two proofs differ. The router
-proves first: a stranger who connects receives no data from which a token could be guessed. Messages
-have a fixed size, and the whole handshake has one time limit.
+Each end sends this protocol's number and 32 random bytes. Then the router sends an HMAC (RFC 2104,
+with SHA-256) of both ends' random bytes, keyed with the token, and the worker answers with another
+HMAC. So the token is never sent, recorded messages cannot be replayed, and the two proofs differ.
+The router proves first: a stranger who connects receives no data from which a token could be
+guessed. Messages have a fixed size, and the whole handshake has one time limit.
 
-It authenticates and encrypts nothing; TLS encrypts (:mod:`.tcp`).
+The messages after it are neither authenticated nor encrypted by it; TLS does that (:mod:`.tcp`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GREETING_BYTES: Final = _GREETING.size
 _PROOF_BYTES: Final = hashlib.sha256().digest_size
 _VERDICT: Final = struct.Struct(f"<B{_PROOF_BYTES}s")
 _TLS_RECORDS: Final = (b"\x15\x03", b"\x16\x03")
-"""First bytes of a TLS alert and a TLS hello."""
+"""First bytes of a TLS alert, and of a TLS hello."""
 _COMMAND: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
@@ -141,7 +141,7 @@ def _send(connected: socket.socket, message: bytes, until_s: float) -> None:
 
 
 def _greeting_from(connected: socket.socket, until_s: float) -> bytes:
-    """Receive a greeting, or another message's beginning, which may be shorter than a greeting."""
+    """Receive a greeting, or the beginning of another message, which may be shorter."""
     found = b""
     while len(found) < GREETING_BYTES and found[: len(_MAGIC)] == _MAGIC[: len(found)]:
         connected.settimeout(_left_s(until_s))

@@ -22,7 +22,7 @@ class WorkerRuntime:
     """Device on the worker's host, for instance ``cuda:1``; empty for the CPU."""
 
     def describe(self) -> str:
-        """Describe it as a suffix of the worker's place: ``, tensorrt on cuda:1``."""
+        """Return a suffix for the description of a worker: ``, tensorrt on cuda:1``."""
         return f", {self.backend} on {self.device}" if self.device else ""
 
 
@@ -30,16 +30,16 @@ ON_THE_CPU: Final = WorkerRuntime()
 
 
 class WorkerHandle(Protocol):
-    """One running worker, for the router; any thread may call any method."""
+    """One running worker, as the router sees it; any thread may call any method."""
 
     stages: set[int]
-    """Numbers of the stages that it has loaded; the router updates them."""
+    """Numbers of the stages that the worker has loaded; the router updates them."""
     lost: bool
     """``True`` if the router has given it up."""
 
     @property
     def name(self) -> str:
-        """Name in messages, for instance ``worker 4711``."""
+        """Name of the worker in messages, for instance ``worker 4711``."""
 
     @property
     def pid(self) -> int:
@@ -47,13 +47,13 @@ class WorkerHandle(Protocol):
 
     @property
     def alive(self) -> bool:
-        """``True`` if it can take orders, as far as is known."""
+        """``True`` if the worker can take orders, as far as is known."""
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that it has used; 0 if unknown."""
+        """Return the CPU seconds that the worker has used; 0 if unknown."""
 
     def order(self, message: Message, body: bytes = b"") -> None:
-        """Send an order and wait for its end; BackendError if it fails, or WorkerLostError."""
+        """Send an order and wait until it is done; BackendError or WorkerLostError if it fails."""
 
     def open_slot(self) -> SlotLink:
         """Open a slot; errors as :meth:`order`."""
@@ -61,11 +61,12 @@ class WorkerHandle(Protocol):
     def lose(self, reason: str) -> WorkerLostError:
         """Kill a worker that does not answer, and return the error that states it.
 
-        An empty ``reason`` means that a connection ended: the error has the reason, if it is known.
+        An empty ``reason`` means that a connection ended; the error then states why, if that is
+        known.
         """
 
     def end(self) -> None:
-        """End it immediately; it has nothing to clean up."""
+        """End the worker immediately; it has nothing to clean up."""
 
 
 class WorkerLauncher(Protocol):
@@ -80,7 +81,7 @@ class WorkerLauncher(Protocol):
         """Backend and GPU requested for its worker."""
 
     def describe(self) -> str:
-        """Describe its worker's place, for messages and the log."""
+        """Describe the location of its worker, for messages and the log."""
 
     def start(self, hello: Hello) -> WorkerHandle:
         """Start a worker with the options of ``hello``; BackendError with one line if it cannot."""
@@ -109,7 +110,7 @@ class LocalLauncher:
         return self._device_type
 
     def describe(self) -> str:
-        """Describe its worker's place."""
+        """Describe the location of its worker, which is this host."""
         return f"a process on this host{self.runtime.describe()}"
 
     def start(self, hello: Hello) -> WorkerProcess:
@@ -117,7 +118,7 @@ class LocalLauncher:
         return WorkerProcess(hello, self._command)
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: no resources are reserved."""
 
 
 def worker_command() -> WorkerCommand:

@@ -1,9 +1,9 @@
-"""A worker that listens: serves the first router with the token, until that one is gone.
+"""A worker that listens: it serves the first router with the token, until that router is gone.
 
-Every connection begins with TLS, if configured, and the handshake; its first message states whether
-it is for a router's orders or for one of its slots. A second router is refused, with the name of
-the served one. Other clients are refused with a log line within :data:`ADMIT_LIMIT_S`. The number
-of connections before that point is limited: the oldest is closed.
+Every connection begins with TLS, if configured, and the handshake. Its first message then states
+whether it is for a router's orders or for a slot. A second router is refused; the refusal names the
+served router. Other clients are refused within :data:`ADMIT_LIMIT_S`, with a log line. The number
+of connections that have not proved the token is limited; beyond it, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 ADMIT_LIMIT_S: Final = 10.0
 """Time limit for a connection to prove that it is a router's."""
 SILENCE_S: Final = 60.0
-"""Longest silence of a router, which sends signs of life six times as often."""
+"""Longest silence of a router, in seconds; routers send signs of life six times as often."""
 MOST_UNKNOWN: Final = 64
 """Largest number of connections that have not proved the token."""
 _PAUSE_S: Final = 0.1
@@ -53,7 +53,7 @@ _PAUSE_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Conditions of service: the token, TLS, and what a router may run."""
+    """What a router needs in order to be served, and what it may run."""
 
     token: bytes
     context: ssl.SSLContext | None
@@ -62,7 +62,7 @@ class Admission:
     find: FindBundle
     """Returns the bundles that are served."""
     any_graph: bool = False
-    """``True`` if a router may send graphs of its own, as only tests do."""
+    """``True`` if a router may send graphs that are not in a bundle; only tests do so."""
     admit_s: float = ADMIT_LIMIT_S
     silence_s: float = SILENCE_S
 
@@ -102,7 +102,7 @@ class Listener:
                 connected, address = self._listening.accept()
             except OSError as error:
                 if self._listening.fileno() < 0 or error.errno == errno.EINVAL:
-                    return  # it no longer listens
+                    return  # the socket no longer listens
                 self._tell("accept", f"a connection cannot be accepted: {tls_reason(error)}")
                 self._over.wait(_PAUSE_S)
                 continue
@@ -141,10 +141,10 @@ class Listener:
             _log.exception("a connection of %s cannot be served", peer)
 
     def attend(self, connected: socket.socket, peer: str, number: int = -1) -> None:
-        """Serve a connection until it ends, for the purpose that its first message states.
+        """Serve a connection until it ends: orders or a slot, as its first message states.
 
         HandshakeError, OSError, ConnectionLostError, TransportTimeoutError or FrameError if there
-        is none.
+        is no valid first message.
         """
         with self._encrypted(connected, number) as encrypted:
             session = self._admit(encrypted, peer, number)
@@ -153,7 +153,7 @@ class Listener:
             self._dispatch(message, connection, session, peer)
 
     def _encrypted(self, connected: socket.socket, number: int) -> socket.socket:
-        """Return the socket to use for a connection; with TLS it is another one."""
+        """Return the socket to use for a connection; with TLS, this is a new socket."""
         try:
             tune(connected)
             context = self._admission.context
@@ -261,7 +261,7 @@ class Listener:
         return None
 
     def _leave(self, peer: str) -> None:
-        """End this process because its router is gone; logged once."""
+        """End this process because its router is gone, with one log line."""
         with self._lock:
             if not self._over.is_set():
                 _log.info("%s is gone; its state here is dropped", peer)
@@ -283,7 +283,7 @@ class Listener:
         worker.serve_slot(message.slot)
 
     def _tell(self, kind: str, line: str) -> None:
-        """Log a line about outside events, limited per second."""
+        """Log a line about an event that clients cause; lines per second are limited."""
         suffix = self._lines.admit(kind)
         if suffix is not None:
             _log.warning("%s%s", one_line(line), suffix)

@@ -45,7 +45,7 @@ class Orders:
                     self.connection.send_fds(header, fds)
                 else:
                     self.connection.send(header, (body,) if body else (), limit_s)
-                # Answers to orders have no body, from any worker.
+                # An answer to an order never has a body.
                 answer = decode(self.connection.receive(limit_s, most_body=0).header)
             except (ConnectionLostError, FrameError, TransportTimeoutError) as error:
                 gone = isinstance(error, ConnectionLostError)

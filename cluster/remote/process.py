@@ -20,13 +20,13 @@ from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.engine.common.job_runner import environment_of_child
 
 START_LIMIT_S: Final = 60.0
-"""Time limit of a worker's start, sufficient on a busy machine."""
+"""Time limit of a worker's start, in seconds; sufficient on a busy machine."""
 ORDER_LIMIT_S: Final = 600.0
-"""Time limit of an order: a large stage may take minutes to load."""
+"""Time limit of an order, in seconds: a large stage may take minutes to load."""
 _CPU_CLOCK: Final = 2
-"""Clock type, in the id of a process's clock on Linux: its scheduling clock."""
+"""Type of the CPU clock (scheduling clock) in the id of a process's clock on Linux."""
 _END_S: Final = 5.0
-"""Time limit of operations that usually take milliseconds."""
+"""Time limit, in seconds, of operations that usually take milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,32 +70,32 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """Name in messages."""
+        """Name of the worker in messages."""
         return f"worker {self.pid}"
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the worker."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """``True`` if it can take orders, as far as is known."""
+        """``True`` if the worker can take orders, as far as is known."""
         return not self.lost and self._process.poll() is None
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that it has used; 0 if the system does not report them."""
+        """Return the CPU seconds that the worker has used; 0 if the system does not report them."""
         try:
             return time.clock_gettime(((~self.pid) << 3) | _CPU_CLOCK)
         except (AttributeError, OSError):
             return 0.0
 
     def order(self, message: Message, body: bytes = b"") -> None:
-        """Send an order and wait for its end; BackendError if it fails, or WorkerLostError."""
+        """Send an order and wait until it is done; BackendError or WorkerLostError if it fails."""
         self._orders.ask(message, ORDER_LIMIT_S, body)
 
     def open_slot(self) -> SlotLink:
-        """Open a slot on shared memory; BackendError if there is none."""
+        """Open a slot with shared memory; BackendError if no memory is available."""
         try:
             memory = SharedMemory.create(FIRST_MEMORY)
         except OSError as error:
@@ -128,7 +128,7 @@ class WorkerProcess:
         return error
 
     def end(self) -> None:
-        """End it immediately; it has nothing to clean up."""
+        """End the worker immediately; it has nothing to clean up."""
         self.lost = True
         with contextlib.suppress(OSError):
             self._process.kill()
@@ -153,7 +153,7 @@ class WorkerProcess:
 def _start(fd: int, command: WorkerCommand) -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise OSError("the path of the Python interpreter is unknown")
-    # -P: modules of the working directory are not imported unless sys.path has it here, too.
+    # -P: do not import modules of the working directory, unless this process may do so, too.
     line = [sys.executable, "-P", "-m", command.module, str(fd), *command.arguments]
     return subprocess.Popen(  # noqa: S603  (our own module and arguments)
         line,
@@ -161,7 +161,7 @@ def _start(fd: int, command: WorkerCommand) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         env=environment_of_child(),
-        # Ctrl-C reaches the foreground group, and draining needs workers. It is not another
-        # session: schedulers that share cores among sessions would give that one half of a core.
+        # A new process group: Ctrl-C reaches the foreground group, but draining needs workers. Not
+        # a new session: schedulers that share cores among sessions would give it half of the cores.
         process_group=0 if hasattr(os, "setpgid") else None,
     )

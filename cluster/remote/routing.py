@@ -1,7 +1,7 @@
-"""Slots of workers that hold parts of a model; other stages run on other workers.
+"""Slots of workers that hold only parts of a model; other stages run on other workers.
 
-While serving, a stream only gets stages that its worker holds. Warm-up and probes run all stages,
-one after the other, and need not know their workers.
+While serving, a stream only gets stages that its worker holds. Warm-up and probes run all stages in
+order, without regard to which worker holds them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatc
 class RoutedSlot:
     """A slot of worker ``number``; stages that it does not hold run on other workers.
 
-    ``route`` returns the worker that runs a stage: ``number`` if it can; ``open_other`` opens a
-    slot of another worker.
+    ``route`` returns the worker that runs a stage, which is ``number`` if that worker holds it;
+    ``open_other`` opens a slot of another worker.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class RoutedSlot:
     ) -> StageResult:
         """Execute a stage on a worker that holds it; errors as :class:`RemoteSlot`.
 
-        Known results of other workers' stages are reused: so a stream can be probed, and be in
-        service, while workers with other stages are not.
+        Known results of other workers' stages are reused. So a stream can be probed, and be in
+        service, while workers with other stages are out of service.
         """
         number = self._route(self._number, stage)
         if number == self._number:
@@ -81,18 +81,18 @@ class RoutedSlot:
             raise
 
     def select(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
-        """Copy the given rows, unless they are all, to memory that the own worker reads."""
+        """Return the given rows: the batch, or a copy in memory that its own worker reads."""
         return self._own.select(batch, rows)
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
-        """Copy the given rows, for any slot."""
+        """Return copies of the given rows, which any slot can use."""
         return self._own.buffer(batch, rows)
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> RemoteBatch:
-        """Concatenate rows of the parts, in their order, in memory that the own worker reads."""
+        """Concatenate the rows of the parts, in order, in memory that its own worker reads."""
         return self._own.merge(parts)
 
     def close(self) -> None:
-        """Close it, and the slots of other workers that it opened."""
+        """Close the slot, and the slots of other workers that it opened."""
         for slot in (self._own, *self._others.values()):
             slot.close()

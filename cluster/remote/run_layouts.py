@@ -1,8 +1,8 @@
 """Cached parts of repeated runs: layouts of batches, orders, and parsed replies.
 
-Between two stages a router has a few dozen µs, with cold caches. So each result is looked up by its
-input: the order by the layout of the batch, and the parsed reply by the order and the reply's
-header; it contains the layout of the next stage's batch.
+Between two stages a router has a few dozen µs, with cold CPU caches. So results are looked up by
+their inputs: an order by the layout of the batch, and a parsed reply by its order and its header. A
+parsed reply contains the layout of the next stage's batch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from offramp.cluster.remote.worker_messages import (
 from offramp.engine.common.errors import BackendError
 
 MOST_KEPT: Final = 1024
-"""Largest number of cached objects of a kind; when exceeded, all are dropped."""
+"""Largest number of cached objects of one kind; when it is exceeded, all are dropped."""
 _DTYPES: Final = frozenset(DTYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FormSet:
-    """The forms of a batch's tensors; equal forms share one object, compared by identity."""
+    """The forms of a batch's tensors. Equal sets of forms are one object, compared by identity."""
 
     forms: tuple[TensorForm, ...]
     offsets: tuple[int, ...]
     """Offset of each tensor in a memory block with all of them."""
     part_bytes: int
-    """Size of that block."""
+    """Size of that block, in bytes."""
     size_bytes: int
     """Bytes of all elements."""
 
@@ -52,7 +52,7 @@ def forms_of(tensors: Mapping[str, NDArray[Any]]) -> FormSet:
 
 @lru_cache(maxsize=MOST_KEPT)
 def form_set(given: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> FormSet:
-    """Return the set of these forms; BackendError for a dtype that cannot be sent."""
+    """Return the one set of given forms; BackendError for a dtype that cannot be sent."""
     forms = tuple([TensorForm(*form) for form in given])
     offsets, end = [], 0
     for form in forms:
@@ -69,7 +69,7 @@ def form_set(given: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorLayout:
-    """Tensors of some forms at some offsets; a slot has one object for equal layouts."""
+    """Tensors of given forms at given offsets; a slot has only one object for equal layouts."""
 
     forms: FormSet
     places: Mapping[str, int]
@@ -82,7 +82,7 @@ class TensorLayout:
     def order(
         self, stage: int, rows: int, threshold: float | None, region: tuple[int, int]
     ) -> Order:
-        """Return the order to run a stage on it; ``region``: offset and size for results."""
+        """Return the order to run a stage on them; ``region``: offset and size for results."""
         key = (stage, rows, threshold, *region)
         order = self.orders.get(key)
         if order is None:
@@ -99,7 +99,7 @@ class Order:
 
     header: bytes
     begins: int
-    """Bounds of results in shared memory."""
+    """Offsets between which results must be in shared memory."""
     ends: int
     replies: dict[bytes, RunReply] = field(default_factory=dict)
     """Parsed replies by header."""
@@ -133,18 +133,18 @@ class RunReply:
     answer: ReplyArray | None
     confidence: ReplyArray
     carried: tuple[ReplyArray, ...] | None
-    """Carried arrays; ``None`` after the last stage."""
+    """Arrays that are passed to the next stage (carried); ``None`` after the last stage."""
     layout: TensorLayout | None
-    """Layout of the carried arrays, if all are in shared memory."""
+    """Layout of these arrays, if all are in shared memory."""
     passed: bool
-    """``True`` if some of them are unchanged inputs of the run."""
+    """``True`` if some carried arrays are unchanged inputs of the run."""
     row_bytes: float
-    """Bytes of a row of all results in shared memory."""
+    """Bytes of one row of all results in shared memory."""
     body_bytes: int
 
 
 def keep(kept: dict[Any, Any], key: object, value: object) -> None:
-    """Store a made object; a full cache is emptied first."""
+    """Store an object in a cache; a full cache is emptied first."""
     if len(kept) >= MOST_KEPT:
         kept.clear()
     kept[key] = value

@@ -1,7 +1,7 @@
 """The worker's side of a slot: runs ordered stages and replies.
 
-Repeated work is cached: by an order's header, the views of its tensors; by the forms of results,
-their offsets and the reply.
+Repeated work is cached: an order's header is the key of the views of its tensors, and the forms of
+results are the key of their offsets and of the reply.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from offramp.engine.stages.backend_protocol import (
 _log = logging.getLogger(__name__)
 
 Reached: TypeAlias = Callable[[str], None]
-"""Called at points of the protocol, for tests in which the worker ends there."""
+"""Called with the name of a point that the protocol has reached; tests end the worker there."""
 Arrays: TypeAlias = Sequence[NDArray[Any]]
 
 
@@ -69,7 +69,7 @@ class _ReadOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WrittenReply:
-    """The reply to a run whose results have certain forms."""
+    """The reply to a run, for results of given forms."""
 
     header: bytes
     views: tuple[NDArray[Any] | None, ...]
@@ -89,7 +89,7 @@ class ServedSlot:
         *,
         device: AbstractContextManager[object],
     ) -> None:
-        """Keep the parts; ``device`` is entered while a stage runs, by one slot at a time."""
+        """Keep the parts; ``device`` is locked while a stage runs: one slot at a time runs."""
         self._connection = connection
         self._slot = slot
         self._stages = stages
@@ -98,7 +98,7 @@ class ServedSlot:
         self.use(memory)
 
     def use(self, memory: SharedMemory | None) -> None:
-        """Use this memory for tensors from the next run on; ``None`` if all are inline."""
+        """Use other memory for tensors from the next run on; ``None`` if all tensors are inline."""
         self._memory = memory
         self._orders: dict[bytes, _ReadOrder] = {}
 
@@ -180,10 +180,10 @@ def _reply(
     carried: Mapping[str, NDArray[Any]] | None,
     given: Mapping[str, NDArray[Any]],
 ) -> tuple[bytes, Arrays]:
-    """Write results to their destinations; return the reply's header, and the inline arrays."""
+    """Write results to their destinations; return the reply's header and the inline arrays."""
     answer, confidence, _ = result
     arrays = [confidence] if answer is None else [answer, confidence]
-    # The key has names of unchanged inputs, and forms of other arrays.
+    # The key has the names of unchanged inputs, and the forms of all other arrays.
     said: list[Hashable] = [(array.dtype, array.shape) for array in arrays]
     said.append(carried is None)
     if carried is not None:
@@ -213,7 +213,7 @@ def _plan_reply(
     carried: Mapping[str, NDArray[Any]] | None,
     given: Mapping[str, NDArray[Any]],
 ) -> _WrittenReply:
-    """Place results of these forms one after the other; those that do not fit are inline."""
+    """Place results of these forms one after the other; results that do not fit are inline."""
     memory, views = order.memory, list[NDArray[Any] | None]()
     start, end = order.region[0], sum(order.region)
 
@@ -242,7 +242,7 @@ def _plan_reply(
 
 
 def _tensors_of(slot: Slot, carry: TensorBatch) -> Mapping[str, NDArray[Any]]:
-    """Return a stage's carried tensors on the host; a device's tensors are copied."""
+    """Return the tensors that a stage passes on (carries), on the host; GPU tensors are copied."""
     found: Mapping[str, NDArray[Any]] | None = getattr(carry, "tensors", None)
     if found is not None:
         return found

@@ -1,10 +1,10 @@
 """Transfer of a slot's tensors to its worker and back: in shared memory, or in messages.
 
 Only the router allocates shared memory. Tensors that a stage received or returned there are not
-copied again for the next one; blocks are free as soon as no batch needs them. If there is not
-enough, the slot allocates more. Until it knows the size of a stage's results, the worker sends them
-inline. Over a network everything is inline, also results that are carried on: so the router has all
-that a batch needs if its worker is lost.
+copied again for the next stage; blocks are free as soon as no batch needs them. If there is not
+enough memory, the slot allocates more. While the slot does not know the size of a stage's results,
+the worker sends them inline. Over a network all tensors are inline, also those for the next stage:
+so the router has all that a batch needs if its worker is lost.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ FIRST_MEMORY: Final = 1 << 20
 
 @dataclass(slots=True)
 class RemoteBatch:
-    """Rows of named arrays; those of a ``layout`` are in memory blocks that are held."""
+    """Rows of named arrays; with a ``layout`` they are in memory blocks that the batch holds."""
 
     tensors: Mapping[str, NDArray[Any]]
     rows: int
     forms: FormSet
     layout: TensorLayout | None = None
-    """Layout in memory; ``None`` if a worker cannot read all tensors where they are."""
+    """Layout in shared memory; ``None`` if a worker cannot read all tensors where they are."""
     blocks: tuple[MemoryBlock, ...] = ()
-    """Memory blocks with some of them, reserved while this batch exists."""
+    """Memory blocks with tensors of the batch, reserved while this batch exists."""
 
     def __len__(self) -> int:
         return self.rows
@@ -53,7 +53,7 @@ class TensorPath(Protocol):
         """Return the arrays of such a batch that are sent with the order to run a stage."""
 
     def room(self, forms: FormSet, rows: int) -> RemoteBatch:
-        """Return an unfilled batch of these forms in memory that the worker reads fastest."""
+        """Return an unfilled batch of these forms, in the memory that the worker reads fastest."""
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
         """Return a view of an array that a worker wrote; FrameError if it is out of bounds."""
@@ -84,18 +84,18 @@ class SharedTensors:
         self._in_blocks: dict[tuple[FormSet, int], TensorLayout] = {}
         """Layouts of consecutive tensors, by the offset of the first."""
         self._given = True
-        """``True`` if the worker has been given that memory."""
+        """``True`` if the worker has received the current memory."""
 
     def inline_arrays(self, _batch: RemoteBatch) -> Sequence[NDArray[Any]]:
         """Return nothing: all tensors are in memory."""
         return ()
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
-        """Return a view of an array in it; FrameError if it is not within."""
+        """Return a view of an array in shared memory; FrameError if it is out of bounds."""
         return self._memory.array(form, place)
 
     def layout(self, forms: FormSet, places: tuple[int, ...]) -> TensorLayout:
-        """Return the layout of tensors in memory; FrameError if they are not within."""
+        """Return the layout of tensors in shared memory; FrameError if they are out of bounds."""
         found = self._layouts.get((forms, places))
         if found is None:
             by_name = {f.name: place for f, place in zip(forms.forms, places, strict=True)}
@@ -129,7 +129,7 @@ class SharedTensors:
     def placed(
         self, batch: RemoteBatch, room: int
     ) -> tuple[RemoteBatch, TensorLayout, MemoryBlock | None]:
-        """Copy all of a batch into shared memory, and reserve memory for results.
+        """Copy all tensors of a batch into shared memory, and reserve memory for results.
 
         BackendError if there is no memory, or WorkerLostError.
         """
@@ -158,7 +158,8 @@ class SharedTensors:
     def _grow(self, size_bytes: int) -> None:
         """Allocate new memory, twice the needed size; the next run gives it to the worker.
 
-        Tensors in the old memory are copied when needed; it lasts as long as their batches.
+        Tensors in the old memory are copied when they are needed; it exists as long as their
+        batches.
         """
         size_bytes = 2 * max(size_bytes, self._memory.size_bytes)
         try:
@@ -172,7 +173,7 @@ class SharedTensors:
         self._memory, self._regions, self._given = memory, Regions(size_bytes), False
 
     def _forget(self) -> None:
-        """Clear the caches: their reference cycles would keep the memory, too."""
+        """Clear the caches, whose reference cycles would keep the old memory."""
         for layout in self._layouts.values():
             layout.orders.clear()
         self._layouts.clear()
@@ -186,7 +187,7 @@ class InlineTensors:
         self._layouts: dict[FormSet, TensorLayout] = {}
 
     def placed(self, batch: RemoteBatch, _room: int) -> tuple[RemoteBatch, TensorLayout, None]:
-        """Return the batch itself: it is sent whole, and results need no block."""
+        """Return the batch itself: all of it is sent, and results need no block."""
         forms = batch.forms
         found = self._layouts.get(forms)
         if found is None:

@@ -2,7 +2,7 @@
 
 A stage of a bundle is named by the bundle's path and hash, and the parts of its graph. A worker on
 the same host opens the bundle there and compares the hash; one on another host uses its own bundle
-with that hash. Both plan the stage with the same functions. A stage without a bundle, from the
+with that hash. Both ends make the stage with the same functions. A stage without a bundle, from the
 compiler or tests, is described, and its graph is sent.
 """
 
@@ -40,7 +40,7 @@ class StageName:
     path: str
     """Absolute path of the bundle on the router's host, with its bytes quoted as in URLs."""
     manifest_sha256: str
-    """Hash of the manifest as both ends read it; the manifest has the hashes of all files."""
+    """Hash of the manifest, for both ends to compare; the manifest has the hashes of all files."""
     variant: int
     unmodified: bool
     index: int
@@ -75,7 +75,7 @@ class StageDescription:
 def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
     """Return a stage's document for a worker, and its graph if it must be sent.
 
-    BackendError if it is a stage of a bundle that the bundle alone does not determine.
+    BackendError if it is a stage of a bundle, but not fully determined by the bundle.
     """
     if spec.bundle is None:
         return describe_graph(spec)
@@ -107,7 +107,7 @@ def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
 
 
 def describe_graph(spec: StageSpec) -> tuple[str, bytes]:
-    """Return the document of a stage as one without a bundle, and the graph sent with it."""
+    """Return the document of a stage, described as one without a bundle, and its graph."""
     names = {f.name for f in fields(StageDescription)} - {"weight_form"}
     said = {name: getattr(spec, name) for name in names}
     described = StageDescription(**said, weight_form=spec.weight_form.value)
@@ -115,7 +115,7 @@ def describe_graph(spec: StageSpec) -> tuple[str, bytes]:
 
 
 class BundlesByPath:
-    """Bundles of the router's own host, opened once each at the paths that it names."""
+    """Bundles on the router's own host; each path that the router names is opened once."""
 
     def __init__(
         self, open_bundle: Callable[[Path], Bundle] = lambda path: Bundle.open(path).held()
@@ -124,7 +124,7 @@ class BundlesByPath:
         self._opened: dict[Path, Bundle] = {}
 
     def __call__(self, named: StageName) -> Bundle:
-        """Return the variant that a stage belongs to; BackendError if another bundle is there."""
+        """Return the variant that a stage belongs to; BackendError if the bundle was replaced."""
         path = Path(os.fsdecode(unquote_to_bytes(named.path)))
         if path not in self._opened:
             self._opened[path] = self._open(path)
@@ -140,7 +140,7 @@ class BundlesByPath:
 
 
 class BundlesByHash:
-    """The bundles that a worker was started with; a router names them by hash."""
+    """The bundles that a worker was started with; a router refers to them by hash."""
 
     def __init__(self, bundles: Sequence[Bundle]) -> None:
         self._names = [f"{b.path.name} {manifest_hash(b)[:_SHOWN]}" for b in bundles]
@@ -176,7 +176,7 @@ FindBundle: TypeAlias = Callable[[StageName], Bundle]
 def make_described(
     document: str, graph: bytes, find: FindBundle, *, any_graph: bool = True
 ) -> StageSpec:
-    """Make the stage of a document; without ``any_graph``, only of a bundle.
+    """Make the stage that a document names; without ``any_graph`` it must be one of a bundle.
 
     FrameError if the document is malformed, BackendError if the bundle is missing.
     """
@@ -215,7 +215,7 @@ def manifest_hash(bundle: Bundle) -> str:
 
 
 def _plan(named: StageName, bundle: Bundle) -> StageSpec:
-    """Plan the stage that a name refers to, in its variant; FrameError if there is none."""
+    """Make the stage that a name refers to, in its variant; FrameError if there is none."""
     manifest, form = bundle.manifest, WeightForm(named.weight_form)
     if named.unmodified:
         return replace(source_stage(bundle), weight_form=form)

@@ -21,12 +21,12 @@ _IDLE_S: Final = 10
 """Seconds of silence after which the system probes the other end."""
 _BETWEEN_S: Final = 5
 _LEAVE_S: Final = 1.0
-"""Time limit, in seconds, of an orderly end."""
+"""Time limit, in seconds, of an orderly close."""
 _MOST_ASKED: Final = 3
 _MOST_WAITING: Final = 64
 """Largest number of connections that wait for a worker to start."""
 _UNACKNOWLEDGED_MS: Final = 1000 * (_IDLE_S + _MOST_ASKED * _BETWEEN_S)
-"""Time after which unacknowledged data ends a connection."""
+"""Time in ms after which unacknowledged data ends a connection."""
 
 
 class HostPort(NamedTuple):
@@ -41,7 +41,7 @@ class HostPort(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """``True`` if it is surely this host; of names, only ``localhost`` is."""
+        """``True`` if it is certainly this host; the only such name is ``localhost``."""
         return is_loopback(self.host)
 
 
@@ -80,7 +80,7 @@ class TlsTrust:
 
 
 def listen_on(address: HostPort) -> socket.socket:
-    """Return a socket that listens there; OSError if it cannot."""
+    """Return a socket that listens on an address; OSError if that is not possible."""
     (family, _, _, _, where), *_ = socket.getaddrinfo(
         *address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -105,7 +105,7 @@ def tune(connected: socket.socket) -> None:
         ("TCP_KEEPCNT", _MOST_ASKED),
         ("TCP_USER_TIMEOUT", _UNACKNOWLEDGED_MS),
     ):
-        number = getattr(socket, name, None)  # not every system has all of them
+        number = getattr(socket, name, None)  # some systems lack some options
         if number is not None:
             connected.setsockopt(socket.IPPROTO_TCP, number, value)
 

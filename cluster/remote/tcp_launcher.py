@@ -1,8 +1,8 @@
 """The router's side of a worker on another host, over TCP.
 
-The worker (``eeworker``) runs already, and serves one router at a time: starting one here means to
-be served. The service ends with the connection for orders; each slot has its own connection, with
-inline tensors.
+The worker (``eeworker``) is already running, and serves one router at a time. So "start" here means
+that the worker begins to serve this router. It stops when the connection for orders ends. Each slot
+has its own connection, with inline tensors.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from offramp.engine.common.errors import BackendError, WorkerLostError
 from offramp.engine.common.network import tls_reason
 
 REACH_LIMIT_S: Final = 5.0
-"""Time limit to connect."""
+"""Time limit to connect, in seconds."""
 GREET_LIMIT_S: Final = 30.0
-"""Time limit of a handshake: after its last router has left, a worker restarts before it
-answers."""
+"""Time limit of a handshake, in seconds: after its previous router has left, a worker restarts
+before it answers."""
 PING_S: Final = 10.0
-"""Seconds between signs of life that are requested from a worker without orders."""
+"""Seconds between pings to a worker that gets no orders."""
 PING_LIMIT_S: Final = 30.0
 MOST_RESULT_BYTES: Final = 1 << 30
-"""Largest result of a run, with all carried tensors: larger batches should be sent in smaller ones,
-and a faulty or foreign worker cannot use more of the router's memory for each slot."""
+"""Largest result of a run in bytes, including tensors for the next stage. Split larger batches. A
+faulty or hostile worker cannot use more of the router's memory per slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +48,14 @@ class WorkerAddress:
     context: ssl.SSLContext | None
     """TLS context of connections; ``None`` does not encrypt."""
     remedy: str = ""
-    """Remedy if the worker cannot be reached; empty is to start ``eeworker`` there."""
+    """Remedy in the error if the worker cannot be reached; empty: to start ``eeworker`` there."""
     most_result_bytes: int = MOST_RESULT_BYTES
-    """Largest result of a run that is received from there."""
+    """Largest result of a run, in bytes, that is received from the worker."""
 
     def reach(self) -> tuple[socket.socket, str]:
         """Connect and perform the handshake: return the connection, and the session's name.
 
-        WorkerLostError if it cannot be reached, BackendError if it is a wrong one or refuses.
+        WorkerLostError if it cannot be reached, BackendError if it is a wrong worker or refuses.
         """
         who = f"the worker at {self.address}"
         try:
@@ -136,7 +136,7 @@ class TcpWorker:
 
     @property
     def name(self) -> str:
-        """Name in messages."""
+        """Name of the worker in messages."""
         return f"worker {self._address.address}"
 
     @property
@@ -146,7 +146,7 @@ class TcpWorker:
 
     @property
     def alive(self) -> bool:
-        """``True`` if it can take orders, as far as is known."""
+        """``True`` if the worker can take orders, as far as is known."""
         if not self.lost and self._orders.lock.acquire(blocking=False):
             try:
                 if has_ended(self._socket):
@@ -156,14 +156,14 @@ class TcpWorker:
         return not self.lost
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds that it has used on its host, as far as is known."""
+        """Return the CPU seconds that the worker has used on its host, as far as is known."""
         if not self.lost and not self._orders.lock.locked():
             with contextlib.suppress(BackendError):
                 self._ping()
         return self._cpu_s
 
     def order(self, message: Message, body: bytes = b"") -> None:
-        """Send an order and wait for its end; BackendError if it fails, or WorkerLostError."""
+        """Send an order and wait until it is done; BackendError or WorkerLostError if it fails."""
         self._orders.ask(message, ORDER_LIMIT_S, body)
 
     def open_slot(self) -> SlotLink:
@@ -213,10 +213,10 @@ class TcpWorker:
                 cut(connected)
 
     def _keep_alive(self, every_s: float) -> None:
-        """Request signs of life while there are no orders: networks fail silently."""
+        """Send pings while there are no orders, because networks fail silently."""
         while not self._over.wait(every_s):
             if not self._orders.lock.locked():
-                with contextlib.suppress(BackendError):  # already handled
+                with contextlib.suppress(BackendError):  # the worker counts as lost then
                     self._ping()
 
     def _ping(self) -> None:
@@ -254,13 +254,13 @@ class TcpLauncher:
         return self._device_type
 
     def describe(self) -> str:
-        """Describe its worker's place."""
+        """Describe the location of its worker: the address."""
         how = "not encrypted" if self._address.context is None else "TLS"
         return f"another process at {self._address.address}, {how}{self.runtime.describe()}"
 
     def start(self, hello: Hello) -> TcpWorker:
-        """Connect to it, with the options of ``hello``; BackendError if it refuses."""
+        """Connect to the worker, with the options of ``hello``; BackendError if it refuses."""
         return TcpWorker(hello, self._address, ping_s=self._ping_s)
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: no resources are reserved."""

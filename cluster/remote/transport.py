@@ -1,7 +1,7 @@
 """Connections that carry frames, and memory shared by two processes; independent of models.
 
-Rejected: :mod:`multiprocessing.connection`, which unpickles; ``SOCK_SEQPACKET``, whose messages
-cannot exceed the socket's buffer, and which networks do not have.
+Rejected: :mod:`multiprocessing.connection`, which unpickles data; ``SOCK_SEQPACKET``, whose
+messages cannot exceed the socket's buffer, and which does not work over networks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _AT_ONCE: Final = 1 << 24
 """Largest memory, in bytes, allocated for a body before its data have arrived."""
 _MOST_FDS: Final = 4
 _NEARLY: Final = 0.9
-"""Share of a limit that counts as the whole limit, which saves system calls to set it again."""
+"""A remaining limit of at least this share is not set again, which saves system calls."""
 _GONE: Final = getattr(select, "POLLRDHUP", 0)
 """Poll event of a half-closed connection; a full close is always reported."""
 
 
 class ConnectionLostError(Exception):
-    """The other end is gone, or its data are no frame."""
+    """The other end is gone, or its data are not a frame."""
 
 
 class TransportTimeoutError(Exception):
@@ -72,7 +72,7 @@ class Connection:
         self._most_body = most_body
         self._in_clear = type(connected) is socket.socket
         self._limit_s: float | None = 0.0
-        """Time limit of the socket; 0 if it is not set yet."""
+        """Time limit that is set on the socket; 0 if none is set yet."""
         self._left = b""
 
     @classmethod
@@ -87,7 +87,7 @@ class Connection:
         body: Sequence[NDArray[Any] | bytes] = (),
         limit_s: float | None = None,
     ) -> None:
-        """Send a frame whose body is these arrays, each aligned.
+        """Send a frame whose body consists of arrays, each aligned.
 
         ConnectionLostError; TransportTimeoutError if a frame with a body is not sent whole within
         ``limit_s``.
@@ -166,7 +166,7 @@ class Connection:
 
     @contextmanager
     def watched(self, gone: Callable[[], None]) -> Iterator[None]:
-        """Make a thread call ``gone`` if the other end leaves in this context."""
+        """Let a thread call ``gone`` if the other end closes while this context is active."""
         ending, ended = socket.socketpair()
         watched = self._socket.fileno()
         events = select.poll()
@@ -187,7 +187,7 @@ class Connection:
                 thread.join()  # before the descriptor's number is reused
 
     def _limit(self, limit_s: float | None) -> None:
-        """Set the socket's time limit; for unencrypted sockets in the operating system.
+        """Set the socket's time limit; for unencrypted sockets, let the operating system apply it.
 
         Python's own limit costs an additional system call for every send and receive.
         """
@@ -203,7 +203,7 @@ class Connection:
     def _shorten_limit(self, ends_s: float | None) -> None:
         """Limit the socket's wait for the rest of a frame to this time, or up to a tenth longer.
 
-        TimeoutError if the time is over: data in many small pieces do not extend the limit.
+        TimeoutError if the time is over; so data that arrive in small pieces do not extend it.
         """
         if ends_s is not None:
             left_s = ends_s - time.monotonic()
@@ -236,8 +236,8 @@ class Connection:
     def _rest(self, body: bytearray, size: int, ends_s: float | None) -> bytearray:
         """Receive the rest of a body.
 
-        Beyond 16 MiB, at most twice the received size is allocated. Rejected: ``MSG_WAITALL``,
-        which made bodies of 300 kB a tenth slower, and does not exist with TLS.
+        Beyond 16 MiB, memory of at most twice the received size is allocated. Rejected:
+        ``MSG_WAITALL``, which made bodies of 300 kB a tenth slower, and does not exist with TLS.
         """
         have = len(body)
         while have < size:
@@ -253,7 +253,7 @@ class Connection:
 
 
 def _is_late(error: Exception) -> bool:
-    """Return whether a time limit is over; lost networks raise a TimeoutError with an errno."""
+    """Return whether an error is an expired limit; lost networks' TimeoutErrors have an errno."""
     return isinstance(error, BlockingIOError) or (
         isinstance(error, TimeoutError) and error.errno is None
     )
@@ -284,7 +284,7 @@ def _pieces(header: bytes, body: Sequence[NDArray[Any] | bytes]) -> Sequence[Any
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield parts in pieces to send; small ones are joined, because each may wake the other end."""
+    """Yield the pieces to send: small parts are joined, as each piece may wake the other end."""
     small = b""
     for part in parts:
         small += part[:_CHUNK]
@@ -304,14 +304,14 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Map memory; OSError if it is smaller, or cannot be mapped. The descriptor is kept."""
+        """Map memory, and keep the descriptor; OSError if it is too small or cannot be mapped."""
         self.fd = fd
         self.size_bytes = size_bytes
         self._map = mmap.mmap(fd, size_bytes)
 
     @classmethod
     def create(cls, size_bytes: int) -> Self:
-        """Allocate new memory of zeros; OSError if there is none."""
+        """Allocate new memory, filled with zeros; OSError if that fails."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("offramp-worker")
         else:
@@ -325,7 +325,7 @@ class SharedMemory:
             raise
 
     def array(self, form: TensorForm, offset: int) -> NDArray[Any]:
-        """Return a view of an array in it; FrameError if it is not within."""
+        """Return a view of an array in this memory; FrameError if it is out of bounds."""
         if offset < 0 or offset + form.size_bytes > self.size_bytes:
             raise FrameError(
                 f"array {form.name!r:.60} has {form.size_bytes} bytes at {offset}, expected "
@@ -363,7 +363,8 @@ class Regions:
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._taken: dict[int, int] = {}
-        """Ends by start; blocks remove themselves when they are deleted, in any thread."""
+        """End offsets by start offset; a block removes its entry when it is deleted, in any
+        thread."""
 
     def take(self, size_bytes: int) -> MemoryBlock | None:
         """Reserve an aligned block of this size; ``None`` if there is no space."""

@@ -1,13 +1,13 @@
 """The process that runs stages for a router: ``python -P -m offramp.cluster.remote.worker FD``.
 
-``FD`` is the socket that it was started with; the first message states its backend. That connection
-is for orders: to load stages, and to serve slots, each of which has its own connection, shared
-memory and thread. So a stage is loaded while others run.
+``FD`` is a socket that the process inherits; its first message states the backend. That connection
+is for orders: to load stages, and to serve slots. Each slot has its own connection, shared memory
+and thread, so that a stage can be loaded while others run.
 
-It ends with its first connection, in any state, and leaves no resources: so it dies with its
-router. Rejected: ``PR_SET_PDEATHSIG``, which follows the thread that started a process, not the
-process; a stream's thread may end before. The router handles Ctrl-C and SIGTERM, because draining
-needs workers.
+The process ends, whatever its state, when this connection ends, and leaves no resources: so it dies
+with its router. Rejected: ``PR_SET_PDEATHSIG``, which follows the thread that started a process,
+not the process; a stream's thread may end before. The router handles Ctrl-C and SIGTERM, because
+draining needs workers.
 
 It imports no runtime before the hello message.
 """
@@ -84,10 +84,10 @@ class Worker:
         """Held while a stage runs: other slots receive and send in the meantime (E3 3.2.2)."""
 
     def serve(self, silence_s: float | None = None) -> None:
-        """Execute the router's orders until it is gone or orders the end.
+        """Execute the router's orders until it is gone or orders the worker to end.
 
         With ``silence_s``, the connection is a network: it carries no file descriptors, and
-        TransportTimeoutError is raised for a router that is silent for so long.
+        TransportTimeoutError is raised if the router is silent for this time.
         """
         with contextlib.suppress(ConnectionLostError):
             while True:
@@ -200,7 +200,7 @@ def run(make: MakeBackend, reached: Reached = lambda _point: None) -> NoReturn:
     except (CriterionError, OSError) as error:
         _log.error("cannot start: %s", error)
         sys.exit(1)
-    # A stage that loads, or hangs, must not keep an orphaned worker.
+    # A stage that is loading or hanging must not keep a worker alive after its router.
     with libraries(given.custom_ops), connection.watched(lambda: os._exit(0)):
         Worker(connection, make, reached).serve()
         os._exit(0)  # ends all other threads
@@ -214,8 +214,8 @@ def make_local(hello: Hello) -> Backend:
         hello.backend,
         threads=hello.threads,
         devices=parse_devices(hello.device) if hello.device else (),
-        # The bundle's own policy is certified for fp32; other precisions have other policies, and
-        # one policy is active for all workers.
+        # Only fp32: the active policy is the same for all workers, and other precisions have other
+        # policies.
         precision="fp32" if hello.backend == "tensorrt" else None,
         graphs=hello.graphs,
         max_rows=hello.max_rows,

@@ -40,21 +40,22 @@ Holds: TypeAlias = Callable[[int, StageSpec], bool]
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
 """Backend option of a worker on the CPU, by the name of the local backend."""
 _NAME_OF: Final = {"tensorrt": "tensorrt", "cuda": "onnxruntime-cuda"}
-"""Name of a GPU worker's backend, by its option."""
+"""Name of a GPU worker's backend, by its backend option."""
 _LEAST_ON_GPU_S: Final = 30.0
-"""Least limit on a GPU, which plans convolutions, or makes contexts, for every new batch size."""
+"""Smallest time limit of a stage on a GPU, in seconds: every new batch size needs preparation, such
+as the choice of convolution algorithms."""
 
 _CLOSE_S: Final = 5.0
-"""Longest wait for a start in progress, which may have to wait for a network."""
+"""Longest wait, in seconds, of a close for a start in progress, which may wait for a network."""
 
 
 class RemoteBackend:
     """Prepares stages in workers, one for each of ``launchers``: a backend.
 
-    ``local`` is a backend of the workers' kind in this process; it provides facts, and runs
-    nothing. Workers on GPUs have their launchers' backends instead, with ``graphs`` and
-    ``max_rows`` as in :func:`.make_backend`. ``least_s`` is the least time after which a stage
-    counts as hanging. Each worker holds all stages, until :meth:`hold` changes that.
+    ``local`` is a backend of the workers' kind in this process; it provides facts, but runs
+    nothing. Workers on GPUs use the backend of their launcher instead, with ``graphs`` and
+    ``max_rows`` as in :func:`.make_backend`. A stage counts as hanging after ``least_s`` seconds at
+    the earliest. Each worker holds all stages, until :meth:`hold` changes that.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RemoteBackend:
         self._numbers = itertools.count(1)
         self._stages: weakref.WeakValueDictionary[int, RemoteStage] = weakref.WeakValueDictionary()
         self._released: deque[int] = deque()
-        """Stages that have no user any more, and are still loaded in workers."""
+        """Numbers of stages that are not used any more, but are still loaded in workers."""
         self._pool = [_PoolEntry(launcher) for launcher in launchers]
         self._lock = threading.Lock()
         """Guards the entries' counts."""
@@ -102,7 +103,7 @@ class RemoteBackend:
 
     @property
     def runtime(self) -> str:
-        """Description of the runtime; measured times hold for it only."""
+        """Description of the runtime; measured times are valid only for this runtime."""
         return f"{getattr(self._local, 'runtime', '')}, {len(self._pool)} workers"
 
     @property
@@ -134,7 +135,7 @@ class RemoteBackend:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of these workers, each on its host."""
+        """Process ids of the workers that are alive, each on its host."""
         return [worker.pid for worker in self.alive]
 
     def cpu_clock(self) -> float:
@@ -152,14 +153,14 @@ class RemoteBackend:
         return self._local.sizes(most)
 
     def missing(self, stage: RemoteStage) -> None:
-        """Return ``None``: a worker's missing engines are only in its log."""
+        """Return ``None``: only a worker's own log reports missing engines."""
 
     def hold(self, holds: Holds) -> None:
         """Change which workers hold which stages, and make them load and release accordingly.
 
         A lost worker loads its stages when it is back. A stage that no worker holds is released,
-        and loaded again when it is run. BackendError if a stage cannot be loaded; the rule is
-        active nevertheless.
+        and is loaded again when it is run. BackendError if a stage cannot be loaded; the new rule
+        is active even then.
         """
         self._holds = holds
         failures = []
@@ -187,7 +188,7 @@ class RemoteBackend:
             self._stages[stage.number] = stage
             weakref.finalize(stage, self._released.append, stage.number)
         failures = self._load_everywhere(stage)
-        if None not in failures:  # one is enough: the others load it later, or are replaced
+        if None not in failures:  # one worker is enough: the others load it later, or are replaced
             raise next(f for f in failures if f is not None)
         refused = [f for f in failures if f is not None and not isinstance(f, WorkerLostError)]
         if refused:
@@ -197,7 +198,7 @@ class RemoteBackend:
     def open_slot(self) -> RoutedSlot:
         """Open a slot on the worker with the fewest slots, preferring live workers.
 
-        BackendError if it must be started and cannot be, or cannot load the stages.
+        BackendError if the worker must be started but cannot be, or if it cannot load the stages.
         """
         there = self.there
         with self._lock:
@@ -230,17 +231,17 @@ class RemoteBackend:
             raise
 
     def _route(self, number: int, stage: RemoteStage) -> int:
-        """Return the worker that runs a stage: the given one if it or none holds the stage."""
+        """Return the worker that runs a stage: the given one, unless only others hold it."""
         if self._holds(number, stage.spec):
             return number
         able = self._holders(stage.spec)
-        if not able:  # left over from a change of plans
+        if not able:  # a stage of an earlier plan
             return number
         there = [n for n in able if (worker := self._pool[n].worker) and worker.alive]
         return (there or able)[0]
 
     def close(self) -> None:
-        """End the workers; one that is being started ends with this process."""
+        """End the workers; a worker that is still starting ends with this process."""
         for entry in self._pool:
             if entry.lock.acquire(timeout=_CLOSE_S):
                 try:
@@ -285,9 +286,9 @@ class RemoteBackend:
             return worker
 
     def _load_all(self, number: int, worker: WorkerHandle) -> None:
-        """Load the stages of a starting worker; those that fail are reported when they are run.
+        """Load the stages of a starting worker; a stage that fails is reported when it is run.
 
-        BackendError if none loads.
+        BackendError if no stage can be loaded.
         """
         failures, loaded = list[BackendError](), False
         for stage in sorted(self._known(), key=lambda stage: stage.number):
@@ -314,12 +315,12 @@ class RemoteBackend:
             return list(pool.map(lambda n: self._try_load(n, stage), there))
 
     def _known(self) -> list[RemoteStage]:
-        """Return the stages in use, while other threads prepare more."""
+        """Return the stages in use; safe while other threads prepare more."""
         found = [reference() for reference in self._stages.valuerefs()]
         return [stage for stage in found if stage is not None]
 
     def _same_as(self, made_of: tuple[object, ...]) -> RemoteStage | None:
-        """Return a stage of the same bundle that differs at most in its place and threshold."""
+        """Return a loaded stage with the same graph; its number and threshold may differ."""
         same = (stage for stage in self._known() if made_of and stage.made_of == made_of)
         return next(same, None)
 
@@ -409,7 +410,7 @@ def _made_of(spec: StageSpec) -> tuple[object, ...]:
 
 
 class _PoolEntry:
-    """The place of one worker and its successors."""
+    """State of one worker and its successors in the backend."""
 
     def __init__(self, launcher: WorkerLauncher) -> None:
         self.launcher = launcher
@@ -417,10 +418,11 @@ class _PoolEntry:
         """Held while a worker is started."""
         self.worker: WorkerHandle | None = None
         self.absent = False
-        """``True`` if the last start found no worker: over a network that may take long."""
+        """``True`` if the last start failed to reach a worker: over a network this may take
+        long."""
         self.open_slots = 0
 
     @property
     def may_load(self) -> bool:
-        """Return whether to load a stage now, rather than when its stream starts a worker."""
+        """Return whether to load a stage now; if not, starting the worker loads it."""
         return not self.absent if self.worker is None else self.worker.alive

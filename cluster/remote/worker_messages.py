@@ -1,8 +1,8 @@
-"""The messages between a router and its workers, sans I/O; none is ever unpickled.
+"""The messages between a router and its workers, sans I/O; pickle is not used.
 
 A frame is a head, a header and a body. The header is one of the messages here: a byte for its kind,
-then JSON, or packed fields for the two messages of every stage. The body has the inline arrays:
-their bytes, one after the other, each at a multiple of :data:`ALIGNMENT`.
+then JSON; the two messages of every run have packed fields instead of JSON. The body has the inline
+arrays: their bytes, one array after the other, each beginning at a multiple of :data:`ALIGNMENT`.
 
 Malformed data raise a :class:`FrameError`; sizes are checked before memory is allocated.
 """
@@ -25,7 +25,7 @@ from offramp.bundle.schema.serde import from_plain, to_plain
 from offramp.engine.common.errors import EngineError
 
 HEAD: Final = struct.Struct("<4sIQ")
-"""Magic, bytes of the header, bytes of the body."""
+"""Format of a head: magic, number of bytes in the header, number of bytes in the body."""
 MAGIC: Final = b"EEW1"
 MOST_HEADER: Final = 1 << 20
 MOST_BODY: Final = 1 << 32
@@ -33,7 +33,7 @@ ALIGNMENT: Final = 64
 INLINE: Final = -1
 """Place of an array whose bytes are in the body."""
 GIVEN: Final = -2
-"""Place of a carried tensor that is an unchanged input of the run with the same name."""
+"""Place of a carried tensor (one for the next stage) that is an input of the run, unchanged."""
 DTYPES: Final = tuple(
     np.dtype(name)
     for name in (
@@ -49,11 +49,11 @@ _MOST_DIMENSIONS: Final = 32
 
 
 class FrameError(EngineError):
-    """Bytes that are no message, or a message that is not valid at this point."""
+    """Bytes that are not a message, or a message that is not valid at this point."""
 
 
 class LargeBodyError(FrameError):
-    """The head of a frame whose body exceeds the receiver's limit; its data are dropped."""
+    """The body of a frame exceeds the receiver's limit; its data are dropped."""
 
 
 class TensorForm(NamedTuple):
@@ -65,7 +65,7 @@ class TensorForm(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Number of bytes of all elements."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
@@ -85,18 +85,18 @@ class Hello:
     backend: str
     """One of :data:`offramp.engine.backends.BACKENDS`, except ``auto``."""
     threads: int
-    """Intra-op threads of each stage, on the CPU."""
+    """Number of intra-op threads of each stage, on the CPU."""
     device: str = ""
-    """GPU of the worker's host, for instance ``cuda:1``; empty for the CPU."""
+    """GPU on the worker's host, for instance ``cuda:1``; empty for the CPU."""
     graphs: bool = True
     """``True`` if stages are captured into CUDA graphs, on a GPU."""
     max_rows: int = 32
-    """Largest batch (rows) that will be run, where no engine limits it."""
+    """Largest number of rows in a batch, if no engine limits it further."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
-    """The order to load a stage under a number; its graph, if it is sent, is the body."""
+    """The order to load a stage under a number; the body is its graph, if that is sent."""
 
     stage: int
     document: str
@@ -133,7 +133,7 @@ class JoinSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    """Requests a sign of life, which both ends expect."""
+    """Request for a sign of life, so that both ends notice a lost connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class RunStage(NamedTuple):
     stage: int
     rows: int
     threshold: float | None
-    """Threshold of :meth:`offramp.engine.backends.Slot.run`."""
+    """Threshold as for :meth:`offramp.engine.backends.Slot.run`."""
     region: tuple[int, int]
     """Offset and size of the shared memory for results."""
     arrays: tuple[PlacedArray, ...]
@@ -182,7 +182,7 @@ class StageDone(NamedTuple):
     answer: PlacedArray | None
     confidence: PlacedArray
     carried: tuple[PlacedArray, ...] | None
-    """Carried tensors; ``None`` after the last stage."""
+    """Tensors for the next stage (carried); ``None`` after the last stage."""
 
 
 Message: TypeAlias = (
@@ -262,7 +262,7 @@ def pack_head(header: bytes, body_bytes: int) -> bytes:
 
 @lru_cache(maxsize=1024)
 def unpack_head(head: bytes) -> tuple[int, int]:
-    """Decode a frame's head to the bytes of its header and body; FrameError if it is none."""
+    """Decode a frame's head to the bytes of its header and body; FrameError if it is invalid."""
     magic, header_bytes, body_bytes = HEAD.unpack(head)
     if magic != MAGIC:
         raise FrameError(f"a frame begins with {magic!r}, expected {MAGIC!r}")
@@ -273,7 +273,7 @@ def unpack_head(head: bytes) -> tuple[int, int]:
 def inline_offsets(arrays: Sequence[PlacedArray], body_bytes: int) -> list[int]:
     """Return the offset of each inline array in the body, −1 for other arrays.
 
-    FrameError if their total size is not that of the body.
+    FrameError if their total size differs from the body's.
     """
     offsets, end = [], 0
     for form, place in arrays:
@@ -289,7 +289,7 @@ def inline_offsets(arrays: Sequence[PlacedArray], body_bytes: int) -> list[int]:
 
 
 def aligned(offset: int) -> int:
-    """Round up to the next offset of an array."""
+    """Round an offset up to the next one at which an array may begin."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
@@ -347,7 +347,7 @@ def _decode_form(encoded: bytes) -> TensorForm:
         form = TensorForm(encoded[end:].decode(errors="surrogatepass"), dtype, shape)
     except UnicodeDecodeError as error:
         raise FrameError(f"the name of an array is not text: {error}") from error
-    largest = math.prod([max(size, 1) for size in shape])  # as numpy multiplies them
+    largest = math.prod([max(size, 1) for size in shape])  # numpy multiplies sizes like this
     if min(shape, default=0) < 0 or dtype.itemsize * largest > MOST_BODY:
         raise FrameError(
             f"an array has the shape {list(shape)!s:.100}, which is negative or too large"

@@ -46,10 +46,11 @@ from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatc
 from offramp.engine.stages.plan import StageSpec
 
 FIRST_LIMIT_S: Final = 60.0
-"""Time limit of a stage's first run: kernels are chosen, memory is allocated."""
+"""Time limit of a stage's first run, in seconds: kernels are chosen, memory is allocated."""
 LEAST_LIMIT_S: Final = 1.0
 _KEPT_BYTES: Final = 1 << 14
-"""Most bytes of a message that an answer may keep in memory in addition to its own."""
+"""An answer is copied if it would keep more than this number of other bytes of a message in
+memory."""
 HANG_FACTOR: Final = 10.0
 """A run hangs when it takes this many times the stage's longest run."""
 
@@ -62,7 +63,7 @@ class KnownRun:
     result: StageResult
 
     def is_of(self, batch: RemoteBatch) -> bool:
-        """Return whether a batch is that sample, bit for bit."""
+        """Return whether a batch equals the input of this result, bit for bit."""
         found = batch.tensors
         return found.keys() == self.given.keys() and all(
             (array.dtype, array.shape) == (found[name].dtype, found[name].shape)
@@ -83,13 +84,13 @@ class RemoteStage:
     made_of: tuple[object, ...] = ()
     """Key of a stage of a bundle: parts of its graph, inputs and outputs."""
     row_bytes: float = 0.0
-    """Largest size of a row of its results in shared memory."""
+    """Largest size in bytes of one row of its results in shared memory."""
     longest_s: float = 0.0
     """Seconds of the longest finished run."""
     largest_bytes: int = 0
     """Largest input of a run, in bytes."""
     known: KnownRun | None = None
-    """First run of a single sample."""
+    """Result of the first run on a single sample."""
 
     def observe(self, given_bytes: int, seconds: float) -> None:
         """Record a run."""
@@ -109,7 +110,7 @@ class RemoteStage:
 class RemoteSlot:
     """A slot of one worker.
 
-    ``load`` loads a stage in a worker that lacks it; ``least_s`` is the least time limit of a
+    ``load`` loads a stage in a worker that lacks it; ``least_s`` is the smallest time limit of a
     stage; ``closed`` is called when the slot is closed.
     """
 
@@ -165,7 +166,7 @@ class RemoteSlot:
         return result
 
     def select(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
-        """Copy the given rows, unless they are all, to memory that the worker reads."""
+        """Return the given rows; unless these are all rows, copy them to memory for the worker."""
         assert isinstance(batch, RemoteBatch)
         if len(rows) == batch.rows:
             return batch
@@ -183,14 +184,15 @@ class RemoteSlot:
         return RemoteBatch(kept, len(rows), forms_of(kept))
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> RemoteBatch:
-        """Concatenate rows of the parts, in their order, in memory that the worker reads."""
+        """Concatenate the rows of the parts, in order, in memory that the worker reads."""
         chosen = []
         for batch, rows in parts:
             assert isinstance(batch, RemoteBatch)
             whole = len(rows) == batch.rows
             tensors = batch.tensors.items()
             chosen.append({n: a if whole else a.take(rows, axis=0) for n, a in tensors})
-        # A criterion whose function failed on one part has no state there: its state starts again.
+        # If a criterion's function failed on one part, its state is missing there, and starts
+        # again.
         names = [name for name in chosen[0] if all(name in tensors for tensors in chosen)]
         count = sum(len(rows) for _, rows in parts)
         firsts = [(name, chosen[0][name]) for name in names]
@@ -214,7 +216,7 @@ class RemoteSlot:
         batch: RemoteBatch,
         region: MemoryBlock | None,
     ) -> StageResult:
-        """Return the worker's result; FrameError if the run cannot have this result."""
+        """Return the worker's result of a run; FrameError if this result is not possible."""
         reply = order.replies.get(frame.header)
         if reply is None or reply.body_bytes != len(frame.body):
             reply = self._read(stage, order, frame, batch)
@@ -310,7 +312,7 @@ def _check(spec: StageSpec, done: StageDone, rows: int) -> None:
 
 
 def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
-    """Return an array that the caller owns, outside of reused memory."""
+    """Return a result as an array that the caller owns, not in memory that is used again."""
     if array.view is not None:
         return array.view.copy()
     found = array_in(frame.body, array.form, array.offset)
@@ -318,7 +320,7 @@ def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
 
 
 def _found(array: ReplyArray, frame: Frame, batch: RemoteBatch) -> NDArray[Any]:
-    """Return a carried tensor, from its place."""
+    """Return a carried tensor from where it is: the frame, shared memory, or the run's inputs."""
     if array.view is not None:
         return array.view
     if array.offset < 0:

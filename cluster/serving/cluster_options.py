@@ -18,7 +18,7 @@ class ClusterOptions:
     """The extension's options of an engine."""
 
     profile_window_s: float = WINDOW_S
-    """Seconds of a window of the batch profile for plans (E3 3.1)."""
+    """Length of a window of the batch profile, in seconds; plans use the profile (E3 3.1)."""
 
     forecast: str = LAST
     """Key of the forecasting method in :data:`.METHODS`."""

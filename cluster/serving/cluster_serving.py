@@ -28,18 +28,18 @@ class ServedCluster:
     """Devices with times for batches up to the largest that is served."""
     goal: PlanningGoal
     plan: ClusterPlan | None = None
-    """Plan to serve unchanged; ``None`` plans at the start, and again later."""
+    """Plan to serve unchanged; ``None``: plan at the start, and again while serving."""
     batches_per_worker: int = 1
     """Number of streams of each worker."""
 
     def without(self, *refused: RefusedSegments) -> ServedCluster:
-        """Return it with segments excluded that could not be loaded together."""
+        """Return a copy whose goal excludes segments that could not be loaded together."""
         goal = replace(self.goal, refused=(*self.goal.refused, *refused))
         return replace(self, goal=goal)
 
 
 def segments_of(error: StageNotLoadedError, device_types: Sequence[str]) -> RefusedSegments:
-    """Return the segments that devices of a worker's type must not load any more."""
+    """Return the segments of a failed load, which devices of the worker's type must not combine."""
     return RefusedSegments(device_types[error.device], *error.segments)
 
 
@@ -52,21 +52,22 @@ def plan_splits(
     *,
     steals: bool = True,
 ) -> ServedSplits:
-    """Plan a bundle on workers, with the shares of exits of its records.
+    """Plan a bundle on workers, with the exits' shares from its records.
 
-    Exits that save no time inside a split are off (E3 3.4): their check costs more than the smaller
-    batch saves. If no exit saves time, all stay on, because they answer easy rows early.
+    An exit inside a split is off if its check costs more time than the smaller batch saves (E3
+    3.4). If no exit saves time, all stay on, because they answer easy rows early.
 
     Args:
         name: Name of the model, for messages.
         bundle: Bundle; the exits of its policy are planned for.
         served: Devices and goal.
         device_types: [workers] device type of each worker.
-        mode: Mode of rows that are confident at an exit.
+        mode: What happens to rows that are confident at an exit.
         steals: ``True`` if devices hold more than their split where memory allows.
 
     Raises:
-        OptionsError: No plan meets the goal, or the configured one has other parts or workers.
+        OptionsError: No plan meets the goal, or the configured plan does not fit the bundle or the
+        workers.
     """
     shares = recorded_shares(bundle)
     model, plan = served_facts(bundle, shares, mode), served.plan
@@ -88,7 +89,7 @@ def plan_splits(
         plan=plan,
         model=served_facts(bundle, {e: s for e, s in shares.items() if e in used} or shares, mode),
         cluster=cluster,
-        goal=replace(served.goal, wrapper=False),  # for the exits that control then uses
+        goal=replace(served.goal, wrapper=False),  # control chooses among all exits
         roles=roles,
         kept=served.plan is not None,
         steals=steals,
@@ -130,10 +131,10 @@ def _describe_exits(shares: Mapping[int, float], used: Collection[int]) -> str:
 
 
 def served_facts(bundle: Bundle, shares: Mapping[int, float], mode: Mode) -> ModelFacts:
-    """Return the facts of a served bundle for plans; ``shares`` are those that continue, by exit.
+    """Return a served bundle's facts for plans; ``shares``: rows that continue after each exit.
 
-    In release mode all rows run to the end. All exits are on, so both models of a cascade run: the
-    unmodified model alone is no candidate.
+    In release mode all rows run to the end, and all exits are on. So both models of a cascade run:
+    the unmodified model alone is not a candidate.
     """
     going_on = [1.0 if mode is Mode.RELEASE else share for share in shares.values()]
     return replace(facts_of(bundle, exits=tuple(shares), going_on=going_on), begins=0)

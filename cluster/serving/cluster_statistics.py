@@ -10,7 +10,7 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 PROFILE: Final = "batch_profile"
 PLAN: Final = "plan"
-"""Names of the background tasks that report these statistics."""
+"""Name of the background task that reports these statistics."""
 
 
 def profile_of(statistics: ModelStatistics) -> ProfileStatus | None:
@@ -20,6 +20,6 @@ def profile_of(statistics: ModelStatistics) -> ProfileStatus | None:
 
 
 def plan_of(statistics: ModelStatistics) -> PlanStatus | None:
-    """Return the plan by which a model is split among workers; ``None`` if it is not."""
+    """Return the plan by which a model is split among workers; ``None`` if it is not split."""
     found = statistics.extensions.get(PLAN)
     return found if isinstance(found, PlanStatus) else None

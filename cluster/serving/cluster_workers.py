@@ -38,21 +38,22 @@ from offramp.engine.common.errors import BackendError
 from offramp.engine.common.network import NetworkError, tls_reason
 
 RAY: Final = Path("ray")
-"""Value of a cluster file option where workers are Ray's only."""
+"""Value of the option for a cluster file that means: Ray starts all workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlace:
-    """One worker: device type and place."""
+    """One worker: its device type, and where it runs."""
 
     device_type: str
     """Name of its type in the cluster's ``[devices]``."""
     address: HostPort | None
-    """Address that it listens on; ``None`` for one that is started for the router."""
+    """Address on which the worker listens; ``None`` if it is started for the router."""
     resources: Mapping[str, float] | None = None
-    """Resources that Ray reserves for it; ``None`` for a process on the router's own host."""
+    """Resources that Ray reserves for the worker; ``None`` for a process on the router's own
+    host."""
     runtime: WorkerRuntime = ON_THE_CPU
-    """Backend and device of its stages."""
+    """Backend and device that run its stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,9 @@ class ClusterWorkers(WorkerDevices):
     token: bytes = field(repr=False, default=b"")
     """Secret shared with workers on other hosts."""
     tls: TlsTrust | None = None
-    """Trust for TLS; ``None`` connects to them without encryption."""
+    """Certificates for TLS; ``None`` connects to workers on other hosts without encryption."""
     ray: RayEntry = field(default_factory=RayEntry)
-    """The cluster of the workers that Ray starts."""
+    """Options for workers that Ray starts."""
 
     @property
     def count(self) -> int:
@@ -85,12 +86,12 @@ class ClusterWorkers(WorkerDevices):
 
     @property
     def elsewhere(self) -> bool:
-        """``True`` if some are, or may be, on other hosts."""
+        """``True`` if some workers are, or may be, on other hosts."""
         return self.local < len(self.places)
 
     @property
     def on_gpus(self) -> bool:
-        """``True`` if any of them uses a GPU."""
+        """``True`` if any worker uses a GPU."""
         return any(place.runtime.device for place in self.places)
 
     @property
@@ -103,8 +104,8 @@ class ClusterWorkers(WorkerDevices):
     ) -> list[WorkerLauncher]:
         """Return the launcher of each worker; ``command`` starts those on this host.
 
-        Ray's workers, which serve ``bundles``, have then requested their places, and the least
-        number of them is placed. NetworkError, BackendError.
+        For Ray's workers, which serve ``bundles``, this requests placements, and waits until the
+        smallest allowed number of them is placed. Raise NetworkError or BackendError.
         """
         needs = actor_needs(bundles)
         actors = [
@@ -146,9 +147,9 @@ class ClusterWorkers(WorkerDevices):
         return MOST_RESULT_BYTES if mib is None else mib << 20
 
     def planned_for(self, bundle: Bundle, max_batch_size: int) -> ServedCluster | None:
-        """Return devices and goal for a bundle's plans; ClusterFileError if a profile is another's.
+        """Return devices and goal for a bundle's plans; ClusterFileError for another's profile.
 
-        Devices with their own profile are timed by it, others by the bundle's profile.
+        Times of a device come from its own profile if it has one, else from the bundle's profile.
         """
         if self.file is None:
             return None
@@ -219,7 +220,7 @@ def ray_workers(address: str | None = None, count: int | None = None) -> Cluster
 
     Args:
         address: HOST:PORT of the cluster's head; ``None`` is the cluster of this host.
-        count: Largest number, at least one; ``None`` is one for each CPU that is free now.
+        count: Largest number of workers, at least 1; ``None``: one for each CPU that is free now.
 
     Raises:
         BackendError: No cluster can be reached, it has no free CPU, or there are too many workers.

@@ -37,19 +37,19 @@ PERIOD_S: Final = 1.0
 _DRAINING_PERIOD_S: Final = 0.02
 """Seconds between two checks while rows drain."""
 GONE_AFTER_S: Final = 30.0
-"""Seconds out of service after which a worker's device counts as gone."""
+"""A worker that is out of service for this number of seconds counts as gone."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Known:
-    """State of the loop about the last plan."""
+    """What the loop remembers about the active plan."""
 
     plan: ClusterPlan
     """The plan, predicted under the last forecast."""
     going_on: Mapping[int, float]
-    """Shares of that forecast, by exit."""
+    """By exit, the share of rows that continues after it in that forecast."""
     gone: frozenset[int] = frozenset()
-    """Workers that it did not use because they were gone."""
+    """Workers that the plan does not use because they were gone."""
     reason: str
     changes: int = 0
     given_up: int = 0
@@ -57,11 +57,11 @@ class _Known:
     changed_for: str = ""
     """Reason of the last change."""
     failure: str = ""
-    """Reason of the last failed change since a successful one; it is logged once."""
+    """Reason of the last failed change since the last successful one; each is logged once."""
 
 
 class PlanLoop(PeriodicLoop):
-    """Plans again for a split model, and changes its plan, until stopped."""
+    """Plans again for a split model, and changes the model's plan, until stopped."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class PlanLoop(PeriodicLoop):
         reason = "the configured plan" if splits.kept else "the first plan"
         self._known = _Known(plan=splits.plan, going_on=shares, reason=reason)
         self._lost_at_s: dict[int, float] = {}
-        """Times at which lost workers were first seen to be lost."""
+        """Times at which lost workers were first seen as lost, by worker."""
         self._change: SplitChange | None = None
         self._refused: list[RefusedSegments] = []
         """Segments that devices could not load."""
@@ -100,7 +100,7 @@ class PlanLoop(PeriodicLoop):
         self.end()
 
     def add(self, key: str, name: str, model: ServedModel) -> None:
-        """Do nothing: a split model is the only one, and is not replaced."""
+        """Do nothing: a split model is the only model, and is never replaced."""
 
     def retire(self, key: str) -> None:
         """Do nothing."""
@@ -113,7 +113,7 @@ class PlanLoop(PeriodicLoop):
         return PERIOD_S if self._change is None else _DRAINING_PERIOD_S
 
     def poll(self) -> None:
-        """Look once."""
+        """Check once whether to plan, and continue a change in progress."""
         if not self._failures.run(self._poll):
             self._change = None
 
@@ -170,13 +170,13 @@ class PlanLoop(PeriodicLoop):
             self._plan(now_s, due, gone)
 
     def _gone(self, now_s: float) -> frozenset[int]:
-        """Return the workers that have been out of service for long."""
+        """Return the workers that have been out of service for :data:`GONE_AFTER_S`."""
         lost = [number for number, there in enumerate(self._served.workers.there) if not there]
         self._lost_at_s = {number: self._lost_at_s.get(number, now_s) for number in lost}
         return frozenset(n for n, at_s in self._lost_at_s.items() if now_s >= at_s + GONE_AFTER_S)
 
     def _due(self, now_s: float, gone: frozenset[int]) -> Due | None:
-        """Return why planning is due; now, if a worker of the active plan is gone."""
+        """Return why planning is due, if it is; it is due if a worker of the plan is gone."""
         if self._lacks(gone) and gone != self._known.gone:
             return "window"
         observed, rows = self._observed()
@@ -193,7 +193,7 @@ class PlanLoop(PeriodicLoop):
         return any(roles[number].segments is not None for number in gone)
 
     def _observed(self) -> tuple[dict[int, float], int]:
-        """Return the shares that continued in the current window, by exit, and their rows."""
+        """Return the shares that continued in the current window, by exit, and the row count."""
         running = self._profiles.running(self._served.name)
         if running is None or not running.windows:
             return {}, 0
@@ -267,7 +267,7 @@ class PlanLoop(PeriodicLoop):
         profile, running = self._profiles.profile(served.name), self._profiles.running(served.name)
         if profile is None or running is None:
             return splits.model
-        if due == "parted":  # the current window is the last
+        if due == "parted":  # the current window counts as the last one
             profile = replace(profile, windows=(*profile.windows, *running.windows))
         if not profile.windows:
             return splits.model  # nothing was observed: keep the planned shares
@@ -277,7 +277,7 @@ class PlanLoop(PeriodicLoop):
         return served_facts(served.deployments.bundle, shares, served.deployments.mode)
 
     def _excluded(self) -> frozenset[int]:
-        """Return the stragglers that the next plan must not use (E3 3.3)."""
+        """Return the slow workers (stragglers) that the next plan must not use (E3 3.3)."""
         placed = self._served.executor.placed(self._served.name)
         if placed is None:
             return frozenset()
@@ -286,7 +286,7 @@ class PlanLoop(PeriodicLoop):
         return frozenset(n for n in streams if status(n) is ReplicaStatus.EXCLUDED)
 
     def _cluster(self, without: frozenset[int]) -> Cluster | None:
-        """Return the devices of the other workers; ``None`` if there are none."""
+        """Return the devices of all workers but ``without``; ``None`` if none are left."""
         splits = self._served.splits
         kinds = [role.device_type for n, role in enumerate(splits.roles) if n not in without]
         if not kinds:

@@ -14,11 +14,12 @@ class SplitStatus:
     devices: tuple[tuple[str, int], ...]
     """Device types, each with the number of devices that run the split."""
     in_service: int
-    """Number of its workers that are in service."""
+    """Number of the split's workers that are in service."""
     slow: int
-    """Workers that get less work because they are slower than others of their type (E3 3.3)."""
+    """Number of workers that get less work as they are slower than others of their type (E3
+    3.3)."""
     excluded: int
-    """Workers that only get work that no other worker can run."""
+    """Number of workers that only get work that no other worker can run."""
 
     @property
     def slowed(self) -> int:
@@ -37,15 +38,15 @@ class PlanStatus:
 
     splits: tuple[SplitStatus, ...]
     spare: int
-    """Number of workers without a split, which help where they can."""
+    """Number of workers without a split, which help other workers."""
     batch_size: int
-    """Rows of a batch at each split."""
+    """Number of rows in a batch, the same at each split."""
     rate_rps: float
     latency_s: float
-    """Worst latency; like the rate PREDICTED without queues under the last forecast."""
+    """Worst latency in seconds; like the rate, PREDICTED from the last forecast, without queues."""
     shares: tuple[tuple[int, float, float | None], ...]
-    """Exits, each with the share of rows that continue after it, as forecast and as observed in the
-    current window; ``None`` if nothing was decided there."""
+    """Each exit, with the share of rows that continues after it: as forecast, and as observed in
+    the current window (``None`` without decisions)."""
     changes: int
     """Number of completed changes of plans."""
     given_up: int

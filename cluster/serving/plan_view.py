@@ -1,4 +1,4 @@
-"""The plan and the batch profile of a split model, as texts of the status page."""
+"""The plan and the batch profile of a split model, as texts for the status page."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class PlanView:
     splits: tuple[SplitView, ...]
     predicted: str
     exits: tuple[tuple[str, float | None, float], ...]
-    """Exits, each with the share of rows that continue in the current window, 0 to 1, and the
-    forecast used for the plan."""
+    """Each exit, with the share of rows that continue in the current window, 0 to 1, and the share
+    that was forecast for the plan."""
     state: str
-    """Current and last change of plans, with the reasons."""
+    """Description of the current and the last change of plans, with the reasons."""
 
 
 def view_plan(plan: PlanStatus | None, ago: Callable[[float], str]) -> PlanView | None:
@@ -81,7 +81,7 @@ class ProfileView:
     windows: str
     """Number of kept windows, and the method of the forecast."""
     exits: tuple[tuple[str, float, float | None], ...]
-    """Exits, each with the share of rows that continued, 0 to 1, and the forecast share."""
+    """Each exit, with the share of rows that continued, 0 to 1, and the forecast share."""
 
 
 def view_profile(profile: ProfileStatus | None) -> ProfileView | None:

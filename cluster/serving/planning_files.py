@@ -1,4 +1,4 @@
-"""Reads the files for planning, which others may have written."""
+"""Reads the files for planning, which are not trusted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_planning(path: Path, most_bytes: int) -> bytes:
 
 
 def read_plan(path: Path) -> ClusterPlan:
-    """Read a plan from ``eecompile plan --json``; PlanError if it is none."""
+    """Read a plan that ``eecompile plan --json`` wrote; PlanError if the file is not a plan."""
     content = read_planning(path, _MOST_PLAN_BYTES)
     return parse_plan(content.decode(errors="replace"), str(path))
 
@@ -34,7 +34,7 @@ def read_plan(path: Path) -> ClusterPlan:
 def read_profiles(cluster: ClusterFile, folder: Path) -> dict[str, Profile]:
     """Read the profiles that a cluster file names, relative to its folder.
 
-    PlanError if one cannot be read; BundleSchemaError if it is none.
+    PlanError if a file cannot be read; BundleSchemaError if it is not a profile.
     """
     named = {entry.profile for entry in cluster.devices if entry.profile is not None}
     return {name: _read_profile(folder / name) for name in named}

@@ -1,7 +1,8 @@
 """The file that keeps a model's batch profile across restarts, readable by ``eecompile plan``.
 
-It is next to the controller's state and has the same rules: one for each served name and host,
-written by one server at a time. If it cannot be used, serving starts, with a new series of windows.
+The file is next to the controller's state and has the same rules: one file for each served name and
+host, which one server at a time writes. If it cannot be used, serving starts with a new series of
+windows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class ProfileFile(OwnedFile):
     def load(self, *, bundle: str, exits: int, window_s: float) -> BatchProfile | None:
         """Lock the file for this server, and read it; ``None`` if there is no usable profile.
 
-        ``bundle`` is the hash of its bundle. A log line states why a profile is not used.
+        ``bundle`` is the hash of the served bundle. A log line states why a profile is not used.
         """
         self.take()
         try:

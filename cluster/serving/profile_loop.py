@@ -1,8 +1,8 @@
 """The loop that records batch profiles during serving (E3 3.1), on its own thread.
 
-At the end of each window the thread reads the streams' counters, for which streams do not wait.
-Then it saves the windows next to the bundle, and forecasts the next window, as a plan made now
-would.
+At the end of each window the thread reads the streams' counters, without making the streams wait.
+Then it saves the windows next to the bundle, and forecasts the next window in the way in which a
+plan would.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _Recorded:
     """Number of exits of the bundle."""
     file: ProfileFile | None
     keeps_file: bool = True
-    """``True`` if this model owns the file, if there is one."""
+    """``True`` if this model owns its file; another version of the model may own it."""
     recorder: BatchProfileRecorder
     seen: dict[tuple[int, ...], Departures] = field(default_factory=dict)
-    """Counts at the end of the last window, by the exits in use."""
+    """Total counts at the end of the last window, by the set of exits in use."""
     kept: bool = True
-    """``True`` if the file has all finished windows."""
+    """``True`` if the file contains all finished windows."""
     forecast: ShareForecast | None = None
     """Forecast for the current window."""
     status: ProfileStatus
@@ -58,8 +58,8 @@ class _Recorded:
 class ProfileLoop(PeriodicLoop):
     """Records the batch profile of every model with active exits, until stopped.
 
-    Models are identified by the executor's key, which for the first ones is their name. ``wall``
-    returns the time since the epoch, ``clock`` a steady time.
+    Models are identified by the executor's key, which is the name for models loaded at the start.
+    ``wall`` returns the time since the epoch, ``clock`` a steady time.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class ProfileLoop(PeriodicLoop):
         self._forecaster = forecaster
         self._clock = clock
         self._epoch_s = wall() - clock()
-        """Offset of the steady clock: setting the wall clock must not split a window."""
+        """Wall time minus steady time at the start; setting the wall clock must not split a
+        window."""
         self._begin_s = clock()
         self._recorded = {
             name: _make(name, name, model, window_s, _file_of(name, model))
@@ -89,7 +90,8 @@ class ProfileLoop(PeriodicLoop):
         self._turn = threading.Lock()
         """Held while a window ends, files are written, or a model is added or removed."""
         self._lock = threading.Lock()
-        """Held while counts become a window, and while one is read; not while files are written."""
+        """Held while a window is made from counts, and while windows are read; not during
+        writes."""
 
     def start(self) -> None:
         """Begin the first window, and start the thread."""
@@ -106,7 +108,7 @@ class ProfileLoop(PeriodicLoop):
             _end(recorded)
 
     def add(self, key: str, name: str, model: ServedModel) -> None:
-        """Record one more model, which the executor has; may block for a second.
+        """Record one more model, which the executor must have already; may block for a second.
 
         If the model that it replaces uses the same file, that profile is saved now, and the new
         model owns the file from then on.
@@ -127,7 +129,7 @@ class ProfileLoop(PeriodicLoop):
                 self.begin()
 
     def retire(self, key: str) -> None:
-        """Do nothing: windows until a version's end are useful."""
+        """Do nothing: a retired version is recorded until it is removed."""
 
     def remove(self, key: str, *, save: bool = True) -> None:
         """Remove a model; the current window is lost. Blocks for milliseconds.
@@ -162,7 +164,7 @@ class ProfileLoop(PeriodicLoop):
             return recorded.recorder.profile()
 
     def running(self, model: str) -> BatchProfile | None:
-        """Return only the current window; no window if nothing was decided in it."""
+        """Return a profile of only the current window, without windows if nothing was decided."""
         if (recorded := self._recorded.get(model)) is None:
             return None
         with self._lock:
@@ -189,7 +191,7 @@ class ProfileLoop(PeriodicLoop):
     def _counted(
         self, recorded: _Recorded
     ) -> tuple[list[Departures], dict[tuple[int, ...], Departures]]:
-        """Return the counts since the end of the last window, and the total ones."""
+        """Return the counts since the end of the last window, and the total counts."""
         before, counted = recorded.seen, self._executor.snapshot(recorded.key).departures
         since = [now - before[now.exits] if now.exits in before else now for now in counted]
         return since, {now.exits: now for now in counted}
@@ -215,7 +217,7 @@ class ProfileLoop(PeriodicLoop):
         recorded.forecast = self._forecast(recorded)
 
     def _forecast(self, recorded: _Recorded) -> ShareForecast | None:
-        """Forecast the window that begins; ``None`` if there is no earlier one."""
+        """Forecast the window that begins; ``None`` without an earlier window."""
         profile = recorded.recorder.profile()
         return forecast_next(profile, self._forecaster) if profile.windows else None
 
@@ -227,7 +229,7 @@ def _file_of(name: str, model: ServedModel) -> ProfileFile | None:
 def _make(
     key: str, name: str, model: ServedModel, window_s: float, file: ProfileFile | None
 ) -> _Recorded:
-    """Return a model's record, continued from its file if that is for the same bundle."""
+    """Return a model's record, continued from its file if the file is for the same bundle."""
     past = None
     if file is not None:
         past = file.load(bundle=model.bundle, exits=model.exits, window_s=window_s)

@@ -27,13 +27,14 @@ class ServedSplits:
     roles: tuple[StreamRole, ...]
     """Role of each worker."""
     batches_per_worker: int = 1
-    """Streams of each worker; stream s belongs to worker s modulo their number."""
+    """Streams of each worker; stream s belongs to worker s modulo the number of workers."""
     kept: bool = False
     """``True`` if the plan was configured, and must not change."""
     steals: bool = True
     """``True`` if devices hold segments in addition to their split, as far as memory allows."""
     held: tuple[frozenset[int], ...] = ()
-    """[workers] segments whose weights each has; if empty, computed from the other fields."""
+    """[workers]: segments whose weights each worker has; if empty, computed from the other
+    fields."""
 
     def __post_init__(self) -> None:
         if not self.held:
@@ -54,7 +55,7 @@ class ServedSplits:
         return frozenset(self.model.exit_names)
 
     def batch_size(self, most: int) -> int:
-        """Return the plan's rows of a batch, constant at every split (E3); at most ``most``."""
+        """Return the plan's batch size, the same at every split (E3), but at most ``most``."""
         return min(self.plan.batch_size, most)
 
     def placement(self, stages: Plan, max_batch_size: int, overhead_s: float) -> Placement:
@@ -74,15 +75,15 @@ class ServedSplits:
         )
 
     def holds(self, stream: int, spec: StageSpec) -> bool:
-        """Return whether a stream's device has, or may load, a stage that ends where splits end."""
+        """Return whether a stream's device has or may load a stage, which must fit the splits."""
         inside = self.held[stream] >= {*range(spec.first_segment, spec.last_segment + 1)}
         return inside and ends_with(spec, self.borders)
 
 
 def ends_with(spec: StageSpec, borders: Collection[int]) -> bool:
-    """Return whether a stage fits a plan whose splits end after these segments.
+    """Return whether a stage fits a plan whose splits end after the segments ``borders``.
 
-    Stages of other plans have other cuts, and a device that holds both has the weights twice.
+    Stages of other plans have other cuts; a device that held both would have the weights twice.
     """
     torn = any(spec.first_segment <= border < spec.last_segment for border in borders)
     return not torn and (spec.exit is not None or spec.last_segment in borders)

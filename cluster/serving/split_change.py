@@ -1,8 +1,8 @@
-"""Change of a split model's plan while it serves: no row is without a worker at any step.
+"""Change of a split model's plan while it serves; every row has a worker at every step.
 
-E3 leaves that to its platform (4). The steps are those of :mod:`.planning.transition`, grouped by
-kind: all stops, then all loads, the switch, and the unloads after it. A worker with limited memory
-releases the segments that it only steals for the duration of the change.
+E3 leaves this to its platform (4). The steps are those of :mod:`.planning.transition`, grouped by
+kind: all stops, then all loads, the switch, and the unloads after it. During the change, a worker
+with limited memory releases the segments that it holds only to steal work.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from offramp.engine.stages.plan import StageSpec
 _log = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S: Final = 60.0
-"""Time limit for rows of workers that stop; after it, the active plan stays."""
+"""Time limit, in seconds, for rows of stopping workers to drain; after it, the active plan
+stays."""
 _TRIES: Final = 5
-"""Attempts to prepare stages for the exits in use, if these change during the preparation."""
+"""Largest number of preparations of stages; one is repeated if the exits in use change during
+it."""
 
 Holds: TypeAlias = Callable[[int, StageSpec], bool]
 """Returns whether a worker, numbered from 0, holds a stage."""
@@ -47,7 +49,7 @@ _Waits: TypeAlias = Generator[None, None, None]
 
 
 class StageHolders(Protocol):
-    """Workers that hold parts of a model, as needed by a change of plans."""
+    """What a change of plans needs of the workers, which hold parts of a model."""
 
     @property
     def there(self) -> tuple[bool, ...]:
@@ -58,7 +60,7 @@ class StageHolders(Protocol):
         """Device type of each worker."""
 
     def hold(self, holds: Holds, /) -> None:
-        """Make workers load and release stages by a rule; BackendError if one cannot be loaded."""
+        """Make workers load and release stages by a rule; BackendError if a load fails."""
 
 
 class SplitChangeError(EngineError):
@@ -83,12 +85,12 @@ class SplitServing:
         return splits
 
     def serve_by(self, splits: ServedSplits) -> int:
-        """Start batches by these splits from now on; return the number of the deployment."""
+        """Start all further batches by these splits; return the number of the deployment."""
         deployments, policy = self.deployments, self.scheduling
         return serve_by(self.executor, self.name, deployments, splits, policy).number
 
     def hold(self, holds: Holds) -> None:
-        """Make workers hold only stages by a rule, of wanted deployments; BackendError."""
+        """Make workers hold only stages of wanted deployments, by a rule; raise BackendError."""
         self.workers.hold(lambda n, spec: holds(n, spec) and self.deployments.wants(spec))
 
     def forget_unused(self) -> None:
@@ -105,9 +107,10 @@ class SplitServing:
         return set(splits_of(self.splits.plan)) <= {role.segments for role in roles}
 
     def states(self, gone: Container[int] = (), excluded: Container[int] = ()) -> list[WorkerState]:
-        """Return each worker's state in the active plan, if that is served without the ``gone``.
+        """Return each worker's state; ``gone`` and ``excluded`` workers count as lost.
 
-        The next plan uses neither these nor the ``excluded``.
+        The next plan does not use these. Workers serve their splits of the active plan only if it
+        is served without the ``gone`` workers.
         """
         splits, served = self.splits, self.is_served(gone)
         memory = {kind.name: kind.memory_bytes for kind in splits.cluster.types}
@@ -127,9 +130,9 @@ class SplitServing:
 class SplitChange:
     """One change, from the active splits to others; call :meth:`advance` until it is over.
 
-    Before the switch it can fail: a stage cannot be loaded, a split has no worker, rows do not
-    drain. Then the active plan stays unchanged. If a split of it has no worker any more, it cannot
-    be kept served: workers load immediately, and rows wait.
+    Before the switch, a change can fail: if a stage cannot be loaded, a split has no worker, or
+    rows do not drain. Then the active plan stays unchanged. If a split of the active plan has no
+    worker any more, that plan cannot be kept: workers load immediately, and rows wait.
     """
 
     def __init__(
@@ -142,10 +145,10 @@ class SplitChange:
         excluded: Container[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Plan the change to ``plan``, made for ``model``, without some workers.
+        """Plan the change to ``plan``, which was made for ``model`` without some workers.
 
-        The ``gone`` do not serve any more, the ``excluded`` serve until the switch. TransitionError
-        if the workers cannot reach the plan while they serve.
+        The ``gone`` workers do not serve any more; the ``excluded`` workers serve until the switch.
+        TransitionError if the workers cannot reach the plan while they serve.
         """
         self._served = served
         self._before = before = served.splits
@@ -163,15 +166,16 @@ class SplitChange:
         self._late = _late(self.steps)
         self._clock = clock
         self.failure: str | None = None
-        """Reason of a failed change, after its end."""
+        """Reason why the change failed; ``None`` unless it has failed."""
         self.refused: RefusedSegments | None = None
-        """Segments of its next split that a worker could not load, if that is the reason."""
+        """Segments of its next split that a worker could not load, if the change failed for this
+        reason."""
         self.switched = False
         """``True`` if the next plan is active."""
         self._going = self._change()
 
     def advance(self) -> bool:
-        """Continue as far as possible; return whether the change is over. Loads in this thread."""
+        """Continue as far as possible, with loads in this thread; return whether it is over."""
         return next(self._going, True) is True
 
     def _change(self) -> _Waits:
@@ -192,7 +196,7 @@ class SplitChange:
         until_s = self._clock() + DRAIN_LIMIT_S
         while not served.drained(number) and self._clock() < until_s:
             yield
-        if not served.drained(number):  # free workers run it, and load it for that
+        if not served.drained(number):  # workers that are free load and run it
             served.executor.open_old_plans(served.name)
         served.forget_unused()
         try:
@@ -210,7 +214,7 @@ class SplitChange:
             self.refused = RefusedSegments(role.device_type, *error.segments)
 
     def _release_capacity(self, narrowed: ServedSplits) -> _Waits:
-        """Stop workers without memory for another split, and stop all stealing."""
+        """Stop the workers whose memory cannot hold another split, and stop all stealing."""
         served = self._served
         served.forget_unused()
         if narrowed.held != self._before.held:
@@ -279,13 +283,13 @@ class SplitChange:
         return self._served.executor.deployment(self._served.name).plan.exits
 
     def _narrowed(self) -> ServedSplits:
-        """Return the active plan without the workers that stop, and without stealing."""
+        """Return the active plan without the workers that stop, and without work stealing."""
         stopping = {int(s.worker) for s in self.steps.steps if s.action is Action.STOP}
         roles = [_out(r) if n in stopping else r for n, r in enumerate(self._before.roles)]
         return _narrow(replace(self._before, roles=tuple(roles)))
 
     def _joining(self) -> ServedSplits:
-        """Return the next plan without the workers that join it late, and without stealing."""
+        """Return the next plan without the workers that join it late, and without work stealing."""
         roles = [_out(r) if n in self._late else r for n, r in enumerate(self._after.roles)]
         return _narrow(replace(self._after, roles=tuple(roles)))
 
@@ -310,7 +314,7 @@ def _out(role: StreamRole) -> StreamRole:
 
 
 def _narrow(splits: ServedSplits) -> ServedSplits:
-    """Make each device hold only its split, unless its memory suffices for everything twice."""
+    """Make each device hold only its split, unless its memory can hold all weights twice."""
     memory = {kind.name: kind.memory_bytes for kind in splits.cluster.types}
     twice_bytes = 2 * sum(splits.model.weight_bytes)
     everything = frozenset(range(splits.model.segments))

@@ -18,7 +18,8 @@ from offramp.engine.models.options import MOST_THREADS, ON_CPU, EngineOptions
 from offramp.engine.stages.backend_protocol import Backend
 
 MOST_WORKERS: Final = MOST_THREADS
-"""Most workers of a router, as threads of a process; more is assumed to be a mistake."""
+"""Largest number of workers of a router, which has threads for each; more is assumed to be a
+mistake."""
 WORKERS_ON_CPU: Final = (
     "that is for workers on the CPU; give --backend onnxruntime or openvino, and name GPUs in a "
     'cluster file ([[workers]] device = "cuda:0", backend = "tensorrt"), or run without workers '
@@ -42,18 +43,18 @@ class WorkerDevices:
 
     @property
     def elsewhere(self) -> bool:
-        """``True`` if some are on other hosts."""
+        """``True`` if some workers are on other hosts."""
         return False
 
     @property
     def on_gpus(self) -> bool:
-        """``True`` if any of them uses a GPU."""
+        """``True`` if any worker uses a GPU."""
         return False
 
     def launchers(
         self,
         command: WorkerCommand,
-        bundles: Sequence[Path] = (),  # noqa: ARG002 - those of Ray are shown them
+        bundles: Sequence[Path] = (),  # noqa: ARG002 - only Ray's workers need them
     ) -> list[WorkerLauncher]:
         """Return the launcher of each worker; ``command`` starts those on this host."""
         return [LocalLauncher(command)] * self.count
@@ -113,7 +114,7 @@ class WorkerDevices:
         if served is None or not isinstance(backend, RemoteBackend):
             return None
         kinds = backend.device_types
-        # The first refusal may concern segments that devices hold only to steal work.
+        # The first refused load may be of segments that devices hold only to steal work.
         served = served.without(*(segments_of(error, kinds) for error in refused[1:]))
         splits = plan_splits(name, bundle, served, kinds, options.mode, steals=not refused)
         backend.hold(splits.holds)
@@ -129,7 +130,7 @@ class LocalWorkers(WorkerDevices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenedWorkers(WorkerDevices):
-    """Workers of a backend that the caller opens, with devices and goal for plans."""
+    """Workers of a backend that the caller has opened, with devices and goal for plans."""
 
     count: int
     served: ServedCluster | None = None

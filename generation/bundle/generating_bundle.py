@@ -53,7 +53,7 @@ class GeneratingBundle:
     path: Path
     manifest: GeneratingManifest
     _weights: FileIdentity | None = field(default=None, compare=False, repr=False)
-    """The file of weights as it was when it was hashed."""
+    """Identity of the weights file at the time when it was hashed."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GeneratingBundle:
@@ -76,7 +76,7 @@ class GeneratingBundle:
         remedy = "compile the model again, or install the Offramp that wrote it"
         plain = parse_versioned(document, GENERATION, GENERATION_VERSION, remedy)
         manifest = from_plain(GeneratingManifest, plain, GENERATION)
-        weights = identity_of_file(root / WEIGHTS)  # before the hash: what is written later differs
+        weights = identity_of_file(root / WEIGHTS)  # before hashing, to detect later writes
         for entry in manifest.files:
             files.check(entry)
         listed = {entry.path for entry in manifest.files} | {GENERATION, GENERATION_HASH}

@@ -15,9 +15,9 @@ SOURCE_MASK: Final = "encoder_attention_mask"
 STATE: Final = "state"
 """float32 [n, tokens, width]: input of a decoder layer."""
 NEXT_STATE: Final = "next_state"
-"""Output of the last layer of a segment; shape as of ``STATE``."""
+"""Output of the last layer of a segment; it has the shape of ``STATE``."""
 PREVIOUS_STATE: Final = "previous_state"
-"""Input of the last layer of a segment; returned only by graphs whose exit reads it."""
+"""Input of the last layer of a segment; only graphs whose exit reads it return it."""
 ANSWER: Final = "answer"
 """int64 [n]: the most likely next token."""
 CONFIDENCE: Final = "confidence"
@@ -30,12 +30,12 @@ KINDS: Final[tuple[CacheKind, ...]] = ("key", "value")
 
 
 def past_name(layer: int, kind: CacheKind) -> str:
-    """Return the input name of a layer's earlier keys or values, [n, heads, past, size]."""
+    """Return the name of the input with a layer's past keys or values, [n, heads, past, size]."""
     return f"past.{layer}.{kind}"
 
 
 def new_name(layer: int, kind: CacheKind) -> str:
-    """Return the name of a layer's new keys or values of a step, [n, heads, tokens, size]."""
+    """Return the name of the output with a layer's new keys or values, [n, heads, tokens, size]."""
     return f"new.{layer}.{kind}"
 
 
@@ -54,5 +54,5 @@ def cross_name(layer: int, kind: CacheKind) -> str:
 
 
 def size_name(symbol: str) -> str:
-    """Return the name of the input, int64 [1], with a size that no other input of a graph has."""
+    """Return the name of an input, int64 [1], with a size that no other input of the graph has."""
     return f"size.{symbol}"

@@ -13,14 +13,14 @@ from offramp.bundle.schema.serde import check_numbers
 
 TextKind: TypeAlias = Literal["decoder", "encoder-decoder"]
 SkippedLayers: TypeAlias = Literal["propagation", "catch-up"]
-"""Keys and values of layers that a token skips: computed from the exit's state when the token
-leaves (CALM 3.3), or in full when a later token of the sequence reaches those layers."""
+"""How the layers that a token skips get its keys and values: from the exit's state when the token
+leaves (CALM 3.3), or computed in full when a later token of the sequence reaches those layers."""
 TextCriterion: TypeAlias = Literal[
     "softmax margin", "max probability", "state similarity", "learned classifier"
 ]
 """Confidence of an exit (CALM 3.5): the difference of its two largest probabilities; the largest
-probability; the cosine of the state and the input of its last layer; or a classifier of the
-state."""
+probability; the cosine between the output and the input of the layer before the exit; or a
+classifier's result for the state."""
 TextRiskName: TypeAlias = Literal["tokens", "texts"]
 
 
@@ -31,7 +31,7 @@ class LayerCache:
     heads: int
     size: int
     cross_heads: int = 0
-    """Heads of the keys and values of the encoder's output; 0 without an encoder."""
+    """Number of heads in the keys and values of the encoder's output; 0 without an encoder."""
     cross_size: int = 0
 
     def __post_init__(self) -> None:
@@ -46,17 +46,18 @@ class TextStage:
     end: int
     """Number of layers up to the exit, including those of earlier stages."""
     file: str
-    """Graph of the layers: from the state, or from tokens in the first stage, to the next state."""
+    """File of the layers' graph: state (in the first stage: tokens) to next state."""
     threshold: float | None = None
-    """Least confidence at which a token leaves; above 1 no token leaves, ``None`` at the end."""
+    """Lowest confidence at which a token leaves (above 1: none leaves); ``None`` at the model's
+    end."""
     adapter: str = ""
-    """Graph from the state to the input of the head; empty if the head reads the state itself."""
+    """File of the graph from state to head input; empty if the head reads the state itself."""
     propagation: str = ""
-    """Graph from the state to the keys and values of all later layers; empty if there is none."""
+    """File of the graph from the state to all later layers' keys and values; empty if none."""
     head: str = ""
-    """Graph of the exit's own head, in place of ``TextModel.head``; empty if it has none."""
+    """File of the exit's own head, which replaces ``TextModel.head``; empty if it has none."""
     judge: str = ""
-    """Graph from the state to the confidence; empty if the head computes the confidence."""
+    """File of the graph from the state to the confidence; empty if the head computes it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "end", least=1)
@@ -68,7 +69,7 @@ class TextEvidence:
     """The promise about the thresholds, and the risk observed on held-out prompts."""
 
     risk: TextRiskName
-    """Tokens that differ at the same prefix, or the dissimilarity of whole answers."""
+    """Name of the bounded risk: ``tokens`` or ``texts``, see :mod:`.promise.text_promise`."""
     dissimilarity: str
     """Dissimilarity of whole answers: "differs", "edit-distance", or FILE.py:NAME of a function."""
     bound: float
@@ -78,7 +79,7 @@ class TextEvidence:
     prompts: int
     """Number of prompts that certified the thresholds."""
     layers_run: float
-    """Mean share of the decoder's layers that a token ran, 0 to 1."""
+    """Mean share of the decoder's layers that run for a token, 0 to 1."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "bound", "confidence_level", "observed", "layers_run", least=0, most=1)
@@ -102,11 +103,11 @@ class TextModel:
     skipped: SkippedLayers = "propagation"
     stages: tuple[TextStage, ...]
     head: str
-    """Graph from the state of the last token to the token and its confidence; shared by all
-    exits."""
+    """File of the graph from the last token's state to the next token and its confidence; shared by
+    all exits without their own head."""
     encoder: str = ""
-    """Graph from a prompt to the encoder's keys and values for all layers; empty without an
-    encoder."""
+    """File of the graph from a prompt to the encoder's keys and values for all layers; empty
+    without an encoder."""
     start_token: int | None = None
     """First token that the decoder of an encoder-decoder reads; ``None`` for a decoder."""
     stop_tokens: tuple[int, ...] = ()
@@ -114,11 +115,11 @@ class TextModel:
     decay: float | None = None
     """τ, the speed at which thresholds fall along an answer; ``None`` if they are constant."""
     longest_prompt: int = 1
-    """Tokens of the longest prompt used in compiling."""
+    """Number of tokens in the longest prompt that compiling used."""
     longest_answer: int = 1
-    """Default limit on the tokens of an answer."""
+    """Default limit on the number of tokens in an answer."""
     evidence: TextEvidence | None = None
-    """``None`` if nothing was certified."""
+    """Certified promise; ``None`` if nothing was certified."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "width", "vocabulary", "longest_prompt", "longest_answer", least=1)

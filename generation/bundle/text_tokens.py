@@ -15,9 +15,10 @@ class BundleTokenizer:
     """A tokenizer of the package tokenizers, without padding and truncation."""
 
     def __init__(self, content: bytes, *, name: str = "tokenizer.json") -> None:
-        """Read a ``tokenizer.json``; ``name`` is its place, for messages.
+        """Read a ``tokenizer.json``; ``name`` describes its location in messages.
 
-        Raise BundleError if it is no tokenizer, or the package is not installed.
+        Raise BundleError if it is not a tokenizer, or if the package ``tokenizers`` is not
+        installed.
         """
         with optional_import("tokenizers", install=_INSTALL, raises=BundleError):
             from tokenizers import Tokenizer  # noqa: PLC0415 - an extra
@@ -30,7 +31,7 @@ class BundleTokenizer:
                 "tokenizer.json, as Tokenizer.save writes it"
             ) from error
         self.content: Final = content
-        """The bytes that were read."""
+        """Bytes of the ``tokenizer.json`` that was read."""
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 

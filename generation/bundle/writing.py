@@ -24,7 +24,7 @@ from offramp.generation.bundle.text_model import TextModel
 
 
 def check_place(path: Path, *, overwrite: bool) -> None:
-    """Check that a bundle may be written to a path; BundleExistsError if not."""
+    """Raise BundleExistsError if no bundle may be written to a path."""
     marks = (GENERATION, GENERATION_HASH)
     check_target(path, overwrite=overwrite, marks=marks, kind="generating bundle")
 
@@ -39,10 +39,10 @@ def write_generating_bundle(
 ) -> GeneratingBundle:
     """Write a model and its graphs, weights included, and rename the folder into place atomically.
 
-    ``tokenizer`` is the content of a ``tokenizer.json``. A weight of a page or more is stored once,
-    even if several graphs have it. ``overwrite`` replaces an existing generating bundle; anything
-    else at the path raises BundleExistsError. If the file system fails, the previous content stays:
-    BundleWriteError. Return the opened bundle.
+    ``tokenizer`` is the content of a ``tokenizer.json``. A weight of a memory page or more is
+    stored once, even if several graphs contain it. ``overwrite`` replaces an existing generating
+    bundle; anything else at the path raises BundleExistsError. If the file system fails,
+    BundleWriteError is raised and the previous content stays. Return the opened bundle.
     """
     target = Path(path)
     check_place(target, overwrite=overwrite)

@@ -17,10 +17,10 @@ from offramp.generation.promise.text_records import TextRecords
 
 _LEVELS: Final = 32
 _LEAST_RISK, _MOST_RISK = 0.03, 6.0
-"""Risk of the first and last level, as multiples of the bound. The range is wide because decoding
-and records find different risks where skipped layers are filled."""
+"""Risk of the first and last level, as multiples of the bound. The range is wide because with
+filled layers, the risk in decoding differs from the risk on records."""
 _PRICE: Final = 0.005
-"""Least share of the model's time that an exit must save, in addition to its own cost."""
+"""Smallest share of the model's time that an exit must save, in addition to its own cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +32,7 @@ class ChosenExits:
     path: FloatArray
     """float64[levels, exits], from conservative to aggressive."""
     expected: float
-    """Expected share of the model's time at the bound, from records and measured costs."""
+    """Expected time at the bound, as a share of the model's; from records and measured costs."""
 
 
 def choose_exits(
@@ -44,13 +44,13 @@ def choose_exits(
     differing: bool,
     fills: bool,
 ) -> tuple[ChosenExits, ...]:
-    """Choose exits that save time at the bound, to be measured; none if none save.
+    """Return up to three sets of exits that are expected to save time at the bound.
 
-    Chosen are the exits that save most, the single exit that saves most, and the first exit at
-    which all tokens may leave, as the last level of a path does: that is the decoder cut off there,
-    which costs least a layer. ``layers`` are the numbers of layers before each exit of the
-    records. ``differing`` is true if whole answers have to be equal; otherwise the risk is the
-    share of wrong tokens.
+    The caller measures them. They are the set that saves most, the single exit that saves most, and
+    the first exit at which all tokens may leave; with the last, the decoder is cut off there, so
+    each of its layers costs least. ``layers`` are the numbers of layers before each exit of the
+    records. ``differing`` is true if the risk is the share of answers that differ; otherwise it is
+    the share of wrong tokens.
     """
     found: list[tuple[float, tuple[int, ...], FloatArray]] = []
     cut_off: list[tuple[float, tuple[int, ...], FloatArray]] = []
@@ -81,7 +81,7 @@ def choose_exits(
 def risk_on_records(
     records: TextRecords, answered_at: IntArray, risk: TextRisk, *, differing: bool
 ) -> float:
-    """Estimate a risk, without decoding, from the exits int64[tokens] at which tokens leave."""
+    """Estimate a risk without decoding; ``answered_at``, int64[tokens], has each token's exit."""
     wrong = records.wrong(answered_at)
     if risk is TextRisk.TEXTS and not differing:
         return float((records.by_prompt(wrong) / records.lengths).mean())
@@ -99,7 +99,7 @@ def _sets(exits: int) -> Iterator[tuple[int, ...]]:
 def _last_level(
     records: TextRecords, path: FloatArray, promise: TextPromise, most: float, *, differing: bool
 ) -> int:
-    """Return the last level with a risk of at most ``most`` in the records; risk rises."""
+    """Return the last level whose risk in the records is at most ``most``; risk rises by level."""
     low, high = 0, len(path)
     while high - low > 1:
         middle = (low + high) // 2
@@ -112,7 +112,7 @@ def _last_level(
 def _spread(
     records: TextRecords, path: FloatArray, promise: TextPromise, *, differing: bool
 ) -> FloatArray:
-    """Take levels whose risks in the records are spread around the bound."""
+    """Return levels of a path whose risks in the records are spread around the bound."""
     targets = np.geomspace(_LEAST_RISK, _MOST_RISK, _LEVELS) * promise.bound
     levels = [_last_level(records, path, promise, t, differing=differing) for t in targets]
     return np.unique(path[sorted({*levels} - {0})], axis=0)[::-1]

@@ -3,13 +3,13 @@
 1. The unmodified model answers all prompts, with the backend and the scheduler used for serving.
    The states at all exits are recorded.
 2. At each exit an adapter learns to predict the model's tokens (self-distillation), or a copy of
-   the decoder learns them together with all its exits (CALM 3.2) and then reads the model's
-   answers, for the states at its exits.
-3. Exits are chosen by the time that they save, from their predictions on tuning prompts and from
-   measured costs. The path of thresholds is fixed.
+   the decoder learns them together with all its exits (CALM 3.2). The copy then reads the model's
+   answers, and the states at its exits are recorded.
+3. Exits are chosen by the time that they save; this follows from their predictions on tuning
+   prompts and from measured costs. The path of thresholds is fixed.
 4. Tuning prompts are answered at levels of the path, with skipped layers filled when a token leaves
-   (state propagation, CALM 3.3) and with catch-up. The way that is faster at its last level within
-   the bound is kept.
+   (state propagation, CALM 3.3) and with catch-up. Of these two ways, the one that is faster at its
+   last level within the bound is kept.
 5. The held-out prompts are answered level by level, and the last level that certifies the promise
    is served (:mod:`.promise.text_promise`).
 """
@@ -68,12 +68,12 @@ from offramp.generation.scheduling import TokenThresholds
 from offramp.generation.stages.onnx_text import OnnxTextBackend
 
 _TUNED: Final = 0.7
-"""Share of the bound allowed for the risk on tuning prompts, at the level where ways to fill
-skipped layers are compared; about the level that will be certified."""
+"""Share of the bound allowed for the risk on tuning prompts, at the level where the two ways to
+fill skipped layers are compared. Certification is expected to end at about this level."""
 _LEAST_GAIN: Final = 1.0
-"""Least tokens per second with exits, relative to the model without exits."""
+"""Lowest acceptable speed in tokens per second with exits, relative to the model without exits."""
 _BEFORE: Final = 6
-"""Number of levels before that level at which certification begins."""
+"""Certification begins this number of levels before the level of ``_TUNED``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +90,7 @@ class CompiledText:
     early: Decoded | None
     """Tuning prompts, answered with exits as they are served; ``None`` if none is in use."""
     batch: int
-    """Most rows of a measured step."""
+    """Largest number of rows in a measured step."""
     reason: str = ""
     """Reason why no exit is in use."""
 
@@ -118,7 +118,7 @@ class _Compiling:
         self._settings: TextSettings = settle(options)
         self._given: TextExport = read_export(options.model)
         self._learned = self._given
-        """What exits are cut into: the model, or the copy that learned with them."""
+        """Export that exits are cut into: the model, or the copy that was trained with them."""
         prompts = read_prompts(options.data, ScratchSpace())
         check_tokens(prompts, self._settings, self._given.decoder.vocabulary)
         self._parts = split_prompts(prompts, options.seed)
@@ -325,7 +325,7 @@ class _Compiling:
         skipped: SkippedLayers = "propagation",
         criterion: TextCriterion | None = None,
     ) -> TextGraphs:
-        """Cut exits in; without any it is the model that was given, whatever a copy learned."""
+        """Cut a model at exits; without exits, cut the original model, not the trained copy."""
         options, settings = self._options, self._settings
         cut = cut_export(
             self._learned if exits else self._given,
@@ -359,7 +359,7 @@ class _Compiling:
     def _recorder(self) -> RecordingBackend:
         exits = [TextExit(layer=layer, threshold=NEVER) for layer in self._layers]
         criterion = self._options.criterion
-        if criterion == "learned classifier":  # there is none yet
+        if criterion == "learned classifier":  # the classifier is trained later
             criterion = "softmax margin"
         backend = self._backend(self._cut(exits, criterion=criterion), RecordingBackend)
         assert isinstance(backend, RecordingBackend)

@@ -20,19 +20,19 @@ _REPEATS: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextCosts:
-    """Times in ms of a step, at the number of rows that was measured."""
+    """Times of a step in ms, for the measured number of rows."""
 
     layers: FloatArray
     """float64[layers]: time of each decoder layer."""
     check: float
-    """Time of an exit or of the model's end: the head, and the call of a stage."""
+    """Time of an exit or of the model's end: the head and the overhead of calling a stage."""
     leaving: FloatArray
-    """float64[layers]: time to fill the layers after layer i when a token leaves there; 0 where no
-    exit is."""
+    """float64[layers]: time to fill the layers after layer i when a token leaves there; 0 without
+    an exit."""
 
     @property
     def whole(self) -> float:
-        """Time of a token that runs all layers without exits."""
+        """Time of a token that runs all layers of the model without exits, in ms."""
         return float(self.layers.sum() + self.check)
 
     def of_tokens(self, exits: Sequence[int], answered_at: IntArray, *, fills: bool) -> float:
@@ -78,7 +78,7 @@ def measure_costs(
 def _time_steps(
     backend: TextBackend, prompts: Sequence[Tokens], answer: Sequence[int]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return medians in ms: float64[stages] of running, float64[stages - 1] of leaving."""
+    """Return medians in ms: float64[stages] to run, float64[stages - 1] to leave a stage."""
     slots = list(range(len(prompts)))
     ran, left = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     last = backend.stages - 1

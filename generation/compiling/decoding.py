@@ -27,12 +27,12 @@ from offramp.generation.serving.text_differences import compare_texts
 from offramp.generation.stages.text_backend import TextBackend
 
 BATCH: Final = 16
-"""Default rows of a step."""
+"""Default number of rows in a step."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodedText:
-    """An answer."""
+    """An answer to a prompt, with the stage at which each token left."""
 
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Decoded:
     seconds: float
     """Decoding time in seconds."""
     layer_tokens: int
-    """Layers that ran, each counted once for each token that it ran for."""
+    """Number of layer runs: each layer counts once for each token that it ran for."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -55,7 +55,7 @@ class Decoded:
         return sum(len(text.tokens) for text in self.texts) / self.seconds
 
     def layers_run(self, layers: int) -> float:
-        """Return the mean share of ``layers`` that ran for a token, catching up included."""
+        """Return the mean share of ``layers`` that ran for a token, including catch-up."""
         return self.layer_tokens / (layers * sum(len(text.tokens) for text in self.texts))
 
 

@@ -19,15 +19,15 @@ States = NDArray[np.float32]
 class RecordingBackend(OnnxTextBackend):
     """Backend that also keeps the states at all exits for each token.
 
-    It is for answers in full, with no exit in use: every token then runs each stage once. Where an
-    answer is ``given``, its tokens are read in place of the backend's own.
+    Use it without exits, so that every token runs each stage once. If ``given`` has an answer for a
+    prompt, the decoder reads its tokens in place of the tokens that the backend predicts.
     """
 
     recorded: dict[bytes, tuple[States, States]]
     """Records by the bytes of a prompt: states float32 [exits, tokens, width], and confidences
-    float32 [exits, tokens] of exits without their own head."""
+    float32 [exits, tokens]; the confidences are valid for exits without their own head."""
     given: dict[bytes, Sequence[int]]
-    """Tokens of answers that are read, by the bytes of their prompts."""
+    """Answers' tokens that the decoder reads, by the bytes of the prompt."""
 
     def record(self) -> None:
         """Start recording, and drop earlier records."""
@@ -65,7 +65,7 @@ class RecordingBackend(OnnxTextBackend):
             self.recorded[prompt] = (states, np.array(confidences, np.float32))
 
     def _as_given(self, slots: Sequence[int], tokens: Tokens) -> Tokens:
-        """Replace the model's tokens, int64[slots], by the next ones of answers that are given."""
+        """Replace the model's tokens, int64[slots], by the next tokens of the ``given`` answers."""
         tokens = tokens.copy()
         for row, slot in enumerate(slots):
             prompt, kept, _ = self._running[slot]
@@ -83,7 +83,7 @@ class ExitStates:
         prompts: Sequence[Tokens],
         texts: Sequence[DecodedText],
     ) -> None:
-        """Take the records of the prompts that these texts answer."""
+        """Collect the records of ``prompts``; ``texts`` are their answers, in the same order."""
         found = [backend.recorded[prompt.tobytes()] for prompt in prompts]
         self.starts = np.cumsum([0, *(len(text.tokens) for text in texts)])
         """int64[prompts + 1]: index of the first token of each prompt, then the number of
@@ -91,9 +91,9 @@ class ExitStates:
         self.tokens = np.concatenate([text.tokens for text in texts]).astype(np.int64)
         """int64[tokens]: the model's own tokens."""
         self.states = np.concatenate([states for states, _ in found], axis=1)
-        """float32[exits, tokens, width]."""
+        """float32[exits, tokens, width]: state of each token at each exit."""
         self.confidences = np.concatenate([sure for _, sure in found], axis=1)
-        """float32[exits, tokens], of exits without their own head."""
+        """float32[exits, tokens]: confidences; valid for exits without their own head."""
 
     def samples(self, exit_: int) -> ExitSamples:
         """Return the training samples of an exit."""

@@ -1,4 +1,4 @@
-"""Dissimilarity of two answers: a named measure or a function, with parts that must be equal."""
+"""Dissimilarity of two answers: a named measure or a user's function; some parts must be equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offramp.generation.promise.dissimilarity import DISSIMILARITIES, Dissimilar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """Measure of the promise on texts."""
+    """Dissimilarity that the promise ``texts`` bounds."""
 
     name: str
     dissimilarity: Dissimilarity
@@ -28,7 +28,7 @@ class Likeness:
 
 
 def find_likeness(options: TextCompileOptions, settings: TextSettings) -> Likeness:
-    """Return the dissimilarity that is asked for; CompileError if there is none of that name."""
+    """Return the requested dissimilarity; CompileError if it is unknown."""
     name = options.dissimilarity
     found = DISSIMILARITIES.get(name) or _own(name)
     if options.exact is None:
@@ -50,7 +50,7 @@ def find_likeness(options: TextCompileOptions, settings: TextSettings) -> Likene
 
 
 def _own(name: str) -> Dissimilarity:
-    """Import FILE.py:NAME."""
+    """Import a user's function from ``FILE.py:NAME``."""
     file, _, function = name.rpartition(":")
     if not file or not Path(file).is_file():
         known = ", ".join(DISSIMILARITIES)

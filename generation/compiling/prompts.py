@@ -19,13 +19,13 @@ from offramp.generation.compiling.text_options import TextSettings
 Tokens: TypeAlias = NDArray[np.int64]
 """int64[tokens]."""
 _SHARES: Final = (0.3, 0.2)
-"""Shares of the prompts for training and for tuning; the rest certifies."""
+"""Shares of the prompts for training and for tuning; the others are for certification."""
 _LEAST: Final = 30
-"""Least number of prompts, so that no part is empty."""
+"""Smallest number of prompts for which none of the three parts is empty."""
 
 
 class PromptSplit(NamedTuple):
-    """Prompts to train exits, to choose exits and thresholds, and to certify."""
+    """Prompts for training, for the choice of exits and thresholds, and for certification."""
 
     train: list[Tokens]
     tune: list[Tokens]
@@ -35,7 +35,8 @@ class PromptSplit(NamedTuple):
 def read_prompts(source: DataSource, scratch: ScratchSpace) -> list[Tokens]:
     """Read the tokens of all prompts: ``input_ids``, where ``attention_mask`` is 1.
 
-    Raise DataError if the source has none, or tokens are not integers [prompts, tokens].
+    Raise DataError if the source has no ``input_ids``, or if they are not integers [prompts,
+    tokens].
     """
     specs = [TensorSpec(name=n, dtype="int64", shape=("batch", "tokens")) for n in (IDS, MASK)]
     arrays, _ = source.load(specs, scratch)
@@ -59,7 +60,7 @@ def read_prompts(source: DataSource, scratch: ScratchSpace) -> list[Tokens]:
 
 
 def check_tokens(prompts: Sequence[Tokens], settings: TextSettings, vocabulary: int) -> None:
-    """Check that all tokens are of the model's vocabulary; CompileError or DataError if not."""
+    """Raise CompileError or DataError if a token is not in the model's vocabulary."""
     special = [*settings.stop_tokens]
     if settings.start_token is not None:
         special.append(settings.start_token)
@@ -78,7 +79,7 @@ def check_tokens(prompts: Sequence[Tokens], settings: TextSettings, vocabulary: 
 
 
 def check_lengths(prompts: Sequence[Tokens], most: int) -> None:
-    """Check that the model takes prompts of these lengths; DataError if not."""
+    """Raise DataError if a prompt is longer than the model accepts."""
     longer = [len(prompt) for prompt in prompts if len(prompt) > most]
     if longer:
         raise DataError(
@@ -89,7 +90,7 @@ def check_lengths(prompts: Sequence[Tokens], most: int) -> None:
 
 
 def split_prompts(prompts: Sequence[Tokens], seed: int) -> PromptSplit:
-    """Draw the three parts; repeated prompts count once.
+    """Split prompts at random into the three parts; duplicates are removed first.
 
     Raise DataError if there are too few.
     """

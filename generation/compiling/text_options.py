@@ -18,7 +18,7 @@ from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion, T
 from offramp.generation.bundle.text_tokens import BundleTokenizer
 
 TextTraining: TypeAlias = Literal["adapters", "joint", "none"]
-"""Trained parts: a small adapter per exit, a copy of the decoder with its exits, or nothing."""
+"""What is trained: a small adapter per exit, a copy of the decoder with its exits, or nothing."""
 TRAININGS: Final = ("adapters", "joint", "none")
 TextHead: TypeAlias = Literal["full", "subset", "low-rank"]
 HEADS: Final = ("full", "subset", "low-rank")
@@ -41,38 +41,40 @@ class TextCompileOptions:
     model: Path
     """File of a decoder, or folder of an encoder-decoder."""
     data: DataSource
-    """Prompts."""
+    """Source of the prompts."""
     output: Path
     overwrite: bool = False
     promise: Literal["tokens", "texts"] = "texts"
-    """Quantity that the bound limits."""
+    """Risk that the promise bounds: wrong tokens, or the dissimilarity of whole texts."""
     dissimilarity: str = "differs"
     """Dissimilarity of whole answers: a name in ``DISSIMILARITIES``, or FILE.py:NAME of a
     function."""
     exact: str | None = None
-    """Regular expression of parts of the text; all matches must be equal."""
+    """Regular expression; its matches in the two texts must be equal."""
     max_disagreement: float = 0.01
     confidence_level: float = 0.95
     exits: tuple[int, ...] = ()
-    """Numbers of layers before the exits to choose from; by default up to seven, evenly spread."""
+    """Candidate exits, as the number of layers before each; by default up to seven, evenly
+    spread."""
     train: TextTraining = "adapters"
     criterion: TextCriterion = "softmax margin"
     head: TextHead = "full"
     """Head of exits: the model's own, or a smaller one that is trained."""
     head_size: int | None = None
-    """Tokens of the subset, or the rank; by default 1,024, or half of the model's own number where
-    that is less."""
+    """Number of tokens in the subset, or the rank; by default 1,024, or half of the model's own
+    number if that is smaller."""
     skipped: SkippedLayers | Literal["auto"] = "auto"
     decay: float | None = None
-    """τ of CALM's thresholds, which fall along an answer."""
+    """τ of CALM 3.4, the speed at which thresholds fall along an answer; ``None``: constant
+    thresholds."""
     most_tokens: int | None = None
-    """Most tokens of an answer; by default as in the model's configuration, or 128."""
+    """Largest number of tokens in an answer; by default the model configuration's, or 128."""
     start_token: int | None = None
     stop_tokens: tuple[int, ...] = ()
     tokenizer: Path | None = None
     """A ``tokenizer.json`` for the bundle; by default the one next to the model, if any."""
     batch: int = 16
-    """Rows of a measured step."""
+    """Number of rows in a measured step."""
     minutes: float = 5.0
     """Limit on the processor time of ``train="joint"``, in minutes."""
     seed: int = 0
@@ -101,7 +103,7 @@ def settle(options: TextCompileOptions) -> TextSettings:
         known |= _config(folder / name)
     length = _first(*_whole(known, "max_new_tokens"), *_whole(known, "max_length"))
     beside = folder / TOKENIZER
-    # A link that leads nowhere is there as well, and is refused.
+    # A broken link counts as a file, and reading it then fails with an error.
     there = beside.exists() or beside.is_symlink()
     tokenizer = options.tokenizer or (beside if there else None)
     return TextSettings(
@@ -125,7 +127,7 @@ def _first(*values: int | None) -> int | None:
 
 
 def _whole(known: dict[str, Any], name: str) -> tuple[int, ...]:
-    """Return the whole numbers, one or a list, of a configuration; none if it does not say."""
+    """Return the integers (one or a list) of a configuration's key; empty if the key is absent."""
     found = known.get(name, [])
     numbers = tuple(found) if isinstance(found, list) else (found,)
     if not all(type(number) is int for number in numbers):
@@ -181,9 +183,9 @@ def with_head_size(options: TextCompileOptions, model: TextModel) -> TextCompile
 
 
 def layers_to_try(count: int, asked: Sequence[int], most: int = 7) -> tuple[int, ...]:
-    """Return numbers of layers before exits: those asked for, or ``most`` evenly spread.
+    """Return the number of layers before each exit: the requested ones, or ``most`` evenly spread.
 
-    Raise CompileError if one is not inside the decoder.
+    Raise CompileError if an exit is not between two layers of the decoder.
     """
     wrong = [layer for layer in asked if not 0 < layer < count]
     if wrong:

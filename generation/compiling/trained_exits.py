@@ -24,7 +24,7 @@ from offramp.generation.promise.text_records import TextRecords
 from offramp.generation.training.exit_samples import ExitTraining
 
 _AT_ONCE: Final = 4096
-"""Tokens per run of a head."""
+"""Number of tokens in one run of a head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,7 +73,7 @@ def train_exits(
     options: TextCompileOptions,
     advance: Advance,
 ) -> TrainedExits:
-    """Train what options ask for, at every exit."""
+    """Train the parts that ``options`` request, at every exit."""
     cut = DecoderCut(export.decoder)
     head = head_graph(cut, options.criterion)
     made = []
@@ -146,7 +146,7 @@ def train_together(
 def _said(
     states: States, own: ExitParts, shared: onnx.ModelProto
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Run an exit on states [tokens, width]; return answers int64 and confidences [tokens]."""
+    """Run an exit on states [tokens, width]; return tokens int64[tokens] and their confidences."""
     adapter = None if own.adapter is None or own.head is not None else GraphRunner(own.adapter)
     head = GraphRunner(own.head or shared)
     judge = None if own.judge is None else GraphRunner(own.judge)

@@ -1,1 +1,1 @@
-"""Graphs of stages, exits and propagation, from an export with past keys and values."""
+"""Graphs of stages, exits and propagation, made from an export with past keys and values."""

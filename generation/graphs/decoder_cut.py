@@ -26,14 +26,14 @@ class DecoderCut:
 
     @cached_property
     def borders(self) -> tuple[str, ...]:
-        """State before each layer, and the output of the last one; ModelError if there is none."""
+        """State before each layer, then the output of the last; ModelError if one is missing."""
         count = len(self.export.layers)
         found = [self._before(number) for number in range(count)]
         return (*found, self._behind_all(found))
 
     @cached_property
     def measured(self) -> frozenset[int]:
-        """Indices of ``Shape`` operators on data whose sizes are known without the data."""
+        """Indices of ``Shape`` operators that read data, but whose results are known without it."""
         data = self._data([self.export.ids, *(t for x in self.export.layers for t in x.inputs)])
         return frozenset(
             op.index
@@ -61,7 +61,7 @@ class DecoderCut:
         return tuple(self.flow.operators[i] for i in sorted(needed))
 
     def _data(self, sources: Iterable[str], without: frozenset[int] = frozenset()) -> set[str]:
-        """Return the tensors that depend on some tensors by more than their sizes."""
+        """Return the tensors that depend on the values, not only on the sizes, of ``sources``."""
         data = set(sources)
         for op in self.flow.operators:
             if op.kind != "Shape" and op.index not in without and not data.isdisjoint(op.reads):
@@ -69,7 +69,7 @@ class DecoderCut:
         return data
 
     def _before(self, number: int) -> str:
-        """Return the last tensor that all data of earlier layers passes through."""
+        """Return the border before a layer: the last tensor that all data before it passes."""
         found = [t for t in self._gates(number) if self.export.sizes.is_state(t)]
         if found:
             return found[-1]
@@ -80,10 +80,10 @@ class DecoderCut:
         )
 
     def _behind_all(self, before: Sequence[str]) -> str:
-        """Return the output of the last layer, by its likeness to the layer before.
+        """Return the output of the last layer, found by comparing it with the layer before.
 
-        The final norm and LM head follow it with tensors that all data passes through too. Any of
-        them would give the same answers, but an exit needs the output of a layer.
+        After it, all data also passes through tensors of the final norm and LM head. A border at
+        any of them would give the same answers, but an exit needs the output of a layer.
         """
         gates = [t for t in self._gates(len(before)) if self.export.sizes.is_state(t)]
         gates = [t for t in gates if self.export.sizes.of(t) == self.export.sizes.of(before[-1])]
@@ -103,8 +103,8 @@ class DecoderCut:
     def _gates(self, number: int) -> list[str]:
         """Return the tensors that all data of earlier layers passes through to the later ones.
 
-        Operators are followed in order. Where only one tensor with data of earlier layers has
-        unread uses, all later data is computed from it.
+        Operators are visited in order. If, at some point, only one tensor with data of earlier
+        layers still has unvisited readers, all later data is computed from it.
         """
         layers = self.export.layers
         targets = [t for layer in layers[number:] for t in layer.new.values()]

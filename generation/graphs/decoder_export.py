@@ -80,11 +80,11 @@ class DecoderExport:
     """A decoder with past keys and values, or the decoder of an encoder-decoder."""
 
     proto: onnx.ModelProto
-    """Model with constants as initializers; sizes of inputs have the names of ``sizes``."""
+    """Model with constants as initializers; input sizes have the symbols of :mod:`.sizes`."""
     layers: tuple[LayerTensors, ...]
     ids: str
     mask: str
-    """Empty without a mask; likewise ``positions`` and ``source_mask``."""
+    """Name of the mask input; empty without a mask. Likewise ``positions`` and ``source_mask``."""
     positions: str
     source_mask: str
     logits: str
@@ -92,12 +92,12 @@ class DecoderExport:
 
     @cached_property
     def flow(self) -> Dataflow:
-        """Operators of ``proto``."""
+        """The operators and tensors of ``proto``, as a data-flow graph."""
         return Dataflow(self.proto.graph)
 
     @property
     def encodes(self) -> bool:
-        """True if an encoder is before it."""
+        """True if the decoder belongs to an encoder-decoder."""
         return any(layer.cross for layer in self.layers)
 
     @property
@@ -107,7 +107,7 @@ class DecoderExport:
 
     @property
     def own_names(self) -> dict[str, str]:
-        """Input names in our graphs, by their names in the export."""
+        """Names of the inputs in our graphs, by their names in the export."""
         named = {self.ids: IDS, self.mask: MASK, self.positions: POSITIONS}
         named[self.source_mask] = SOURCE_MASK
         for number, layer in enumerate(self.layers):
@@ -172,7 +172,7 @@ _Caches: TypeAlias = "dict[tuple[int, Side, CacheKind], str]"
 
 
 def _caches(inputs: Sequence[str] | Mapping[str, object], name: str) -> _Caches:
-    """Find the inputs with keys and values, by layer, side and kind; ModelError if one lacks."""
+    """Find the inputs with keys and values by layer, side and kind; ModelError if incomplete."""
     found: _Caches = {}
     for given in inputs:
         for pattern in _CACHES:
@@ -230,7 +230,7 @@ def _layers(
 def _cache_sizes(
     inputs: Mapping[str, onnx.ValueInfoProto], tensors: Mapping[CacheKind, str], name: str
 ) -> tuple[int, int]:
-    """Return heads and size of a layer's keys, which must equal those of its values."""
+    """Return the number of heads and the size of a layer's keys; its values must have the same."""
     told = set()
     for tensor in tensors.values():
         kind = inputs[tensor].type.tensor_type
@@ -260,7 +260,7 @@ def _joined(flow: Dataflow, past: str, name: str) -> str:
 
 
 def _same(flow: Dataflow, tensor: str) -> Iterator[str]:
-    """Yield a tensor and its copies."""
+    """Yield a tensor and the outputs of operators that copy it unchanged."""
     yield tensor
     for op in flow.consumers.get(tensor, ()):
         if op.kind == "Identity" or (op.kind == "Concat" and len(op.proto.input) == 1):
@@ -293,7 +293,7 @@ def _name_sizes(
         named[tensor] = ("batch", None, "source" if side == "encoder" else "past", None)
     for tensor, info in inputs.items():
         for dim, size in zip(info.type.tensor_type.shape.dim, named[tensor], strict=False):
-            # Some exporters write one token per step as a fixed size; it stays.
+            # Some exporters fix the number of tokens per step to 1; that size is kept.
             if size is not None and not (size == "tokens" and dim.HasField("dim_value")):
                 dim.dim_param = size
 

@@ -34,9 +34,9 @@ def encoder_graph(
 ) -> onnx.ModelProto:
     """Join the encoder with the projections of its output in each layer of the decoder.
 
-    ``first`` is the decoder without a past; it has the projections as outputs
-    ``present.N.encoder.key``. The graph reads ``input_ids`` and ``attention_mask`` int64 [n,
-    source]. Keys and values of one size form one output. Raise ModelError if a name is missing.
+    ``first`` is the decoder without a past; its outputs ``present.N.encoder.key`` are the
+    projections. The graph reads ``input_ids`` and ``attention_mask`` int64 [n, source]. All keys
+    and values of one size are one output. Raise ModelError if a name is missing.
     """
     encoder = hoisted(inliner.inline_local_functions(encoder) if encoder.functions else encoder)
     names = [info.name for info in encoder.graph.input]

@@ -1,4 +1,4 @@
-"""Graphs of parts of a decoder: between two borders, to keys and values, to logits."""
+"""Extraction of parts of a decoder as graphs: layers, keys and values of later layers, logits."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def extract(
     renamed: Mapping[str, str],
     name: str,
 ) -> onnx.ModelProto:
-    """Return a model of some operators.
+    """Return a model that consists of the given operators.
 
     ``starts`` are tensors fed to them, ``inputs`` the graph inputs that they may read. ``outputs``
-    maps tensors to their new names; ``renamed`` does so for tensors that are read. Sizes of absent
-    tensors are computed from present ones, or read from additional inputs. Raise VerificationError
-    if anything else is read.
+    maps returned tensors to their new names, ``renamed`` maps read tensors to theirs. Sizes of
+    absent tensors are computed from present ones, or read from additional inputs. Raise
+    VerificationError if anything else is read.
     """
     proto = cut.export.proto
     model = emptied(proto, name, producer="offramp")
@@ -76,13 +76,13 @@ def extract(
 
 
 def _given(cut: DecoderCut, operators: Sequence[Operator], may: Iterable[str]) -> list[str]:
-    """Return the tensors of ``may`` that operators read by more than their sizes."""
+    """Return those of the tensors ``may`` whose values, not only sizes, the operators read."""
     read = {t for op in operators if op.index not in cut.measured for t in op.reads}
     return [t for t in dict.fromkeys(may) if t in read]
 
 
 def _join_inputs(graph: onnx.GraphProto) -> None:
-    """Keep one of several inputs of the same name, such as the states before several layers."""
+    """Keep only one of several inputs with the same name, for example one mask for all layers."""
     kept = {info.name: info for info in reversed(graph.input)}
     infos = [copied(info) for info in reversed(kept.values())]
     del graph.input[:]
@@ -104,7 +104,7 @@ class _SizeNodes:
         self._known: dict[Size, str] = {}
 
     def vector(self, op: Operator, shape: tuple[Size, ...]) -> onnx.NodeProto:
-        """Return an operator with the result of a ``Shape`` operator on a tensor of this shape."""
+        """Return an operator with the result that the ``Shape`` operator has for this shape."""
         begin, end = (integer(op.proto, k, d) for k, d in (("start", 0), ("end", len(shape))))
         parts = [self._size(size) for size in shape[begin:end]]
         return helper.make_node("Concat", parts, op.proto.output, name=op.name, axis=0)

@@ -85,7 +85,7 @@ def state_similarity(width: int) -> onnx.ModelProto:
         for state in (STATE, PREVIOUS_STATE)
     ]
     dot = product(STATE, PREVIOUS_STATE, "dot")
-    # Divide by one length after the other: the product of two large ones could overflow.
+    # Divide by one length and then by the other: the product of two large lengths could overflow.
     share = nodes.add("Div", [dot, lengths[0]], "judge/share")
     cosine = nodes.add("Div", [share, lengths[1]], "judge/cosine")
     bounds = [nodes.float32("judge/least", 0.0), nodes.float32("judge/most", 1.0)]

@@ -1,7 +1,7 @@
 """Tests whether a decoder can run on padded caches, and on several tokens per step.
 
-Input names are not enough: a decoder with a mask and without positions may count its past including
-the padding, and one exported for one token per step may lack the mask between new tokens.
+Input names do not show this: a decoder with a mask but without positions may count padding as part
+of its past, and a decoder exported for one token per step may lack the mask between new tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _runner(export: DecoderExport) -> GraphRunner:
 
 
 def _feeds(export: DecoderExport, *, tokens: int) -> dict[str, NDArray[Any]]:
-    """Draw random tokens and a past of one sequence."""
+    """Return random inputs for one sequence: ``tokens`` new tokens, and a past."""
     rng = np.random.default_rng(0)
     feeds: dict[str, NDArray[Any]] = {
         export.ids: rng.integers(0, export.vocabulary, (1, tokens)),

@@ -21,7 +21,7 @@ _PROBES: Final = (
     {"batch": 7, "tokens": 13, "past": 19, "source": 37},
     {"batch": 11, "tokens": 17, "past": 29, "source": 53},
 )
-"""Sizes for the two inferences; each symbol, and each sum, has another pair of sizes."""
+"""Sizes for the two inferences; each symbol, and each sum, has a unique pair of sizes."""
 FLOATING: Final = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16)
 
 
@@ -52,7 +52,7 @@ class TensorSizes:
 
 
 def measure(proto: onnx.ModelProto) -> TensorSizes:
-    """Infer the shapes of all tensors of a decoder whose input sizes have these symbols."""
+    """Infer the shapes of all tensors of a decoder; its input sizes must be these symbols."""
     one_token = any(
         info.name in ("input_ids", "decoder_input_ids")
         and info.type.tensor_type.shape.dim[1].HasField("dim_value")

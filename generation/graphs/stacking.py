@@ -20,8 +20,8 @@ from offramp.generation.bundle.tensor_names import stacked_name
 def stacked(model: onnx.ModelProto, sizes: Mapping[str, tuple[int, int]]) -> onnx.ModelProto:
     """Concatenate outputs [n, heads, tokens, size] of equal heads and size along their first axis.
 
-    ``sizes`` has heads and size of each output, in the order of concatenation. The model is changed
-    in place, and returned; its other outputs stay.
+    ``sizes`` maps each output, in the order of concatenation, to its number of heads and its size.
+    The model is changed in place and returned; its other outputs stay.
     """
     graph = model.graph
     alike: dict[tuple[int, int], list[str]] = {}
@@ -54,7 +54,7 @@ def unstacked(
 
 
 def return_input(model: onnx.ModelProto, name: str, output: str) -> None:
-    """Return an input as an output too, in place."""
+    """Add an input of a model to its outputs, in place."""
     graph = model.graph
     info = next(info for info in graph.input if info.name == name)
     graph.node.append(helper.make_node("Identity", [name], [output], name=output))

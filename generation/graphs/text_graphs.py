@@ -45,7 +45,7 @@ from offramp.generation.graphs.stacking import return_input, stacked
 
 ENCODER_FILE: Final = "encoder_model.onnx"
 FIRST_FILE: Final = "decoder_model.onnx"
-"""The decoder without a past, which computes keys and values from the encoder's output."""
+"""File of the decoder without a past, which computes keys and values from the encoder's output."""
 DECODER_FILE: Final = "decoder_with_past_model.onnx"
 
 
@@ -75,14 +75,14 @@ class TextExit:
     layer: int
     """Number of layers before it."""
     threshold: float
-    """Least confidence at which a token leaves."""
+    """Lowest confidence at which a token leaves."""
     adapter: onnx.ModelProto | None = None
     """Graph from ``state`` to ``next_state``, float32 [n, tokens, width]; ``None`` for no
     change.
     """
     head: onnx.ModelProto | None = None
     """Graph from ``state`` float32 [n, 1, width] to ``answer`` int64 [n] and ``confidence`` float32
-    [n], in place of adapter and shared head; ``None`` to use those."""
+    [n], which replaces adapter and shared head; ``None`` to use those."""
     judge: onnx.ModelProto | None = None
     """Graph from ``state``, and ``previous_state`` if needed, to ``confidence`` float32 [n];
     ``None`` for the criterion's default."""
@@ -197,11 +197,11 @@ def _own_graphs(
 def segment_graph(
     cut: DecoderCut, start: int, end: int, *, previous: bool = False
 ) -> onnx.ModelProto:
-    """Extract layers ``start`` to ``end``: state, or tokens, to next state and new keys and values.
+    """Extract layers ``start`` to ``end``: from state or tokens to next state, new keys and values.
 
     The graph also reads masks, positions and the caches of its own layers. With ``previous`` it
-    also returns the state before its last layer: if that is its only layer, its own input, or the
-    embedding for layer 0.
+    also returns the state before its last layer. If it has only one layer, this is its own input
+    (for layer 0, the embedding).
     """
     export, borders = cut.export, cut.borders
     own = export.layers[start:end]
@@ -253,7 +253,7 @@ def propagation_graph(cut: DecoderCut, start: int, end: int) -> onnx.ModelProto:
 
 
 def _caches(cut: DecoderCut, start: int, end: int) -> dict[str, tuple[int, int]]:
-    """Return heads and size of the new keys and values of some layers by name, in order."""
+    """Return number of heads and size of some layers' new keys and values, by name, in order."""
     caches = {n: cut.export.layers[n].cache for n in range(start, end)}
     return {
         new_name(n, kind): (cache.heads, cache.size)
@@ -277,5 +277,5 @@ def logits_graph(cut: DecoderCut) -> onnx.ModelProto:
 
 
 def head_graph(cut: DecoderCut, criterion: TextCriterion) -> onnx.ModelProto:
-    """Extract the head, with token and confidence in place of logits."""
+    """Extract the head; it returns token and confidence instead of logits."""
     return with_answer(logits_graph(cut), criterion)

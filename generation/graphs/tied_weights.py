@@ -1,8 +1,8 @@
 """Tied weights: the LM head refers to the weights of the embedding instead of a copy.
 
 Exporters write both: the table of the embedding, [vocabulary, width], and the matrix of the head,
-which is its transpose. With the copy computed from the table, files store it once. A session
-transposes and packs it at load time, and the table stays memory-mapped.
+which is its transpose. Here the head's matrix is computed from the table, so that files store it
+once. A session transposes and packs it at load time, and the table stays memory-mapped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from offramp.compiler.graphs.graph import refill
 
 
 def tie(proto: onnx.ModelProto) -> None:
-    """Replace weights of products that are a transposed table of the graph; in place."""
+    """Replace each weight that is the transpose of an embedding table by that table, in place."""
     graph = proto.graph
     matrices = {t.name: t for t in graph.initializer if len(t.dims) == 2}
     tables = {n.input[0] for n in graph.node if n.op_type == "Gather"} & matrices.keys()

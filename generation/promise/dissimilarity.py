@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 import numpy as np
 
 Dissimilarity: TypeAlias = Callable[[Sequence[int], Sequence[int]], float]
-"""Function of the tokens of two outputs; 0 if they are equal, 1 at most."""
+"""Function of the tokens of two outputs: 0 if they are equal, at most 1."""
 
 
 def differs(found: Sequence[int], expected: Sequence[int]) -> float:
@@ -26,7 +26,8 @@ def edit_distance(found: Sequence[int], expected: Sequence[int]) -> float:
     for number, token in enumerate(found, 1):
         without = np.minimum(row[1:] + 1, row[:-1] + (target != token))
         fresh = np.concatenate([[number], without])
-        # Each further insertion costs 1: take the minimum over all earlier starting points.
+        # Each insertion costs 1 more: take the minimum over all positions where insertions may
+        # begin.
         places = np.arange(len(fresh))
         row = np.minimum.accumulate(fresh - places) + places
     return float(row[-1] / longer)

@@ -1,20 +1,22 @@
 """The two promises about generated text, and certification of thresholds that keep one.
 
-* ``tokens``: P(the next token differs from the model's at the same prefix) ≤ ε. Answers have the
-  model's prefix up to the first token that differs, so an answer has at most one such token, w,
-  among the n tokens up to it. Prompts are drawn at random, but the tokens of one prompt are not
-  independent; so a prompt is one observation: w − ε·n, whose mean is at most 0 if, and only if, the
-  promise is kept.
-* ``texts``: E[dissimilarity of the whole output and the model's] ≤ ε, a number from 0 to 1 for each
-  prompt, for instance 1 where anything differs, or the edit distance over the longer length.
+* ``tokens``: P(the next token differs from the model's at the same prefix) ≤ ε. An answer has the
+  model's prefix only up to the first token that differs; let n be the number of tokens up to and
+  including that one, and w be 1 if there is one, else 0. Prompts are drawn at random, but the
+  tokens of one prompt are not independent; so each prompt is one observation, w − ε·n. The mean of
+  these is at most 0 if, and only if, the promise is kept.
+* ``texts``: E[dissimilarity of the whole output and the model's] ≤ ε. The dissimilarity is a number
+  from 0 to 1 for each prompt, for instance 1 if anything differs, or the edit distance divided by
+  the longer length.
 
 Thresholds are levels of one path, from no exits to the most, fixed on other prompts. Levels are
-tested in turn, each at level δ, and the last that passed is taken (Learn then Test: CALM 4.2;
-Angelopoulos et al. 2021, fixed sequence testing). A level passes if the test rejects that the mean
-observation is at or above the bound: by the exact binomial tail where observations can only be 0 or
-1, else by betting (Waudby-Smith and Ramdas 2024); which of them is fixed before prompts are seen.
-In betting, each bet is fixed before its prompt is seen; if the mean is not below the bound, the
-wealth of bets that it is reaches 1/δ with probability at most δ.
+tested in turn, each at level δ, and the last level before the first failure is used (Learn then
+Test: CALM 4.2; Angelopoulos et al. 2021, fixed sequence testing). A level passes if the test
+rejects that the mean observation is at or above the bound: The test is the exact binomial tail if
+observations can only be 0 or 1, else betting (Waudby-Smith and Ramdas 2024); the choice is fixed
+before prompts are seen. In betting, each bet that the mean is below the bound is fixed before its
+prompt is seen; if the mean is not below the bound, the wealth reaches 1/δ with probability at most
+δ.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from offramp.certify.binomial import allowed_errors, check_promise
 from offramp.certify.decision import FloatArray, IntArray
 
 _PRIOR: Final = 20.0
-"""Weight of the prior of the bets, in prompts with half of the bound as mean; a bad prior only
-makes the test slower."""
+"""Weight of the prior of the bets, as a number of prompts whose mean loss is half of the bound; a
+bad prior only makes the test need more prompts."""
 _LARGEST_BET: Final = 0.75
 """Largest share of the wealth that one loss may take."""
 
@@ -51,9 +53,9 @@ class TextPromise:
     bound: float
     confidence_level: float = 0.95
     most_tokens: int = 64
-    """Limit on the tokens of an answer; ``tokens`` needs it before prompts are seen."""
+    """Limit on the tokens of an answer; the promise ``tokens`` needs it before prompts are seen."""
     binary: bool = False
-    """Whether losses of ``texts`` can only be 0 and 1."""
+    """True if losses of the promise ``texts`` can only be 0 or 1."""
 
     def __post_init__(self) -> None:
         check_promise(self.bound, self.confidence_level)
@@ -64,9 +66,11 @@ class TextLosses:
     """Losses of some prompts at one level of a path."""
 
     losses: FloatArray
-    """float64[prompts], 0 to 1: 1 if a token differs, or the dissimilarity of the answers."""
+    """float64[prompts], 0 to 1: for ``tokens`` 1 if a token differs, for ``texts`` the
+    dissimilarity."""
     tokens: IntArray
-    """int64[prompts]: tokens chosen at the model's prefix, including the first that differs."""
+    """int64[prompts]: number of tokens up to and including the first that differs, or of all
+    tokens."""
 
     def take(self, prompts: IntArray) -> TextLosses:
         """Return the losses of some prompts."""
@@ -80,7 +84,7 @@ class TextLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TextCertificate:
-    """The last level of a path that passed."""
+    """The last level of a path that passed the test, with its observed risk."""
 
     level: int
     risk: float
@@ -113,7 +117,7 @@ def keeps(level: TextLosses, promise: TextPromise) -> bool:
                 f"an answer has {level.tokens.max()} tokens, most_tokens of the promise is {most}: "
                 "the limit must be fixed before prompts are seen"
             )
-        # w − ε·n is from −ε·most to 1; scaled to 0 to 1, a value of 0 maps to ε·most of that range.
+        # w − ε·n is in [−ε·most, 1]; scaled to [0, 1], 0 becomes ε·most / (1 + ε·most).
         least = bound * most
         losses = (losses - bound * level.tokens + least) / (1 + least)
         return rejects(losses, least / (1 + least), promise.confidence_level)
@@ -135,7 +139,7 @@ def rejects(losses: FloatArray, bound: float, confidence_level: float) -> bool:
     total = np.concatenate([[0.0], np.cumsum(losses)[:-1]])
     squares = np.concatenate([[0.0], np.cumsum(losses**2)[:-1]])
     mean = (_PRIOR * bound / 2 + total) / (_PRIOR + before)
-    # The prior's losses are 0 or 1 with half the bound as mean, which has the largest variance.
+    # The prior assumes losses of 0 or 1 (the largest variance) with half of the bound as mean.
     spread = (_PRIOR * bound / 2 + squares) / (_PRIOR + before) + bound * (bound - 2 * mean)
     bets = np.clip((bound - mean) / np.maximum(spread, 1e-12), 0.0, _LARGEST_BET / (1 - bound))
     wealth = np.cumsum(np.log1p(bets * (bound - losses)))

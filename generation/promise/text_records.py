@@ -1,10 +1,10 @@
 """Records of the exits' predictions at every token of the model's own outputs.
 
 The model's outputs are run once more, all tokens in one pass, and every exit predicts each token.
-As long as an answer equals the model's, its next token depends only on these records; so the first
-token that differs, if any, is known for any thresholds without decoding again. This is exact where
-the skipped layers of earlier tokens are caught up with. With keys and values made from the exit's
-state, later tokens read other values, and only decoding shows the result.
+As long as an answer equals the model's, its next token depends only on these records. So the first
+token that differs, if any, is known for any thresholds without decoding again. This is exact with
+catch-up, which computes the skipped layers of earlier tokens in full. With state propagation, later
+tokens read approximate keys and values, and only decoding shows the result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TextRecords:
     starts: IntArray
     """int64[prompts + 1]: index of the first token of each prompt, then the number of tokens."""
     confidences: Float32Array
-    """float32[exits, tokens]."""
+    """float32[exits, tokens]: confidence of each exit at each token."""
     agrees: BoolArray
     """bool[exits, tokens]: True if an exit predicts the model's token."""
 
@@ -56,7 +56,7 @@ class TextRecords:
 
     @property
     def exits(self) -> int:
-        """The number of exits."""
+        """Number of exits."""
         return len(self.confidences)
 
     @property
@@ -89,8 +89,8 @@ class TextRecords:
     def answered_at(self, thresholds: FloatArray) -> IntArray:
         """Return int64[tokens]: the exit where each token leaves; ``MODEL_END`` if at none.
 
-        ``thresholds`` are float64[exits], or float64[exits, places] if they depend on the position
-        of the token in its output; the last place is used for all later positions.
+        ``thresholds`` are float64[exits], or float64[exits, positions] if they depend on the
+        position of the token in its output; the last column is used for all later positions.
         """
         thresholds = np.asarray(thresholds, np.float64)
         if thresholds.ndim > 1:
@@ -98,12 +98,12 @@ class TextRecords:
         return first_exit(self.confidences, thresholds)
 
     def wrong(self, answered_at: IntArray) -> BoolArray:
-        """Return bool[tokens]: True if a token differs from the model's where it leaves."""
+        """Return bool[tokens]: True if the token that an exit answers differs from the model's."""
         rows = np.arange(len(answered_at))
         return np.asarray((answered_at != MODEL_END) & ~self.agrees[answered_at, rows])
 
     def by_prompt(self, values: NDArray[np.generic]) -> FloatArray:
-        """Return float64[prompts]: sums of values per token."""
+        """Return float64[prompts]: the sum of a prompt's values, which are one per token."""
         return np.add.reduceat(values.astype(np.float64), self.starts[:-1])
 
     def at_prefix(self, wrong: BoolArray) -> IntArray:
@@ -118,7 +118,8 @@ class TextRecords:
     def depth(self, answered_at: IntArray, layers: IntArray) -> float:
         """Return the mean share of the decoder's layers that a token runs.
 
-        ``layers`` is int64[exits + 1]: number of layers up to each exit, then of all.
+        ``layers`` is int64[exits + 1]: number of layers up to each exit, and last that of all
+        layers.
         """
         ran = np.where(answered_at == MODEL_END, layers[-1], layers[answered_at])
         return float(ran.mean() / layers[-1])

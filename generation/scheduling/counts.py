@@ -19,22 +19,22 @@ class TextCounts:
     """Counts since the start; counts by stage are in the order of stages."""
 
     tokens: tuple[int, ...]
-    """Tokens that left at each stage, without those of background sequences."""
+    """Number of tokens that left at each stage, without those of background sequences."""
     steps: tuple[int, ...]
-    """Steps of each stage."""
+    """Number of steps of each stage."""
     rows: tuple[int, ...]
-    """Total rows of the steps of each stage."""
+    """Total number of rows in all steps of each stage."""
     places: int
-    """Most rows of a step."""
+    """Largest number of rows in a step."""
     prefills: int
     prefilled: int
-    """Prompts that were run, including those of restarted sequences."""
+    """Number of prompts that were run; prompts of restarted sequences count again."""
     ended: dict[SequenceEnd, int]
-    """Sequences by how they ended, without background ones; all ends are keys."""
+    """Number of ended sequences by reason, without background ones; every reason is a key."""
 
     @property
     def full_places(self) -> tuple[float, ...]:
-        """Mean share of a step's places that had a row, by stage; 0 for a stage that never ran."""
+        """Mean rows of a step, as a share of the largest number, by stage; 0 without steps."""
         pairs = zip(self.rows, self.steps, strict=True)
         return tuple(rows / (steps * self.places) if steps else 0.0 for rows, steps in pairs)
 
@@ -60,7 +60,7 @@ class TextCounter:
             self._rows[step.stage] += len(step.slots)
 
     def followed(self, outcome: TextOutcome) -> None:
-        """Count tokens and ends."""
+        """Count the tokens and the ended sequences of an outcome."""
         for given in outcome.given:
             self._tokens[given.stage] += not given.background
         for ended in outcome.ended:

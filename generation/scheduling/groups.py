@@ -17,7 +17,7 @@ class WaitingGroup:
         self._rows: dict[int, SequenceState] = {}
         """Sequences by slot, in order of arrival."""
         self._timed = self._background = 0
-        """Numbers of sequences with a deadline, and in the background: usually 0."""
+        """Numbers of sequences with a deadline, and of background sequences; both are usually 0."""
 
     def __len__(self) -> int:
         """Return the number of sequences."""
@@ -25,19 +25,19 @@ class WaitingGroup:
 
     @property
     def since(self) -> int:
-        """Number of the step after which the oldest began to wait."""
+        """Number of the step after which the sequence that waits longest began to wait."""
         return next(iter(self._rows.values())).since
 
     @property
     def first_deadline_s(self) -> float:
-        """Earliest deadline, infinity if there is none."""
+        """Earliest deadline of a sequence; infinity if none has a deadline."""
         if not self._timed:
             return NEVER_S
         return min(state.new.deadline_s for state in self._rows.values())
 
     @property
     def wanted(self) -> bool:
-        """True if a caller waits for any of them."""
+        """True if a caller waits for at least one of the sequences."""
         return self._background < len(self._rows)
 
     def add(self, state: SequenceState) -> None:
@@ -55,7 +55,7 @@ class WaitingGroup:
     def most_urgent(self, limit: int) -> list[SequenceState]:
         """Return up to ``limit`` sequences: by priority, then the longest waiting first.
 
-        So tokens are spread evenly; policies take care of near deadlines.
+        This order spreads tokens evenly over sequences. Policies handle near deadlines.
         """
         rows = list(self._rows.values())
         return rows if len(rows) <= limit else sorted(rows, key=_by_priority)[:limit]
@@ -69,7 +69,7 @@ class WaitingGroups:
     """All sequences in slots that wait for a stage, in groups.
 
     If the backend is not ragged, the sequences of a group have equal lengths. A sequence that must
-    run alone is a group.
+    run alone is a group of its own.
     """
 
     def __init__(self, limits: TextLimits) -> None:
@@ -99,7 +99,7 @@ class WaitingGroups:
         state.group = None
 
     def candidates(self, *, wanted: bool) -> Sequence[WaitingGroup]:
-        """Return the groups that may run: only those that a caller waits for, if there are any.
+        """Return the groups that may run; if callers wait, only groups that a caller waits for.
 
         ``wanted`` is true if a caller waits for a sequence in the queue.
         """
@@ -113,15 +113,15 @@ def _by_priority(state: SequenceState) -> tuple[bool, int]:
 
 
 class WaitingText(NamedTuple):
-    """Steps that a policy chooses from."""
+    """The possible next steps, from which a policy chooses."""
 
     groups: Sequence[WaitingGroup]
     """Groups that may run, unordered; none is empty."""
     startable: int
     """Number of sequences that may get a slot now."""
     holding: int
-    """Number of sequences in slots that do not make room for those."""
+    """Number of sequences in slots that would not give up their slot for a startable one."""
     rows: int
-    """Most rows of a step."""
+    """Largest number of rows in a step."""
     step: int
     """Number of the last step."""

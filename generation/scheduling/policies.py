@@ -1,6 +1,6 @@
 """Policies, which choose the next step.
 
-``RefillPolicy`` keeps batches full across sequences, as E3 does with splits (E3 5.1.3).
+``RefillPolicy`` keeps batches full with tokens of any sequences, as E3 does with splits (E3 5.1.3).
 ``TogetherPolicy`` is the batching of CALM, and the baseline of measurements.
 """
 
@@ -29,13 +29,13 @@ class RefillPolicy:
 
     Urgent groups go first: a deadline is near, or a token has waited for ``patience`` steps. Then
     the deepest full batch; then prompts, while slots are free; then the fullest batch, the deepest
-    of equals. Running stage 0 before all batches that are not full would keep its own batch small
-    where slots are few: in simulation, tokens per second were ×0.73 to ×0.64 of this rule's with as
+    of equals. Rejected: running stage 0 before all batches that are not full. With few slots its
+    batches stay small: in simulation, tokens per second were ×0.73 to ×0.64 of this rule's with as
     many slots as rows, and equal with three times as many.
     """
 
     def __init__(self, *, patience: int = 32, urgent_s: float = 0.05) -> None:
-        """Create the policy; ``patience`` in steps, near deadlines at most ``urgent_s`` ahead."""
+        """Create the policy; ``patience`` is in steps, deadlines within ``urgent_s`` are near."""
         if patience < 1 or not urgent_s >= 0.0:
             raise ValueError(f"patience {patience} must be at least 1, urgent_s {urgent_s} from 0")
         self._patience, self._urgent_s = patience, urgent_s
@@ -61,8 +61,8 @@ class RefillPolicy:
 class TogetherPolicy:
     """A batch of sequences that advances token by token.
 
-    At each token, all sequences of the batch wait for the slowest. Places of ended sequences stay
-    empty until all have ended; then the next batch starts.
+    At each token, all sequences of the batch wait for the slowest. Rows of ended sequences stay
+    unused until all sequences have ended; then the next batch starts.
     """
 
     def choose(self, waiting: WaitingText, now_s: float) -> TextChoice:  # noqa: ARG002

@@ -7,11 +7,11 @@ ragged; a slot is closed before it is reopened; memory is bounded by the queue a
 there is a sequence, there is a step to run.
 
 Deadlines and cancellations take effect at the next token at the latest: a sequence in the running
-step ends with that step, any other immediately.
+step ends with that step, any other sequence ends immediately.
 
-The sequences of a failed step start again, each once, and alone until they have passed the failed
-stage (:class:`SequenceState` describes how their tokens are replayed). So a sequence that breaks
-its batch fails alone. One that fails again ends as ``FAILED``.
+The sequences of a failed step start again, once each, and run alone until they have passed the
+failed stage (:class:`SequenceState` describes how their tokens are replayed). So if one sequence
+makes its batch fail, it later fails alone: a sequence that fails again ends as ``FAILED``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from offramp.generation.scheduling.steps import (
 from offramp.generation.scheduling.thresholds import TokenThresholds
 
 MOST_FAILURES = 2
-"""Failed steps after which a sequence has failed."""
+"""Number of failed steps after which a sequence ends as ``FAILED``."""
 
 
 class TextScheduler:
@@ -55,7 +55,7 @@ class TextScheduler:
         *,
         queue: int,
     ) -> None:
-        """Create a scheduler; ``queue`` is the most sequences that wait for a slot."""
+        """Create a scheduler; at most ``queue`` sequences wait for a slot."""
         self.limits = limits
         self._policy = policy
         self._queue = SequenceQueue(queue)
@@ -63,7 +63,7 @@ class TextScheduler:
         self._sequences: dict[int, SequenceState] = {}
         """Sequences that have not ended, by number."""
         self._free = list(range(limits.slots - 1, -1, -1))
-        """Free slots; the last is taken first."""
+        """Free slots; the last in the list is assigned first."""
         self._held: dict[int, SequenceState] = {}
         """Sequence in each slot in use."""
         self._held_background: dict[int, SequenceState] = {}
@@ -74,13 +74,13 @@ class TextScheduler:
         """Number of the last step."""
         self._off = TokenThresholds.off(limits.stages, version=-1)
         self._first_deadline_s = NEVER_S
-        """Lower bound of all deadlines: no sequence expires before it."""
+        """Lower bound of all deadlines: no sequence expires before this time."""
         self._closed: list[int] = []
         self._ended: list[EndedSequence] = []
         self.retried = 0
-        """Sequences that restarted after a failure."""
+        """Number of restarts after a failure."""
         self.yielded = 0
-        """Times that a background sequence lost its slot."""
+        """Number of times that a background sequence lost its slot."""
         self._thresholds = thresholds
         self.swap(thresholds)
 
@@ -91,17 +91,17 @@ class TextScheduler:
 
     @property
     def queued(self) -> int:
-        """Sequences that wait for a slot."""
+        """Number of sequences that wait for a slot."""
         return len(self._queue)
 
     @property
     def slots_in_use(self) -> int:
-        """Slots that hold a sequence."""
+        """Number of slots that hold a sequence."""
         return len(self._held)
 
     @property
     def sequences(self) -> int:
-        """Sequences that have not ended."""
+        """Number of sequences that have not ended."""
         return len(self._sequences)
 
     def swap(self, thresholds: TokenThresholds) -> None:
@@ -117,7 +117,8 @@ class TextScheduler:
         """Queue a sequence.
 
         Raises:
-            NeverFitsError: It asks for no token, or its prompt leaves no space for one.
+            NeverFitsError: It requests less than one token, or its prompt leaves no space for a
+            token.
             TextQueueFullError: The queue is full.
         """
         self._check(new)
@@ -132,7 +133,7 @@ class TextScheduler:
         return self._report()
 
     def cancel(self, number: int) -> TextOutcome:
-        """End a sequence, if it has not ended: now, or with the step that it is part of."""
+        """End a sequence unless it has ended: now, or with the running step if it is in it."""
         state = self._sequences.get(number)
         if state is not None and state.ending is None:
             self._end(state, SequenceEnd.CANCELLED)
@@ -194,10 +195,10 @@ class TextScheduler:
         return self._report(TextOutcome((), left_at, tuple(accepted), tuple(given)))
 
     def failed(self, numbers: Iterable[int], now_s: float) -> TextOutcome:
-        """Record that sequences failed: the step that they ran, or a call that followed it.
+        """Record that sequences failed, in the running step or in a backend call that followed it.
 
-        If a step runs, it has ended, and ``numbers`` are its sequences. Sequences that have ended
-        in the meantime are skipped.
+        If a step is running, it ends with this call, and ``numbers`` are its sequences. Sequences
+        that have already ended are skipped.
         """
         numbers = list(numbers)
         running = {state.new.number for state in self._take_running()}
@@ -226,7 +227,7 @@ class TextScheduler:
             )
 
     def _choose(self, now_s: float) -> PrefillStep | TokenStep:
-        """Ask the policy for a choice, and take the rows of it."""
+        """Let the policy choose, and take the rows of its choice."""
         waiting = self._queue.first()
         wanted = bool(waiting) and not waiting[0].new.background
         yielding = self._yielding() if wanted else []
@@ -270,11 +271,11 @@ class TextScheduler:
         return PrefillStep(_numbers(rows), _slots(rows))
 
     def _may_share(self, first: SequenceState, other: SequenceState) -> bool:
-        """Return True if a prefill may have both; ``first`` does not run alone."""
+        """Return True if both may be in one prefill; ``first`` need not run alone."""
         return not other.alone and (self.limits.ragged or other.begin == first.begin)
 
     def _yielding(self) -> list[SequenceState]:
-        """Return the background sequences in slots; the last ones lose their slots first."""
+        """Return the background sequences in slots; the last in the list loses its slot first."""
         return sorted(self._held_background.values(), key=lambda state: -state.at)
 
     def _take_running(self) -> list[SequenceState]:
@@ -322,7 +323,7 @@ class TextScheduler:
         self._free.append(state.slot)
 
     def _expire(self, now_s: float) -> None:
-        """End expired sequences; nearly always there can be none."""
+        """End expired sequences; a lower bound of deadlines shows quickly that there are none."""
         if now_s < self._first_deadline_s:
             return
         waiting = [state for state in self._sequences.values() if not state.running]
@@ -334,7 +335,7 @@ class TextScheduler:
         self._first_deadline_s = min(deadlines, default=NEVER_S)
 
     def _report(self, outcome: TextOutcome = NOTHING_FOLLOWS) -> TextOutcome:
-        """Add ended sequences and slots to close to an outcome."""
+        """Return an outcome with the ended sequences and the slots to close added."""
         if self._closed or self._ended:
             outcome = outcome._replace(closed=tuple(self._closed), ended=tuple(self._ended))
             self._closed, self._ended = [], []

@@ -1,4 +1,4 @@
-"""Bounded queue of sequences that wait for a slot: highest priority, then deadline first."""
+"""Bounded queue of sequences that wait for a slot: by priority, then by deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _by_key = attrgetter("key")
 class SequenceQueue:
     """Sequences that wait for a slot.
 
-    At most ``capacity`` sequences with a waiting caller wait, and as many background ones.
+    At most ``capacity`` sequences with a caller may wait, and as many background sequences.
     Restarted sequences are always accepted: there are no more of them than slots.
     """
 
@@ -52,5 +52,5 @@ class SequenceQueue:
         self._waiting[state.new.background].remove(state)
 
     def first(self) -> list[SequenceState]:
-        """Return the sequences, in order, that the next prefill is taken from."""
+        """Return the sequences, in order, from which the next prefill is chosen."""
         return self._waiting[False] or self._waiting[True]

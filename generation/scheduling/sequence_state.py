@@ -17,27 +17,27 @@ Key: TypeAlias = tuple[Any, ...]
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A sequence, its tokens so far, and its place.
+    """A sequence, its tokens so far, and the stage that it waits for.
 
-    A sequence that lost its slot starts again, and *replays* its tokens: each runs the stages that
-    it ran before and leaves where it left, even if it now has other results. So its caches are
-    restored, and its caller receives no token twice.
+    A sequence that lost its slot starts again, and *replays* its tokens: each token runs the same
+    stages and leaves at the same stage as before, even if results differ now. This restores the
+    caches, and the caller receives no token twice.
     """
 
     new: NewSequence
     key: Key
     """Sort key in the queue."""
     begin: int
-    """Tokens in its slot before the first token of the answer."""
+    """Number of tokens in its slot before the first token of the answer."""
     room: int
-    """Most tokens of the answer that fit its slot."""
+    """Largest number of answer tokens that fit in its slot."""
     thresholds: TokenThresholds | None = None
     """Thresholds that were active when it started."""
     slot: int | None = None
     stage: int = PREFILL
     """Stage that its next token runs or waits for."""
     at: int = 0
-    """Index of that token in the answer."""
+    """Index in the answer of its next token."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer so far."""
     depths: list[int] = field(default_factory=list)
@@ -51,11 +51,11 @@ class SequenceState:
     """Reason why it ends with the running step, if it does."""
     failures: int = 0
     suspect_until: tuple[int, int] | None = None
-    """Token and stage of its failure: it runs alone until it has passed them."""
+    """Token index and stage at which it failed: it runs alone until it has passed them."""
 
     @property
     def length(self) -> int:
-        """Tokens in its slot before its next one."""
+        """Number of tokens in its slot before its next token."""
         return self.begin + self.at
 
     @property
@@ -89,7 +89,7 @@ class SequenceState:
         return self.thresholds.leaves(self.stage, self.at, confidence)
 
     def take(self, token: int) -> int:
-        """Record that its token leaves; return the token, in a replay the original one."""
+        """Record that its token leaves; return the token, or in a replay the original token."""
         if self.replays:
             token = self.tokens[self.at]
         else:

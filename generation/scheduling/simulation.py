@@ -1,8 +1,8 @@
 """Simulation of generating text on virtual time, with the server's own scheduler and policies.
 
-The backend is simulated: a step takes the time of a table, and each token leaves at the stage that
-was recorded for it. Decisions are not: scheduler and policy are the objects used for serving. The
-scheduler itself, threads and clients take no time. The result is deterministic.
+The backend is simulated: a step takes a time from a table, and each token leaves at the stage that
+was recorded for it. Decisions are not simulated: scheduler and policy are the objects used for
+serving. The work of scheduler, threads and clients takes no time. The result is deterministic.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class StepSeconds:
     """Durations of steps in seconds by number of rows; entry 0 of each table is unused."""
 
     prefill: tuple[float, ...]
-    """[batch + 1]."""
+    """[batch + 1]: seconds of a prefill."""
     stages: tuple[tuple[float, ...], ...]
-    """[stages][batch + 1], including the work after a stage, such as propagation."""
+    """[stages][batch + 1]: seconds of a stage and of the work after it, such as propagation."""
 
     def of(self, step: PrefillStep | TokenStep) -> float:
         """Return the duration of a step."""
@@ -71,7 +71,7 @@ class SimulatedText:
     between_tokens_s: NDArray[np.float64]
     """[tokens except the first of each sequence]: time since the previous token."""
     refused: int
-    """Sequences rejected because the queue was full."""
+    """Number of sequences rejected because the queue was full."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -109,10 +109,11 @@ def simulate_text(
     *,
     queue: int | None = None,
 ) -> SimulatedText:
-    """Serve recorded sequences by order of arrival; by default ``queue`` has space for all.
+    """Serve recorded sequences as they arrive; by default the queue has space for all.
 
     Raises:
-        ValueError: A table does not fit the stages and rows of the limits, or a depth is no stage.
+        ValueError: A table does not fit the stages and rows of the limits, or a depth is not the
+        number of a stage.
     """
     _check(limits, seconds, texts)
     # The confidence is 1 from the recorded stage on and 0 before it.

@@ -1,7 +1,7 @@
 """Data types of text scheduling: sequences, steps and outcomes, without clocks or tensors.
 
 A *sequence* is a prompt and its answer. A *step* is one call of a backend: a prefill, or one stage
-for one token each of some sequences. All times are absolute seconds of one monotonic clock.
+for some sequences, one token of each. All times are absolute seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class TextLimits:
     slots: int
     """Number of sequences with cache memory at a time."""
     length: int
-    """Tokens that fit a slot."""
+    """Number of tokens that fit in a slot."""
     batch: int
-    """Most rows of a step."""
+    """Largest number of rows in a step."""
     ragged: bool = True
     """True if sequences of different lengths may share a step."""
     longest_prompt: int | None = None
-    """Most tokens of a prompt; ``None`` if only the slot limits it."""
+    """Largest number of tokens in a prompt; ``None`` if only the slot limits it."""
     prompt_in_slot: bool = True
     """True if the prompt's tokens are in the slot; false for an encoder-decoder."""
 
@@ -63,12 +63,12 @@ class TextLimits:
 
     @property
     def rows(self) -> int:
-        """Most rows of a step, limited by the slots."""
+        """Largest number of rows in a step, limited by the number of slots."""
         return min(self.batch, self.slots)
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Most tokens of a prompt; if it is in the slot, one token of the answer must fit too."""
+        """Largest number of tokens in a prompt; one answer token must fit in the slot, too."""
         limits = [] if self.longest_prompt is None else [self.longest_prompt]
         limits += [self.length - 1] if self.prompt_in_slot else []
         return min(limits, default=sys.maxsize)
@@ -87,7 +87,7 @@ class NewSequence:
     prompt_tokens: int
     most_tokens: int
     stop: frozenset[int] = frozenset()
-    """Tokens that end the answer; the one that does is part of it."""
+    """Stop tokens; the one that ends the answer is part of it."""
     deadline_s: float = NEVER_S
     priority: int = 0
     """Higher values go first."""
@@ -110,7 +110,7 @@ class GivenToken(NamedTuple):
 
 
 class EndedSequence(NamedTuple):
-    """Final report of a sequence: it ended."""
+    """Final report of a sequence that ended."""
 
     sequence: int
     end: SequenceEnd
@@ -158,20 +158,21 @@ class PrefillStep(NamedTuple):
 
 
 class TokenStep(NamedTuple):
-    """Decision to run a stage for one token each of some sequences."""
+    """Decision to run a stage for some sequences, one token of each."""
 
     stage: int
     sequences: tuple[int, ...]
     slots: tuple[int, ...]
     limits: tuple[float, ...]
-    """Least confidence at which each token leaves: 0 at the model's end, above 1 never."""
+    """Lowest confidence at which each token leaves: 0 at the model's end; above 1, it cannot
+    leave."""
 
 
 class TextDecision(NamedTuple):
     """The next step, and the work to do before it."""
 
     step: PrefillStep | TokenStep | None
-    """``None`` if there is nothing to run: then there are no sequences."""
+    """Next step; ``None`` if no sequence is left to run."""
     outcome: TextOutcome = NOTHING_FOLLOWS
     """Sequences that ended during the decision, and the slots to close first."""
 

@@ -5,7 +5,8 @@ thresholds may decay with the number of the token t (from 0):
 
     threshold(λ, t) = min(1, 0.9 λ + 0.1 exp(-τ t / N))
 
-where λ is the stage's threshold, N the most tokens of an answer and τ the speed of the decay.
+where λ is the stage's threshold, N the largest number of tokens in an answer and τ the speed of the
+decay.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class TokenThresholds:
 
     version: int
     by_stage: tuple[float, ...]
-    """λ of each stage but the last, where all tokens leave; above 1 none leaves."""
+    """λ of each stage except the last, where all tokens leave; above 1, no token leaves."""
     decay: float | None = None
     """τ, at least 0; ``None`` for no decay: the threshold is λ for all tokens."""
     most_tokens: int = 1
-    """N; used only with decay."""
+    """N, the largest number of tokens in an answer; used only with decay."""
 
     def __post_init__(self) -> None:
         """Check that thresholds and decay are numbers from 0."""

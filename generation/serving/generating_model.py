@@ -54,9 +54,9 @@ class TextOptions:
     """Options of serving a generating model."""
 
     batch: int = 16
-    """Most rows of a step."""
+    """Largest number of rows in a step."""
     queue: int = 1024
-    """Most sequences that wait for a slot."""
+    """Largest number of sequences that wait for a slot."""
     policy: StepPolicy = field(default_factory=RefillPolicy)
     audit_share: float = 0.0
     """Share of the answers that are compared with the full model's, 0 to 1."""
@@ -93,17 +93,17 @@ class TextStatistics:
     queue_s: Histogram
     """Seconds from submission to the first prefill."""
     open: int
-    """Sequences that have not ended, including audits."""
+    """Number of sequences that have not ended, including audits."""
     awaited: int
-    """Open sequences that a caller waits for."""
+    """Number of open sequences that a caller waits for."""
     queued: int
-    """Sequences that wait for a slot."""
+    """Number of sequences that wait for a slot."""
     slots: int
     slots_in_use: int
     retried: int
-    """Sequences that restarted after a failure."""
+    """Number of restarts of sequences after a failure."""
     yielded: int
-    """Times that an audit lost its slot to a sequence that a caller waits for."""
+    """Number of times that an audit lost its slot to a sequence that a caller waits for."""
     thresholds: int
     """Version of the thresholds of new sequences."""
     backend: dict[str, Any]
@@ -119,9 +119,10 @@ class _Stream:
     stop: frozenset[int]
     audited: bool
     arrived: asyncio.Queue[Token | EngineError] = field(default_factory=asyncio.Queue)
-    """Queue bounded by the answer's length; the last item is the last token or an error."""
+    """Queue of the answer's tokens (so its length is bounded); ends with the last token or an
+    error."""
     tokens: list[int] = field(default_factory=list)
-    """Tokens so far, if the sequence is audited."""
+    """Tokens so far; collected only if the sequence is audited."""
 
 
 class GeneratingModel:
@@ -152,7 +153,7 @@ class GeneratingModel:
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._refusal: EngineError | None = None
-        """Error for new sequences, if none are accepted."""
+        """Error that new sequences get; ``None`` while they are accepted."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._idle = asyncio.Event()
         """Set while no stream is open."""
@@ -222,7 +223,7 @@ class GeneratingModel:
 
     @property
     def serves(self) -> bool:
-        """True if it accepts new sequences."""
+        """True if the model accepts new sequences."""
         return self._loop is not None and self._refusal is None
 
     def swap(self, thresholds: TokenThresholds) -> None:
@@ -253,7 +254,7 @@ class GeneratingModel:
     async def drain(self, timeout_s: float) -> bool:
         """Reject new sequences, finish the open ones; return ``False`` if some did not in time.
 
-        Audits are not awaited.
+        It does not wait for audits.
         """
         self._refuse(DrainingError("the model is draining and takes no new sequences"))
         try:
@@ -310,7 +311,7 @@ class GeneratingModel:
         self._loop.call_soon_threadsafe(self._deliver, outcome, error)
 
     def _break(self, error: EngineError) -> None:
-        """Fail all streams; called in the backend's thread."""
+        """Fail all streams after an error of the loop; called in the backend's thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._refuse, error)
         self._loop.call_soon_threadsafe(self._fail_streams, error)
@@ -382,5 +383,5 @@ class GeneratingModel:
 
 
 def _alike(error: EngineError) -> EngineError:
-    """Return a new error of the same kind: one raised twice would collect both tracebacks."""
+    """Return a copy of an error: the same object raised twice would collect both tracebacks."""
     return type(error)(str(error))

@@ -51,7 +51,7 @@ _CAUSES = {
     SequenceEnd.EXPIRED: "expired",
     SequenceEnd.FAILED: "backend_error",
 }
-"""Causes of failures, by the end of a sequence."""
+"""Cause of a failed request in the statistics, by the reason why its sequence ended."""
 _BACKEND, _SCHEDULING = "onnxruntime-cpu", "refill"
 _OTHER_BACKENDS = ("tensorrt", "cuda", "openvino")
 
@@ -78,8 +78,8 @@ class ServedText:
     ) -> None:
         """Serve a model with a backend, which it owns; await :meth:`open` before the first request.
 
-        ``options`` are the engine's, ``of_model`` the model's; ``codec`` is ``None`` without a
-        tokenizer.
+        ``options`` are options of the engine, ``of_model`` those of the model; ``codec`` is
+        ``None`` without a tokenizer.
         """
         self.info, self.stages = info, len(model.stages)
         self.codec = codec
@@ -155,13 +155,13 @@ class ServedText:
         return served
 
     async def open(self) -> Self:
-        """Start its thread."""
+        """Start the model's thread."""
         await self._generating.open()
         return self
 
     @property
     def serves(self) -> bool:
-        """True if it accepts requests."""
+        """True if the model accepts requests."""
         return self._generating.serves
 
     async def tokens(
@@ -197,7 +197,7 @@ class ServedText:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        """Count a request while it runs, and permanently if it is accepted."""
+        """Count a request as running; if it is accepted, also count it permanently."""
         self._users += 1
         self._unused.clear()
         self._requests += 1
@@ -230,7 +230,7 @@ class ServedText:
     def statistics(
         self, *, version: int = 1, earlier: CountersSnapshot | None = None
     ) -> ModelStatistics:
-        """Return a snapshot. A sample is a token; an open sequence waits for its next one."""
+        """Return a snapshot. Its samples are tokens: an open sequence is one waiting sample."""
         found = self._generating.statistics()
         counts = found.counts
         failed = {cause: counts.ended[end] for end, cause in _CAUSES.items() if counts.ended[end]}
@@ -296,10 +296,10 @@ def thresholds_of(model: TextModel, mode: Mode) -> TokenThresholds:
 
 
 def audit_share(model: TextModel, mode: Mode, options: ModelOptions) -> float:
-    """Return the share of answers to audit: all in release mode, by the budget in audit mode.
+    """Return the share of answers to audit: 1 in release mode, from the budget in audit mode.
 
-    The budget b is a share of all compute. An audit runs all layers for an answer that ran a share
-    l of them, so b = s / (l + s) for the share s of audited answers.
+    The budget b is the share of all compute that audits may use. An answer runs a share l of the
+    layers, an audit runs all; so with a share s of audited answers, b = s / (l + s).
     """
     if not mode.observed or len(model.stages) == 1:
         return 0.0
@@ -310,7 +310,7 @@ def audit_share(model: TextModel, mode: Mode, options: ModelOptions) -> float:
 
 
 def default_length(model: TextModel) -> int:
-    """Return the slot length, in tokens, for the longest prompt and answer of compiling."""
+    """Return the slot length in tokens that fits the longest prompt and answer of compiling."""
     prompt = 0 if model.encoder else model.longest_prompt
     return max(2, prompt + model.longest_answer)
 
@@ -349,7 +349,7 @@ def describe_text(
 
 
 def _piece(pieces: TextPieces | None, token: Token) -> str:
-    """Return the text that a token adds; a stop token adds none."""
+    """Return the text that a token adds; empty for a stop token."""
     if pieces is None:
         return ""
     piece = "" if token.end is SequenceEnd.STOP else pieces.add(token.token)

@@ -18,10 +18,10 @@ class TextServingOptions:
     """Options of the extension in an engine, on the command line and in the configuration file."""
 
     text_slots: int = DEFAULT_SLOTS
-    """Number of sequences with cache memory at a time, per generating model; others wait."""
+    """Number of sequences that have cache memory at a time, per generating model; others wait."""
     text_length: int | None = None
-    """Tokens that fit a slot: prompt and answer, for an encoder-decoder the answer only. ``None``
-    is the longest prompt and answer of compiling."""
+    """Number of tokens that fit in a slot: prompt and answer, or for an encoder-decoder the answer
+    only. ``None`` fits the longest prompt and answer of compiling."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: 1 <= v <= _MOST_SLOTS, f"1 to {_MOST_SLOTS}", "text_slots")

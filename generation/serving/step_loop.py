@@ -39,7 +39,8 @@ _COUNTED_EVERY_S = 1.0
 _NEVER_S = float("inf")
 
 Publish: TypeAlias = Callable[[TextOutcome, EngineError | None], None]
-"""Callback that receives outcomes in order, and the error of failed sequences; the lock is held."""
+"""Callback that receives outcomes in order, with the error of failed sequences; it is called while
+the lock is held."""
 
 
 def limits_of(backend: TextBackend, *, batch: int) -> TextLimits:
@@ -56,7 +57,7 @@ def limits_of(backend: TextBackend, *, batch: int) -> TextLimits:
 
 
 class TextStageRuns(NamedTuple):
-    """The runs of a stage."""
+    """Statistics of a stage's runs."""
 
     batch_size: Histogram
     """Rows of each run."""
@@ -91,7 +92,7 @@ class StepLoop:
         """
         self._lines = LineLimit(clock)
         self._prompts: dict[int, NDArray[np.int64]] = {}
-        """Prompts of all sequences that have not ended: each may have to restart."""
+        """Prompts of all sequences that have not ended; a restart needs the prompt."""
         self._closes: list[int] = []
         """Slots to close before the next step."""
         self._opened: set[int] = set()
@@ -157,11 +158,11 @@ class StepLoop:
         return True
 
     def runs(self) -> tuple[TextStageRuns, ...]:
-        """Return the runs of each stage so far; the lock is held."""
+        """Return the statistics of each stage's runs; needs the lock."""
         return tuple(TextStageRuns(rows.snapshot(), run_s.snapshot()) for rows, run_s in self._runs)
 
     def queue_s(self) -> Histogram:
-        """Return the seconds that sequences waited for their first prefill; the lock is held."""
+        """Return the seconds that sequences waited for their first prefill; needs the lock."""
         return self._queue_s.snapshot()
 
     def close(self) -> None:
@@ -187,7 +188,7 @@ class StepLoop:
         return tokens, confidences
 
     def _go_on(self, outcome: TextOutcome) -> None:
-        """Pass early exits and next tokens to the backend; slots may be closed later."""
+        """Pass early exits and next tokens to the backend, and note which slots to close later."""
         if not outcome.accepted:
             return
         slots = [row.slot for row in outcome.accepted]
@@ -209,7 +210,7 @@ class StepLoop:
             self._note(self.scheduler.failed(sequences, self._clock()), failure)
 
     def _note(self, outcome: TextOutcome, error: EngineError | None = None) -> TextOutcome:
-        """Publish an outcome; the lock is held."""
+        """Publish an outcome; needs the lock."""
         self.counter.followed(outcome)
         self._closes += outcome.closed
         for ended in outcome.ended:
@@ -220,14 +221,14 @@ class StepLoop:
         return outcome
 
     def _note_begun(self, sequences: Sequence[int], now_s: float) -> None:
-        """Record the waiting times of sequences whose first prefill starts; the lock is held."""
+        """Record the waiting times of sequences whose first prefill starts; needs the lock."""
         for number in sequences:
             submitted_s = self._submitted_s.pop(number, None)
             if submitted_s is not None:
                 self._queue_s.observe(now_s - submitted_s)
 
     def _count(self, *, idle: bool) -> None:
-        """Read the backend's counts from time to time."""
+        """Read the backend's counts if the last ones are old, or if the loop becomes idle."""
         now_s = self._clock()
         if idle or now_s >= self._counted_s + _COUNTED_EVERY_S:
             self._counted_s = now_s

@@ -1,9 +1,9 @@
-"""Audits: some answers are generated again by the full model, in the background, and compared.
+"""Audits: the full model generates some answers again in the background, and both are compared.
 
 Audits are drawn when a sequence is submitted, so that the draw does not depend on the answer. When
-such a sequence has ended normally, the same scheduler generates the full model's answer, while no
-other sequence needs the slot. Audits that could not run are counted: under full load they get no
-slots.
+such a sequence has ended normally, the same scheduler generates the full model's answer while no
+other sequence needs the slot. Under full load audits get no slots; audits that could not run are
+counted.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class TextAuditCounts:
     """Counts of audits since the start."""
 
     texts: int = 0
-    """Answers that were compared with the full model's."""
+    """Number of answers that were compared with the full model's."""
     differing: int = 0
-    """Answers that differed anywhere."""
+    """Number of compared answers that differed anywhere."""
     tokens: int = 0
-    """Tokens that were compared at the same prefix."""
+    """Number of tokens that were compared at the same prefix."""
     differing_tokens: int = 0
-    """Compared tokens that differed: at most one per answer, as prefixes differ after it."""
+    """Number of these tokens that differed: at most one per answer, as prefixes differ after it."""
     edits: float = 0.0
     """Sum of the edit distances, each relative to the longer answer's tokens."""
     pending: int = 0
-    """Audits that wait or run."""
+    """Number of audits that wait or run."""
     skipped: int = 0
-    """Answers that were drawn but not audited, since too many audits waited."""
+    """Number of answers that were drawn but not audited, because too many audits waited."""
     lost: int = 0
-    """Audits that failed."""
+    """Number of audits that failed."""
 
 
 class TextAudits:

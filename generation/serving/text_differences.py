@@ -13,7 +13,7 @@ class TextDifference:
     """The difference between a served answer and the full model's."""
 
     compared: int
-    """Tokens chosen at the same prefix: up to and including the first that differs."""
+    """Number of tokens chosen at the same prefix: up to and including the first that differs."""
     differs: bool
     """True if the answers differ anywhere; then the last of ``compared`` differs."""
     edits: float
@@ -21,7 +21,7 @@ class TextDifference:
 
 
 def compare_texts(served: Sequence[int], full: Sequence[int]) -> TextDifference:
-    """Compare two answers, of which at least one is not empty."""
+    """Compare two answers; at least one must not be empty."""
     alike = _alike(served, full)
     differs = len(served) != len(full) or alike < len(full)
     return TextDifference(

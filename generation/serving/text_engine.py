@@ -36,9 +36,9 @@ class TextEngine:
         self._options = options or EngineOptions()
         self._served: dict[str, ServedText] = {}
         self._numbers: dict[str, int] = {}
-        """Number of versions of each name so far."""
+        """Number of versions that each name has had so far."""
         self._earlier: dict[str, CountersSnapshot] = {}
-        """Counts of closed earlier versions, by names that are served."""
+        """Total counts of the closed versions of each served name."""
         self._before: dict[str, list[ServedText]] = {}
         """Earlier versions that still answer requests."""
         self._finishing: dict[ServedText, asyncio.Task[None]] = {}
@@ -60,7 +60,7 @@ class TextEngine:
     async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
         """Serve a generating bundle under a new name, or replace the version of the name.
 
-        The previous version answers the requests that it has.
+        The previous version finishes the requests that it has accepted.
 
         Raises:
             DrainingError: The engine is shutting down.
@@ -77,7 +77,7 @@ class TextEngine:
         self.put(name, await made.open())
 
     def put(self, name: str, served: ServedText) -> None:
-        """Serve an open model under a name from now on."""
+        """Serve a model, which is open already, under a name from now on."""
         before = self._served.get(name)
         self._served[name] = served
         self._numbers[name] = self._numbers.get(name, 0) + 1
@@ -86,7 +86,7 @@ class TextEngine:
             self._finish(before)
 
     async def unload(self, name: str) -> None:
-        """Accept no more requests for a name; earlier ones are answered."""
+        """Accept no more requests for a name; accepted ones are still answered."""
         served = self._named(name)
         if self._draining:
             raise DrainingError("the server is shutting down; it unloads all models itself")
@@ -131,7 +131,7 @@ class TextEngine:
         the whole answer; tokens generated before it are yielded.
 
         Raises:
-            ModelNotServedError: No such model.
+            ModelNotServedError: No model is served under this name.
             BadInputError: A tensor is invalid for the model, or the prompt is too long.
             QueueFullError: Too many sequences wait for a slot.
             DeadlineExceededError: The deadline passed.
@@ -163,7 +163,7 @@ class TextEngine:
         return model in self._served and self._served[model].serves
 
     def live(self) -> bool:
-        """Return True if some model accepts requests: a broken one needs a new process."""
+        """Return True if some model accepts requests; a broken model needs a new process."""
         return not self._served or any(served.serves for served in self._served.values())
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
@@ -178,7 +178,7 @@ class TextEngine:
         self._leaving = True
 
     def flush(self) -> None:
-        """Do nothing: no sequence waits for others to share a step with."""
+        """Do nothing: sequences never wait in order to share a step with later ones."""
 
     async def drain(self, timeout_s: float) -> bool:
         """Reject new requests, finish those in flight; return ``False`` if some did not in time."""

@@ -94,7 +94,7 @@ def _ends(known: Sequence[tuple[str, TextStatus]]) -> Metric:
 
 
 def _figures(status: TextStatus) -> list[tuple[str, str]]:
-    """Return the figures of the page: values and their descriptions."""
+    """Return the figures that the page shows: pairs of a value and its description."""
     found, audits, first = status.statistics, status.statistics.audits, status.first_token_s
     figures = [
         (f"{found.slots_in_use} of {found.slots}", f"slots of {status.length} tokens in use"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 _BROKEN: Final = "\ufffd"
-"""Replacement character for bytes that are not a complete character, perhaps not yet."""
+"""Replacement character, which stands for bytes that are not (yet) a complete character."""
 
 
 class TextCodec(Protocol):
@@ -22,7 +22,7 @@ class TextCodec(Protocol):
 
 
 class TextPieces:
-    """Converts tokens to pieces of text as they arrive; joined, they are the text of all tokens.
+    """Converts tokens to pieces of text as they arrive; the joined pieces are the whole text.
 
     A token may be only a part of a character (byte-level tokens), and its text may depend on the
     previous token (the space between words). So a token is decoded together with the last ones
@@ -32,9 +32,9 @@ class TextPieces:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        """Last tokens: those of the last returned piece, and those after them."""
+        """Last tokens: the tokens of the last returned piece, and all later ones."""
         self._before = 0
-        """Number of tokens of the window that end with a complete character."""
+        """Number of the window's first tokens whose text is complete."""
         self._given = 0
         """Number of characters of the window's text that were returned."""
 

@@ -38,7 +38,7 @@ class TextRequest(NamedTuple):
 async def read_text_request(
     info: ModelInfo, inputs: Mapping[str, NDArray[Any]], codec: TextCodec | None, most_tokens: int
 ) -> TextRequest:
-    """Read a request; ``most_tokens`` applies unless it has its own limit; BadInputError."""
+    """Read a request, which may have its own limit instead of ``most_tokens``; BadInputError."""
     if wrong := check_tensors(info.inputs, inputs, unread=info.optional):
         raise BadInputError(f"{info.name}: {wrong}")
     if MAX_TOKENS.name in inputs:

@@ -16,9 +16,10 @@ class TextStatus:
 
     statistics: TextStatistics
     layers: tuple[int, ...]
-    """Number of layers that a token ran, by the stage where it left; the last is all layers."""
+    """Number of layers that a token ran, by the stage where it left; the last is the total
+    number."""
     length: int
-    """Tokens that fit a slot."""
+    """Number of tokens that fit in a slot."""
     cache_bytes: int
     """Memory of all slots, in bytes."""
     first_token_s: Histogram

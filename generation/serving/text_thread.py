@@ -41,7 +41,7 @@ class TextThread(threading.Thread):
             self._loop.close()
 
     def _wait(self) -> None:
-        """Wait for a sequence: while there is one, there is a step to run."""
+        """Wait until there is a sequence: then there is a step to run."""
         with self._loop.changed:
             while not self._stopped and not self._loop.scheduler.sequences:
                 self._loop.changed.wait()

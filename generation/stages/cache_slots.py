@@ -2,7 +2,7 @@
 
 A slot has space for a fixed number of positions in every decoder layer. A step reads the filled
 positions of some slots, padded on the right to the longest, and writes the keys and values of the
-new positions. Layers are filled to different lengths where tokens left before the deeper ones.
+new positions. If tokens left early, deeper layers are filled to a smaller length.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Span(NamedTuple):
     """Consecutive positions of some slots, any number for each slot."""
 
     slots: IntArray
-    """[n]."""
+    """int [n]: slot of each row."""
     starts: IntArray
-    """[n]: first position of each slot."""
+    """int [n]: first position of each slot."""
     counts: IntArray
     """[n]: number of positions of each slot, at least 1."""
 
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
     @property
     def ends(self) -> IntArray:
-        """[n]: the position after the last of each slot."""
+        """Position after the last one of each slot, int [n]."""
         return self.starts + self.counts
 
 
@@ -43,13 +43,14 @@ class _Part(NamedTuple):
     """Caches of some layers of equal heads and size."""
 
     names: tuple[str, ...]
-    """Names of the inputs that read them: keys and values of each layer in turn."""
+    """Names of the graph inputs for them: keys, then values, of one layer after the other."""
     output: str
-    """Name of the output with the new keys and values of all of them."""
+    """Name of the graph output with the new keys and values of all these layers."""
     held: FloatArray
     """View of the cache, [layers * 2, slots, heads, length, size]."""
     firsts: IntArray
-    """[layers * 2, 1]: row of slot 0 of each, if the first two axes are flattened."""
+    """[layers * 2, 1]: index of slot 0 of each layer's keys or values, in flattened first two
+    axes."""
 
 
 class CacheSlots:
@@ -67,7 +68,7 @@ class CacheSlots:
         slots: int,
         length: int,
     ) -> None:
-        """Allocate the caches; ``sizes`` are heads and size by layer, ``name`` names inputs."""
+        """Allocate the caches; ``sizes`` has heads and size by layer, ``name`` names inputs."""
         self.length = length
         self._sizes, self._name = tuple(sizes), name
         self._held: dict[tuple[int, int], FloatArray] = {
@@ -84,7 +85,7 @@ class CacheSlots:
         return sum(held.nbytes for held in self._held.values())
 
     def read(self, layers: range, slots: IntArray, longest: int) -> dict[str, FloatArray]:
-        """Copy the first positions of some slots: float32 [n, heads, longest, size] by input.
+        """Copy the first ``longest`` positions of n slots: [n, heads, longest, size] by input.
 
         Positions beyond a slot's filled length are 0, or hold a later position's old values.
         """
@@ -135,15 +136,15 @@ class CacheSlots:
     def clear(self, slot: int, filled: int) -> None:
         """Set the first positions of a slot to 0.
 
-        Padding is masked, but 0 times NaN is NaN: values that a failed sequence left would spoil
-        the next sequence of its slot.
+        Padding is masked, but 0 times NaN is NaN: NaN left by a failed sequence would spoil the
+        next sequence in its slot.
         """
         for held in self._held.values():
             held[:, slot, :, :filled] = 0
 
 
 def padded_rows(rows: Sequence[IntArray], width: int) -> IntArray:
-    """Return token rows of different lengths as int64 [n, width], padded on the right with 0."""
+    """Return rows of tokens as int64 [n, width], padded on the right with 0."""
     padded = np.zeros((len(rows), width), np.int64)
     for place, row in enumerate(rows):
         padded[place, : len(row)] = row

@@ -3,10 +3,10 @@
 A stage is a session of its layers; exits share one session of norm and LM head, unless they have
 their own head. If an exit has a judge, the head runs only for tokens that leave.
 
-Each slot records how far each stage has come. A stage runs all positions that it has not filled
-yet, up to the position of the sequence's token. With state propagation that is the token alone, as
-skipped layers are filled when it leaves. With catch-up it includes earlier tokens that left before
-the stage; their states are kept.
+For each slot and stage, the number of filled positions is recorded. A stage runs all positions that
+it has not filled yet, up to the position of the sequence's token. With state propagation that is
+only the token, because skipped layers are filled when a token leaves. With catch-up it includes
+earlier tokens that left before the stage; their states are kept for this.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Graph:
     def __init__(self, graph: LoadedGraph) -> None:
         self.read = frozenset(graph.read)
         self.sizes = tuple(s for s in ("tokens", "past", "source") if size_name(s) in graph.read)
-        """Sizes that it reads from additional inputs."""
+        """Sizes that the graph reads from additional inputs."""
         self._fed, self._given, self._execute = tuple(graph.read), list(graph.given), graph.execute
 
     def run(self, feeds: Mapping[str, NDArray[Any]]) -> Arrays:
@@ -63,7 +63,7 @@ class _Graph:
 
 
 class _Source(NamedTuple):
-    """Inputs from prompts that a stage last read; unchanged while its rows are the same."""
+    """Cached inputs of a stage that come from prompts; valid while its rows stay the same."""
 
     slots: list[int]
     feeds: Arrays
@@ -87,9 +87,10 @@ class OnnxTextBackend:
 
         ``read`` returns a graph by its file; ``weights`` is the folder of the weights that graphs
         refer to. ``length`` is in tokens of prompt and answer, or of the answer only for an
-        encoder-decoder, with ``source_length`` for its prompt. Where the model takes fewer, as its
-        table of positions ends, the attributes ``length`` and ``longest_prompt`` are what it takes.
-        Raise BackendError if a graph cannot be loaded.
+        encoder-decoder, with ``source_length`` for its prompt. If the model accepts fewer tokens,
+        for instance because its table of positions ends, the attributes ``length`` and
+        ``longest_prompt`` are reduced to what it accepts. Raise BackendError if a graph cannot be
+        loaded.
         """
         if slots < 1 or length < 2 or (model.encoder and source_length < 1):
             raise BackendError(
@@ -123,7 +124,7 @@ class OnnxTextBackend:
             None if self._catches_up else load(stage.propagation) for stage in model.stages
         ]
         self._head, self._encoder = _present(load(model.head)), load(model.encoder)
-        self._allocate(slots, length, source_length)  # too many fail here, before any step
+        self._allocate(slots, length, source_length)  # too large caches fail here, not in a step
         if model.encoder:
             source_length = self._most(self._try_prompt, source_length)
         self.length = self._most(self._try_place, length, least=2)
@@ -135,11 +136,11 @@ class OnnxTextBackend:
         self._sources: dict[int, _Source] = {}
         """Inputs from prompts by stage."""
         self._states: list[NDArray[np.float32]] = []
-        """Inputs of stages 1 and later: of all positions, or of the last token only."""
+        """Inputs of stages 1 and later, for all positions or only for the last token."""
         self._caches = self._cross = CacheSlots([], past_name, slots=0, length=0)
 
     def _allocate(self, slots: int, length: int, source_length: int) -> None:
-        """Allocate the caches of free slots, in place of those that are there."""
+        """Allocate the caches of all slots, which must be free; they replace existing caches."""
         self._release()
         model = self.model
         self._caches = CacheSlots([(x.heads, x.size) for x in model.layers], past_name,
@@ -147,13 +148,14 @@ class OnnxTextBackend:
         crossed = [(x.cross_heads, x.cross_size) for x in model.layers if x.cross_heads]
         self._cross = CacheSlots(crossed, cross_name, slots=slots, length=source_length)
         self._source = np.zeros(slots, np.int64)
-        """Prompt tokens of an encoder-decoder, by slot."""
+        """Number of prompt tokens of an encoder-decoder, by slot."""
         kept = length if self._catches_up else 1
         self._states = [np.zeros((slots, kept, model.width), np.float32) for _ in model.stages[1:]]
         self._place = np.full(slots, _CLOSED)
         """Position of the running token, by slot."""
         self._filled = np.zeros((self.stages, slots), np.int64)
-        """Number of positions with keys and values in the layers of a stage."""
+        """int64 [stages, slots]: number of positions with keys and values in the layers of a
+        stage."""
         self._next = np.zeros(slots, np.int64)
         self._prompts: dict[int, IntArray] = {}
         self._counts = dict.fromkeys(
@@ -219,7 +221,7 @@ class OnnxTextBackend:
     def run(
         self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
     ) -> TokenAnswers:
-        """Run a stage for one token of each slot, and for earlier tokens that must catch up."""
+        """Run a stage for one token of each slot, and for earlier tokens that it must catch up."""
         with _failures(f"stage {stage} on {len(slots)} rows"):
             rows = np.array(slots, np.int64)
             self._check_room(rows)
@@ -240,7 +242,7 @@ class OnnxTextBackend:
         return states
 
     def leave(self, stage: int, slots: Sequence[int]) -> None:
-        """Fill the layers that the tokens skip, unless later tokens catch up with them."""
+        """Fill the layers that these tokens skip, unless the model uses catch-up."""
         graph = self._fills[stage]
         if graph is None:
             return
@@ -281,10 +283,10 @@ class OnnxTextBackend:
         self._release()
 
     def statistics(self) -> dict[str, Any]:
-        """Return counts of tokens: prefilled, propagated and caught up with, and rows by stage.
+        """Return counts: tokens prefilled, propagated and caught up, and rows by stage.
 
-        ``padding`` counts padded positions of shorter prompts next to longer ones, ``headed`` the
-        rows for which a head ran.
+        ``padding`` counts positions that padded shorter prompts to the longest one, ``headed``
+        counts rows for which a head ran.
         """
         used = int((self._place != _CLOSED).sum())
         held = self._caches.size_bytes + self._cross.size_bytes
@@ -296,14 +298,15 @@ class OnnxTextBackend:
     # The longest sequence
 
     def _most(self, attempt: Callable[[int], None], most: int, *, least: int = 1) -> int:
-        """Return the most tokens, up to ``most``, with which an attempt does not fail.
+        """Return the largest number of tokens, up to ``most``, with which ``attempt`` succeeds.
 
-        Exports differ in where positions end: a table of them, angles of rotations, a causal mask.
-        All layers have them alike, so that one step of the first stage finds any of them.
+        Exports limit positions in different ways: by a table of positions, rotation angles, or a
+        causal mask. All layers have the same limit, so one step of the first stage finds it.
         """
         works, fails = least - 1, most + 1
         while fails - works > 1:
-            # From few tokens on, as caches of the most may be larger than the memory.
+            # Start with few tokens, because caches for ``most`` tokens may be larger than the
+            # memory.
             tokens = min(max(least, 2 * works), most) if fails > most else (works + fails) // 2
             try:
                 attempt(tokens)
@@ -316,13 +319,13 @@ class OnnxTextBackend:
         return works
 
     def _try_prompt(self, tokens: int) -> None:
-        """Run the encoder on some tokens."""
+        """Run the encoder on a prompt of this number of tokens."""
         with _failures(f"a prompt of {tokens} tokens"):
             self._prompts[0] = np.zeros(tokens, np.int64)
             self._encode(Span(_SLOT_0, np.zeros_like(_SLOT_0), np.array([tokens])))
 
     def _try_place(self, tokens: int) -> None:
-        """Run the last of some tokens through the first stage."""
+        """Run a token through the first stage, as the last of this number of tokens."""
         with _failures(f"a sequence of {tokens} tokens"):
             span = Span(_SLOT_0, np.array([tokens - 1]), np.ones_like(_SLOT_0))
             self._step(0, span, {IDS: np.zeros((1, 1), np.int64)})
@@ -331,7 +334,7 @@ class OnnxTextBackend:
     # Steps
 
     def _prefill(self, span: Span) -> None:
-        """Run the first tokens of some prompts through all stages."""
+        """Run the prompts of a span, without their last tokens, through all stages."""
         longest = int(span.counts.max())
         ids = padded_rows([self._prompts[slot][:-1] for slot in span.slots], longest)
         width = longest if self.model.several else 1
@@ -345,7 +348,7 @@ class OnnxTextBackend:
         self._count_padded(span)
 
     def _encode(self, span: Span) -> None:
-        """Run the encoder, and keep the keys and values that layers compute from its output."""
+        """Run the encoder, and store the keys and values that layers compute from its output."""
         assert self._encoder is not None, "asked for by encoder-decoders alone"
         for rows in [slice(None)] if MASK in self._encoder.read else _equal_rows(span.counts):
             part = span.part(rows)
@@ -379,7 +382,7 @@ class OnnxTextBackend:
         return {name: states[places][:, None] for name, states in ends.items()}
 
     def _entering(self, stage: int, span: Span) -> Arrays:
-        """Return the inputs of a stage; rows are padded by repeating their last position."""
+        """Return the inputs of a stage for a span; a row is padded with its last position."""
         if stage == 0:
             return {IDS: self._next[span.slots][:, None]}
         kept = self._states[stage - 1]
@@ -420,7 +423,7 @@ class OnnxTextBackend:
         return given
 
     def _source_feeds(self, stage: int, slots: IntArray) -> Arrays:
-        """Return the keys and values of prompts, and their mask, copied if the rows changed."""
+        """Return the prompts' keys, values and mask; they are copied only if the rows changed."""
         known, rows = self._sources.get(stage), slots.tolist()
         if known is None or known.slots != rows:
             counts = self._source[slots]
@@ -431,12 +434,12 @@ class OnnxTextBackend:
         return known.feeds
 
     def _forget_sources(self, slots: Sequence[int]) -> None:
-        """Drop cached inputs of prompts that change."""
+        """Drop the cached inputs of slots whose prompts change."""
         changed, known = set(slots), self._sources.items()
         self._sources = {n: one for n, one in known if changed.isdisjoint(one.slots)}
 
     def _fill(self, graph: _Graph, stage: int, span: Span) -> None:
-        """Compute keys and values of all later layers from the states that left at a stage."""
+        """Compute the keys and values of all later layers from the states of tokens that leave."""
         feeds = self._sizes(graph, span, 1) if graph.sizes else {}
         feeds |= {STATE: self._states[stage][span.slots], POSITIONS: span.starts[:, None]}
         layers = range(self.model.stages[stage].end, len(self.model.layers))
@@ -470,7 +473,7 @@ class OnnxTextBackend:
         return self._head.run({STATE: states})
 
     def _alike(self, span: Span) -> Iterator[tuple[NDArray[np.intp] | slice, Span]]:
-        """Yield rows that may share a step, and their span: all, or rows of equal lengths."""
+        """Yield rows that may share a step, and their span: all rows, or those of equal length."""
         if not len(span.slots):
             return
         keys = [] if self.ragged else [span.starts]
@@ -500,7 +503,7 @@ class OnnxTextBackend:
 
 
 def _equal_rows(*keys: IntArray) -> Iterator[NDArray[np.intp] | slice]:
-    """Yield the rows whose keys are equal; all rows if there is no key."""
+    """Yield the rows of each group with equal keys; all rows if there is no key."""
     if all((key == key[0]).all() for key in keys):
         yield slice(None)
         return
@@ -510,13 +513,13 @@ def _equal_rows(*keys: IntArray) -> Iterator[NDArray[np.intp] | slice]:
 
 
 def _places(span: Span, tokens: int) -> IntArray:
-    """Return int64 [n, tokens]: positions of a span; rows repeat their last one as padding."""
+    """Return int64 [n, tokens]: positions of a span, padded with each row's last position."""
     offsets = np.minimum(np.arange(tokens), span.counts[:, None] - 1)
     return span.starts[:, None] + offsets
 
 
 def _filled_mask(counts: IntArray, width: int) -> IntArray:
-    """Return int64 [n, width]: 1 in the first ``counts`` places of each row."""
+    """Return int64 [n, width]: 1 in the first ``counts`` columns of each row, then 0."""
     return (np.arange(width) < counts[:, None]).astype(np.int64)
 
 
@@ -530,7 +533,7 @@ def _step_mask(span: Span, past: int, tokens: int) -> IntArray:
 
 
 def _joined(parts: Sequence[tuple[NDArray[np.intp] | slice, Arrays]], rows: int) -> Arrays:
-    """Put the rows of separate runs back in their order."""
+    """Join the results of separate runs, with rows in the original order."""
     if len(parts) == 1:
         return parts[0][1]
     joined = {k: np.empty((rows, *v.shape[1:]), v.dtype) for k, v in parts[0][1].items()}

@@ -1,11 +1,11 @@
 """Protocol of backends, which run a generating model's graphs on rows of several sequences.
 
 A sequence holds a *slot*, which has space for the keys and values of a fixed number of tokens in
-every decoder layer, and keeps the state for its next token. A *stage* is the layers up to an exit
-in use with that exit, or up to the model's end: a token runs stage 0, then the next stage until its
-confidence is high enough. The layers that it skips then lack its keys and values, which later
-tokens read: :meth:`TextBackend.leave` handles those (state propagation, CALM 3.3; or a catch-up
-when a later token reaches them).
+every decoder layer, and keeps the state for its next token. A *stage* is the layers after the
+previous stage, up to an exit in use and with that exit, or up to the model's end: a token runs
+stage 0, then the next stages until its confidence is high enough. The layers that it skips then
+lack its keys and values, which later tokens read: :meth:`TextBackend.leave` handles those (state
+propagation, CALM 3.3; or a catch-up when a later token reaches them).
 
 The scheduler (:mod:`offramp.generation.scheduling`) knows slots, stages, tokens and confidences,
 and no tensors. All methods are called from one thread.
@@ -24,7 +24,7 @@ NO_TOKEN: Final = -1
 
 
 class TokenAnswers(NamedTuple):
-    """A stage's predictions of the next token of each row."""
+    """Predictions of a stage: the next token of each row."""
 
     tokens: NDArray[np.int64]
     """[n]: the most likely next token; may be ``NO_TOKEN`` if the row does not leave."""
@@ -45,18 +45,21 @@ class TextBackend(Protocol):
     slots: int
     """Number of sequences with cache memory at a time."""
     length: int
-    """Tokens that fit a slot: prompt and answer, for an encoder-decoder the answer only."""
+    """Number of tokens that fit in a slot: prompt and answer; for an encoder-decoder, the
+    answer."""
     ragged: bool
     """True if sequences of different lengths may share a step.
 
-    A length is the number of tokens in the slot: prompts of an encoder-decoder may always differ.
+    The length of a sequence is its number of tokens in the slot; so prompts of an encoder-decoder
+    may always have different lengths.
     """
     prompt_in_slot: bool
     """True if the prompt's tokens are in the slot; false for an encoder-decoder."""
     longest_prompt: int
-    """Most tokens of a prompt; a decoder's must leave space for one token of the answer."""
+    """Largest number of tokens in a prompt; a decoder's prompt must leave space for an answer
+    token."""
     vocabulary: int
-    """Number of token ids, which are from 0."""
+    """Number of token ids, which begin at 0."""
 
     def open(self, slot: int, inputs: NDArray[np.int64]) -> None:
         """Start a sequence in a free slot with its prompt, int64[tokens], which runs later."""
@@ -73,10 +76,11 @@ class TextBackend(Protocol):
     def run(
         self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
     ) -> TokenAnswers:
-        """Run a stage for one token of each slot, all of which wait for this stage.
+        """Run a stage for one token of each slot; each slot's token must wait for this stage.
 
-        ``limits`` are the least confidences at which tokens leave. An exit that knows the
-        confidence before the token may skip the tokens that stay; ``None`` asks for all tokens.
+        ``limits`` are the lowest confidences at which tokens leave. An exit whose confidence is
+        known before its token need not compute the tokens of rows that stay; with ``None`` it
+        computes all.
         """
         ...
 

@@ -44,7 +44,7 @@ class ExitTraining:
     patience: int = 2
     """Epochs without a smaller loss on the tuning tokens after which training ends."""
     batch_size: int = 256
-    """Tokens of a step."""
+    """Number of tokens in a training step."""
     learning_rate: float = 5e-2
     """Peak rate of new weights; the model's own weights learn at a fiftieth of it."""
     seed: int = 0
@@ -68,9 +68,9 @@ class ExitFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedExit:
-    """A trained graph of an exit; its loss is never larger than before training."""
+    """A trained graph of an exit; its loss is never larger than its loss before training."""
 
     graph: onnx.ModelProto
     before: ExitFit
-    """Fit before training; for an adapter, without it."""
+    """Fit before training; for an adapter, the fit without it."""
     after: ExitFit

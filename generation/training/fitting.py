@@ -17,7 +17,7 @@ from offramp.generation.training.exit_samples import ExitFit, ExitTraining
 _JUDGED = 1024
 """Tokens per batch when measuring the fit."""
 _MEASURED = 65_536
-"""Number of tokens used for means and deviations."""
+"""Largest number of tokens used to compute means and deviations."""
 _OWN_RATE = 0.02
 """Learning rate of the model's own weights, relative to that of new weights."""
 
@@ -35,10 +35,10 @@ class Lesson(Protocol):
 
 
 class TokenLesson:
-    """The model's next token, from logits [n, v]; only tokens with a column can be right."""
+    """Target: the model's next token, from logits [n, v]; it is wrong without a column."""
 
     def __init__(self, answers: int | None = None) -> None:
-        """Treat the first ``answers`` columns as tokens; all by default."""
+        """Only the first ``answers`` columns are tokens; by default all columns are."""
         self._answers = answers
 
     def losses(self, scores: Tensor, targets: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Examples(NamedTuple):
     states: NDArray[np.float32]
     """[n, width], possibly memory-mapped."""
     targets: NDArray[Any]
-    """[n]."""
+    """[n]: training target of each state."""
 
     def batches(self, order: NDArray[np.intp], size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches in an order."""

@@ -1,12 +1,11 @@
 """Training of a copy of a decoder with its exits, on the original's answers (CALM 3.3-3.5).
 
-All tokens of an answer run in one pass, each after the true previous ones (teacher forcing). An
-exit predicts the original's next token with the model's own norm and LM head; its loss is weighted
-by the number of layers before it (CALM 3.5).
+All tokens of an answer run in one pass, each after the true previous ones (teacher forcing). Each
+exit predicts the original's next token, with the model's own norm and LM head. The loss of an exit
+is weighted by the number of layers before it (CALM 3.5).
 
-Training includes state propagation: a token may be drawn to leave at an exit, and then later layers
-read its state, so that the keys and values for later tokens are made from it, as in serving (CALM
-3.3).
+Training includes state propagation: some tokens, drawn at random, leave at an exit. Later layers
+compute the keys and values of such a token from its state at the exit, as in serving (CALM 3.3).
 
 The decoder's layers are the served graphs, computed in torch with an empty past; a weight that
 several of them use is one parameter. The encoder, and the keys and values computed from its output,
@@ -55,10 +54,10 @@ from offramp.generation.graphs.text_graphs import TextExport, logits_graph, segm
 _POOL = 50
 """Batches in a pool; within a pool, answers of similar length are batched together."""
 _LEAST_SAME = 0.98
-"""Least share of its own tokens that the model must predict in torch before training; below it, the
-torch model is considered wrong."""
+"""Smallest share of its own tokens that the model must predict in torch before training; with less,
+the conversion to torch is considered wrong."""
 _NONE = -1
-"""Placeholder of a token that is not learned."""
+"""Target of a position at which no token is learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class JointTextTraining:
     epochs: int = 4
     """Limit on the epochs."""
     minutes: float | None = None
-    """Limit on the processor time; with a limit, two runs may differ."""
+    """Limit on the processor time, in minutes; with a limit, two runs may differ."""
     patience: int = 2
     """Epochs without a smaller loss on the tuning prompts after which training ends."""
     batch_size: int = 16
@@ -92,14 +91,14 @@ class JointTextTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointTextFit:
-    """Fit of the exits to the tuning prompts: each exit in order, then the model's end."""
+    """Fit to the tuning prompts: of each exit in order, then of the model's end."""
 
     losses: tuple[float, ...]
     """Mean cross-entropy per token, in nats, if no token leaves."""
     agreement: tuple[float, ...]
     """Share of the original's tokens that each predicts, if no token leaves."""
     propagated: tuple[float, ...]
-    """Loss of the tokens that reach each exit, if tokens leave at random."""
+    """Mean loss of the tokens that reach each exit, if tokens leave at random."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +190,7 @@ class _Texts:
         for prompt, answer in zip(prompts, answers, strict=True):
             begin = np.array([start_token]) if encodes else prompt
             fed.append(np.concatenate([begin, answer[:-1]]).astype(np.int64))
-            # A decoder's prompt runs through all layers, up to its last token.
+            # The tokens of a decoder's prompt, except the last one, run through all layers.
             skipped = np.full(len(begin) - 1, _NONE)
             wanted.append(np.concatenate([skipped, answer]).astype(np.int64))
         encoder = GraphRunner(export.encoder) if export.encoder is not None else None
@@ -201,7 +200,7 @@ class _Texts:
         return len(self.fed)
 
     def batch(self, rows: Sequence[int]) -> _Batch:
-        """Return a batch of some texts, padded on the right, where no token that counts attends."""
+        """Return a batch of some texts, padded on the right; real tokens ignore the padding."""
         ids, wanted = (
             torch.from_numpy(_padded([texts[row] for row in rows], fill))
             for texts, fill in ((self.fed, 0), (self.wanted, _NONE))
@@ -269,11 +268,11 @@ class _Decoder(nn.Module):
             assert isinstance(graph, TorchGraph)
             graph.share(weights)
             weights |= graph.weights
-        # A single number is a scale, a mask value or the epsilon of a variance.
+        # Weights of one element are not trained: scales, mask values, the epsilon of a variance.
         self.learned = {n: p for n, p in weights.items() if p.requires_grad and p.numel() > 1}
 
     def forward(self, batch: _Batch, left: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield states and target tokens at each exit, of the tokens that reach it, n each.
+        """Yield for each exit the states and targets of the n tokens that reach it.
 
         ``left`` is int64 [b, t]: the number of layers that each token runs.
         """
@@ -353,7 +352,7 @@ class _Course:
 
     @torch.no_grad()
     def judge(self) -> JointTextFit:
-        """Measure the fit to tuning prompts, without and with leaving tokens; draws repeat."""
+        """Measure the fit to tuning prompts, without and with leaving tokens, always the same."""
         random = torch.Generator().manual_seed(self._options.seed)
         ends = len(self.decoder.ends)
         losses, right, counts = np.zeros((2, ends)), np.zeros(ends), np.zeros((2, ends))
@@ -381,8 +380,8 @@ class _Course:
         for weight, (states, wanted) in zip(
             self._weights, self.decoder(batch, self._drawn(batch, random)), strict=True
         ):
-            # Logits of all exits together would be by far the largest tensors: they are computed
-            # twice.
+            # Logits of all exits would need by far the most memory, so they are computed again in
+            # the backward pass.
             part = checkpoint(self._loss, states, wanted, use_reentrant=False)
             loss = loss + weight * part / max(len(wanted), 1)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -396,10 +395,10 @@ class _Course:
         return torch.full_like(batch.wanted, self.decoder.ends[-1])
 
     def _drawn(self, batch: _Batch, random: torch.Generator) -> Tensor:
-        """Draw the layers that each token runs: all of them in half of the texts.
+        """Draw the number of layers that each token runs; in half of the texts it is all layers.
 
-        In each other text a random share of the tokens leaves, at random exits. Draws do not depend
-        on predictions, so that losses of different weights can be compared.
+        In the other texts a random share of the tokens leaves, each at a random exit. Draws do not
+        depend on predictions, so that losses of different weights can be compared.
         """
         draw = partial(torch.rand, generator=random)
         share = (2 * draw(len(batch.wanted), 1) - 1).clamp_min(0)
@@ -421,7 +420,7 @@ class _Course:
             yield from (parts[place] for place in places)
 
     def _total(self, fit: JointTextFit) -> float:
-        """Return the loss that selects weights: the mean without and with leaving tokens."""
+        """Return the loss that selects weights: the mean of the losses without and with leaving."""
         both = np.add(fit.losses, fit.propagated) / 2
         return float(both @ self._weights.double().numpy())
 

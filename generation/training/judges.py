@@ -32,8 +32,8 @@ class TrainedJudge(TrainedExit):
     """A graph from `state` to `confidence`, float32 [n]."""
 
     ranked: float
-    """Probability that a tuning token on which the exit agrees gets a higher confidence than one on
-    which it does not (area under the ROC curve); 0.5 is no information."""
+    """Area under the ROC curve: the probability that the confidence is higher for a tuning token on
+    which exit and model agree than for one on which they differ; 0.5 is no information."""
 
 
 class _Judge(nn.Module):
@@ -48,7 +48,7 @@ class _Judge(nn.Module):
 
 
 class _Balanced:
-    """Agreement of the exit; both classes have the same weight, however rare one is."""
+    """Target is whether the exit agrees; both classes have the same weight, however rare one is."""
 
     def __init__(self, agrees: BoolArray) -> None:
         share = float(
@@ -74,10 +74,10 @@ def train_judge(
     tuning_agrees: BoolArray,
     options: ExitTraining,
 ) -> TrainedJudge:
-    """Train a judge of an exit on whether its token was the model's, bool [tokens].
+    """Train a judge of an exit; ``agrees``, bool [tokens]: the exit's token was the model's.
 
-    In its graph ``state`` is [n, 1, width]: the exit's own, before its adapter. Train the judge on
-    other prompts than the adapter, which agrees more often on those that it learned.
+    In its graph ``state`` is [n, 1, width]: the exit's own, before its adapter. Train judge and
+    adapter on different prompts, because the adapter agrees more often on prompts that it learned.
     """
     judge = _Judge(samples.width)
     before, after = fit(
@@ -102,9 +102,9 @@ def _parts(states: NDArray[np.float32]) -> list[NDArray[np.float32]]:
 
 
 def rank_chance(scores: NDArray[np.floating], which: BoolArray) -> float:
-    """Return the probability that one of ``which`` scores higher than another; ties count half.
+    """Return the probability that a token in ``which`` scores above one that is not in it.
 
-    The result is 0.5 if all or none are in ``which``.
+    Ties count half. The result is 0.5 if all tokens, or none, are in ``which``.
     """
     values, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
     del values

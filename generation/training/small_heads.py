@@ -1,8 +1,8 @@
-"""Small heads of exits, which cost a share of the LM head; it is expensive for large vocabularies.
+"""Small heads of exits: cheaper than the LM head, which is expensive for large vocabularies.
 
-The model's own head is reduced, independent of its operators: weights with the vocabulary as an
-axis keep some *columns* of it (the tokens that answers use most), or get a low *rank*, or both. An
-adapter is added in front, and both are trained on the model's own tokens.
+The model's own head is reduced, whatever its operators are: of weights with the vocabulary as an
+axis, only some *columns* are kept (the tokens that answers use most), or their *rank* is lowered,
+or both. An adapter is added in front, and both are trained on the model's own tokens.
 
 Tokens without a column cannot be answered. One additional column, *other*, represents all of them;
 if it wins, the confidence is 0, so that no token leaves.
@@ -32,9 +32,9 @@ from offramp.generation.training.exit_samples import ExitSamples, ExitTraining, 
 from offramp.generation.training.fitting import Examples, TokenLesson, fit
 
 _COMPARED = 16
-"""Number of states used to compare a head with fewer columns with the full one."""
+"""Number of states for the comparison between a head with fewer columns and the full head."""
 _TOLERANCE = 1e-4
-"""Relative difference of logits caused by another order of summation."""
+"""Largest relative difference of logits that another order of summation may cause."""
 _ADAPTED = "adapted_state"
 
 
@@ -71,7 +71,7 @@ def train_small_head(
     hidden: int | None = None,
     options: ExitTraining,
 ) -> SmallHead:
-    """Train a head of an exit; its loss before is that of the model's own columns.
+    """Train a head of an exit; its loss before training is that of the model's own columns.
 
     Args:
         samples: Tokens to learn.
@@ -115,16 +115,16 @@ def train_small_head(
 
 
 def _frequent(tokens: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], int]:
-    """Return the most frequent tokens, increasing, and the next one, used to initialise *other*."""
+    """Return the most frequent tokens, increasing, and the next token, to initialise *other*."""
     found, counts = np.unique(tokens, return_counts=True)
     order = found[np.argsort(-counts, kind="stable")]
     kept = np.sort(order[:count])
-    # Any column will do if no other token occurs.
+    # Any token can initialise *other* if no further token occurs.
     return kept, int(order[count] if len(order) > count else kept[0])
 
 
 def _examples(samples: ExitSamples, answers: NDArray[np.int64]) -> Examples:
-    """Replace tokens by their columns; those without one get the column after the last."""
+    """Replace tokens by their columns; tokens without a column get the one after the last."""
     places = np.minimum(np.searchsorted(answers, samples.tokens), len(answers) - 1)
     known = answers[places] == samples.tokens
     return Examples(samples.states, np.where(known, places, len(answers)))
@@ -176,7 +176,7 @@ _CANNOT = (
 
 
 def _with_rank(head: onnx.ModelProto, columns: int, rank: int) -> onnx.ModelProto:
-    """Replace the head's matrix by its best approximation of some rank.
+    """Replace the head's matrix by its best approximation of rank ``rank``.
 
     States are projected onto the matrix's directions with the largest singular values.
     """
@@ -230,7 +230,7 @@ def _with_adapter(adapter: ResidualAdapter, head: onnx.ModelProto) -> onnx.Model
 def _name_answers(head: onnx.ModelProto, answers: Sequence[int] | NDArray[np.int64]) -> None:
     """Map columns to tokens, and the confidence of the last column to 0, in place.
 
-    The last column maps to the first token, as any token with a column will do.
+    The last column, *other*, maps to the first token; which one does not matter, as none leaves.
     """
     graph = head.graph
     for name in (ANSWER, CONFIDENCE):

@@ -1,14 +1,14 @@
 """Supernets: one ONNX graph with many subnets in one set of weights (SuperServe, section 3).
 
-A subnet is the rest of the graph when some blocks are skipped (:mod:`.depth`, LayerSelect) and some
-weights are sliced to their first channels (:mod:`.width`, WeightSlice), with its own statistics in
-normalising layers (:mod:`.norm`, SubnetNorm). The paper's operators choose at run time, inside one
-dynamic graph; here each subnet is a static graph, which runtimes optimise, and weights are shared
-as views of one file: :mod:`.extract` finds which of a subnet's weights are the first bytes of the
-supernet's, and :mod:`.weight_layout` stores the supernet so that most are.
+A subnet is what is left of the graph when some blocks are skipped (:mod:`.depth`, LayerSelect) and
+some weights are sliced to their first channels (:mod:`.width`, WeightSlice). Each subnet has its
+own statistics in normalising layers (:mod:`.norm`, SubnetNorm). The paper's operators choose at run
+time, inside one dynamic graph; here each subnet is a static graph, which runtimes optimise, and
+weights are shared as views of one file: :mod:`.extract` finds which of a subnet's weights are the
+first bytes of the supernet's, and :mod:`.weight_layout` stores the supernet so that most are.
 
-Start with :class:`~offramp.supernet.graphs.elastic_model.Supernet`: a model as it was read, and its
-elastic parts, as :mod:`.spec_file` reads them.
+Start with :class:`~offramp.supernet.graphs.elastic_model.Supernet`: a model, and the elastic parts
+that :mod:`.spec_file` read.
 """
 
 from offramp.supernet.graphs.elastic_model import Supernet

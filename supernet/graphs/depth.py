@@ -30,11 +30,12 @@ class DepthBlock:
 def find_block(
     skip: Skip, source: str, flow: Dataflow, types: Mapping[str, TensorType]
 ) -> DepthBlock:
-    """Return the block of a spec.
+    """Return the block that an entry of a spec names.
 
     Raises:
         ElasticSpecError: No operator, or no tensor, has such a name.
-        NotElasticError: Not exactly one main tensor enters and one leaves, or their types differ.
+        NotElasticError: The block does not have exactly one main input and one output, or their
+        types differ.
     """
     if skip.scope:
         return _of_scope(skip.scope, source, flow, types)
@@ -59,7 +60,7 @@ def find_block(
 def _of_scope(
     scope: str, source: str, flow: Dataflow, types: Mapping[str, TensorType]
 ) -> DepthBlock:
-    """Return the block of a scope's operators, from its entering and its leaving tensor."""
+    """Return the block of a scope's operators, from the tensor entering it to the one leaving."""
     inside = [op for op in flow.operators if in_scope(op.name, scope) and not flow.is_constant(op)]
     if not inside:
         raise ElasticSpecError(
@@ -196,7 +197,7 @@ def skip_blocks(proto: onnx.ModelProto, blocks: Sequence[DepthBlock]) -> None:
 
 
 def _reread(graph: onnx.GraphProto, source_of: Callable[[str], str]) -> None:
-    """Make all nodes, and the bodies in them, read other tensors; ONNX has no shadowing."""
+    """Make all nodes, and the subgraphs in them, read other tensors; ONNX has no shadowing."""
     for node in graph.node:
         node.input[:] = [source_of(t) for t in node.input]
         for body in bodies(node):

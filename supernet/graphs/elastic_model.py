@@ -1,4 +1,4 @@
-"""A supernet: a model that was read, with its elastic parts, found in its graph."""
+"""A supernet: a model, with its elastic parts as found in the graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Supernet:
 
     @classmethod
     def of(cls, model: SourceModel, spec: ElasticSpec) -> Supernet:
-        """Find a spec's names in a model's graph, and try each group at each of its steps.
+        """Find a spec's names in a model's graph, and try every step of each group.
 
         Raises:
             ElasticSpecError: A name is unknown, or a ratio is not a whole number of channels.
@@ -86,7 +86,7 @@ class Supernet:
         return proto
 
     def plan(self, choice: SubnetChoice, shallow: onnx.ModelProto | None = None) -> SlicePlan:
-        """Return the slices of a subnet's graph, which is that of :meth:`shallow`.
+        """Return the slices of a subnet; ``shallow`` is its graph from :meth:`shallow`.
 
         ElasticSpecError if the spec does not allow it, NotElasticError if the graph does not.
         """

@@ -1,8 +1,8 @@
 """Elastic parts of a supernet: the content of a TOML file, and the choices that it allows.
 
-They form the control tuple of SuperServe (section 4.1): depth D, expand ratio E and width
-multiplier W. Depth is the number of skipped blocks; E and W are both the share of output channels
-that weights keep, and differ only in the weights.
+The choices correspond to the control tuple of SuperServe (section 4.1): depth D, expand ratio E and
+width multiplier W. Depth is the number of skipped blocks. E and W are both the share of output
+channels that weights keep; they differ only in which weights these are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 from offramp.supernet.graphs.errors import ElasticSpecError
 
 MOST_CHOICES: Final = 20_000
-"""Largest number of subnets that are listed; of more, a search draws samples."""
+"""Largest number of subnets that are listed; from a larger number, a search draws samples."""
 AUTO, NONE = "auto", "none"
 
 
@@ -27,7 +27,7 @@ class Skip:
     scope: str = ""
     """Prefix of its operators' names, such as the module's path in torch's exports."""
     start: str = ""
-    """Without a scope: the tensor that is read instead of ``end``."""
+    """Tensor that is read instead of ``end``, if there is no scope."""
     end: str = ""
 
     def __str__(self) -> str:
@@ -48,12 +48,12 @@ class WidthGroup:
     weights: tuple[str, ...]
     """Names of initializers, or of operators with a weight."""
     axis: int | None = None
-    """Dimension of the output channels; ``None`` is the operator's."""
+    """Dimension of the output channels; ``None``: the usual one of the operator."""
     parts: int = 1
     """Number of equal parts of the output channels that are sliced separately: 3 for queries, keys
     and values in one weight."""
     ratios: tuple[float, ...]
-    """Ascending ratios in (0, 1); 1 is always a further choice."""
+    """Ascending ratios in (0, 1); 1 is always allowed, too."""
 
     @property
     def all_ratios(self) -> tuple[float, ...]:
@@ -78,11 +78,11 @@ class ElasticSpec:
     depths: tuple[DepthGroup, ...] = ()
     widths: tuple[WidthGroup, ...] = ()
     norm_layers: tuple[str, ...] | str = AUTO
-    """``auto``, ``none``, or name prefixes of normalising layers."""
+    """Normalising layers: ``auto``, ``none``, or prefixes of their names."""
     keep: int = 6
     """Number of operating points to keep, including the full model."""
     source: str = "spec"
-    """The file's name, for messages."""
+    """Name of the file, for messages."""
 
     @property
     def full(self) -> SubnetChoice:
@@ -123,7 +123,7 @@ class ElasticSpec:
         return tuple(sorted(found, key=self.size, reverse=True))  # stable
 
     def size(self, choice: SubnetChoice) -> float:
-        """Return a choice's approximate size, 0 to 1: the product of all groups' kept shares."""
+        """Return a choice's approximate size, 0 to 1: the product of the groups' kept shares."""
         kept = (
             (len(group.skip) + 1 - n) / (len(group.skip) + 1)
             for group, n in zip(self.depths, choice.skipped, strict=True)

@@ -18,8 +18,9 @@ from offramp.supernet.graphs.norm import SubnetNorm
 from offramp.supernet.graphs.slicing_plan import apply_plan
 
 WeightKind: TypeAlias = Literal["whole", "prefix", "channels", "own"]
-"""Origin of a weight: the supernet's unchanged, the first bytes of one, the first channels of one
-on both sides (:mod:`~offramp.compiler.graphs.weight_parts`), or the subnet's own bytes."""
+"""Origin of a weight: ``whole``, a supernet's weight, unchanged; ``prefix``, its first bytes;
+``channels``, its first input and output channels (:mod:`~offramp.compiler.graphs.weight_parts`);
+``own``, bytes that only the subnet has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class WeightOrigin:
 
     kind: WeightKind
     source: str
-    """The supernet's initializer that it was made from; empty if there is none."""
+    """Supernet's initializer from which it was made; empty if there is none."""
     size_bytes: int
 
 
@@ -41,26 +42,26 @@ class Subnet:
     proto: onnx.ModelProto
     """The checked model, with shapes inferred; tensors and operators keep their names."""
     origins: Mapping[str, WeightOrigin]
-    """Origins by initializer."""
+    """Origin of each initializer, by name."""
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of weights that are the supernet's, or contiguous parts of these."""
+        """Number of bytes in weights that are stored as parts of the supernet's weights."""
         return sum(o.size_bytes for o in self.origins.values() if o.kind != "own")
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of weights that only the subnet has."""
+        """Number of bytes in weights that only the subnet has."""
         return sum(o.size_bytes for o in self.origins.values() if o.kind == "own")
 
 
 def extract_subnet(
     supernet: Supernet, choice: SubnetChoice, norm: SubnetNorm | None = None
 ) -> Subnet:
-    """Make a subnet a separate model: LayerSelect, WeightSlice, SubnetNorm (SuperServe, 3).
+    """Return a subnet as a model: LayerSelect, WeightSlice and SubnetNorm (SuperServe, 3).
 
-    Without ``norm`` layers keep the supernet's statistics, with which the paper measured accuracies
-    as low as 10 %.
+    Without ``norm``, layers keep the supernet's statistics; with these, the paper measured
+    accuracies as low as 10 %.
 
     Raises:
         ElasticSpecError: The spec does not allow the choice.
@@ -104,7 +105,7 @@ def _check(proto: onnx.ModelProto, elem_types: list[int]) -> None:
 
 
 def _origin(tensor: onnx.TensorProto, source: str, supernet: Supernet) -> WeightOrigin:
-    """Compare bytes: a weight that begins like the supernet's can be a view of it."""
+    """Find a weight's origin by comparing bytes: if it begins the supernet's, it can be a view."""
     content = numpy_helper.to_array(tensor).tobytes()
     kind: WeightKind = "own"
     if source:

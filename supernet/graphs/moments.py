@@ -1,4 +1,4 @@
-"""Mean and variance of tensors by channel, over all samples, computed in the graph."""
+"""Mean and variance of each channel of tensors, over all samples, computed in the graph."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _LEAST_ROWS: Final = 16
 _MOST_ELEMENTS: Final = 2**26
 """Largest number of elements of a batch's largest tensor."""
 _SYMBOL: Final = 64
-"""Assumed value of a free size."""
+"""Assumed value of a free size, to estimate memory."""
 _AXES_ARE_INPUTS: Final = 18
-"""First operator version in which means read their dimensions as an input."""
+"""First opset in which ``ReduceMean`` reads its dimensions from an input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Moments of a tensor's channels, over samples and places."""
+    """Moments of a tensor's channels, over samples and positions."""
 
     mean: NDArray[np.float64]
     """Mean of each channel, [channels]."""
     variance: NDArray[np.float64]
-    """Variance of each channel, [channels], divided by the count, not by the count less one."""
+    """Variance of each channel, [channels]; the divisor is the count, not the count minus one."""
 
 
 def raw_name(layer: NormLayer) -> str:
-    """Return the name of a folded layer's output before correction.
+    """Return the name of the output, before correction, of a layer with a folded batch norm.
 
     The corrected output has the tensor's name.
     """
@@ -57,11 +57,11 @@ def measure(
     rows: int = 0,
     prepared: bool = False,
 ) -> dict[str, Moments]:
-    """Run a graph over samples, and return the moments of each layer's input, by its operator.
+    """Run a graph on samples, and return the moments of each layer's tensor, by operator name.
 
-    Within a batch of ``rows`` (0: as many as fit) they are computed in the graph about the batch's
-    own mean; the moments of batches are combined in float64. ``prepared`` graphs compute them
-    already, with the names of :func:`moment_nodes`. DataError if the graph fails on a sample.
+    Moments of a batch of ``rows`` samples (0: as many as fit) are computed in the graph, about the
+    batch's own mean; those of all batches are combined in float64. A ``prepared`` graph computes
+    them already, with the names of :func:`moment_nodes`. DataError if the graph fails on a sample.
     """
     if not layers:
         return {}
@@ -102,7 +102,7 @@ def _united(
     means: Sequence[NDArray[np.float64]],
     variances: Sequence[NDArray[np.float64]],
 ) -> Moments:
-    """Combine the moments of batches: variances within, and between their means."""
+    """Combine the moments of batches: add the variances inside batches and between their means."""
     each = np.stack(means)
     mean = share @ each
     variance = share @ (np.stack(variances) + (each - mean) ** 2)
@@ -110,7 +110,7 @@ def _united(
 
 
 def rows_at_once(proto: onnx.ModelProto, layers: Sequence[NormLayer], samples: int) -> int:
-    """Return the size of equal batches: at most 2048 rows, and as many as memory should hold."""
+    """Return the size of equal batches: at most 2048 rows, and not more than memory should hold."""
     types = declared_types(proto)
     largest = max(
         prod(s if isinstance(s, int) else _SYMBOL for s in (types[layer.tensor].shape or ())[1:])
@@ -122,7 +122,7 @@ def rows_at_once(proto: onnx.ModelProto, layers: Sequence[NormLayer], samples: i
 
 
 def moment_names(layer: NormLayer) -> tuple[str, str]:
-    """Return the names of the tensors with mean and variance of a batch, of the layer's rank."""
+    """Return the names of the tensors with a batch's mean and variance, of the layer's rank."""
     return f"{layer.node}/moments/mean", f"{layer.node}/moments/variance"
 
 

@@ -1,8 +1,9 @@
-"""Resolution of a spec's names to weights and blocks of the graph that was read.
+"""Resolution of a spec's names to weights and blocks of the graph after reading.
 
-Names of operators and their scopes survive reading, except those of fused operators (a batch norm
-is fused into its convolution, which keeps its name). Torch's newer exporter (``dynamo=True``) names
-operators without scopes, and linear weights are renamed if they are transposed.
+Reading a model keeps the names of operators and their scopes, except for operators that are fused
+into others (a batch norm is fused into its convolution, which keeps its name). Torch's newer
+exporter (``dynamo=True``) names operators without scopes, and linear weights are renamed if they
+are transposed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from offramp.supernet.graphs.elastic_spec import ElasticSpec, WidthGroup
 from offramp.supernet.graphs.errors import ElasticSpecError
 
 _WEIGHTS = {"Conv": (1,), "ConvTranspose": (1,), "MatMul": (1, 0), "Gemm": (1,)}
-"""Operators whose output channels are those of a weight, with its possible inputs."""
+"""Operators whose output channels are channels of a weight, with the possible indices of that
+input."""
 _MOST_NEAR = 3
 
 
@@ -101,13 +103,13 @@ class WeightFinder:
         return tuple(found)
 
     def _known(self) -> list[str]:
-        """Return all names that are possible."""
+        """Return all names that a spec may use."""
         operators = [op.name for op in self.flow.operators if op.kind in _WEIGHTS]
         constants = (name for name in self.flow.constants if len(self.types[name].shape or ()) > 1)
         return [*operators, *sorted(constants)]
 
     def _weight(self, op: Operator, only: str | None, group: WidthGroup) -> NamedWeight:
-        """Describe an operator's weight, or only the given initializer."""
+        """Describe an operator's weight; with ``only``, it must be this initializer."""
         places = _WEIGHTS.get(op.kind, ()) if is_standard(op.proto) else ()
         for position in places:
             name = op.proto.input[position]

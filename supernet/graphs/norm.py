@@ -19,9 +19,10 @@ If a batch norm still exists, its mean and variance are replaced by the subnet's
 
 Statistics of a layer depend on those before it. As in ``set_running_statistics`` of Once-for-all
 (Cai et al. 2020), one pass over large batches normalises every layer by the batch's own moments and
-records these. That is exact if all samples are one batch, as for small models. Otherwise the
-measured error of scales was 2e-4 with batches of 256 (16: 1.5e-3), far less than the effect of
-other samples; each further pass with the recorded moments would make one more layer exact.
+records these. That is exact if all samples are in one batch, as for small models. Otherwise the
+measured error of scales was 2e-4 with batches of 256 (1.5e-3 with batches of 16), far less than the
+effect of choosing other samples. Each further pass with the recorded moments would make one more
+layer exact.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from offramp.supernet.graphs.norm_layers import NormLayer, find_layers
 from offramp.supernet.graphs.slicing_plan import SlicePlan
 
 _LEAST_DEVIATION: Final = 1e-4
-"""Least deviation, as a share of the full model's: channels that hardly vary are not amplified
-further."""
+"""Smallest deviation, as a share of the full model's: it limits how much channels that hardly vary
+are amplified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class SubnetNorm:
 
     layers: tuple[NormLayer, ...]
     full: Mapping[str, Moments]
-    """Moments of the full model, by layer; without layers that are still batch norms."""
+    """Moments of the full model, by layer; batch norms that are not folded are omitted."""
     samples: Dataset
     threads: int = 1
 
@@ -88,7 +89,7 @@ class SubnetNorm:
         proto.CopyFrom(made)
 
     def _target(self, layer: NormLayer, plan: SlicePlan) -> Correction:
-        """Return the target moments of a folded layer's channels: the full model's."""
+        """Return the target moments of a folded layer's channels: the moments in the full model."""
         moments, elastic = self.full[layer.node], plan.elastic.get(layer.tensor)
         kept = slice(None) if elastic is None else list(elastic.kept)
         deviation = np.sqrt(moments.variance[kept])
@@ -99,7 +100,7 @@ class SubnetNorm:
 def _changed(
     proto: onnx.ModelProto, plan: SlicePlan, skipped: Sequence[DepthBlock]
 ) -> frozenset[str]:
-    """Return the tensors whose values differ from the supernet's, beyond missing channels."""
+    """Return the tensors whose values, not only channels, differ from the supernet's."""
     starts = {block.start for block in skipped}
     changed = set(starts)
     for op in Dataflow(proto.graph).operators:

@@ -42,7 +42,7 @@ def correct(
     targets: Mapping[str, Correction],
     moments: Mapping[str, Moments],
 ) -> onnx.ModelProto:
-    """Return a copy of a subnet with given moments, with scale and shift after folded layers.
+    """Return a copy of a subnet with the given moments: scale and shift follow folded layers.
 
     The corrected tensor has the layer's name, so that its readers and cut points find it.
     """

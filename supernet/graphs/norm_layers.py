@@ -32,10 +32,10 @@ class NormLayer:
 def find_layers(supernet: Supernet) -> tuple[NormLayer, ...]:
     """Return the layers that ``norm.layers`` of a spec selects.
 
-    ``auto`` selects batch norms, and convolutions with a bias whose output has spatial dimensions:
-    those of squeeze-and-excitation and of classifiers, after a global pool, have no norm. For
+    ``auto`` selects batch norms, and convolutions with a bias whose output has spatial dimensions.
+    Convolutions after a global pool, in squeeze-and-excitation or classifiers, have no norm. For
     models trained without batch norms, use ``none``: a bias does not indicate one. ElasticSpecError
-    if a name of a list selects no layer with channels.
+    if a listed name does not select a layer with channels.
     """
     asked = supernet.spec.norm_layers
     if asked == NONE:
@@ -68,7 +68,7 @@ def _is_norm(op: Operator, supernet: Supernet) -> bool:
 
 
 def _layer(op: Operator, supernet: Supernet) -> NormLayer | None:
-    """Describe a layer; ``None`` for operators without channels or constant weight."""
+    """Describe a layer; ``None`` for operators without channels or without a constant weight."""
     batch_norm = op.kind == "BatchNormalization"
     tensor = op.proto.input[0] if batch_norm else op.writes[0]
     kind = supernet.types.get(tensor)

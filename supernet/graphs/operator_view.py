@@ -18,9 +18,9 @@ from offramp.supernet.graphs.reshape import ElasticAxis, MixedError, Size, regro
 from offramp.supernet.graphs.slicing_plan import SlicePlan
 
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
-"""Operators that a spec may name, which makes their outputs elastic."""
+"""Kinds of operators that a spec may name in order to make their outputs elastic."""
 _MOST_STEPS = 200
-"""Largest number of operators searched for one that should be elastic, too."""
+"""Largest number of operators that are searched for one to name in a hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class OperatorView:
     types: Mapping[str, TensorType]
     weights: Mapping[str, onnx.TensorProto]
     named: Mapping[tuple[str, int], tuple[int, ...]]
-    """Kept output channels, by operator that the spec names, and input."""
+    """Kept output channels, by name of an operator in the spec and index of its input."""
     plan: SlicePlan
 
     @property
@@ -62,11 +62,11 @@ class OperatorView:
         return elastic
 
     def has(self, position: int) -> bool:
-        """Return whether there is such an input."""
+        """Return whether the operator has an input with this index."""
         return position < len(self.inputs) and bool(self.inputs[position])
 
     def wanted(self, position: int) -> tuple[int, ...] | None:
-        """Return the output channels of a weight that the spec keeps; ``None`` if not named."""
+        """Return the output channels that the spec keeps of a weight; ``None`` if not named."""
         return self.named.get((self.op.name, position))
 
     def is_weight(self, position: int) -> bool:
@@ -115,7 +115,7 @@ class OperatorView:
                 self.give(axis, like, index=index)
 
     def regroup(self, like: ElasticAxis) -> ElasticAxis:
-        """Return the output's elastic dimension after a reshape."""
+        """Return the output's elastic dimension after a reshape, from an input's."""
         try:
             return regroup(self.shape(0), self.output_shape(), like)
         except MixedError as error:
@@ -130,7 +130,7 @@ class OperatorView:
         self.refuse(f"{what} dimension {elastic.axis}, of which {elastic} are kept; {remedy}")
 
     def remedy_for(self, tensor: str) -> str:
-        """Return a hint which weights to name so that a tensor is elastic, too."""
+        """Return a hint that says which weights to name so that a tensor becomes elastic, too."""
         pending, seen = [tensor], {tensor}
         found: list[str] = []
         while pending and len(seen) < _MOST_STEPS:

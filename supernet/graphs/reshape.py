@@ -1,4 +1,4 @@
-"""Kept elements of a dimension after a ``Reshape``, given those before it.
+"""Kept elements of a dimension after a ``Reshape``, from those before it.
 
 Attention splits channels into (heads, size) and merges them again: whole heads kept before are
 whole heads after. A part of a head, or a pattern over two dimensions, cannot be kept.
@@ -19,18 +19,17 @@ from offramp.compiler.graphs.shapes import UNKNOWN
 Size: TypeAlias = "int | str"
 
 _FREE = 3
-"""Assumed value of each free size; they can be equal, because only the order of elements
-matters."""
+"""Assumed value of each free size; all can be equal, because only the order of elements matters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticAxis:
-    """A dimension of which a subnet has fewer elements."""
+    """A dimension that has fewer elements in a subnet."""
 
     axis: int
     full: int
-    """Size in the supernet; if the size is a factor times a free size, such as 4 heads times
-    the batch, that factor: the kept elements repeat."""
+    """Size in the supernet. If that is a factor times a free size, such as 4 heads times the batch,
+    this is the factor, and the kept elements repeat."""
     kept: tuple[int, ...]
     """Ascending indices of the elements that the subnet has."""
 
@@ -45,7 +44,7 @@ class MixedError(Exception):
 def regroup(before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis) -> ElasticAxis:
     """Return the dimension after a reshape that has the kept elements of one before it.
 
-    For heads merged with the batch it is their common dimension. MixedError if there is none; its
+    If heads are merged with the batch, it is the merged dimension. MixedError if there is none; its
     message begins with the effect on the dimension.
     """
     found = _regrouped(before, after, elastic)
@@ -66,7 +65,7 @@ def regroup(before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis)
 def _regrouped(
     before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis
 ) -> ElasticAxis | None:
-    """Mark the kept elements, and check that they are whole elements of one dimension."""
+    """Follow the kept elements through the reshape; ``None`` if they spread over dimensions."""
     old, new = _group(before, after, elastic.axis)
     sizes = _sizes([*(before[i] for i in old), *(after[i] for i in new)])
     mask = np.zeros([sizes[before[i]] for i in old], bool)
@@ -87,7 +86,7 @@ def _regrouped(
 
 
 def _sizes(shape: Sequence[Size]) -> dict[Size, int]:
-    """Map each size to a number; free sizes get one that shows the order of elements."""
+    """Map each size to a number; a free size gets an assumed value."""
     found: dict[Size, int] = {}
     for size in shape:
         number, symbols = _factor(size, "")
@@ -108,7 +107,7 @@ def _shown(shape: Sequence[Size]) -> str:
 def _group(before: Sequence[Size], after: Sequence[Size], axis: int) -> tuple[list[int], list[int]]:
     """Return the smallest group of dimensions around one that a reshape regroups.
 
-    They end where the products of all sizes before, or after, are equal on both sides.
+    The group ends where the products of all sizes before it, or after it, are equal on both sides.
     """
     common = {
         (i, j)
@@ -134,7 +133,7 @@ _ONE: _Product = (1, ())
 
 
 def _products(shape: Sequence[Size], side: str) -> Iterator[_Product]:
-    """Yield the products of the first 0, 1, … sizes; unknown sizes equal no others."""
+    """Yield the products of the first 0, 1, … sizes; an unknown size differs from all others."""
     factors = [_factor(size, f"{side}{i}") for i, size in enumerate(shape)]
     for end in range(len(factors) + 1):
         yield reduce(_times, factors[:end], _ONE)

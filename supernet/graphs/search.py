@@ -1,11 +1,11 @@
 """Choice of operating points: subnets on the Pareto front, spread over time.
 
 SuperServe profiles subnets that are uniformly spaced on the Pareto front (sections 4.2 and 6.1);
-lemma A.1 shows that the others are useless: of two that take the same time, the more accurate one
-has more utility for any batch. Few subnets are all evaluated. Of many, a random sample is
-evaluated, and then the neighbours of the best ones so far, as in the evolution of Once-for-all (Cai
-et al. 2020, section 3.4); but each one is evaluated itself, without a predictor of accuracy. Sans
-I/O: the caller passes ``evaluate``.
+lemma A.1 shows that the others are useless: of two subnets that take the same time, the more
+accurate one has more utility for any batch. If there are few subnets, all are evaluated. If there
+are many, a random sample is evaluated first, and then the neighbours of the best ones so far, as in
+the evolution of Once-for-all (Cai et al. 2020, section 3.4); here each subnet is evaluated itself,
+without a predictor of accuracy. Sans I/O: the caller passes ``evaluate``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offramp.supernet.graphs.elastic_spec import ElasticSpec, SubnetChoice
 _SAMPLED = 0.5
 """Share of the budget for random samples, before neighbours are tried."""
 _TRIES = 20
-"""Number of draws for each new subnet."""
+"""Largest number of random draws to find one new subnet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class RatedChoice:
 
 
 def front(rated: Sequence[RatedChoice]) -> list[RatedChoice]:
-    """Return the choices that no other beats in both cost and quality, the cheapest first."""
+    """Return the Pareto front of cost and quality, the cheapest choice first."""
     best, kept = -inf, []
     for candidate in sorted(rated, key=lambda r: (r.cost, -r.quality)):
         if candidate.quality > best:
@@ -59,7 +59,7 @@ def front(rated: Sequence[RatedChoice]) -> list[RatedChoice]:
 
 
 def prune(rated: Sequence[RatedChoice], full: SubnetChoice, keep: int) -> list[RatedChoice]:
-    """Choose at most ``keep`` operating points, the cheapest first and ``full`` the last.
+    """Choose at most ``keep`` operating points, in order of cost, with ``full`` last.
 
     They are on the Pareto front, and cheaper than the full model. The cheapest is always chosen,
     and the others so that the sum of squared gaps in cost is minimal, which makes gaps even.
@@ -73,7 +73,7 @@ def prune(rated: Sequence[RatedChoice], full: SubnetChoice, keep: int) -> list[R
 
 
 def _evenly(points: Sequence[RatedChoice], keep: int) -> list[RatedChoice]:
-    """Choose some of the points, which ascend in cost: the first, the last (or only it), others."""
+    """Choose some of the points, which ascend in cost: the last, then the first, then others."""
     if len(points) <= keep:
         return list(points)
     if keep == 1:
@@ -105,8 +105,9 @@ def search(
 ) -> list[RatedChoice]:
     """Evaluate subnets, each at most once: all if ``budget`` allows, else the promising ones.
 
-    The full model is the first and the smallest subnet the second; the same seed evaluates the same
-    subnets if ``evaluate`` returns the same. ValueError if the budget is below 2.
+    The full model is evaluated first, and the smallest subnet second. With the same seed, the same
+    subnets are evaluated if ``evaluate`` returns the same results. ValueError if the budget is
+    below 2.
     """
     if budget < 2:
         raise ValueError(

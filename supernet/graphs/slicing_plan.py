@@ -1,4 +1,4 @@
-"""Changes of a graph that make it a subnet: first planned, then applied together."""
+"""Changes that turn a graph into a subnet: they are planned first, then applied together."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class SlicePlan:
     """The changes of a graph that slice its weights."""
 
     cuts: dict[Place, dict[int, tuple[int, ...]]] = field(default_factory=dict)
-    """Kept elements of dimensions, by constant that an operator reads."""
+    """Kept elements by dimension, for each constant input of an operator."""
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Integer attributes, by operator and name."""
+    """New values of integer attributes, by operator and attribute name."""
     values: dict[Place, NDArray[np.int64]] = field(default_factory=dict)
-    """Constants, such as shapes, that an operator reads instead of others."""
+    """New constants, such as shapes, that an operator reads instead of its own."""
     sizes: dict[Place, tuple[int | None, ...]] = field(default_factory=dict)
-    """Values for some elements of computed shapes, by place."""
+    """New values for some elements of a computed shape, by operator input; ``None`` keeps one."""
     elastic: dict[str, ElasticAxis] = field(default_factory=dict)
     """Elastic dimension of tensors, by name."""
     contracting: set[str] = field(default_factory=set)
-    """Operators that sum over fewer channels: their outputs have other values, not fewer."""
+    """Operators that sum over fewer channels: their outputs keep their size, but values change."""
 
 
 def apply_plan(
     proto: onnx.ModelProto, plan: SlicePlan, weights: Mapping[str, onnx.TensorProto]
 ) -> dict[str, str]:
-    """Change a graph in place, and add the weights that it reads, sliced as it reads them.
+    """Change a graph in place, and add the weights that it reads, sliced as planned.
 
-    A constant keeps its name if all its readers slice it in the same way; else these readers get
-    copies. Returns the source of each initializer.
+    A constant keeps its name if all its readers slice it in the same way; otherwise these readers
+    get their own copies. Returns the source of each initializer.
     """
     graph = proto.graph
     _set_attributes(graph, plan.attributes)
@@ -79,7 +79,7 @@ _Change = tuple[Any, ...]
 
 
 def _change(plan: SlicePlan, node: onnx.NodeProto, position: int) -> _Change:
-    """Return a constant's change in a form in which equal changes compare equal."""
+    """Return a constant's change, in a form such that equal changes compare equal."""
     place = (node.name, position)
     if place in plan.values:
         return ("value", *plan.values[place].tolist())
@@ -106,7 +106,7 @@ def _changed(
 
 
 def _captured(graph: onnx.GraphProto) -> set[str]:
-    """Return the constants that bodies of operators read, which stay unchanged."""
+    """Return the constants that operators' subgraphs (of If or Loop) read; they stay unchanged."""
     having = (node for node in graph.node if bodies(node))
     return {name for node in having for name in (*node.input, *captured_names(node)) if name}
 
@@ -126,7 +126,7 @@ def _set_attributes(graph: onnx.GraphProto, wanted: Mapping[tuple[str, str], int
 
 
 def _override_sizes(graph: onnx.GraphProto, sizes: Mapping[Place, Sequence[int | None]]) -> None:
-    """Insert an operator that sets some elements of a computed shape before its readers."""
+    """Insert operators that set some elements of computed shapes, before these are read."""
     nodes = []
     for node in graph.node:
         for position in range(len(node.input)):

@@ -42,8 +42,8 @@ def read_spec(path: Path) -> ElasticSpec:
         keep = 6
 
     A block of ``skip`` is a scope (operators' names up to a slash), or the tensors around it: ``{
-    from = "relu_3", to = "relu_6" }``. ``axis`` and ``parts`` of a width are those of
-    :class:`WidthGroup`; ``layers`` may be a list of scopes, or ``"none"``.
+    from = "relu_3", to = "relu_6" }``. For ``axis`` and ``parts`` of a width see
+    :class:`WidthGroup`; ``layers`` may also be a list of scopes, or ``"none"``.
 
     ElasticSpecError if the file cannot be read or is malformed.
     """
@@ -57,7 +57,7 @@ def read_spec(path: Path) -> ElasticSpec:
 
 
 def parse_spec(content: Mapping[str, Any], source: str) -> ElasticSpec:
-    """Check a file's content; ElasticSpecError as :func:`read_spec`."""
+    """Read a spec from a file's content; ElasticSpecError as for :func:`read_spec`."""
     reader = _Reader(source)
     reader.check_keys("", content, set(_KEYS))
     depths = tuple(map(reader.depth, *reader.tables("depth", content)))
@@ -94,7 +94,7 @@ class _Reader:
                 raise self.wrong(f"{place}{key}", table[key], f"no such key: known are {told}")
 
     def tables(self, key: str, content: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
-        """Return the places and the items of a list of tables."""
+        """Return the items of a list of tables, with a name for each in messages."""
         found = content.get(key, [])
         if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
             raise self.wrong(key, found, f"tables that begin with [[{key}]]")

@@ -4,9 +4,9 @@ A subnet keeps whole rows or columns of a matrix, and only the first rows are co
 matrix with elastic output channels is stored as [out, in], and one with elastic input channels as
 [in, out]: ``Gemm`` accepts both. ``MatMul`` accepts only [in, out]; with elastic outputs it becomes
 a ``Gemm`` between two reshapes, which also adds the bias. In convolutions, [out, in, …], the first
-output channels are contiguous, and the first input channels are not: these are stored in parts when
-graphs are written to a bundle (:mod:`~offramp.compiler.graphs.weight_parts`). A matrix that is
-elastic on both sides is copied for each subnet.
+output channels are contiguous, but the first input channels are not: such weights are stored in
+parts when graphs are written to a bundle (:mod:`~offramp.compiler.graphs.weight_parts`). A matrix
+that is elastic on both sides is copied for each subnet.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from offramp.supernet.graphs.elastic_spec import SubnetChoice
 from offramp.supernet.graphs.names import attributes_of
 
 _FIRST_BYTES: Final = 0
-"""Dimension whose first elements are the first bytes."""
+"""Dimension whose first elements are stored as the first bytes."""
 
 
 def laid_out(supernet: Supernet) -> Supernet:
-    """Store a supernet's matrices so that those of subnets are their first bytes, where possible.
+    """Store a supernet's matrices so that, where possible, subnets' are their first bytes.
 
-    The model computes the same, up to the order of sums. Changed operators keep their names, as do
-    weights, whose shape changes, and the tensors at the borders of blocks.
+    The model computes the same, except for the order of sums. Changed operators keep their names;
+    so do weights whose shape changes, and the input and output tensors of blocks.
     """
     spec = supernet.spec
     least = SubnetChoice(skipped=spec.full.skipped, ratios=spec.smallest.ratios)
@@ -72,7 +72,7 @@ class _Rewriter:
     turned: set[str] = field(default_factory=set)
     """Operators whose weight has been transposed."""
     _made: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
-    """Replacements of an operator; empty if it became part of another."""
+    """Operators that replace an operator; empty if it became part of another one."""
     _rows: set[str] = field(default_factory=set)
     """Tensors that have been reshaped to rows."""
 
@@ -89,7 +89,7 @@ class _Rewriter:
         self._made[op.name] = [node]
 
     def _as_gemm(self, op: Operator) -> list[onnx.NodeProto]:
-        """Return operators that compute a product with the weight as [out, in], and its bias."""
+        """Return operators that compute a product and add its bias; the weight is [out, in]."""
         read, weight = op.proto.input
         result = op.writes[0]
         inputs = [weight]
@@ -113,7 +113,7 @@ class _Rewriter:
     def _back(
         self, op: Operator, read: str, product: str, result: str, width: int
     ) -> list[onnx.NodeProto]:
-        """Return operators that restore the leading dimensions of the input from rows."""
+        """Return operators that reshape rows back to the leading dimensions of the input."""
         stem = f"{op.name}/back"
         leading = (self.types[read].shape or ())[:-1]
         free = [size for size in leading if not isinstance(size, int)]
@@ -132,7 +132,7 @@ class _Rewriter:
         ]
 
     def _following_bias(self, op: Operator) -> Operator | None:
-        """Return the addition of a vector if it is a product's only reader."""
+        """Return the operator that adds a vector, if it is the only reader of a product."""
         result = op.writes[0]
         readers = self.flow.consumers.get(result, [])
         if len(readers) != 1 or readers[0].kind != "Add":

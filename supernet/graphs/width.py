@@ -3,8 +3,8 @@
 The paper selects channels by expand ratio E or width multiplier W at run time. In a static graph
 the named weights lose their last output channels, and the change is propagated through the
 following operators, up to those that sum over the channels, whose weights lose the same input
-channels. :mod:`.width_rules` has the effect of each operator on an elastic dimension; operators
-without a rule raise an error.
+channels. :mod:`.width_rules` has a rule for the effect of each operator on an elastic dimension;
+for an operator without a rule an error is raised.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def plan_slices(
     """Find all changes when some weights keep only some output channels.
 
     ``flow`` is the graph without the omitted blocks; ``types`` and ``weights`` are the supernet's;
-    ``named`` has the kept output channels, by operator and input. NotElasticError if an operator
-    cannot be reduced; its one line names the operator.
+    ``named`` has the kept output channels, by operator and input. NotElasticError, with one line
+    that names the operator, if an operator cannot be reduced.
     """
     plan = SlicePlan()
     for op in flow.operators:
@@ -60,7 +60,7 @@ def plan_slices(
 def kept_channels(
     weights: Sequence[NamedWeight], ratio: float
 ) -> dict[tuple[str, int], tuple[int, ...]]:
-    """Return the channels that a ratio keeps of a width group's weights; empty if it keeps all."""
+    """Return the channels of a width group's weights that a ratio keeps; empty for ratio 1."""
     if ratio == 1.0:
         return {}
     return {(w.node, w.position): w.kept(ratio) for w in weights}

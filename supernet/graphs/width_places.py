@@ -12,7 +12,7 @@ from offramp.supernet.graphs.reshape import ElasticAxis
 
 
 def _split(view: OperatorView) -> None:
-    """Each part along the dimension must keep some elements, as equal parts of a spec do."""
+    """Split along the dimension: each part must keep some elements, as equal parts of a spec do."""
     elastic = view.only_elastic()
     axis = view.attributes.get("axis", 0) % len(view.shape(0))
     if axis != elastic.axis:
@@ -61,7 +61,7 @@ def _concat(view: OperatorView) -> None:
 
 
 def _slice(view: OperatorView) -> None:
-    """A range along the dimension has the kept elements inside it, as equal parts of a spec do."""
+    """Slice along the dimension: the result has the kept elements inside the range."""
     elastic = view.only_elastic()
     rank = len(view.shape(0))
     axes = view.value(3) if view.has(3) else np.arange(rank)
@@ -113,7 +113,7 @@ def _pad(view: OperatorView) -> None:
 
 
 def _resize(view: OperatorView) -> None:
-    """A requested size of the dimension is replaced by the kept size."""
+    """Replace a requested size of the dimension by the kept size."""
     elastic = view.only_elastic()
     axes = view.attributes.get("axes", list(range(len(view.shape(0)))))
     if elastic.axis > 1:
@@ -132,7 +132,7 @@ def _resize(view: OperatorView) -> None:
 
 
 def _reshape(view: OperatorView) -> None:
-    """A constant shape is replaced; a computed one, which has the supernet's size, is corrected."""
+    """Replace a constant shape; correct a computed shape, which has the supernet's size."""
     elastic = view.regroup(view.only_elastic())
     size, rank = len(elastic.kept), len(view.output_shape())
     asked = view.value(1)
@@ -150,7 +150,7 @@ def _reshape(view: OperatorView) -> None:
 
 
 def _same_order(view: OperatorView) -> None:
-    """Elements keep their order; the output's dimensions follow from the input's."""
+    """Reshape by other operators: the order of elements stays; find the output's dimension."""
     elastic = view.regroup(view.only_elastic())
     view.plan.elastic[view.op.proto.output[0]] = elastic
 

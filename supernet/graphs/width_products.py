@@ -1,4 +1,4 @@
-"""Effect of products on elastic channels: they sum over them, or pass them on."""
+"""Effect of products on elastic channels: a product sums over channels, or passes them on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _conv(view: OperatorView) -> None:
 
 
 def _grouped(view: OperatorView, given: ElasticAxis | None, groups: int) -> None:
-    """Keep whole groups: a depthwise convolution has one channel in each."""
+    """Keep whole groups of channels: in a depthwise convolution, each group has one channel."""
     size = view.shape(1)[0]
     if given is None:
         view.refuse(
@@ -137,7 +137,7 @@ def _contract(view: OperatorView, position: int, other: int, axis: int) -> None:
 
 
 def _batched(view: OperatorView, other: int, elastic: ElasticAxis, rank: int) -> None:
-    """Slice a leading dimension of the other operand, such as heads, or check that it is equal."""
+    """Slice a leading dimension of the other operand, such as heads, or check that it is sliced."""
     shape, beside = view.shape(other), view.elastic(other)
     axis = elastic.axis - (rank - len(shape))
     if axis < 0 or shape[axis] == 1:

@@ -1,4 +1,4 @@
-"""Effect of operators on an elastic dimension, by kind."""
+"""Effect of operators on an elastic dimension, by kind of operator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _unary(view: OperatorView) -> None:
 
 
 def _elementwise(view: OperatorView) -> None:
-    """Operands are broadcast: those with the dimension must keep the same elements of it."""
+    """Operands are broadcast: all that have the dimension must keep the same elements of it."""
     rank = len(view.output_shape())
     kept: dict[ElasticAxis, int] = {}
     for position in view.elastic_inputs:
@@ -76,7 +76,7 @@ def _broadcast(view: OperatorView, position: int, elastic: ElasticAxis, rank: in
 
 
 def _per_channel(*positions: int) -> Rule:
-    """Return the rule of operators with channels in dimension 1, and inputs with one value each."""
+    """Return the rule of operators with channels in dimension 1 and one parameter per channel."""
 
     def rule(view: OperatorView) -> None:
         elastic = view.only_elastic()
@@ -120,7 +120,7 @@ def _reduce(view: OperatorView) -> None:
 
 
 def _along(default: int, what: str, remedy: str) -> Rule:
-    """Return the rule of operators that work along one dimension only."""
+    """Return the rule of operators that work along one dimension, which must not be elastic."""
 
     def rule(view: OperatorView) -> None:
         elastic = view.only_elastic()
@@ -140,7 +140,7 @@ def _layer_norm(view: OperatorView) -> None:
 
 
 def _measured(_: OperatorView) -> None:
-    """A computed shape is the subnet's."""
+    """Do nothing: a shape that is computed at run time is the subnet's already."""
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(

@@ -18,7 +18,8 @@ _Layer = TypeVar("_Layer", bound=nn.Module)
 class ElasticConv2d(nn.Conv2d):
     """A convolution that computes a prefix of its outputs from a prefix of its inputs.
 
-    Depthwise ones compute as many channels as their input has; other groups are not supported.
+    A depthwise convolution computes as many channels as its input has; other numbers of groups are
+    not supported.
     """
 
     active: int
@@ -26,7 +27,7 @@ class ElasticConv2d(nn.Conv2d):
 
     @classmethod
     def of(cls, layer: nn.Conv2d) -> ElasticConv2d:
-        """Return an elastic convolution with the same parameters as another, not copies of them."""
+        """Return an elastic convolution that shares the parameters of another, without a copy."""
         made = _same_state(cls, layer)
         made.active = layer.out_channels
         return made
@@ -49,7 +50,7 @@ class ElasticLinear(nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> ElasticLinear:
-        """Return an elastic layer with the same parameters as another, not copies of them."""
+        """Return an elastic layer that shares the parameters of another, without a copy."""
         made = _same_state(cls, layer)
         made.active = layer.out_features
         return made
@@ -64,13 +65,13 @@ class ElasticBatchNorm2d(nn.BatchNorm2d):
     """A batch norm of as many channels as its input has.
 
     In training it normalises by the batch and does not update the running statistics: they would be
-    a mixture of subnets that fits none (SuperServe 3, SubnetNorm). :func:`calibrate_norms` finds
-    those of one subnet.
+    a mixture of subnets that fits none (SuperServe 3, SubnetNorm). :func:`calibrate_norms` computes
+    the statistics of one subnet.
     """
 
     @classmethod
     def of(cls, layer: nn.BatchNorm2d) -> ElasticBatchNorm2d:
-        """Return an elastic norm with the same parameters as another, not copies of them."""
+        """Return an elastic norm that shares the parameters of another, without a copy."""
         return _same_state(cls, layer)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def is_depthwise(layer: nn.Conv2d) -> bool:
 def elastic(layer: nn.Module) -> nn.Module | None:
     """Return the elastic counterpart of a layer, with the layer's own parameters, or ``None``.
 
-    Subclasses have none, because their computation is unknown.
+    Subclasses of layers have none, because their computation is unknown.
     """
     if type(layer) is nn.Conv2d:
         sliceable = layer.groups == 1 or is_depthwise(layer)

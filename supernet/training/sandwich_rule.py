@@ -13,7 +13,7 @@ from torch.nn import functional
 from offramp.supernet.training.supernet import ElasticModule
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Returns a scalar from a batch's answers and their targets."""
+"""Function that returns a scalar from a batch's answers and their targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,19 +47,20 @@ def sandwich_step(
     bfloat16: bool = False,
     clip: float | None = None,
 ) -> SandwichLosses:
-    """Train the largest subnet on labels, and the smallest and some others on its answers.
+    """Train the largest subnet on labels; train the smallest and some others on its answers.
 
-    Gradients of all subnets are added, then the optimiser steps once. The supernet computes the
-    largest subnet afterwards.
+    Gradients of all subnets are added, then the optimiser steps once. Afterwards the supernet is
+    set to the largest subnet.
 
     Args:
         supernet: Supernet to train; in training mode.
-        inputs: Its arguments, a batch each.
+        inputs: Arguments of its forward pass, each a batch.
         labels: Labels in the form that the loss expects.
         optimiser: Optimiser of the supernet's parameters.
         generator: Random generator of subnets: the same seed draws the same subnets.
         drawn: Number of random subnets in addition to the largest and the smallest.
-        targets: Answers of a teacher for the other subnets; None for the largest subnet's.
+        targets: Answers of a teacher, for the other subnets; None uses the largest subnet's
+        answers.
         loss: Loss of the largest subnet's answers (float32) and the labels.
         distillation: Loss of another subnet's answers and the targets, both float32.
         bfloat16: Compute in bfloat16 where torch considers that safe (autocast on the CPU).

@@ -11,11 +11,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticDepth:
-    """Blocks of one resolution or width that may be skipped, in the order they are skipped."""
+    """Blocks of one resolution or width that may be skipped, in the order of skipping."""
 
     skip: tuple[str, ...]
     """Names of modules in ``named_modules``; each returns the shape of its first argument. A subnet
-    that skips n of them skips the first n."""
+    that skips n blocks skips the first n."""
 
     def __post_init__(self) -> None:
         if not self.skip or len(set(self.skip)) < len(self.skip):
@@ -24,7 +24,7 @@ class ElasticDepth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticWidth:
-    """Layers whose output channels are cut to the same share, a prefix."""
+    """Layers that compute only a first part of their output channels, the same share in each."""
 
     layers: tuple[str, ...]
     """Names of ``Conv2d`` or ``Linear`` modules in ``named_modules``."""
@@ -72,11 +72,11 @@ class ElasticSpace:
             )
 
     def largest(self) -> ElasticChoice:
-        """Return the choice of the whole module."""
+        """Return the choice that is the whole module."""
         return ElasticChoice(skipped=(0,) * len(self.depth), ratios=(1.0,) * len(self.width))
 
     def smallest(self) -> ElasticChoice:
-        """Return the subnet without any block that may be skipped, with the smallest widths."""
+        """Return the subnet that skips all blocks that may be skipped, with the smallest widths."""
         return ElasticChoice(
             skipped=tuple(len(group.skip) for group in self.depth),
             ratios=tuple(group.ratios[0] for group in self.width),

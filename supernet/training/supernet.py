@@ -23,19 +23,19 @@ from offramp.supernet.training.space import ElasticChoice, ElasticSpace
 
 
 class NormStatistics(NamedTuple):
-    """Statistics with which one batch norm normalises, in one subnet."""
+    """Statistics by which one batch norm normalises in one subnet."""
 
     mean: Tensor
     """float32 [channels]."""
     variance: Tensor
-    """float32 [channels], of the population: divided by the number of values."""
+    """float32 [channels]; the divisor is the number of values (population variance)."""
 
 
 class ElasticModule(nn.Module):
-    """A module with its subnets; it computes the chosen one, at first the largest."""
+    """A module with its subnets; it computes the chosen subnet, at first the largest."""
 
     def __init__(self, module: nn.Module, space: ElasticSpace, sample: Sequence[Tensor]) -> None:
-        """Make a module elastic, in place, with its own parameters.
+        """Make a module elastic, in place; it keeps its own parameters.
 
         Args:
             module: The largest subnet, of ordinary layers.
@@ -43,7 +43,8 @@ class ElasticModule(nn.Module):
             sample: Arguments of one forward pass, to find the input sizes of layers.
 
         Raises:
-            ValueError: The module has no such parts, or the smallest subnet cannot be computed.
+            ValueError: The module does not have these parts, or the smallest subnet cannot be
+            computed.
         """
         super().__init__()
         self.module, self.space, self.sample = module, space, tuple(sample)
@@ -139,8 +140,8 @@ def extract(
     Args:
         supernet: Supernet with the weights.
         choice: Subnet to copy.
-        norms: Statistics of its batch norms by name, from :func:`calibrate_norms`; otherwise they
-            are prefixes of the supernet's, which fit only the largest subnet.
+        norms: Statistics of its batch norms by name, from :func:`calibrate_norms`; without them, it
+            gets prefixes of the supernet's statistics, which fit only the largest subnet.
 
     Returns:
         A module in evaluation mode whose parts have the names of the original module's.
@@ -176,10 +177,10 @@ def extract(
 def calibrate_norms(
     supernet: ElasticModule, choice: ElasticChoice, batches: Iterable[Sequence[Tensor]]
 ) -> dict[str, NormStatistics]:
-    """Find the statistics of a subnet's batch norms by forward passes (SubnetNorm).
+    """Compute the statistics of a subnet's batch norms by forward passes (SubnetNorm).
 
-    Every batch is normalised by its own statistics, as in training; means and variances are those
-    of all values of all batches that reach a norm.
+    Every batch is normalised by its own statistics, as in training. The resulting means and
+    variances are over all values that reach a norm in all batches.
 
     Args:
         supernet: Supernet with the weights; it is not changed.
@@ -210,7 +211,7 @@ def calibrate_norms(
 
 
 class _Moments:
-    """Count, sum and sum of squared deviations per channel, merged batch by batch (Chan 1979)."""
+    """Count, mean and squared deviations per channel, merged batch by batch (Chan 1979)."""
 
     def __init__(self) -> None:
         self.count = 0

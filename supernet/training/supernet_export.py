@@ -1,8 +1,9 @@
 """Write a supernet for ``eecompile supernet``: its largest subnet as ONNX, and a specification.
 
-The specification is a TOML file that names parts of the ONNX graph: ``[[depth]]`` tables of scopes
-of nodes that may be skipped, in the order in which they are skipped, ``[[width]]`` tables of nodes
-whose weights have elastic output channels, ``[norm]`` and ``[points]``.
+The specification is a TOML file that names parts of the ONNX graph: ``[[depth]]`` tables name
+scopes of nodes that may be skipped, in the order of skipping; ``[[width]]`` tables name nodes whose
+weights have elastic output channels; ``[norm]`` and ``[points]`` are as in
+:func:`.spec_file.read_spec`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from offramp.supernet.training.supernet import ElasticModule, extract
 SPECIFICATION = "spec.toml"
 _OPSET = 17
 _COMPONENT = re.compile(r"[^.]*[^.\d][^.]*(\.\d+)*$")
-"""Last name of a path with its indices: the name of a scope in an export."""
+"""Last name of a module path, with its indices; in an export, this is the name of a scope."""
 _WITH_WEIGHT = ("Conv", "Gemm", "MatMul")
 
 
@@ -93,7 +94,7 @@ def export_supernet(
 
 
 def _table(header: str, **entries: Any) -> str:
-    """Return a TOML table: JSON's strings, numbers and lists are also TOML's."""
+    """Return a TOML table; strings, numbers and lists of JSON are also valid TOML."""
     lines = (f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in entries.items())
     return "\n".join((header, *lines, ""))
 
@@ -144,10 +145,10 @@ def _output_axis(node: onnx.NodeProto) -> int:
 
 
 def _scopes(module: nn.Module, sample: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Return the name prefix of the nodes of each part that a forward pass calls, by part.
+    """Return the prefix of node names for each module that a forward pass calls, by its name.
 
-    The exporter's names follow calls: a part that is never called itself, such as a ``ModuleList``,
-    adds no component.
+    The exporter names nodes after calls: a module that is never called itself, such as a
+    ``ModuleList``, does not add a component.
     """
     scopes: dict[str, str] = {}
     calls = [""]

@@ -66,7 +66,7 @@ def make_parser() -> LayeredParser:
 
 
 def add_own_code(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name code of the user's, which :func:`run_command` loads."""
+    """Add the options that name the user's own code, which :func:`run_command` loads."""
     add = parser.add_argument_group("code of your own").add_argument
     add(
         "--custom-ops",

@@ -51,20 +51,20 @@ _EXAMPLES: Final = {
     "eebench compare m.ee --data test.npz --also small=s.onnx": "",
 }
 _NORMAL_95: Final = 1.96
-"""Standard deviations around the mean with 95 % of a normal distribution."""
+"""95 % of a normal distribution are within this number of standard deviations of the mean."""
 
 
 class AdditionalPlans(NamedTuple):
     """Plans of a bundle's exits that are measured next to its own, and their data."""
 
     measured: Dataset
-    """Measured part of the data: the rest has tuned the plans."""
+    """Part of the data that is measured; the rest was used to tune the plans."""
     plans: Mapping[str, Plan] = MappingProxyType({})
     """Plans by name."""
     facts: Mapping[str, object] = MappingProxyType({})
-    """For the JSON document, by name."""
+    """Facts about each plan for the JSON document, by name."""
     notes: Sequence[str] = ()
-    """For people."""
+    """Remarks to print for the user."""
 
 
 def add_parser(commands: Any) -> None:
@@ -142,7 +142,7 @@ def run(
     options: argparse.Namespace,
     further: Callable[[Bundle, Dataset], AdditionalPlans] | None = None,
 ) -> int:
-    """Compare, with ``further`` plans of the bundle's exits, and print; return the exit status."""
+    """Compare, with ``further`` plans of the bundle's exits; print, and return the exit status."""
     console = Console()
     check_outputs(options.json)
     also = parse_also(options.also)
@@ -209,7 +209,7 @@ def run(
 
 
 def chance_of(promise: Promise, rows: Sequence[Row], samples: int) -> str:
-    """Return the 95 % interval of the agreement that is measured on some samples."""
+    """Return the interval in which the measured agreement of samples is with 95 % probability."""
     agreement = min(row.agreement for row in rows if row.system == OFFRAMP)
     points = 100 * _NORMAL_95 * math.sqrt(agreement * (1 - agreement) / samples)
     return (

@@ -1,4 +1,4 @@
-"""``eebench load``: how a server does under load, measured from outside."""
+"""``eebench load``: measures a server under load, from outside."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from offramp.tools.bench.load.shares import (
 from offramp.tools.bench.load.transports import PROTOCOLS
 
 _LEAST_POLL_S: Final = 0.25
-"""Between two readings of the metrics: each costs the server some milliseconds."""
+"""Smallest time between two readings of the metrics: each costs the server some milliseconds."""
 
 _DESCRIPTION: Final = """\
 Send requests of one sample each to a server and measure the answers. The loop
@@ -214,7 +214,7 @@ def _add_judging(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Make the load and print the report; return the exit status."""
+    """Run the load and print the report; return the exit status."""
     settings, trace = read_options(options)
     check_outputs(options.json, options.html)
     access = read_access(options)
@@ -254,7 +254,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_shares(settings: LoadSettings, trace: Trace | None, *, samples: int) -> list[Share]:
-    """Deal out a trace, or the places of a closed loop."""
+    """Distribute a trace, or the concurrent requests of a closed loop, over processes."""
     if trace is not None:
         return list(deal(trace.arrivals_s, samples, settings.processes))
     assert settings.concurrency is not None
@@ -326,7 +326,7 @@ def _tell(options: argparse.Namespace, settings: LoadSettings, report: LoadRepor
     if options.json is not None:
         report.write_json(options.json)
     if options.html is not None:
-        # it uses the compiler's report, which is imported only for a page
+        # imported here because it needs the compiler's report
         from offramp.tools.bench.common.dynamics import RunView, write_page  # noqa: PLC0415
 
         shown = RunView(

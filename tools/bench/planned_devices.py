@@ -1,4 +1,4 @@
-"""Simulated placement of a cluster's plan, and the source model for comparison."""
+"""Simulated placement of a cluster's plan, and of the source model for comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offramp.engine.stages.plan import Mode, make_plan
 
 
 def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> ServedSplits:
-    """Read a plan and the cluster that it was made for, to serve a bundle with all its exits.
+    """Read a plan and its cluster; return the splits of a bundle with all its exits.
 
     Times include batches of up to ``most_rows``. Raise PlanError, with one line, if they do not
     fit.
@@ -53,7 +53,7 @@ def read_splits(bundle: Bundle, plan: Path, cluster: Path, most_rows: int) -> Se
 def placed(
     splits: ServedSplits, bundle: Bundle, mode: Mode, max_batch_size: int, overhead_s: float
 ) -> Placement:
-    """Return the placement in a mode: of the splits, or of the source model on all devices."""
+    """Return the placement in a mode: of the splits, or in mode ``off`` of the source model."""
     if mode is not Mode.OFF:
         stages = make_plan(bundle, mode=mode, borders=splits.borders)
         return splits.placement(stages, max_batch_size, overhead_s)

@@ -69,7 +69,7 @@ _MODES = {"source": Mode.OFF, "release": Mode.RELEASE, "audit": Mode.AUDIT}
 
 @dataclass(frozen=True, slots=True)
 class SystemUnderTest:
-    """A scheduling policy on the multi-exit model in some mode, or on the source model."""
+    """A scheduling policy with the multi-exit model in some mode, or with the source model."""
 
     label: str
     mode: Mode
@@ -91,7 +91,7 @@ class Simulated:
     label: str
     outcomes: Outcomes
     requests_per_second: float
-    """Speed of the simulator."""
+    """Speed of the simulator, in simulated requests per second."""
 
 
 def add_parser(commands: Any) -> None:
@@ -285,7 +285,7 @@ def _runs(
 
 
 def running_on(mode: Mode, requests: int, options: argparse.Namespace) -> NDArray[np.bool_] | None:
-    """[requests]: which run on after an early answer; ``None`` where none does."""
+    """Return [requests]: true if a request runs on after an early answer; ``None`` if none does."""
     if not mode.observed:
         return None
     probability = 1.0 if mode is Mode.RELEASE else options.audit_probability

@@ -15,8 +15,9 @@ class SimulatedDevices:
     """Streams of a simulation, each with its own durations, and the locations of buffered rows.
 
     Rows that wait at a split are on the device of the stage before it. A stream that merges them is
-    busy until all have arrived: rows from devices of one kind together, those of several kinds one
-    after the other, as they share its link. Streams do not slow each other's links down.
+    busy until all have arrived: rows from devices of one kind arrive together; rows from several
+    kinds arrive one after the other, because they share the stream's link. Streams do not slow each
+    other's links down.
     """
 
     def __init__(
@@ -26,7 +27,7 @@ class SimulatedDevices:
         placement: Placement | None = None,
         slower: Mapping[int, float] | None = None,
     ) -> None:
-        """``tables`` are of the variants 0, 1 …; ``slower`` are factors by stream."""
+        """Create the streams; ``tables`` are by variant, ``slower`` are factors by stream."""
         factors = [(slower or {}).get(stream, 1.0) for stream in range(streams)]
         if placement is not None and len(placement.streams) != streams:
             raise ValueError(
@@ -36,7 +37,7 @@ class SimulatedDevices:
             raise ValueError(f"the slower streams are {unknown}, expected numbers below {streams}")
         self._placement = placement
         self._seconds: list[Sequence[SecondsTable]] = [tables] * streams
-        """[streams][variants][stages][max_batch_size + 1]."""
+        """[streams][variants][stages][max_batch_size + 1]: durations in seconds."""
         if placement is not None:
             of_kind = {kind.name: _tables_of(kind, tables) for kind in placement.kinds}
             self._seconds = [of_kind[stream.kind] for stream in placement.streams]
@@ -44,27 +45,27 @@ class SimulatedDevices:
             if factor != 1.0:
                 self._seconds[stream] = [_times(table, factor) for table in self._seconds[stream]]
         self._buffered_on: dict[int, int] = {}
-        """The stream that each buffered batch was on."""
+        """Stream that each buffered batch was on, by the batch's number."""
 
     def takes_s(self, stream: int, run: Run) -> float:
-        """Seconds that a stream is busy with a run."""
+        """Return the seconds for which a run keeps a stream busy."""
         own_s = self._seconds[stream][run.variant][run.stage][len(run.samples.requests)]
         if self._placement is None or not run.pieces:
             return own_s
         return own_s + self._moving_s(self._placement, stream, run)
 
     def keep(self, number: int, stream: int) -> None:
-        """Take note that a stream buffered a batch."""
+        """Record that a stream buffered a batch."""
         if self._placement is not None:
             self._buffered_on[number] = stream
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Forget buffered batches of which nothing waits any more."""
+        """Forget buffered batches of which no row waits any more."""
         for number in numbers:
             self._buffered_on.pop(number, None)
 
     def _moving_s(self, placement: Placement, stream: int, run: Run) -> float:
-        """Seconds until all rows of a merged batch have come to a stream."""
+        """Return the seconds until all rows of a merged batch have arrived at a stream."""
         rows: dict[str, int] = {}
         for piece in run.pieces:
             source = self._buffered_on[piece.number]

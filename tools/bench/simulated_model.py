@@ -20,25 +20,25 @@ from offramp.engine.stages.plan import Mode, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Behaviour:
-    """Exits of recorded samples when run alone, and the answer of each stage."""
+    """For recorded samples run alone: where they leave, and how each stage answers."""
 
     exits: tuple[int | None, ...]
-    """[stages]: the exit of each; ``MODEL_END`` at the last, ``None`` where there is no answer."""
+    """[stages]: exit of each stage; ``MODEL_END`` for the last, ``None`` if it gives no answer."""
     leaves_at: NDArray[np.int64]
-    """[records]: first stage where the sample is sure enough."""
+    """[records]: first stage whose confidence reaches its threshold."""
     agrees: NDArray[np.bool_]
-    """[stages, records]: whether the stage's answer is the source model's; means nothing at stages
+    """[stages, records]: true if the stage's answer is the source model's; undefined for stages
     without an answer."""
     right: NDArray[np.bool_] | None = None
-    """[stages, records]: whether it is the label; ``None`` without labels."""
+    """[stages, records]: true if the stage's answer is the label; ``None`` without labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedVariant:
-    """A variant of a model, below the full one: exits of its samples, and its durations."""
+    """A smaller variant of a model: exits of its samples, and its durations."""
 
     behaviour: Behaviour
-    """``agrees`` is with the full model."""
+    """Behaviour of its samples; ``agrees`` compares with the full model."""
     seconds: Sequence[Sequence[float]]
     """[stages][max_batch_size + 1]: durations of its stages in seconds."""
 
@@ -49,11 +49,11 @@ class SimulatedModel:
 
     behaviour: Behaviour
     points: OperatingPoints
-    """For the policy."""
+    """Operating points, for the policy."""
     seconds: tuple[tuple[float, ...], ...]
     """[stages][max_batch_size + 1]: durations of stages in seconds."""
     smaller: tuple[SimulatedVariant, ...] = ()
-    """Variants 1, 2 …, if the policy and the mode serve them."""
+    """Variants 1, 2 … of the model, if policy and mode serve them."""
 
 
 def model_of(
@@ -68,8 +68,8 @@ def model_of(
     """Return a simulated bundle from its profile and records of unseen data (certify split).
 
     Variants are simulated if the mode and the policy of ``options`` serve them.
-    ``stage_overhead_s`` is the time of each stage beyond its graph, known to the scheduler.
-    ``slowdown`` multiplies the times, unknown to the scheduler. If the model is split among
+    ``stage_overhead_s`` is the time of each stage in addition to its graph; the scheduler knows it.
+    ``slowdown`` multiplies the times; the scheduler does not know it. If the model is split among
     devices, stages also end after the segments of ``borders``.
     """
     full, *smaller = (

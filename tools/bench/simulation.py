@@ -40,13 +40,13 @@ class SimulatedOutcomes(Outcomes):
     """The outcomes of simulated requests, and which variant answered."""
 
     variant: NDArray[np.int16]
-    """[n]: 0 is the full model; means something where OK."""
+    """[n]: variant that answered, 0 for the full model; valid if the status is OK."""
     right: NDArray[np.int8]
-    """[n]: 1 answered like the label, 0 unlike, -1 unknown."""
+    """[n]: 1 if the answer is the label, 0 if it differs, -1 if unknown."""
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the answered that are answered like their labels, if those are known."""
+        """Share of answers that are equal to the labels; ``None`` if labels are unknown."""
         known = self.right[self.answered & (self.right >= 0)]
         return float(known.mean()) if known.size else None
 
@@ -56,9 +56,9 @@ class SimulatedLoad:
     """Requests of one sample each."""
 
     arrivals_s: NDArray[np.float64]
-    """[n], rising."""
+    """[n]: arrival times, rising."""
     records: NDArray[np.int64]
-    """[n]: which recorded sample each one sends."""
+    """[n]: recorded sample that each request sends."""
     slo_s: float = _NEVER
     """Deadline of every request, from its arrival."""
     duration_s: float
@@ -67,7 +67,7 @@ class SimulatedLoad:
 def draw_load(
     arrivals_s: NDArray[np.float64], duration_s: float, records: int, *, slo_s: float, seed: int
 ) -> SimulatedLoad:
-    """Send records at random, each as likely as any other."""
+    """Return a load whose requests send records at random, each equally likely."""
     drawn = np.random.default_rng(seed).integers(0, records, len(arrivals_s))
     return SimulatedLoad(arrivals_s=arrivals_s, records=drawn, slo_s=slo_s, duration_s=duration_s)
 
@@ -88,15 +88,16 @@ def simulate(
     """Run a load to its end on virtual time.
 
     ``stage_s``, [stages][max_batch_size + 1], has durations of stages by batch size; the
-    scheduler's predictions may differ. The scheduler must be new, and made for as many streams.
-    ``runs_on``, bool [requests], marks requests that run on after an early answer; ``None`` marks
-    none. ``smaller`` are the variants 1, 2 … that the scheduler's operating points may name. At
-    each of the increasing times ``losing_s`` a stream is lost permanently, the last one first; its
-    running batch is retried on another one.
+    scheduler's predictions may differ. The scheduler must be new, and made for the same number of
+    streams. ``runs_on``, bool [requests], marks requests that run on after an early answer;
+    ``None`` marks none. ``smaller`` are the variants 1, 2 … that the scheduler's operating points
+    may name. At each of the increasing times ``losing_s`` a stream is lost permanently, the last
+    one first; its running batch is retried on another one.
 
-    ``placement`` has the true durations of stages on each stream, and of transfers between them:
-    the scheduler's own placement, or one of the same streams that it does not expect. ``slower``
-    are stragglers: the slowdown of a stream, by its number, relative to all others of its kind.
+    ``placement`` has the true durations of stages on each stream, and of transfers between streams:
+    the scheduler's own placement, or another one for the same streams, which it does not expect.
+    ``slower`` are stragglers: the slowdown of a stream, by its number, relative to others of its
+    kind.
     """
     behaviours = [model, *(variant.behaviour for variant in smaller)]
     tables = [stage_s, *(variant.seconds for variant in smaller)]
@@ -135,19 +136,19 @@ class _Simulation:
         self._leaves_at, self._runs_on = leaves_at, runs_on
         self._arrivals: list[float] = [*load.arrivals_s.tolist(), _NEVER]
         self._following = 0
-        """The request that arrives next."""
+        """Index of the request that arrives next."""
         self._losses = [_NEVER, *reversed(losing_s)]
-        """When streams are lost, the next one last."""
+        """Times at which streams are lost; the next one is last in the list."""
         self._next_lost = streams - 1
         self._ends: list[tuple[float, int]] = []
-        """When each busy stream ends its stage; a heap."""
+        """End time of each busy stream's stage, with the stream; a heap."""
         self._running: dict[int, Run] = {}
         self._idle = list(range(streams))
-        """The last is asked first: it has just been busy, and may have a batch that goes on."""
+        """Idle streams; the last one is asked first, because it may have a batch that continues."""
         self._wake_s = _NEVER
-        """When an idle stream wants to be asked again."""
+        """Time at which an idle stream must be asked again."""
         self._goes_on = False
-        """True if the last idle stream has a batch that goes on."""
+        """True if the last idle stream has a batch that continues."""
 
     def run(self, ask: Callable[[float], None]) -> None:
         """Process events in order, and ask idle streams after each; losses first."""
@@ -169,7 +170,7 @@ class _Simulation:
                 ask(now_s)
 
     def ask_the_last(self, now_s: float) -> None:
-        """Ask equal idle streams: if one has no work, none has."""
+        """Ask idle streams, which are equal: if one has no work, none has."""
         idle, scheduler = self._idle, self._scheduler
         while idle and (self._goes_on or scheduler.waiting):
             self._goes_on = False
@@ -181,7 +182,7 @@ class _Simulation:
             self._start(idle.pop(), decision, now_s)
 
     def ask_all(self, now_s: float) -> None:
-        """Ask every idle stream, again as long as any has work: then others may steal more."""
+        """Ask every idle stream; repeat while any gets work, because others may then steal more."""
         idle, scheduler = self._idle, self._scheduler
         if self._goes_on:
             self._goes_on = False
@@ -202,7 +203,7 @@ class _Simulation:
                     self._wake_s = min(self._wake_s, _wake_s(decision, now_s))
 
     def _lose(self, now_s: float) -> None:
-        """Lose a stream for good."""
+        """Lose a stream permanently."""
         self._losses.pop()
         stream, self._next_lost = self._next_lost, self._next_lost - 1
         if stream in self._idle:
@@ -257,7 +258,7 @@ class _Simulation:
 
 
 def _wake_s(decision: Wait | Idle, now_s: float) -> float:
-    """When a stream that was given nothing wants to be asked again."""
+    """Return the time at which a stream that got no work must be asked again."""
     if not isinstance(decision, Wait):
         return _NEVER
     assert decision.until_s > now_s, f"waiting at {now_s} until {decision.until_s} is for ever"
@@ -265,14 +266,14 @@ def _wake_s(decision: Wait | Idle, now_s: float) -> float:
 
 
 class _Log:
-    """The events of a simulation as they happen, made into arrays at the end."""
+    """Records the events of a simulation, and returns them as arrays at the end."""
 
     def __init__(self) -> None:
         self.rejected: list[int] = []
         self.dropped: list[Dropped] = []
         self._requests: list[NDArray[np.int64]] = []
         self._when: list[tuple[float, int, int]] = []
-        """Time, stage and variant."""
+        """Time, stage and variant of each request's answer."""
         self._first: list[NDArray[np.int64]] = []
         self._sizes: list[int] = []
 
@@ -325,10 +326,9 @@ def _answers(
     stage: NDArray[np.int64],
     variant: NDArray[np.int16],
 ) -> tuple[NDArray[np.int16], NDArray[np.bool_], NDArray[np.int8], NDArray[np.int8]]:
-    """Return [n] each: exit of a stage of a variant, outside the promise or not, agrees, is right.
+    """Return four arrays [n]: exit, true if outside the promise, agreement, and correctness.
 
-    Answers are outside the promise if they left below the threshold, or are not from the full
-    model.
+    An answer is outside the promise if it left below the threshold, or is not from the full model.
     """
     count = len(records)
     exit_, forced = np.zeros(count, np.int16), np.zeros(count, np.bool_)

@@ -6,7 +6,7 @@
     setup.sh        there: an environment from the parts, then a table of its versions
     run_tests.sh    there: tests/gpu, including the kernels under compute-sanitizer
     benchmark.sh    there: kernels, engines and the runtime measured, written as JSON
-    everything.sh   there: both, most important first
+    everything.sh   there: tests and measurements, the most important first
     pycuda.sh       builds PyCUDA without a driver; for the first two
     parts, pack     files split into parts of one size, and joined; TensorRT made smaller
     environment     table of driver, GPU, packages, compiler
@@ -18,17 +18,17 @@
       berts         BERT
     staged          bundles without training, whose exits' confidences may be replayed
     models          models and exit patterns for measurements of the runtime
-    machine         backends of the GPU, plain or with times taken by
+    machine         backends of the GPU, plain or timed by
       timing        a driver and a factory that take times
     pame            stages against the source model (PAME, figures 9 and 17)
     serving         the whole engine: parallel batches (figure 18), a long run
-    runtime         these as parts of
+    runtime         these measurements as parts of
       benchmark     the command line of all measurements
     wheels-*.txt    packages for Python 3.10 (TensorRT 8.6) and 3.12
     python310/      parts of Python 3.11 that our code needs, where TensorRT 8.6 requires 3.10
 
-If a machine is available for half an hour and then loses its files: before, make the parts, and
-rehearse ``setup.sh`` and the tests with the transferred Python. Then, on the machine::
+For a machine that is available for half an hour and then loses its files: make the parts before,
+and rehearse ``setup.sh`` and the tests with the transferred Python. Then, on the machine::
 
     setup.sh PARTS            15 s, once all parts of 57 MB are there (5 s each)
     everything.sh             in a session of its own, checked from time to time

@@ -11,7 +11,7 @@ Parts:
     soak      five minutes of load in audit mode: growth of memory, lost requests
 
 An interrupted run resumes: existing engines are not rebuilt, requested parts are measured again,
-and the others of the file stay. All times in the file are measured, none predicted; exits are
+and other parts in the file stay. All times in the file are measured, none predicted; exits are
 replayed, since random weights have no meaningful confidence.
 """
 
@@ -47,14 +47,14 @@ class Document:
     """The JSON file, rewritten after every part."""
 
     def __init__(self, path: Path) -> None:
-        """Go on with a file that is there."""
+        """Continue an existing file, if there is one."""
         self._path = path
         self.content: dict[str, Any] = {}
         if path.is_file():
             self.content = json.loads(path.read_text())
 
     def save(self, **parts: Any) -> None:
-        """Put parts into the file."""
+        """Add parts to the document, and write the file."""
         self.content.update(parts)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self._path.with_name(self._path.name + ".part")
@@ -63,7 +63,7 @@ class Document:
 
 
 def measure_kernels(options: argparse.Namespace, document: Document) -> None:
-    """Stage ends and compaction."""
+    """Measure stage ends and compaction."""
     from offramp.tools.gpu.device import open_gpu  # noqa: PLC0415
     from offramp.tools.gpu.stage_ends import measure  # noqa: PLC0415
 
@@ -73,7 +73,7 @@ def measure_kernels(options: argparse.Namespace, document: Document) -> None:
 
 
 def measure_engines(options: argparse.Namespace, document: Document) -> None:
-    """Engines of ResNet-50 and of the example: built, checked, loaded, timed."""
+    """Build, check, load and time engines of ResNet-50 and of the example."""
     from offramp.compiler.common.errors import EngineBuildError  # noqa: PLC0415
     from offramp.compiler.engines.tensorrt_builder import TensorRTBuilder  # noqa: PLC0415
     from offramp.tools.gpu.engines import EngineBench  # noqa: PLC0415
@@ -98,7 +98,7 @@ def measure_engines(options: argparse.Namespace, document: Document) -> None:
                 continue
             try:
                 units[key] = bench.build(subject, builder)
-            except EngineBuildError as error:  # the others are worth having all the same
+            except EngineBuildError as error:  # the other engines are still useful
                 units[key] = {"failed": str(error)}
                 print(f"{key}: {error}", flush=True)
             else:
@@ -114,7 +114,7 @@ def measure_engines(options: argparse.Namespace, document: Document) -> None:
 def measure_runtime(
     part: str, options: argparse.Namespace, document: Document, machine: Machine
 ) -> None:
-    """One of :data:`RUNTIME`, into the document's entry of that part and the backend."""
+    """Measure one part of :data:`RUNTIME`, into the document's entry for part and backend."""
     entry = f"{part}_{_variant(options)}"
     bench = RuntimeBench(machine, _runtime_options(options), MODELS)
     measure = {
@@ -137,7 +137,7 @@ def _variant(options: argparse.Namespace) -> str:
 
 
 def _runtime_precision(options: argparse.Namespace) -> Precision:
-    """The first that was asked for; ONNX Runtime has the models as they are."""
+    """Return the first requested precision; with ONNX Runtime, models stay as they are."""
     first: Precision = options.precisions[0]
     return first if options.backend == "tensorrt" else "fp32"
 
@@ -207,7 +207,7 @@ def _spent(began: float) -> float:
 
 
 def table(content: dict[str, Any]) -> Iterator[str]:
-    """The figures in short."""
+    """Yield the lines of a short table of the figures."""
     for unit, facts in content.get("engines", {}).get("units", {}).items():
         if "failed" in facts:
             yield f"{unit:28} FAILED: {facts['failed']}"
@@ -340,8 +340,8 @@ def main() -> int:
     """Run the command line.
 
     Returns:
-        1 where there is no GPU, an engine differs from ONNX Runtime, or a long run lost memory or
-        requests; else 0.
+        1 if there is no GPU, if an engine differs from ONNX Runtime, or if a long run lost memory
+        or requests; else 0.
     """
     options = _parser().parse_args()
     parts = options.only or list(PARTS)

@@ -16,7 +16,7 @@ from offramp.tools.gpu.graphs import GraphMaker
 
 IDS, MASK = "input_ids", "attention_mask"
 SEQUENCE = "sequence"
-"""The symbolic size."""
+"""Symbol of a free sequence length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class BertSize:
     """Width between the two linear layers of a block."""
     vocabulary: int = 30522
     tokens: int = 128
-    """Length of every sequence; where it is free, of the longest."""
+    """Length of every sequence; if lengths are free, of the longest one."""
     classes: int = 2
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pycuda.driver as cuda
 
 _WARM_UP = 3
-"""Runs before the first timed one: the first loads kernels, clocks rise during the next."""
+"""Untimed runs before the timed ones: the first loads kernels, clocks rise during the next."""
 
 _BUSY_BYTES = 1 << 30
 """Size of the copies that keep the GPU busy while launches are queued: about half a millisecond
@@ -32,7 +32,7 @@ class Memory(Protocol):
     """Memory that tests transfer to the device: some bytes, with guards around them."""
 
     whole: NDArray[np.uint8]
-    """All of it."""
+    """Payload and guards."""
     offset: int
     """Offset of the payload."""
 
@@ -41,7 +41,7 @@ class Allocation(Protocol):
     """Device memory; ``int`` returns its address."""
 
     def __int__(self) -> int:
-        """Address."""
+        """Return the address."""
         ...
 
     def free(self) -> None:
@@ -83,14 +83,14 @@ class Gpu:
         self._module = self._stream = None
 
     def allocate(self, size_bytes: int) -> Allocation:
-        """Device memory, aligned to 256; freed with the last reference, or by its ``free``."""
+        """Allocate device memory, aligned to 256; freed with the last reference, or by ``free``."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         memory: Allocation = cuda.mem_alloc(max(size_bytes, 1))
         return memory
 
     def zeros(self, size_bytes: int) -> Allocation:
-        """Device memory of zeros."""
+        """Allocate device memory of zeros."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         memory = self.allocate(size_bytes)
@@ -98,7 +98,7 @@ class Gpu:
         return memory
 
     def upload(self, array: NDArray[Any]) -> Allocation:
-        """A copy of an array in device memory."""
+        """Return a copy of an array in device memory."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         memory = self.allocate(array.nbytes)
@@ -114,7 +114,7 @@ class Gpu:
         cuda.memcpy_dtoh(array, int(memory))
 
     def pinned(self, content: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], int]:
-        """A copy in pinned host memory that kernels may read and write; with its address there."""
+        """Return a copy in pinned host memory, and the address at which kernels may access it."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         array = cuda.pagelocked_empty(
@@ -142,7 +142,8 @@ class Gpu:
         timed, including launch gaps.
 
         Args:
-            work: Queues something on the stream, given the number of the repetition.
+            work: Function that queues work on the stream; its argument is the number of the
+            repetition.
             repeats: Number of repetitions.
 
         Returns:
@@ -169,7 +170,7 @@ class Gpu:
         for _ in range(copies):
             cuda.memcpy_dtod_async(target, source, _BUSY_BYTES, self.stream)
 
-    # The device of tests/unit/kernels: the same cases as on the CPU.
+    # The interface of devices in tests/unit/kernels, which test the same cases on the CPU.
 
     def place(self, memory: Memory) -> int:
         """Copy a memory to the device; return the address of its payload."""
@@ -186,14 +187,14 @@ class Gpu:
         self._launched = True
 
     def fetch(self, memory: Memory) -> None:
-        """Copy placed memory back."""
+        """Copy memory back that :meth:`place` copied to the device."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         _, allocation = self._placed[id(memory)]
         cuda.memcpy_dtoh(memory.whole, int(allocation))
 
     def forget(self) -> None:
-        """Free placed memory."""
+        """Free all memory of :meth:`place`."""
         for _, allocation in self._placed.values():
             allocation.free()
         self._placed.clear()
@@ -215,7 +216,7 @@ class Gpu:
 
 @contextmanager
 def open_gpu(index: int = 0) -> Iterator[Gpu]:
-    """A stream of a GPU with our kernels; its context is current on this thread until the end.
+    """Yield a stream of a GPU with our kernels; the context is current on this thread.
 
     Raises:
         BackendError: There is no GPU, or the kernels cannot be compiled for it.

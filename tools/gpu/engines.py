@@ -44,7 +44,7 @@ class Subject:
     reference: bytes
     """The same graph in float32, as the reference."""
     feeds: Callable[[int], Tensors]
-    """Inputs of a batch of so many rows."""
+    """Function that returns the inputs of a batch of a given number of rows."""
 
     def profiles(self, batches: Sequence[int]) -> tuple[ShapeProfile, ...]:
         """Disjoint profiles, each tuned for and ending at one of ``batches``."""
@@ -73,7 +73,7 @@ def resnet_subjects(precision: Precision, seed: int) -> Iterator[Subject]:
         feed = rows[piece.input]
 
         def feeds(batch: int, name: str = piece.input, row: NDArray[Any] = feed) -> Tensors:
-            """Return rows that differ only in scale, so that each has another answer."""
+            """Return rows that differ only in scale, so that their answers differ."""
             factors = np.linspace(1.0, 0.5, batch, dtype=np.float32)
             return {name: row * factors.reshape(-1, *[1] * (row.ndim - 1))}
 
@@ -91,7 +91,7 @@ def resnet_subjects(precision: Precision, seed: int) -> Iterator[Subject]:
 def bundle_subjects(
     path: Path, data: Path, precision: Precision, tensorrt: str
 ) -> Iterator[Subject]:
-    """The source model and the stages of a bundle, on its calibration data."""
+    """Yield the source model and the stages of a bundle, with its calibration data."""
     bundle = Bundle.open(path)
     exact = UnitGraphs(bundle, "fp32", tensorrt_version=tensorrt)
     graphs = UnitGraphs(bundle, precision, tensorrt_version=tensorrt)
@@ -126,14 +126,14 @@ class EngineBench:
 
     precision: Precision
     batches: tuple[int, ...]
-    """Rising; each the end of a profile."""
+    """Batch sizes, rising; each is the end of a profile."""
     rounds: int
     plans: Path
     """Folder where engines are kept, so that a later run need not build them."""
     optimization_level: int = 3
 
     def build(self, subject: Subject, builder: TensorRTBuilder) -> dict[str, Any]:
-        """Build an engine, unless it is there, and hold every profile against ONNX Runtime."""
+        """Build an engine, unless it exists, and compare every profile with ONNX Runtime."""
         self.plans.mkdir(parents=True, exist_ok=True)
         plan_path = self.plan_path(subject)
         facts_path = plan_path.with_suffix(".json")
@@ -166,10 +166,10 @@ class EngineBench:
         return facts
 
     def measure(self, subjects: Sequence[Subject]) -> dict[str, dict[str, Any]]:
-        """Load and time engines that are built: all of them, in every round.
+        """Load and time the built engines; every round times all of them.
 
         Returns:
-            By model and unit: seconds of loading, milliseconds by batch.
+            Seconds of loading and milliseconds by batch size, for each model and unit.
         """
         found: dict[str, dict[str, Any]] = {}
         with ExitStack() as stack:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 OPSET = 17
-"""TensorRT 8.6 reads no newer one."""
+"""Opset of the graphs, the newest that TensorRT 8.6 reads."""
 
 Shape = Sequence[int]
 """Shape of one row."""
@@ -29,18 +29,18 @@ class GraphMaker:
         self._weights: list[onnx.TensorProto] = []
 
     def random(self, name: str, shape: Shape, scale: float) -> str:
-        """A weight of normally distributed values."""
+        """Add a weight of normally distributed values; return its name."""
         rng = np.random.default_rng([self._seed, *name.encode()])
         values: NDArray[np.float32] = rng.standard_normal(tuple(shape), np.float32)
         return self.constant(name, values * np.float32(scale))
 
     def constant(self, name: str, values: NDArray[Any]) -> str:
-        """A given weight."""
+        """Add a weight with given values; return its name."""
         self._weights.append(numpy_helper.from_array(values, name))
         return name
 
     def node(self, kind: str, inputs: Sequence[str], name: str, **attributes: Any) -> str:
-        """An operator and its only output, both of that name."""
+        """Add an operator and its only output, both with the same name; return the name."""
         self._nodes.append(helper.make_node(kind, inputs, [name], name=name, **attributes))
         return name
 
@@ -53,9 +53,9 @@ class GraphMaker:
         """Finish the graph.
 
         Args:
-            name: Of the graph.
-            inputs: By name: numpy's name of the type, and the shape of a row.
-            outputs: By name, in float32: the shape of a row.
+            name: Name of the graph.
+            inputs: Inputs by name: numpy's name of the type, and the shape of a row.
+            outputs: Outputs (float32) by name: the shape of a row.
         """
         graph = helper.make_graph(
             self._nodes,

@@ -1,4 +1,4 @@
-"""Backends of this machine's GPU as measurements want them: plain, or with times taken."""
+"""Backends of this machine's GPU for measurements: plain, or with timed parts."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class BackendParts:
     timer: Timer
     """Timer of the driver's streams."""
     factory: Callable[[Driver], ExecutableFactory]
-    """Given the driver."""
+    """Function that makes the factory of executables for a driver."""
     kernels: bytes
 
     def backend(self, *, graphs: bool) -> CudaBackend:
-        """Return the backend as it serves."""
+        """Return the backend that serving would use."""
         return CudaBackend(
             self.factory(self.driver), self.driver, kernels=self.kernels, graphs=graphs
         )
 
     def timed(self, *, graphs: bool) -> tuple[CudaBackend, TimedDriver]:
-        """Return a backend whose driver takes times; it has no figures of the host."""
+        """Return a backend whose driver takes times; do not use it for times of the host."""
         driver = TimedDriver(self.driver, self.timer)
         factory = TimedFactory(self.factory(driver), driver.spans)
         return CudaBackend(factory, driver, kernels=self.kernels, graphs=graphs), driver
@@ -73,7 +73,7 @@ class Machine(Protocol):
     def bare(
         self, bundle: Bundle, batches: Sequence[int]
     ) -> AbstractContextManager[BatchRunner] | None:
-        """The source model without anything of ours around it, where there is such a thing."""
+        """Return the source model without our runtime, or ``None`` if that is not possible."""
         ...
 
     def free_bytes(self) -> int:
@@ -96,10 +96,10 @@ class GpuMachine:
 
         Args:
             backend: ``tensorrt`` or ``cuda``.
-            precision: Of TensorRT's engines. A bundle that has them in several is served in the
-                least, so keep bundles apart by it.
-            index: Of the GPU.
-            optimization_level: Of TensorRT's builder, 0 to 5.
+            precision: Precision of TensorRT's engines. A bundle with several is served in the
+                lowest one, so use separate bundles.
+            index: Index of the GPU.
+            optimization_level: Level of TensorRT's builder, 0 to 5.
         """
         self.backend = backend
         self._precision = precision
@@ -114,7 +114,7 @@ class GpuMachine:
             graphs=graphs,
             max_rows=max_rows,
             bundles=(bundle,),
-        ).close()  # raises for missing parts, like a server
+        ).close()  # raises if a part is missing, as in a server
         from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
 
         driver = PyCudaDriver(self._index)
@@ -138,9 +138,10 @@ class GpuMachine:
         )
 
     def build(self, bundle: Path, batches: Sequence[int]) -> Mapping[str, float]:
-        """TensorRT's engines of source and stages, as ``eecompile build`` does.
+        """Build TensorRT's engines of source model and stages, as ``eecompile build`` does.
 
-        Each engine is kept as soon as it is built, and not built again: an ended run goes on.
+        Each engine is kept when it is built, and is not built again: so an interrupted run can
+        resume.
         """
         if self.backend != "tensorrt":
             return {}
@@ -164,11 +165,11 @@ class GpuMachine:
     def bare(
         self, bundle: Bundle, batches: Sequence[int]
     ) -> AbstractContextManager[BatchRunner] | None:
-        """TensorRT's engine in the shortest loop there is."""
+        """Return TensorRT's engine in the shortest possible loop."""
         return _bare_engine(bundle, self._index, batches) if self.backend == "tensorrt" else None
 
     def free_bytes(self) -> int:
-        """Ask CUDA."""
+        """Return what CUDA reports."""
         from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
 
         driver = PyCudaDriver(self._index)
@@ -183,7 +184,7 @@ class GpuMachine:
 
 
 def profiles_of(batches: Sequence[int]) -> str:
-    """``1,2-16,17-32`` of 1, 16 and 32: disjoint profiles that end at each size."""
+    """Return ``1,2-16,17-32`` for 1, 16 and 32: disjoint profiles that end at each size."""
     firsts = [1, *(batch + 1 for batch in batches[:-1])]
     ranges = map(SizeRange, firsts, batches)
     return ",".join(map(str, ranges))
@@ -196,10 +197,10 @@ class BareEngine:
         """Use an engine.
 
         Args:
-            engine: It, loaded (:class:`offramp.engine.tensorrt.standalone.StandaloneEngine`).
+            engine: Loaded engine (:class:`offramp.engine.tensorrt.standalone.StandaloneEngine`).
             answer: Name of its output.
-            stack: Closed when its contexts are to go.
-            batches: Sizes that are measured, each the end of a profile.
+            stack: Exit stack that releases the engine's contexts when it is closed.
+            batches: Measured batch sizes; each is the end of a profile.
         """
         self._engine = engine
         self._answer = answer
@@ -208,13 +209,13 @@ class BareEngine:
         self._prepared: dict[int, Any] = {}
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
-        """Answer a batch of one of the sizes; all leave at the end."""
+        """Answer a batch of one of the sizes; all rows leave at the end."""
         rows = len(next(iter(tensors.values())))
         answer = self._of(rows, tensors).run(tensors)[self._answer]
         yield Departure(0, np.arange(rows), answer, np.empty(0, np.float32))
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Make the context of a size, if it is one of those."""
+        """Create the context of a batch size, if it is a measured one."""
         rows = len(next(iter(tensors.values())))
         if rows in self._batches:
             self._of(rows, tensors).run(tensors)

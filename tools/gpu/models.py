@@ -27,7 +27,7 @@ Tensors = Mapping[str, NDArray[Any]]
 LEAVES, GOES_ON, THRESHOLD = 0.75, 0.25, 0.5
 """Replayed confidences, and the threshold of exits: exact in any precision."""
 LATER_CONTINUE_SHARE: Final = 0.5
-"""Share of the samples at a later exit that go on from it."""
+"""Share of the samples that reach a later exit and continue after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,14 @@ class BenchModel:
 
     name: str
     make: Callable[[int], onnx.ModelProto]
-    """Makes it, given the seed of its weights."""
+    """Function that makes the model from the seed of its weights."""
     cuts: tuple[str, ...]
     """Tensors after which there are exits."""
     rows: Callable[[np.random.Generator, int], Tensors]
-    """Makes so many rows of its inputs."""
+    """Function that makes a given number of rows of its inputs."""
 
     def bundle(self, folder: Path, seed: int) -> Bundle:
-        """Make its bundle, one segment a stage, unless it is in the folder already."""
+        """Make its bundle, with one segment per stage, unless the folder has it already."""
         path = folder / f"{self.name}-{seed}.ee"
         if path.is_dir():
             return Bundle.open(path)
@@ -66,10 +66,10 @@ class BenchModel:
 
         Args:
             count: Number of samples.
-            go_on: Share that goes on from the first exit (from later ones half of those there),
-                or recorded confidences.
+            go_on: Share that continues after the first exit (after each later exit, half of the
+                rest), or recorded confidences.
             seed: Seed of the samples and of their exits.
-            pool: Number of rows that differ in more than their replayed confidences.
+            pool: Number of distinct rows, apart from replayed confidences.
         """
         rng = np.random.default_rng(seed)
         inputs = dict(self.rows(rng, min(pool, count)))
@@ -84,19 +84,19 @@ class BenchModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """Confidences that a trained model's exits gave, and its thresholds."""
+    """Recorded confidences of a trained model's exits, and its thresholds."""
 
     confidence: NDArray[np.float32]
-    """[n, exits]."""
+    """[n, exits]: recorded confidences."""
     thresholds: NDArray[np.float32]
-    """[exits]."""
+    """[exits]: threshold of each exit."""
 
     @classmethod
     def read(cls, path: Path) -> Recorded:
         """Read them from an npz of ``confidence`` and ``thresholds``.
 
         Raises:
-            ValueError: It has not both, or they do not fit each other.
+            ValueError: One of both is missing, or they do not fit each other.
         """
         with np.load(path) as archive:
             lacking = {"confidence", "thresholds"} - set(archive.files)
@@ -122,7 +122,7 @@ class Recorded:
 
 
 def drawn(rng: np.random.Generator, count: int, go_on: Sequence[float]) -> NDArray[np.float32]:
-    """[count, exits]: confidences with which the given shares go on from each exit."""
+    """Return [count, exits]: confidences with which given shares continue after each exit."""
     stays = rng.random((count, len(go_on))) < np.asarray(go_on)
     return np.where(stays, np.float32(GOES_ON), np.float32(LEAVES))
 
@@ -135,7 +135,7 @@ class Samples(Dataset):
     """Number of samples."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
         return self.count
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
@@ -149,7 +149,7 @@ def _images(rng: np.random.Generator, count: int) -> Tensors:
 
 
 def tokens(rng: np.random.Generator, count: int, *, size: berts.BertSize) -> Tensors:
-    """Sentences of all lengths from a quarter on, padded."""
+    """Return padded token sequences, from a quarter of the full length to all of it."""
     ids = rng.integers(0, size.vocabulary, (count, size.tokens))
     lengths = rng.integers(size.tokens // 4, size.tokens + 1, (count, 1))
     mask = (np.arange(size.tokens) < lengths).astype(np.int64)
@@ -176,7 +176,7 @@ def _resnet(name: str, cut: str) -> BenchModel:
 
 
 _MODELS: Final = (
-    # ResNet-101's exit; in ResNet-50 as much work is before the end of its second layer.
+    # ResNet-101's exit; in ResNet-50, the end of its second layer is at the same share of the work.
     _resnet("resnet50", "layer2.3.relu"),
     # PAME 7.4 finds exit candidate H13, after block 13 of 33, best for Imagenet.
     _resnet("resnet101", "layer3.5.relu"),

@@ -1,8 +1,8 @@
-"""TensorRT's wheel to an archive that is a third smaller, and from there to a folder of packages.
+"""Converts TensorRT's wheel to an archive that is a third smaller, and that to a folder.
 
-Its libraries hold the same code for many GPUs; Zstandard finds that over 128 MB, a wheel's
-compression over 32 KB. The plugin library is left out: nothing of ours uses it, and it loads only
-where cuDNN and cuBLAS are. ``setup.sh`` puts an empty one in its place.
+Its libraries contain similar code for many GPUs. Zstandard finds repetitions within 128 MB, a
+wheel's compression only within 32 KB. The plugin library is omitted: we do not use it, and it loads
+only if cuDNN and cuBLAS are installed. ``setup.sh`` puts an empty one in its place.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def _zstandard() -> Any:
-    """The package of that name, which setup.sh has by now; only this module needs it."""
+    """Import the package zstandard, which setup.sh has installed; only this module needs it."""
     import zstandard  # type: ignore[import-not-found, unused-ignore]  # noqa: PLC0415
 
     return zstandard

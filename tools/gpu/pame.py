@@ -29,7 +29,7 @@ from offramp.tools.gpu.timing import COPIES_IN, PARTS, STAGE_ENDS, TimedDriver
 Tensors = Mapping[str, NDArray[Any]]
 
 BARE = "bare"
-"""The source model's engine without anything of ours around it."""
+"""Name of the system that is the source model's engine without our runtime."""
 NOBODY_LEAVES, SOURCE_MODEL = "nobody leaves", "source model"
 _RUNS_UNTIL_STEADY = 4
 
@@ -39,13 +39,14 @@ class Settings:
     """Settings of the measurements of each model."""
 
     batches: tuple[int, ...] = (16, 32, 64)
-    """Rising (PAME, table 1)."""
+    """Batch sizes, rising (PAME, table 1)."""
     go_on: tuple[float | Recorded, ...] = (0.2, 0.3, 0.5)
-    """Shares that go on from the first exit, or recorded confidences."""
+    """Shares of samples that continue after the first exit, or recorded confidences."""
     rounds: int = 7
     """Rounds for the medians."""
     batches_a_round: int = 15
-    """Batches of the largest size; smaller sizes have more, with as many samples in total."""
+    """Batches of the largest size in a round; smaller sizes get more batches, with equally many
+    samples."""
     graphs: bool = True
     """True if stages are captured into CUDA graphs."""
     seed: int = 0
@@ -59,7 +60,7 @@ class Settings:
 def latencies(
     machine: Machine, model: BenchModel, bundle: Bundle, settings: Settings
 ) -> list[dict[str, Any]]:
-    """Compare mean and tail latency, for every share that goes on and every batch size.
+    """Compare mean and tail latency, for every share that continues and every batch size.
 
     Returns:
         JSON values: a row for every system, size and share.
@@ -93,7 +94,7 @@ def latencies(
 
 
 def share_name(share: float | Recorded) -> str:
-    """``30%``, or that it was recorded."""
+    """Return such as ``30%``, or the name for recorded confidences."""
     return "recorded" if isinstance(share, Recorded) else f"{share:.0%}"
 
 
@@ -124,7 +125,7 @@ class _Stage:
 def breakdown(
     machine: Machine, model: BenchModel, bundle: Bundle, settings: Settings
 ) -> list[dict[str, Any]]:
-    """Divide the time of batches by stage, by part of the device's time, and the host's own.
+    """Divide the time of batches by stage, into parts of the device's and the host's time.
 
     A stage's time on the host is from its call until its surviving rows are chosen; it is measured
     on another backend than the device's time, which reads events. Both run the same batches in
@@ -132,7 +133,7 @@ def breakdown(
     the first stage includes the rest of them.
 
     Returns:
-        JSON values: a case for every batch size with each share, with no row leaving, and of the
+        JSON values: cases for every batch size: with each share, without leaving rows, and for the
         source model.
     """
     most = settings.batches[-1]

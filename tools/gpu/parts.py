@@ -20,8 +20,8 @@ _BLOCK_BYTES = 1 << 20
 def split(source: Path, folder: Path, part_bytes: int) -> list[str]:
     """Split all files under ``source`` into folders ``part-00``, … of ``folder``.
 
-    The manifest is in the first part. Files keep their order by name, so names decide which come
-    early.
+    The manifest is in the first part. Files are ordered by name, so names decide which are
+    transferred first.
 
     Returns:
         One line per part: its name, size and content.
@@ -75,7 +75,7 @@ def join(folder: Path, target: Path) -> list[str]:
     for file in manifest["files"]:
         path = target / file["path"]
         if path.is_file() and path.stat().st_size == file["size_bytes"]:
-            continue  # it was checked when it was written, and took its name then
+            continue  # a complete file was checked before it got its name
         pieces = [(folder / piece["file"], piece["sha256"]) for piece in file["pieces"]]
         if all(piece.is_file() for piece, _ in pieces):
             _join_file(path, pieces, file)

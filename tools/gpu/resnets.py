@@ -34,7 +34,7 @@ class Piece:
     input_shape: tuple[int, ...]
     """Shape of one input row."""
     carry: str | None
-    """Output that the next stage takes."""
+    """Name of the output that the next stage reads."""
     carry_shape: tuple[int, ...]
     """Shape of one carried row; empty without one."""
     logits: str
@@ -42,16 +42,16 @@ class Piece:
 
 
 def whole(seed: int = 0, *, model: str = "resnet50") -> Piece:
-    """A model of :data:`BLOCKS` as one graph; its blocks end in ``layer3.5.relu`` and the like."""
+    """Return a model of :data:`BLOCKS` as one graph; outputs of blocks: ``layer3.5.relu`` etc."""
     maker = _ResNetMaker(seed, model)
     value = maker.body(INPUT, range(4))
     return maker.piece(model, INPUT, INPUT_SHAPE, carry=None, logits=maker.head(value, 3))
 
 
 def of_pixels(model: str, seed: int = 0) -> onnx.ModelProto:
-    """A model of :data:`BLOCKS` that takes images of uint8, as clients have them.
+    """Return a model of :data:`BLOCKS` that takes images of uint8, as clients have them.
 
-    They are a fourth of the bytes of float32, which the host copies and the bus carries.
+    Images of uint8 have a quarter of the bytes of float32 to copy and to transfer.
     """
     maker = _ResNetMaker(seed, model)
     value = maker.body(maker.scaled(INPUT), range(4))
@@ -60,7 +60,7 @@ def of_pixels(model: str, seed: int = 0) -> onnx.ModelProto:
 
 
 def stages(seed: int = 0, *, model: str = "resnet50") -> tuple[Piece, ...]:
-    """The model as four graphs; those before the last have an exit of pooling and one layer."""
+    """Return the model as four graphs; all but the last have an exit of pooling and one layer."""
     pieces = []
     value = INPUT
     shape: tuple[int, ...] = INPUT_SHAPE
@@ -86,7 +86,7 @@ class _ResNetMaker(GraphMaker):
         self._blocks = BLOCKS[model]
 
     def scaled(self, pixels: str) -> str:
-        """About as large as normally distributed values."""
+        """Scale pixels to about mean 0 and deviation 1; return the name."""
         self.constant("pixels.middle", np.array(127.5, np.float32))
         self.constant("pixels.scale", np.array(1 / 64, np.float32))
         value = self.node("Cast", [pixels], "pixels.float", to=onnx.TensorProto.FLOAT)
@@ -136,7 +136,7 @@ class _ResNetMaker(GraphMaker):
         inner = self._relu(inner, f"{name}.ar")
         inner = self._conv(inner, f"{name}.b", (narrow, narrow), kernel=3, stride=stride)
         inner = self._relu(inner, f"{name}.br")
-        # A small gain: many additions must not let the values grow without end.
+        # A small gain, so that values do not grow with the number of additions.
         inner = self._conv(inner, f"{name}.c", (narrow, wide), kernel=1, gain=0.25)
         if block == 0:
             how = {"kernel": 1, "stride": stride, "gain": 0.7}
@@ -144,7 +144,7 @@ class _ResNetMaker(GraphMaker):
         return self._relu(self.node("Add", [inner, value], f"{name}.add"), f"{name}.relu")
 
     def _conv(self, value: str, name: str, channels: tuple[int, int], **how: float) -> str:
-        """Convolution and bias; ``how``: kernel, stride, gain."""
+        """Add a convolution with bias; ``how``: kernel, stride, gain."""
         kernel, stride = int(how["kernel"]), int(how.get("stride", 1))
         scale = how.get("gain", 1.0) * np.sqrt(2 / (channels[0] * kernel * kernel))
         shape = (channels[1], channels[0], kernel, kernel)

@@ -21,7 +21,7 @@ settings."""
 
 _LEAST_BATCH: Final = 16
 _MOST_ROWS: Final = 16
-"""Most rows of a request in ``parallel``."""
+"""Largest number of rows of a request in the part ``parallel``."""
 
 Save = Callable[[Any], None]
 
@@ -31,15 +31,15 @@ class RuntimeOptions:
     """Options of the measurements."""
 
     models: tuple[str, ...]
-    """Names."""
+    """Names of the models."""
     folder: Path
     """Folder where bundles are made, and kept."""
     sizes: tuple[int, ...] = (1, 8, 16, 32, 64)
-    """Ends of the engines' profiles, rising; PAME's batch sizes are those of 16 and more."""
+    """Ends of the engines' profiles, rising; PAME's batch sizes are the sizes from 16 on."""
     served: tuple[int, ...] = (8, 32)
-    """Most rows of a batch in ``parallel``, each measured."""
+    """Largest numbers of rows of a batch in ``parallel``; each is measured."""
     go_on: tuple[float, ...] = (0.2, 0.3, 0.5)
-    """Shares of the samples that go on from the first exit."""
+    """Shares of the samples that continue after the first exit."""
     recorded: Path | None = None
     """Confidences of a trained model, instead of shares."""
     rounds: int = 7
@@ -48,7 +48,7 @@ class RuntimeOptions:
     graphs: bool = True
     """True to capture CUDA graphs."""
     requests: int = 600
-    """Requests of each system and round of ``parallel``."""
+    """Number of requests for each system and round of ``parallel``."""
     soak_s: float = 300.0
     """Seconds of the long run."""
 
@@ -82,7 +82,7 @@ class RuntimeBench:
             print(f"{name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
 
     def compare(self, save: Save, known: Mapping[str, Any]) -> None:
-        """Latencies, and where the time goes."""
+        """Measure latencies, and the parts of the time."""
         found = dict(known)
         for name, model in self._models.items():
             bundle = self._ready(name)
@@ -98,7 +98,7 @@ class RuntimeBench:
             print("\n".join(breakdown_lines(name, cases)), flush=True)
 
     def parallel(self, save: Save, known: Mapping[str, Any]) -> None:
-        """Throughput of parallel batches."""
+        """Measure the throughput of parallel batches."""
         found = dict(known)
         for name, model in self._models.items():
             bundle, rows = self._ready(name), []
@@ -117,7 +117,7 @@ class RuntimeBench:
             print("\n".join(parallel_lines(name, rows)), flush=True)
 
     def soak(self, save: Save, known: Mapping[str, Any]) -> None:
-        """A long run of each model."""
+        """Measure a long run of each model."""
         found = dict(known)
         for name, model in self._models.items():
             settings = serving.SoakSettings(
@@ -164,7 +164,7 @@ class RuntimeBench:
 
 
 def latency_lines(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Mean and tail, as ratios to the source model."""
+    """Yield mean and tail latency, as ratios to the source model's."""
     cases: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
         cases.setdefault((row["go_on_replayed"], row["batch_size"]), {})[row["system"]] = row
@@ -195,7 +195,7 @@ def breakdown_lines(name: str, cases: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def parallel_lines(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Throughput over τ_b."""
+    """Yield the throughput for each τ_b."""
     for row in rows:
         limit = "" if row["parallel_below"] is None else f", τ_b {row['parallel_below']}"
         graphs = "graphs" if row["graphs"] else "no graphs"

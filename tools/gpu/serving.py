@@ -40,7 +40,7 @@ class Load:
     clients: int = 16
     """Concurrent clients; enough for full batches."""
     rows: tuple[int, int] = (1, 16)
-    """Least and most rows of a request, drawn evenly."""
+    """Smallest and largest number of rows of a request; drawn uniformly."""
     seed: int = 0
 
 
@@ -51,16 +51,16 @@ class Outcome:
     sent: int = 0
     answered: int = 0
     samples: int = 0
-    """Samples in answered requests."""
+    """Number of samples in answered requests."""
     elapsed_s: float = 0.0
     latencies_s: list[float] = field(default_factory=list)
     """Latencies of answered requests."""
     errors: dict[str, int] = field(default_factory=dict)
-    """Failed requests by message."""
+    """Number of failed requests by message."""
 
     @property
     def lost(self) -> int:
-        """Requests that were neither answered nor refused with a reason."""
+        """Number of requests that were neither answered nor refused with a reason."""
         return self.sent - self.answered - sum(self.errors.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -88,10 +88,10 @@ async def drive(
     """Send requests to an engine, closed loop.
 
     Args:
-        engine: That serves :data:`MODEL`.
-        samples: To send, again and again.
-        load: How.
-        until: Asked before each request with its number: whether to stop.
+        engine: Engine that serves :data:`MODEL`.
+        samples: Samples to send, repeatedly.
+        load: Clients and sizes of requests.
+        until: Called before each request with its number; returns whether to stop.
     """
     outcome, numbers = Outcome(), itertools.count()
     least, most = load.rows
@@ -126,12 +126,12 @@ class ParallelSettings:
 
     go_on: float | Recorded = 0.3
     limits: tuple[int, ...] = (1, 2, 4, 6, 8, 16)
-    """PAME's τ_b."""
+    """Values of PAME's τ_b."""
     streams: int = 2
     max_batch_size: int = 32
     rounds: int = 5
     requests: int = 600
-    """A round and system."""
+    """Number of requests for each round and system."""
     graphs: tuple[bool, ...] = (True, False)
     load: Load = Load()
 
@@ -182,7 +182,7 @@ async def _parallel(
                 outcome = await drive(
                     engine, samples, settings.load, until=lambda n: n >= settings.requests
                 )
-                if round_ >= 0:  # the first fills caches, and captures graphs
+                if round_ >= 0:  # the first round fills caches and captures graphs
                     outcomes.setdefault(key, []).append(outcome)
     return [{"max_batch_size": settings.max_batch_size, **_row(*key, outcomes)} for key in outcomes]
 
@@ -230,11 +230,11 @@ class SoakSettings:
 def soak(
     machine: Machine, model: BenchModel, bundle: Bundle, settings: SoakSettings
 ) -> dict[str, Any]:
-    """Load an engine in audit mode for a while: is device memory flat, is a request lost?
+    """Load an engine in audit mode for a while, to see if memory grows or requests are lost.
 
     Returns:
-        JSON values. Growth is from the highest of the second tenth of the samples of memory in
-        use to the highest of the last: the first tenth warms up.
+        JSON values. Growth is from the highest memory use in the second tenth of the readings to
+        the highest in the last tenth; the first tenth is for warm-up.
     """
     return asyncio.run(_soak(machine, model, bundle, settings))
 

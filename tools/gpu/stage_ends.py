@@ -1,4 +1,4 @@
-"""Measures our kernels: stage ends as a model has them, and compaction against a plain copy."""
+"""Measures our kernels: stage ends as in a model, and compaction compared with a plain copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BATCHES = (1, 8, 32, 64, 128)
 CLASSES = 1000
 STAGES = {"resnet50 stage0": 256 * 56 * 56, "resnet50 stage1": 512 * 28 * 28,
           "resnet50 stage2": 1024 * 14 * 14, "no tensors": 0}  # fmt: skip
-"""Values of float32 that a row carries to the next stage."""
+"""Number of float32 values that each row passes to the next stage, by name of the stage."""
 SURVIVING = (0.0, 0.5, 1.0)
 SIZES = ((32, 1 << 12), (32, 1 << 16), (32, 1 << 18), (32, 1 << 20), (32, 1 << 22), (32, 1 << 24),
          (4096, 1 << 10), (65536, 1 << 8))  # fmt: skip
@@ -42,7 +42,7 @@ class StageEnd:
     rows: int
     classes: int
     survivors: int
-    """Rows that go on."""
+    """Number of rows that continue."""
 
 
 def measure(gpu: Gpu, *, rounds: int, seed: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _compaction(gpu: Gpu, rows: int, row_bytes: int, *, rounds: int, seed: int) 
 
 
 class _Buffers:
-    """Memory for measurements of one size: several sets of it, more than fit the cache.
+    """Memory for measurements of one size: several sets, together larger than the cache.
 
     With the same few megabytes copied repeatedly, the cache would be measured.
     """
@@ -218,9 +218,9 @@ class _Buffers:
 
 
 def _scores(end: StageEnd, seed: int) -> np.ndarray[Any, Any]:
-    """Logits of which so many rows are unsure, spread over the batch."""
+    """Return logits of which ``survivors`` rows, spread over the batch, are unsure."""
     rng = np.random.default_rng(seed)
-    # Bounded, or of many rows some would be sure by chance: two classes alone leave 0.88 at most.
+    # Bounded, because of many rows some would be sure by chance: two classes reach at most 0.88.
     scores = rng.uniform(-1, 1, (end.rows, end.classes)).astype(np.float32)
     sure = rng.permutation(end.rows)[end.survivors :]
     scores[sure, rng.integers(0, end.classes, len(sure))] = 30

@@ -1,8 +1,9 @@
 """Bundles without training: a model in pieces, with plain exits of random weights.
 
 They need no torch, so that they can be made on a GPU machine. Confidences are random, which is
-enough for tests; for measurements they are *replayed*: they are an input of the model, so that the
-sender of samples decides where each leaves, while the full cost of an exit is measured.
+enough for tests; for measurements they are *replayed*: confidences are an additional input of the
+model. So the sender of samples decides where each sample leaves, while the full cost of an exit is
+measured.
 
 Latencies and records in the bundle are made up, only because serving needs them: nothing was
 measured, and the promise only keeps thresholds unchanged.
@@ -49,7 +50,7 @@ from offramp.compiler.graphs.source_model import SourceModel
 from offramp.compiler.graphs.weights import pack_weights
 
 REPLAY = "replay"
-"""Input [batch, exits] of float32 that exits take for their confidence, where it is replayed."""
+"""Input [batch, exits], float32, with the confidences of exits, if these are replayed."""
 _BARELY = 1e-30
 """Weight of an exit's own confidence next to the replayed one: no effect in any precision, but an
 optimiser cannot remove it."""
@@ -71,22 +72,22 @@ class Pieces(Protocol):
 
     @property
     def model(self) -> SourceModel:
-        """The whole."""
+        """The whole model."""
         ...
 
     @property
     def cuts(self) -> Sequence[CutTensor]:
-        """Between the segments."""
+        """Tensors between the segments."""
         ...
 
     @property
     def segments(self) -> Sequence[SegmentModel]:
-        """One more than there are cuts."""
+        """Segments of the model, one more than cuts."""
         ...
 
     @property
     def graphs(self) -> Sequence[bytes]:
-        """The segments, serialised."""
+        """Serialised graphs of the segments."""
         ...
 
 
@@ -108,7 +109,7 @@ class CutModel:
             tensors: Names of cut points.
 
         Raises:
-            CompileError: It cannot be read, or one is no cut point.
+            CompileError: The model cannot be read, or a tensor is not a cut point.
         """
         model = read_model(path, simplify=False)
         points = choose_candidates(find_cuts(model), exits=list(tensors))
@@ -139,8 +140,8 @@ def plain_bundle(
         samples: Some inputs of the model, for their shapes.
         exits_after: Segments that get an exit.
         active: The policy.
-        replayed: Whether confidences are taken from the further input :data:`REPLAY`.
-        ranges: Inputs that exits may answer; without, that is any.
+        replayed: Whether confidences are read from the additional input :data:`REPLAY`.
+        ranges: Ranges of inputs that exits may answer; by default exits may answer any input.
     """
     exits = tuple(
         _exit(pieces.cuts[after], index, after, replayed=replayed)
@@ -295,7 +296,7 @@ def _exit(cut: CutTensor, index: int, after: int, *, replayed: bool) -> Exit:
 
 
 def _head(pieces: Pieces, exit_: Exit, exits: int) -> bytes:
-    """The mean over tokens or pixels, a linear layer, and the largest probability."""
+    """Return an exit: mean over tokens or pixels, a linear layer, and the largest probability."""
     cut, answer = pieces.cuts[exit_.after_segment], pieces.model.answer
     width = cut.width
     assert width is not None

@@ -1,7 +1,7 @@
 """Times of a batch's parts: a driver and a factory that time the calls they forward.
 
-Times on the device are between CUDA events, which cost the host some microseconds each; so times of
-the host are measured without them, in the same rounds.
+Times on the device are between CUDA events. Each event costs the host some microseconds, so times
+of the host are measured without events, in the same rounds.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 MODELS, STAGE_ENDS, GATHERS = "models", "exit check and compaction", "gathers"
 COPIES_IN, COPIES_OUT, COPIES_WITHIN = "copies in", "copies out", "copies within"
 PARTS = (MODELS, STAGE_ENDS, GATHERS, COPIES_IN, COPIES_OUT, COPIES_WITHIN)
-"""Into which time on the device is divided (PAME, figure 17)."""
+"""Parts into which time on the device is divided (PAME, figure 17)."""
 
 Mark: TypeAlias = Any
-"""A point in a stream, of which a timer knows when it was reached."""
+"""A point in a stream; the timer knows when it was reached."""
 
 
 class Timer(Protocol):
@@ -50,7 +50,7 @@ class Timer(Protocol):
         ...
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
-        """Milliseconds between two points; the host has waited for the second."""
+        """Return the milliseconds between two points; the host must have waited for the second."""
         ...
 
     def release(self, marks: list[Mark]) -> None:
@@ -58,7 +58,7 @@ class Timer(Protocol):
         ...
 
     def close(self) -> None:
-        """Forget everything; the context is current."""
+        """Release everything; the context must be current."""
         ...
 
 
@@ -70,7 +70,7 @@ class PyCudaTimer:
         self._free: list[cuda.Event] = []
 
     def mark(self, stream: Stream) -> Mark:
-        """Record an event that takes times."""
+        """Record an event with timing enabled."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         assert isinstance(stream, PyCudaStream)
@@ -79,7 +79,7 @@ class PyCudaTimer:
         return event
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
-        """Ask CUDA."""
+        """Return what CUDA reports."""
         last: cuda.Event = end
         return float(last.time_since(start))
 
@@ -100,13 +100,13 @@ class FakeTimer:
         self._driver = driver
 
     def mark(self, stream: Stream) -> Mark:
-        """Read the clock when the stream comes there."""
+        """Read the clock when the stream reaches this point."""
         reached: list[float] = []
         self._driver.call(stream, lambda: reached.append(time.perf_counter()))
         return reached
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
-        """The difference."""
+        """Return the difference of the clock."""
         return float(end[0] - start[0]) * 1e3
 
     def release(self, marks: list[Mark]) -> None:
@@ -120,7 +120,7 @@ class Spans:
     """Work enqueued since the last call of :meth:`take`, by part; used by one thread."""
 
     def __init__(self, timer: Timer) -> None:
-        """Begin with none."""
+        """Begin without work."""
         self._timer = timer
         self._spans: list[tuple[str, Mark, Mark]] = []
         self.capturing = False
@@ -137,7 +137,7 @@ class Spans:
         self._spans.append((part, start, self._timer.mark(stream)))
 
     def take(self) -> dict[str, float]:
-        """Milliseconds by part; the host has waited for all of it."""
+        """Return milliseconds by part; the host must have waited for all of the work."""
         spans, self._spans = self._spans, []
         found: dict[str, float] = defaultdict(float)
         for part, start, end in spans:
@@ -150,11 +150,11 @@ class TimedDriver:
     """A driver that times the calls it forwards to another one."""
 
     def __init__(self, driver: Driver, timer: Timer) -> None:
-        """Pass on to ``driver``."""
+        """Forward calls to ``driver``."""
         self._driver = driver
         self._timer = timer
         self.spans = Spans(timer)
-        """Spans on the device."""
+        """Timed work on the device."""
         self.waited_s = 0.0
         """Total time that the host waited for the device."""
         self.device = driver.device
@@ -186,7 +186,7 @@ class TimedDriver:
             self._driver.launch(kernel, launch, stream)
 
     def capture(self, stream: Stream, enqueue: Callable[[], None]) -> Graph | None:
-        """The graph's launches are timed, not its capture."""
+        """Capture a graph; its launches are timed, not its capture."""
         self.spans.capturing = True
         try:
             graph = self._driver.capture(stream, enqueue)
@@ -195,14 +195,14 @@ class TimedDriver:
         return None if graph is None else _TimedGraph(graph, self.spans)
 
     def synchronize(self, event: StreamEvent) -> None:
-        """Timed on the host."""
+        """Wait for an event; the wait is timed on the host."""
         began = time.perf_counter()
         try:
             self._driver.synchronize(event)
         finally:
             self.waited_s += time.perf_counter() - began
 
-    # Passed on as it is.
+    # Forwarded without timing.
 
     def current(self) -> AbstractContextManager[None]:
         """See :class:`Driver`."""
@@ -272,13 +272,13 @@ class TimedFactory:
     """An executable factory whose stages are timed as :data:`MODELS`."""
 
     def __init__(self, factory: ExecutableFactory, spans: Spans) -> None:
-        """Pass on to ``factory``."""
+        """Forward calls to ``factory``."""
         self._factory = factory
         self._spans = spans
 
     @property
     def name(self) -> str:
-        """The factory's."""
+        """Name of the factory."""
         return self._factory.name
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:

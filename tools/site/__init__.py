@@ -1,1 +1,1 @@
-"""The site of the documentation: what mkdocs does to the pages, and the pages made of the code."""
+"""The documentation site: hooks of mkdocs, and pages that are generated from the code."""

@@ -1,4 +1,4 @@
-"""The page of all commands and their options, made of the parsers."""
+"""The page of all commands and their options, generated from the parsers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def page() -> str:
 
 
 def parsers() -> Mapping[str, argparse.ArgumentParser]:
-    """Return the parser of each command and subcommand, by its words."""
+    """Return the parser of each command and subcommand, by its command line."""
     compiling: Mapping[str, Command] = COMMANDS
     bench = eebench.make_parser()
     (parts,) = (a for a in bench._actions if isinstance(a, argparse._SubParsersAction))  # noqa: SLF001
@@ -80,7 +80,7 @@ def _value(action: argparse.Action) -> str:
 
 
 def _help(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
-    formatter = parser._get_formatter()  # noqa: SLF001 - the defaults are put in by it
+    formatter = parser._get_formatter()  # noqa: SLF001 - it inserts the defaults
     return _plain(formatter._expand_help(action))  # noqa: SLF001
 
 
@@ -94,9 +94,9 @@ def _prose(text: str | None) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return text without what Markdown or HTML would take for its own."""
+    """Return text in which Markdown and HTML syntax is escaped."""
     return re.sub(r"([\\`*_{}\[\]<>|])", r"\\\1", _SENTENCES.sub(" ", text.strip()))
 
 
 def _code(text: str) -> str:
-    return f"`{text}`"  # the extension for tables takes no | in code for the end of a cell
+    return f"`{text}`"  # inside code, the table extension does not end a cell at |

@@ -1,7 +1,7 @@
-"""Hooks of mkdocs: links into the repository work on the site, and some pages are made of the code.
+"""Hooks of mkdocs: links into the repository work on the site, some pages come from the code.
 
-Pages are Markdown that reads well in the repository too, so a link may leave ``docs/``. On the site
-each such file has a page or a copy below ``repository/``: nothing on the site points elsewhere.
+Pages are Markdown that reads well in the repository too, so a link may leave ``docs/``. On the
+site, each target of such a link is a page or a copy below ``repository/``: no link leaves the site.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offramp.tools.site import commands, python_api
 ROOT: Final = Path(__file__).resolve().parents[2]
 DOCS: Final = "docs"
 COPIES: Final = "repository"
-"""Folder of the site with what pages link to outside of ``docs/``."""
+"""Folder of the site with the files outside of ``docs/`` that pages link to."""
 LINK: Final = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 """Relative links of Markdown; those with a scheme have a colon."""
 CODE: Final = re.compile(r"^```.*?^```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
@@ -28,17 +28,17 @@ AS_THEY_ARE: Final = {".json", ".svg", ".png"}
 """Files that browsers show; other files become a page with a block of code."""
 HIDDEN: Final = "---\nsearch:\n  exclude: true\n---\n"
 MADE: Final = {"commands.md": commands.page, "python_reference.md": python_api.page}
-"""Pages that are made of the code while the site is built, by their path below ``docs/``."""
+"""Pages that are generated from the code when the site is built, by path below ``docs/``."""
 
 
 def on_config(config: Any) -> Any:
-    """Take GitHub's names of headings, so that a link leads to the same place there and here."""
+    """Use GitHub's anchors of headings, so that links work on GitHub and on the site."""
     config.mdx_configs["toc"] = {"permalink": True, "slugify": slugify(case="lower")}
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages made of the code, and what pages link to outside of ``docs/``."""
+    """Add the pages generated from the code, and files outside of ``docs/`` that are linked."""
     for name, page in MADE.items():
         files.append(File.generated(config, name, content=page()))
     waiting = sorted(ROOT.joinpath(DOCS).rglob("*.md"))
@@ -61,7 +61,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links at where their targets are on the site."""
+    """Change links so that they point to their targets on the site."""
     origin = in_repository(page.file.src_uri)
     return relink(markdown, origin, page.file.src_uri)
 
@@ -71,7 +71,7 @@ def relink(markdown: str, origin: str, place: str) -> str:
 
     Args:
         markdown: The page, with links relative to its place in the repository.
-        origin: That place, such as ``CONTRIBUTING.md``.
+        origin: Path of the page in the repository, such as ``CONTRIBUTING.md``.
         place: Where the site has the page, such as ``repository/CONTRIBUTING.md``.
     """
     folder = posixpath.dirname(place)
@@ -107,7 +107,7 @@ def place_of(target: str) -> str:
     path = ROOT / target
     if path.is_dir():
         return f"{COPIES}/{target}/index.md"
-    if path.name == "README.md":  # mkdocs takes it for the index of its folder
+    if path.name == "README.md":  # mkdocs makes it the index of its folder
         return f"{COPIES}/{target.removesuffix('README.md')}about.md"
     return f"{COPIES}/{target}" + ("" if path.suffix in {*AS_THEY_ARE, ".md"} else ".md")
 

@@ -1,4 +1,4 @@
-"""The page of the Python API, made of signatures and docstrings."""
+"""The page of the Python API, generated from signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _class(module: str, name: str, found: type) -> Iterator[str]:
         bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__)
         yield f"{_prose(found)} An error, a kind of {bases}.\n"
         return
-    if "\nArgs:\n" in (inspect.getdoc(found) or ""):  # others are made by functions
+    if "\nArgs:\n" in (inspect.getdoc(found) or ""):  # other classes are not created by users
         yield f"```python\n{name}{_signature(found)}\n```\n"
     yield f"{_prose(found)}\n"
     fields = [*_fields(found)]
@@ -86,7 +86,7 @@ def _callable(name: str, found: Any) -> Iterator[str]:
 
 
 def _signature(found: Any) -> str:
-    """Return the signature, without modules of types, in several lines where it is long."""
+    """Return the signature, without modules of types; a long one has several lines."""
     known = inspect.signature(found)
     parts: list[str] = []
     marks: dict[Any, str] = {inspect.Parameter.KEYWORD_ONLY: "*"}
@@ -141,7 +141,7 @@ def _text(lines: list[str]) -> str:
 
 
 def _items(lines: list[str]) -> str:
-    """Return the entries of a section as a list: ``name: text``, indented lines go on."""
+    """Return the entries of a section (``name: text``, continued by indented lines) as a list."""
     entries = re.split(r"\n(?=\S)", inspect.cleandoc("\n".join(["", *lines])))
     if not any(": " in entry for entry in entries):
         return _roles(" ".join(entries))

@@ -1,1 +1,1 @@
-"""Tables of README and docs: for each, the results that it is made from, and its rows."""
+"""Tables of README and docs: the results that each table is made from, and its rows."""

@@ -8,7 +8,7 @@ from typing import Final
 from offramp.tools.tables.rows import Result, Rows, Table, by
 
 _PAPER_WRONG: Final = "4 to 8 % (fig. 22)"
-"""Goodput that E3 loses by a forecast that is wrong by 20 %."""
+"""Goodput that E3 loses if its forecast is wrong by 20 %."""
 _STRAGGLER: Final = "one device of the last split takes four times as long, 80 % easy"
 _MIXED: Final = "6 V100 + 8 P100 + 15 K80"
 
@@ -77,7 +77,7 @@ def predicted(result: Result) -> Rows:
 
 
 def simulated(result: Result) -> Rows:
-    """Yield simulated goodput at 100 ms over the unmodified model's."""
+    """Yield simulated goodput at 100 ms, relative to the unmodified model's."""
     systems = ("run-through", "dedicated", "stealing", "shared")
     yield "SIMULATED", *systems, "the paper, measured"
     parts = result["experiments"]
@@ -99,7 +99,7 @@ def simulated_lost(result: Result) -> Rows:
 
 
 def emulated(result: Result) -> Rows:
-    """Yield goodput on emulated devices over the unmodified model's."""
+    """Yield goodput on emulated devices, relative to the unmodified model's."""
     systems = (
         "run-through", "dedicated", "dedicated, overlapped", "stealing", "stealing, overlapped",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tables of what compiling and loading take: time, memory, disk."""
+"""Tables of the time, memory and disk space that compiling and loading need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def large_models(result: Result) -> Rows:
 
 
 def compile_memory(*results: Result) -> Rows:
-    """Yield the peak memory of compilations in MB, and the step that took most."""
+    """Yield the peak memory of compilations in MB, and the step that needed it."""
     yield "model", "data", "most resident", "most anonymous", "where"
     names = (
         "BERT-base's size, 438 MB, 16 tokens",
@@ -47,7 +47,7 @@ def beyond_two_gib(result: Result) -> Rows:
 
 
 def bundle_memory(result: Result) -> Rows:
-    """Yield a bundle with one file of weights, over one with weights in every graph."""
+    """Yield figures of a bundle with one weights file, relative to weights in every graph."""
     yield "", "Fashion example", "BERT, 6 × 768, random weights"
     bundles = [result["measured"][name] for name in ("fashion", "bert-6x768-0")]
     loaded = [bundle["loaded"]["serve"] for bundle in bundles]

@@ -27,7 +27,7 @@ def policies(result: Result) -> Rows:
 
 
 def apparate(result: Result) -> Rows:
-    """Yield median and p99 over the unmodified model's, and agreement, by workload and load."""
+    """Yield median and p99, relative to the unmodified model's, and agreement, by load."""
     systems = ("apparate", "release", "audit", "leave")
     yield "workload, load", "off: p50, p99 in ms", "optimal, SIMULATED", *systems
     rows = by(result["latency"], "workload", "load", "system")
@@ -179,7 +179,7 @@ def _attainment(row: Result) -> str:
 
 
 def lengths(result: Result) -> Rows:
-    """Yield padded batches over batches of equal lengths."""
+    """Yield figures of padded batches, relative to batches of equal lengths."""
     yield (
         "lengths", "requests a second, over equal lengths only", "CPU time a request",
         "mean batch", "positions added",
@@ -214,7 +214,7 @@ def parallel(result: Result) -> Rows:
 
 
 def front(result: Result) -> Rows:
-    """Yield requests a second, with processor time each, for a model of one operator."""
+    """Yield requests per second, and processor time per request, for a model of one operator."""
     return _fronts(result, "", (1, 32, 128))
 
 

@@ -31,7 +31,7 @@ def text_risks(result: Result) -> Rows:
 
 
 def text_goodput(result: Result) -> Rows:
-    """Yield tokens a second over the unmodified model's, by system and sequences in flight."""
+    """Yield tokens per second, relative to the unmodified model's, by system and concurrency."""
     figures = result["goodput"]
     counts = sorted({figure["in_flight"] for figure in figures})
     yield "system", *(f"{count} in flight" for count in counts)
@@ -45,7 +45,7 @@ def text_goodput(result: Result) -> Rows:
 
 
 def text_refill(result: Result) -> Rows:
-    """Yield refilled batches over those that start together, on a device of constant steps."""
+    """Yield refilled batches, relative to batches that start together; steps take constant time."""
     yield "load", "slots", "rows a step", "refilled", "together", "refilled over together"
     for row in result["rows"]:
         yield (

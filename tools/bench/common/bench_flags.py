@@ -1,4 +1,4 @@
-"""Arguments that several subcommands of ``eebench`` take: numbers and arrival traces."""
+"""Arguments of several subcommands of ``eebench``: numbers and arrival traces."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def share(text: str) -> float:
 
 
 def _float(text: str) -> float:
-    """Read a number; NaN if it is none."""
+    """Read a number; return NaN if the text is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -58,7 +58,7 @@ def positives(text: str) -> list[int]:
 
 
 def shares(text: str) -> tuple[float, ...]:
-    """Read different numbers between 0 and 1, separated by commas; return them in rising order."""
+    """Read distinct numbers between 0 and 1, separated by commas; return them in rising order."""
     found = sorted({_float(part) for part in text.split(",")})
     for value in found:
         if not 0 < value < 1:
@@ -69,7 +69,7 @@ def shares(text: str) -> tuple[float, ...]:
 
 
 def look_up(what: str, names: Iterable[str], known: Mapping[str, _Known]) -> dict[str, _Known]:
-    """The entries of these names, or ValueError with the nearest name to an unknown one."""
+    """Return the entries of these names; ValueError with the name nearest to an unknown one."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1) or known
@@ -110,7 +110,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def trace_of(options: argparse.Namespace) -> Trace:
-    """The trace that the options of ``add_trace_arguments`` ask for, or TraceError."""
+    """Return the trace that the options of ``add_trace_arguments`` request; TraceError."""
     kind, colon, file = str(options.trace).partition(":")
     if kind not in _KINDS:
         close = difflib.get_close_matches(kind, _KINDS, n=1)
@@ -149,7 +149,7 @@ def _file(options: argparse.Namespace) -> Path:
 
 
 class _Kind(NamedTuple):
-    """The options that a kind of trace needs and takes, and how it is made."""
+    """A kind of trace: the options that it needs and accepts, and the function that makes it."""
 
     needs: tuple[str, ...]
     may: tuple[str, ...]

@@ -2,11 +2,11 @@
 
 All systems run each batch before the next one, in rotating order, so that other work on the machine
 affects them equally. The source model (``source.onnx``: the given model, simplified) runs on the
-bundle's device, since otherwise devices would be compared: on the CPU as a user would run it
-without Offramp, in a plain session with as many threads; on a GPU as one stage of the same backend,
-which with TensorRT is one engine. A sample's latency runs from the start of its batch until its own
-answer is available. Times are medians over rounds, each on its own part of the data; shares are
-over all data.
+bundle's device; otherwise devices would be compared. On the CPU it runs as a user would run it
+without Offramp, in a plain session with the same number of threads; on a GPU it is one stage of the
+same backend, which with TensorRT is one engine. A sample's latency runs from the start of its batch
+until its own answer is available. Times are medians over rounds; each round uses its own part of
+the data. Shares are over all data.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from offramp.engine.stages.plan import Mode, Plan, exit_label, make_plan
 
 SOURCE, OFFRAMP, NO_EXIT = "source", "offramp", "offramp-no-exit"
 _RUNS_UNTIL_STEADY = 3
-"""A GPU's backend captures a CUDA graph of a size at its second run, and launches it from then."""
+"""Runs of a batch size before it is timed: a GPU's backend captures a CUDA graph at the second run,
+and launches it from then on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +57,9 @@ class Row:
     p95_ms: float
     p99_ms: float
     busy_ms_per_sample: float
-    """From a batch's start until its last answer, per sample: the inverse of throughput."""
+    """Time per sample from a batch's start until its last answer: the inverse of throughput."""
     agreement: float
-    """Share of the samples answered like the source model."""
+    """Share of the samples whose answer is that of the source model."""
     accuracy: float | None
     exit_shares: dict[str, float]
 
@@ -77,21 +78,21 @@ def compare(
     progress: Callable[[int], None] = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Row]:
-    """Measure source model, bundle, and bundle with nothing exiting, or raise BackendError.
+    """Measure source model, bundle, and the bundle without exits in use; BackendError.
 
     Args:
         bundle: In ``leave`` mode.
         backend: Executes the bundle; on a GPU the source model as well (:func:`baseline_of`).
         dataset: Real data, with labels if there are any.
-        threads: Of the source model's session on the CPU; the backend's too.
-        batch_sizes: To measure at; an incomplete last batch is left out.
-        rounds: Parts of the data; figures are medians over them.
-        samples: How many of the data to use, at most.
-        others: Further systems by name, measured along on the same samples.
+        threads: Number of threads of the source model's session on the CPU, and of the backend.
+        batch_sizes: Batch sizes to measure; an incomplete last batch is omitted.
+        rounds: Number of parts of the data; figures are medians over these.
+        samples: Largest number of samples to use.
+        others: Further systems by name, which are measured on the same samples.
         methods: Further plans of the bundle's exits by name (``benchmarks.methods``), likewise.
         progress: Called with the number of samples of each batch.
-        clock: In seconds. ``time.thread_time``, on the CPU with one thread, counts none of the time
-            that other processes take.
+        clock: Clock in seconds. ``time.thread_time``, for one thread on the CPU, does not count the
+            time that other processes take.
     """
     bundle = backend.as_computed(bundle)
     plan = make_plan(bundle)
@@ -149,7 +150,7 @@ def baseline_of(backend: Backend, threads: int) -> str:
 
 
 def batches_of(dataset: Dataset, size: int, rounds: int, samples: int) -> int:
-    """Batches per round."""
+    """Return the number of batches per round."""
     available = min(len(dataset), samples) // size // rounds
     if available < 1:
         raise ValueError(
@@ -177,7 +178,8 @@ def measure_size(
     """Measure all systems at one batch size, batch by batch in turn.
 
     Batches of the sizes ``before`` run first as a warm-up, so that one-time costs are not measured.
-    Return the number of samples used, the first ones. Raise ValueError if they are too few.
+    Return the number of samples that were used, from the first one on. Raise ValueError if they are
+    too few.
     """
     per_round = batches_of(dataset, size, rounds, samples)
     for smaller in before:
@@ -238,7 +240,7 @@ _ORT_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdditionalModel:
-    """A model that is measured along."""
+    """A further model that is measured on the same samples."""
 
     name: str
     """Name of the system in tables and files."""
@@ -246,7 +248,7 @@ class AdditionalModel:
 
 
 def parse_also(texts: Sequence[str]) -> tuple[AdditionalModel, ...]:
-    """Read ``NAME=FILE.onnx`` each; ValueError for a malformed one, a taken name, no file."""
+    """Read texts ``NAME=FILE.onnx``; ValueError if one is malformed, repeated or has no file."""
     models: list[AdditionalModel] = []
     taken = {SOURCE, OFFRAMP, NO_EXIT}
     for text in texts:
@@ -313,7 +315,7 @@ class AdditionalRunner:
         return np.asarray(answer[:, None] if flat else answer)
 
     def _fed(self, tensors: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        """Return the model's inputs; inputs that the bundle's model does not read are zeros."""
+        """Return the model's inputs; an input that the bundle's model does not read is zeros."""
         missing = [e.spec for e in self._manifest.unread if e.spec.name in self._inputs]
         specs = self._manifest.inputs
         sizes = {
@@ -337,15 +339,15 @@ def describe_also(models: Sequence[AdditionalModel]) -> dict[str, dict[str, str]
 
 
 def _zeros(spec: TensorSpec, sizes: Mapping[int | str, int]) -> NDArray[Any]:
-    """Make an input of zeros; a symbol that has no size is 1."""
+    """Make an input of zeros; symbolic dimensions without a size are 1."""
     shape = [size if isinstance(size, int) else sizes.get(size, 1) for size in spec.shape]
     return np.zeros(shape, spec.dtype)
 
 
 def _check_inputs(where: str, manifest: Manifest, given: Sequence[Any]) -> None:
-    """Compare names, types and fixed sizes; inputs that have a default are not among ``given``.
+    """Compare names, types and fixed sizes of inputs; ``given`` omits inputs with a default.
 
-    Inputs that the bundle's model declares and does not read may be there or not.
+    Inputs that the bundle's model declares but does not read are optional.
     """
     found = {value.name: value for value in given}
     specs = {spec.name: spec for spec in manifest.declared}
@@ -358,7 +360,7 @@ def _check_inputs(where: str, manifest: Manifest, given: Sequence[Any]) -> None:
 
 
 def _fits(found: Any, wanted: TensorSpec) -> bool:
-    """Return True if a model takes every tensor of a description, with any number of rows."""
+    """Return True if a model accepts every tensor of a description, with any number of rows."""
     if _ORT_TYPES.get(found.type) != wanted.dtype or len(found.shape) != len(wanted.shape):
         return False
     return all(
@@ -373,7 +375,7 @@ def _describe(value: Any) -> str:
 
 
 def _answer(where: str, bundle: Bundle, outputs: Sequence[Any]) -> str:
-    """Name of the output to compare: that of the bundle's answer, or the only one."""
+    """Return the name of the output to compare: that of the bundle's answer, or the only output."""
     answer = bundle.manifest.answer
     named = {output.name: output for output in outputs}
     if answer.output not in named and len(named) != 1:

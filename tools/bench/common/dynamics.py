@@ -1,7 +1,7 @@
-"""The page that shows how runs went over time, as SuperServe's figure 10 does.
+"""The page that shows runs over time, as SuperServe's figure 10 does.
 
-Each plot is drawn twice, for a desk and for a phone, as text in a drawing shrinks with it; the
-style sheet shows one of them. Drawing and style are those of the bundle's report.
+Each plot is drawn twice, for wide and for narrow screens, because text shrinks with its drawing;
+the style sheet shows one of the two. Drawing and style are those of the bundle's report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WIDE, _NARROW = 1040.0, 360.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 10.0, 8.0, 22.0
 _HEIGHT, _TALL = 110.0, 240.0
 _LABEL_SPACING = 44.0
-"""Between the middles of two labels below an axis."""
+"""Smallest distance in pixels between the middles of two labels below an axis."""
 Point = tuple[float, float]
 _SHARE_SPANS = (0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Lengths of the axis of a plot of shares, below its top of 100 %."""
@@ -40,7 +40,7 @@ class RunView(NamedTuple):
     summary: Summary
     timeline: Timeline
     percentiles: Sequence[tuple[float, float, int]]
-    """From ``hdr_table``."""
+    """Rows of ``hdr_table``: percentile, latency in ms, number of samples."""
     environment: Mapping[str, object]
     """Environment and settings of the run."""
 
@@ -54,7 +54,7 @@ class Key(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A plot, at both widths."""
+    """A plot, drawn at both widths."""
 
     title: str
     keys: tuple[Key, ...]
@@ -64,7 +64,7 @@ class Plot(NamedTuple):
 
 class _Series(NamedTuple):
     label: str
-    """Empty for a plot's only one."""
+    """Label in the legend; empty if the plot has only one series."""
     values: NDArray[np.float64]
     colour: str = "accent"
     class_: str = "series"
@@ -74,13 +74,13 @@ class _Axis(NamedTuple):
     low: float
     high: float
     ticks: list[Tick]
-    """Ticks at positions as drawn."""
+    """Ticks of the axis, at the positions where they are drawn."""
     scaled: Callable[[float], float] = float
     """Function from a value to its drawn position."""
 
 
 def write_page(path: Path, *, title: str, measured: bool, runs: Sequence[RunView]) -> None:
-    """Write one self-contained HTML file of one run or more.
+    """Write a self-contained HTML file about one or more runs.
 
     Unless the figures were ``measured``, all are labelled as simulated.
     """
@@ -98,7 +98,7 @@ def write_page(path: Path, *, title: str, measured: bool, runs: Sequence[RunView
 
 
 def figures(summary: Summary) -> list[tuple[str, str]]:
-    """Return a run's headline figures with their descriptions; unknown ones are left out."""
+    """Return a run's main figures with their descriptions; unknown figures are omitted."""
     latency, slo = summary.latency_ms, summary.slo_ms
     found = [
         (f"{rate(summary.offered_rps)}/s", "offered"),
@@ -121,7 +121,7 @@ def figures(summary: Summary) -> list[tuple[str, str]]:
 
 
 def plots(run: RunView) -> list[Plot]:
-    """Draw a run over time: plots with a common time axis, without empty ones."""
+    """Draw a run over time: plots with a common time axis; empty plots are omitted."""
     t, slo_ms = run.timeline, run.summary.slo_ms
     rates = [
         _Series("offered", t.offered_rps, "quiet", "offered series"),
@@ -147,7 +147,7 @@ def percentile_plot(run: RunView) -> Plot | None:
     """Draw latency by percentile; each further tenth of the tail has the same width."""
     if not run.percentiles:
         return None
-    # all is drawn where the next halving would be
+    # the percentile 100 is drawn where the next halving would be
     nines = [-math.log10(1 - p / 100) for p, _, _ in run.percentiles[:-1]]
     nines.append(nines[-1] + math.log10(2))
     values = [ms for _, ms, _ in run.percentiles]
@@ -176,7 +176,7 @@ def percentile_plot(run: RunView) -> Plot | None:
 
 
 def rate(value: float) -> str:
-    """``1,234`` or ``12.3``: three significant digits or all before the point."""
+    """Return such as ``1,234`` or ``12.3``: three significant digits, or all before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -211,7 +211,7 @@ def _lines(
         return None
     keys = [Key(s.label, stroke("solid", s.colour)) for s in series if s.label]
     levels = []
-    if slo_ms is not None and slo_ms <= 10 * values.max():  # farther off it would flatten the rest
+    if slo_ms is not None and slo_ms <= 10 * values.max():  # a higher line would flatten the rest
         levels.append(slo_ms)
         keys.append(Key(f"objective, {slo_ms:g} ms", stroke("dashed", "ink")))
     axis = axis_of(np.append(values, levels))
@@ -232,12 +232,12 @@ def _lines(
 
 
 def stroke(kind: str, colour: str) -> str:
-    """CSS of the mark of a line in a legend: ``solid``, ``dashed`` or ``dotted``."""
+    """Return CSS for a line's mark in a legend: ``solid``, ``dashed`` or ``dotted``."""
     return f"height: 0; border-radius: 0; border-top: 2px {kind} var(--{colour})"
 
 
 def _shares(timeline: Timeline) -> Plot | None:
-    """Stack the shares of the places that answered, the deepest on top and darkest."""
+    """Stack the shares of answers by exit and model's end; the deepest is on top and darkest."""
     upper = np.cumsum(timeline.exit_shares, axis=1)
     if not np.isfinite(upper).any():
         return None
@@ -274,7 +274,7 @@ def _by_window(timeline: Timeline, values: NDArray[np.float64]) -> Iterator[list
 def steps(
     starts: Sequence[float], ends: Sequence[float], values: NDArray[np.float64]
 ) -> Iterator[list[Point]]:
-    """Corners of the steps of values that hold from start to end, a list a stretch without NaN."""
+    """Yield the corners of a step line, as one list for each run of values without NaN."""
     piece: list[Point] = []
     for start, end, value in zip(starts, ends, values.tolist(), strict=True):
         if not math.isnan(value):
@@ -301,7 +301,7 @@ def _frame(x: Scale, y: Scale, axis: _Axis) -> Markup:
 
 
 def _apart(ticks: list[Tick], x: Scale) -> list[Tick]:
-    """Drop ticks whose labels would touch the previous one."""
+    """Drop ticks whose labels would touch the previous label."""
     kept = ticks[:1]
     for tick in ticks[1:]:
         if x(tick[0]) - x(kept[-1][0]) >= _LABEL_SPACING:
@@ -315,7 +315,7 @@ def _from_zero(values: NDArray[np.float64]) -> _Axis:
 
 
 def _up_to_all(values: NDArray[np.float64]) -> _Axis:
-    """Shares, from as near below them as is round."""
+    """Return an axis of shares, up to 100 %, which begins at a round share below all values."""
     missing = 1 - float(values.min())
     span = next(s for s in _SHARE_SPANS if s >= missing - 1e-9)
     ticks = [(v, f"{100 * v:.4g}%") for v in (1 - span, 1 - span / 2, 1.0)]
@@ -323,7 +323,7 @@ def _up_to_all(values: NDArray[np.float64]) -> _Axis:
 
 
 def _latency_axis(values: NDArray[np.float64]) -> _Axis:
-    """An axis of latencies: from zero, or logarithmic over more than a decade."""
+    """Return an axis of latencies: from 0, or logarithmic if they span more than a decade."""
     low, high = float(values.min()), float(values.max())
     if not 0 < 10 * low < high:
         return _from_zero(values)

@@ -1,11 +1,11 @@
 """Outcomes of a load's requests, and the figures computed from them.
 
 A load generator and a simulator both write ``Outcomes``; figures are defined here, once. A latency
-runs from the intended send time: starting at the actual send time would hide the delay that a
-stalled client or server causes for the next requests (Tene, "How not to measure latency":
-coordinated omission). Success is SuperServe's (section 6.1): the share of all requests that were
-answered within the latency objective (SLO), and the quality of their answers, which is agreement
-here. Goodput is E3's (section 5): answers within the objective per second.
+begins at the intended send time: from the actual send time, it would hide the delay that a stalled
+client or server causes for the next requests (Tene, "How not to measure latency": coordinated
+omission). Success is SuperServe's (section 6.1): the share of all requests that were answered
+within the latency objective (SLO), and the quality of their answers, which is agreement here.
+Goodput is E3's (section 5): the number of answers per second that are within the objective.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ class Status(IntEnum):
     REJECTED = 2
     """The queue was full, or the server unavailable."""
     FAILED = 3
-    """An error."""
+    """The request failed with an error."""
     UNANSWERED = 4
-    """The run ended before."""
+    """The run ended before an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcomes:
-    """The outcome of every request (of one sample), in order of intended sending."""
+    """The outcome of every request, of one sample each, in order of intended send times."""
 
     intended_s: NDArray[np.float64]
-    """[n]: when it was to be sent, from the start of the run."""
+    """[n]: intended send time, from the start of the run."""
     latency_s: NDArray[np.float64]
-    """[n]: from then to its answer; NaN where there was none."""
+    """[n]: time from the intended send time to the answer; NaN without an answer."""
     status: NDArray[np.uint8]
-    """[n]: a ``Status``."""
+    """[n]: ``Status`` of each request."""
     exit: NDArray[np.int16]
-    """[n]: index of the exit that answered, or ``MODEL_END``; means something where OK."""
+    """[n]: index of the exit that answered, or ``MODEL_END``; valid if the status is OK."""
     forced: NDArray[np.bool_]
-    """[n]: answered at an exit that it had to take, below its threshold."""
+    """[n]: true if an exit had to answer below its threshold."""
     agrees: NDArray[np.int8]
-    """[n]: 1 answered like the source model, 0 unlike, -1 unknown."""
+    """[n]: 1 if the answer is the source model's, 0 if it differs, -1 if unknown."""
     batch_size: NDArray[np.int16] | None = None
-    """[n]: rows of the first batch that it ran in; 0 or less where unknown."""
+    """[n]: number of rows in the first batch of the request; 0 or less if unknown."""
     duration_s: float
     """Duration of the offered load."""
 
@@ -71,11 +71,11 @@ class Outcomes:
 
     @property
     def answered(self) -> NDArray[np.bool_]:
-        """[n]: which were answered."""
+        """[n]: true for requests that were answered."""
         return np.asarray(self.status == Status.OK)
 
     def within(self, slo_ms: float | None) -> NDArray[np.bool_]:
-        """[n]: which were answered, and within the objective if there is one."""
+        """[n]: true for requests that were answered, within the objective if there is one."""
         if slo_ms is None:
             return self.answered
         # NaN compares as false; failed requests may have a latency, and count as missed
@@ -95,38 +95,41 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run in figures. Rates are per second; shares are of 1."""
+    """Figures of a run. Rates are per second; shares are from 0 to 1."""
 
     requests: int
     offered_rps: float
-    """Requests over the duration of the load."""
+    """Number of requests divided by the duration of the load."""
     throughput_rps: float
-    """Answers over the duration of the load, or until the last answer if that came later."""
+    """Number of answers divided by the duration of the load, or by the time to the last answer if
+    that is longer."""
     goodput_rps: float
-    """Answers within the objective over the same span; without one, the throughput."""
+    """Answers within the objective, divided by the same time; without an objective, the
+    throughput."""
     slo_ms: float | None
     attainment: float | None
     """Share of all requests that were answered within the objective."""
     latency_ms: dict[str, float]
-    """Mean, percentiles (each one that a request had) and max of the answered; empty if none."""
+    """Mean, percentiles (latencies that requests had) and maximum of answered requests; empty if
+    none."""
     failures: dict[str, int]
-    """Requests by how they failed; all ways are named."""
+    """Number of failed requests by status; every status is a key."""
     agreement: float | None
-    """Share of the answered of which it is known that were answered like the source model."""
+    """Share of answers that are the source model's, among those for which this is known."""
     exit_shares: dict[str, float]
     """Shares of the answered requests by exit, in depth order."""
     forced_share: float
-    """Share of the answered requests."""
+    """Share of the answered requests that an exit had to answer below its threshold."""
     mean_batch_size: float | None
-    """Mean over requests, where known."""
+    """Mean batch size over the requests for which it is known."""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain values."""
+        """Return the fields as plain values."""
         return asdict(self)
 
 
 def summarise(outcomes: Outcomes, *, slo_ms: float | None) -> Summary:
-    """Make a run's figures, judged by a latency objective if there is one."""
+    """Compute the figures of a run, with a latency objective if there is one."""
     ok = outcomes.answered
     requests, answers = len(ok), int(ok.sum())
     good = int(outcomes.within(slo_ms).sum())
@@ -171,31 +174,31 @@ class Timeline:
     offered_rps: NDArray[np.float64]
     """[windows]"""
     answered_rps: NDArray[np.float64]
-    """[windows]: the window's requests that were answered, whenever, over its length."""
+    """[windows]: requests of the window that were answered at any time, divided by its length."""
     attainment: NDArray[np.float64]
-    """[windows]: share answered within the objective; NaN without one."""
+    """[windows]: share of requests answered within the objective; NaN without an objective."""
     p50_ms: NDArray[np.float64]
-    """[windows]: of the answered."""
+    """[windows]: median latency of the answered requests."""
     p99_ms: NDArray[np.float64]
     """[windows]"""
     agreement: NDArray[np.float64]
     """[windows]"""
     mean_depth: NDArray[np.float64]
-    """[windows]: mean of the answered's place in ``labels``, counted from 1, the final last."""
+    """[windows]: mean over answers of the index in ``labels`` of what answered, counted from 1."""
     batch_size: NDArray[np.float64]
-    """[windows]: mean over requests."""
+    """[windows]: mean batch size over requests."""
     exit_shares: NDArray[np.float64]
-    """[windows, labels]: of the answered."""
+    """[windows, labels]: share of the answered requests."""
     labels: tuple[str, ...]
-    """Exits that answered in this run by index, then ``final``."""
+    """Indices of the exits that answered in this run, then ``final``."""
 
     def to_json(self) -> dict[str, Any]:
-        """The timeline as plain values; NaN, which JSON has not, becomes None."""
+        """Return the timeline as plain values; NaN, which JSON does not have, becomes None."""
         return {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
 
 
 def timeline(outcomes: Outcomes, *, slo_ms: float | None, windows: int = 60) -> Timeline:
-    """Make a run's figures by as many windows as the duration of the load is cut into."""
+    """Compute a run's figures for each of ``windows`` equal parts of the load's duration."""
     if windows < 1:
         raise ValueError(f"{windows} windows are not possible; expected 1 or more")
     window_s = outcomes.duration_s / windows
@@ -229,10 +232,10 @@ def timeline(outcomes: Outcomes, *, slo_ms: float | None, windows: int = 60) -> 
 
 
 def hdr_table(latency_s: NDArray[np.float64]) -> list[tuple[float, float, int]]:
-    """Return a distribution as HdrHistogram tabulates it: each step halves the remaining tail.
+    """Return a distribution as HdrHistogram prints it: each step halves the remaining tail.
 
-    Rows are percentiles (0, 50, 75, 87.5 … while a sample is beyond, then 100), latencies in ms,
-    and the number of samples that are no longer; NaN is left out. The table is empty without
+    Rows are a percentile (0, 50, 75, 87.5 … while a sample is above it, then 100), its latency in
+    ms, and the number of samples up to this latency; NaN is ignored. The table is empty without
     samples.
     """
     ordered = np.sort(latency_s[np.isfinite(latency_s)]) * 1e3
@@ -246,7 +249,7 @@ def hdr_table(latency_s: NDArray[np.float64]) -> list[tuple[float, float, int]]:
 
 
 def _arrays(outcomes: Outcomes) -> dict[str, NDArray[Any]]:
-    """Return the arrays by field, without unknown ones."""
+    """Return the arrays by field; absent ones are omitted."""
     found = {f.name: getattr(outcomes, f.name) for f in fields(outcomes)}
     return {name: value for name, value in found.items() if isinstance(value, np.ndarray)}
 
@@ -260,12 +263,12 @@ def _latencies(latency_ms: NDArray[np.float64]) -> dict[str, float]:
 
 
 def _at(ordered: NDArray[np.float64], quantile: float) -> float:
-    """Return the least sample that this share of the samples does not exceed."""
+    """Return the smallest sample such that this share of all samples is at most as large."""
     return float(ordered[int(_rank(ordered.size, quantile))])
 
 
 def _rank(count: float | NDArray[np.float64], quantile: float) -> NDArray[np.int64]:
-    """Index from 0 of a quantile among so many; the slack is for 0.99 × 100 > 99."""
+    """Return the index of a quantile among ``count`` values; the slack is for 0.99 × 100 > 99."""
     rank = np.ceil(np.asarray(count) * quantile - 1e-9) - 1
     return np.asarray(np.maximum(rank, 0), np.int64)
 
@@ -276,7 +279,7 @@ def _by_window(
     count: NDArray[np.float64],
     quantiles: Sequence[float],
 ) -> list[NDArray[np.float64]]:
-    """Quantiles of the values of each window, of which each has ``count``; NaN where none."""
+    """Return quantiles of each window's values, ``count`` in number; NaN without values."""
     ordered = value[np.lexsort((value, window))]
     first = (np.cumsum(count) - count).astype(np.int64)
     found = []
@@ -289,7 +292,7 @@ def _by_window(
 
 
 def _places(outcomes: Outcomes) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """Labels of the places that answered, and for each answered its place among them."""
+    """Return the labels of exits and end that answered, and for each answer its label's index."""
     taken = outcomes.exit[outcomes.answered]
     exits = np.unique(taken[taken != MODEL_END])
     labels = (*(exit_label(int(index)) for index in exits), exit_label(MODEL_END))
@@ -305,7 +308,7 @@ def _mean_sizes(outcomes: Outcomes, window: NDArray[np.int64], windows: int) -> 
 
 
 def _ratio(part: NDArray[Any], whole: NDArray[Any]) -> NDArray[np.float64]:
-    """Divide; NaN where there is nothing to divide by."""
+    """Divide; return NaN where the divisor is 0."""
     result = np.full(np.broadcast_shapes(part.shape, whole.shape), np.nan)
     np.divide(part, whole, out=result, where=whole > 0)
     return result

@@ -26,7 +26,7 @@ def describe_environment(**settings: Any) -> dict[str, Any]:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Check before long work that files can be written there; ValueError if not."""
+    """Raise ValueError if an output file cannot be written; call it before long work."""
     for path in paths:
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
@@ -36,7 +36,7 @@ def check_outputs(*paths: Path | None) -> None:
 
 
 def write_json(path: Path | None, document: Any) -> None:
-    """Write a result, if a file was asked for."""
+    """Write a result, if a file was requested."""
     if path is not None:
         path.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -46,14 +46,14 @@ _QUANTILES = ("p50", "p95", "p99", "p99.9")
 
 
 def wide_console(width: int = _WIDTH) -> Console:
-    """A console on which no table is cut, even into a file or a narrow pipe."""
+    """Return a console that never cuts tables, even in a file or a narrow pipe."""
     return Console(width=max(Console().width, width))
 
 
 def figure_table(
     title: str, caption: str, columns: Sequence[str], *, names: Sequence[str]
 ) -> Table:
-    """An empty table of figures; ``names`` are the columns that hold names instead."""
+    """Return an empty table of figures; the columns in ``names`` contain names instead."""
     table = Table(
         title=title,
         title_justify="left",
@@ -79,7 +79,7 @@ def warn_of_calibration_data(console: Console) -> None:
 def print_summaries(
     console: Console, summaries: Mapping[str, Summary], *, title: str, caption: str = ""
 ) -> None:
-    """Print a line a run."""
+    """Print one line for each run."""
     table = figure_table(
         title,
         "Milliseconds of the answered; answers in time per second; shares. forced: left below the "

@@ -1,8 +1,8 @@
 """Arrival traces: the intended send times of a load. They are deterministic for a seed.
 
 Synthetic traces are those of SuperServe (NSDI '25, section 6.1): constant, gamma renewal (Poisson
-has CV² 1), bursty, and accelerating. Real ones are read from files; the name of a trace states if
-its time was rescaled. Millions of arrivals take a fraction of a second.
+has CV² 1), bursty, and accelerating. Real traces are read from files. The name of a trace states
+whether its time was rescaled. Millions of arrivals take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MOST = 50_000_000
-"""Arrivals of a trace: beyond is a slip, not a load."""
+"""Largest number of arrivals in a trace; more is assumed to be a mistake."""
 _RAMP_FROM = 0.25
 """Share of an accelerating trace's duration that passes before its rate moves."""
 
@@ -33,7 +33,7 @@ class Trace:
     name: str
     """Readable name; it states the factor if time was rescaled."""
     arrivals_s: NDArray[np.float64]
-    """[n], rising, from the start of the trace; all before its end."""
+    """[n]: arrival times from the start of the trace, rising; all before its end."""
     duration_s: float
 
     def __post_init__(self) -> None:
@@ -87,8 +87,8 @@ def bursty(
 ) -> Trace:
     """Merge a constant stream of ``base_rate`` with a gamma renewal stream (SuperServe 6.1).
 
-    They are λ_b and λ_v there, in requests per second; ``cv2``, of the gamma stream's gaps, is 2, 4
-    or 8 there.
+    The paper calls the rates λ_b and λ_v, in requests per second; ``cv2`` is that of the gamma
+    stream's gaps, in the paper 2, 4 or 8.
     """
     base = constant(base_rate, duration_s).arrivals_s
     variable = gamma(variable_rate, cv2, duration_s, seed).arrivals_s
@@ -141,7 +141,7 @@ def accelerate(
         f"accelerating, {rate_from:g}/s to {rate_to:g}/s at {acceleration:g}/s² "
         f"from {begin_s:g} s{cut}, CV² {cv2:g}"
     )
-    # where the pieces meet, rounding may put two arrivals in the wrong order
+    # at the joints of the pieces, rounding may swap two arrivals
     return _trace(name, np.maximum.accumulate(arrivals), duration_s)
 
 
@@ -150,14 +150,14 @@ def azure(path: Path, rate: float | None = None, duration_s: float | None = None
 
     The file is CSV, possibly gzipped, with TIMESTAMP, ContextTokens, GeneratedTokens; one request
     per row. The first request is at 0, and the file ends one mean gap after its last request. If
-    ``rate`` is given, time is rescaled, which keeps the shape, to reach that many requests per
-    second over the whole file; then it is cut at ``duration_s``, where the rate is that of the
-    trace's beginning.
+    ``rate`` is given, time is rescaled such that the whole file has this number of requests per
+    second; the shape stays. Then the trace is cut at ``duration_s``, so its rate is that of the
+    file's beginning.
     """
     rows = _read(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
     if len(rows) < 2:
         raise TraceError(f"{path}: {len(rows)} row(s) are too few for a trace, expected 2 or more")
-    # all of these traces are in UTC, some with a suffix: numpy reads no zones
+    # all of these traces are in UTC, some with a suffix, but numpy cannot read time zones
     stamps = [row[0].removesuffix("+00:00") for row in rows]
     try:
         times = np.sort(np.array(stamps, "datetime64[ns]"))
@@ -188,10 +188,10 @@ def rate_file(
     """Draw Poisson arrivals at the rates of a file, constant within each row.
 
     Such files have fitted rates, not arrivals. They are CSV, possibly gzipped, with t_s and
-    rate_rps; a row's rate is valid until the next row, the last row's for as long as the one
-    before. All rates are multiplied to reach a mean of ``rate``, if given. The file's whole time is
-    scaled to ``duration_s``, if given, without a change of the rates: the same rises and falls,
-    sooner, with fewer requests.
+    rate_rps. A row's rate is valid until the next row; the last row is as long as the row before
+    it. All rates are multiplied to reach a mean of ``rate``, if given. If ``duration_s`` is given,
+    the file's time is scaled to it without a change of the rates: the same rises and falls in less
+    time, with fewer requests.
     """
     rows = _read(path, ("t_s", "rate_rps"))
     try:
@@ -236,21 +236,21 @@ def _read(path: Path, columns: tuple[str, ...]) -> list[list[str]]:
 
 
 def _renewals(end: float, cv2: float, seed: int) -> NDArray[np.float64]:
-    """Times of a gamma renewal process with unit-mean gaps, all before ``end``."""
+    """Return the times of a gamma renewal process with unit-mean gaps, all before ``end``."""
     _positive(cv2, "--cv2", "squared coefficient of variation; 1 is Poisson's")
     random = np.random.default_rng(seed)
     times = np.empty(0)
     while not times.size or times[-1] < end:
         start = times[-1] if times.size else 0.0
         rest = end - start
-        # so many suffice nearly always; where they do not, there is another turn
+        # this number is nearly always enough; if not, the loop draws more
         gaps = random.gamma(1 / cv2, cv2, math.ceil(rest + 6 * math.sqrt(cv2 * rest) + 16))
         times = np.concatenate([times, start + np.cumsum(gaps)])
     return times[: np.searchsorted(times, end, side="left")]
 
 
 def _trace(name: str, arrivals_s: NDArray[np.float64], duration_s: float) -> Trace:
-    """Cut at the end: rounding may put an arrival there, and files go on."""
+    """Return a trace that is cut at its end: rounding may put an arrival there, files go on."""
     kept = arrivals_s[: np.searchsorted(arrivals_s, duration_s, side="left")]
     return Trace(name=name, arrivals_s=kept, duration_s=duration_s)
 

@@ -16,12 +16,12 @@ from offramp.tools.bench.load.request_log import Causes, RequestRecords, merge, 
 from offramp.tools.bench.load.sender import READY, Report, Task, run_worker
 
 _START_LIMIT_S: Final = 120.0
-"""For all processes to import and connect."""
+"""Time limit, in seconds, for all processes to import and connect."""
 _HEAD_START_S: Final = 0.2
 """Time from when all processes are ready to the start of the load: longer than notifying them
 takes."""
 _RESULT_LIMIT_S: Final = 60.0
-"""Beyond the load and its drain."""
+"""Time limit for the processes' results, in seconds after the load and its drain."""
 _TICK_S: Final = 0.1
 
 _Expected = TypeVar("_Expected")
@@ -29,24 +29,24 @@ _Expected = TypeVar("_Expected")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GeneratedLoad:
-    """A load that was made."""
+    """The result of a load."""
 
     records: RequestRecords
     causes: dict[str, int]
-    """Failures by message, without the warm-up, the most frequent first."""
+    """Number of failures by message, without the warm-up, the most frequent first."""
     cpu_us_per_request: float
     """Processor time of the generator."""
     lateness_ms: dict[str, float] | None
-    """``p50``, ``p99``, ``max`` of when requests were sent after they were due, without the
-    warm-up; ``None`` in a closed loop, where nothing is due."""
+    """``p50``, ``p99`` and ``max`` of the delay between due time and sending, without the warm-up;
+    ``None`` in a closed loop, where requests have no due time."""
 
 
 def generate(
     tasks: Sequence[Task], *, on_tick: Callable[[float], None] = lambda _: None
 ) -> GeneratedLoad:
-    """Make the load of ``tasks``, all of the same settings, each in a process of its own.
+    """Run ``tasks``, which have the same settings, each in a separate process.
 
-    ``on_tick`` is called some times a second with the seconds since the load began. Raises
+    ``on_tick`` is called several times a second with the seconds since the load began. Raises
     LoadError if a process could not connect, or ended.
     """
     settings = tasks[0].settings

@@ -22,12 +22,12 @@ class LoadSettings:
     """The settings that all processes of a load share."""
 
     address: str
-    """``host:port`` of the server's gRPC side."""
+    """``host:port`` of the server's gRPC port."""
     model: str
     protocol: str = "grpc"
     """One of :data:`.transports.PROTOCOLS`."""
     http: str | None = None
-    """``host:port`` of the server's HTTP side, for ``rest``."""
+    """``host:port`` of the server's HTTP port, for the protocol ``rest``."""
     duration_s: float
     """Duration of the trace; for a closed loop, the time in which new requests are sent."""
     processes: int = 1
@@ -36,7 +36,7 @@ class LoadSettings:
     """Concurrent requests of a closed loop, over all processes; ``None`` is an open loop, where
     requests are sent when they are due, independent of those in flight."""
     slo_ms: float | None = None
-    """Latency that answers are judged by."""
+    """Latency objective; ``None`` for no objective."""
     send_deadline: bool = True
     """True if the server receives ``slo_ms``, as Triton's parameter ``timeout``."""
     priority: int = 0
@@ -46,7 +46,7 @@ class LoadSettings:
     drain_s: float = 10.0
     """Longest wait for answers after the last request."""
     max_in_flight: int = 10_000
-    """Requests that a process has under way at most; those beyond are not sent, and count as
+    """Largest number of requests in flight per process; further requests are not sent, and count as
     unanswered."""
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class LoadSettings:
 
     @property
     def asked_at(self) -> str:
-        """The address that requests are sent to."""
+        """Address to which requests are sent."""
         return self.http if self.protocol == "rest" and self.http else self.address
 
     @property
@@ -87,7 +87,7 @@ class LoadSettings:
 
     @property
     def loop(self) -> str:
-        """The kind of loop in words."""
+        """Kind of loop, in words."""
         return "open loop" if self.concurrency is None else f"closed loop of {self.concurrency}"
 
 

@@ -21,16 +21,16 @@ _LIMIT_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """The server's metrics at an instant."""
+    """The server's metrics at one time."""
 
     at_s: float
-    """From the start of the load."""
+    """Seconds from the start of the load."""
     rows: Mapping[str, float]
-    """Samples that went through each stage so far, by its exit."""
+    """Number of samples that each stage has run so far, by the stage's exit."""
     runs: Mapping[str, float]
-    """Batches that went through each stage so far."""
+    """Number of batches that each stage has run so far, by the stage's exit."""
     queued: float
-    """Samples that wait."""
+    """Number of samples that wait."""
 
 
 def read_metrics(text: str, *, model: str, at_s: float) -> Reading | None:
@@ -52,10 +52,10 @@ def read_metrics(text: str, *, model: str, at_s: float) -> Reading | None:
 
 
 def first_batch_size(before: Reading, after: Reading) -> float:
-    """Mean rows per batch of the first stage between two readings; NaN if none ran.
+    """Return the mean rows per batch of the first stage between two readings; NaN if none ran.
 
-    The first stage is the one with the most rows: all samples go through it. Which one that is may
-    change with the policy, and with it where its counts begin.
+    The first stage is the stage with the largest number of rows, because all samples run it. When
+    the policy changes, another stage may be the first, with its own counts.
     """
     rows = {exit_: after.rows[exit_] - before.rows.get(exit_, 0.0) for exit_ in after.rows}
     first = max(rows, key=rows.__getitem__)
@@ -65,17 +65,17 @@ def first_batch_size(before: Reading, after: Reading) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServerSeries:
-    """The server's batch sizes and queue between each reading and the next one."""
+    """The server's batch sizes and queue lengths, between each reading and the next."""
 
     edges_s: NDArray[np.float64]
-    """[m + 1]: when was read, from the start of the load."""
+    """[m + 1]: times of the readings, in seconds from the start of the load."""
     batch_size: NDArray[np.float64]
     """[m]: mean rows per batch of the first stage; NaN if none ran."""
     queued: NDArray[np.float64]
-    """[m]: samples that waited, at the later reading."""
+    """[m]: number of samples that waited at the later reading."""
 
     def batch_size_at(self, at_s: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Look instants up; NaN where nothing was read around one."""
+        """Return the batch size at each of some times; NaN if no readings are around a time."""
         place = np.searchsorted(self.edges_s, at_s, side="right") - 1
         inside = (place >= 0) & (place < len(self.batch_size))
         found = np.full(len(at_s), np.nan)
@@ -102,16 +102,16 @@ def series(readings: Sequence[Reading]) -> ServerSeries:
 
 
 def mean_batch_size(readings: Sequence[Reading], from_s: float, until_s: float) -> float | None:
-    """Mean rows per batch of the first stage over a time; ``None`` if too little was read in it."""
+    """Return the first stage's mean rows per batch in a period; ``None`` with too few readings."""
     inside = [reading for reading in readings if from_s <= reading.at_s <= until_s]
     mean = first_batch_size(inside[0], inside[-1]) if len(inside) > 1 else float("nan")
     return None if np.isnan(mean) else mean
 
 
 class MetricsPoll:
-    """Reads a model's metrics at most every so often, from ``host:port`` of the server's HTTP side.
+    """Reads a model's metrics at intervals, from ``host:port`` of the server's HTTP port.
 
-    Raises LoadError if there are none of that model.
+    Raises LoadError if the server has no metrics of this model.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class MetricsPoll:
             raise LoadError(f"{self._url} has no metrics of model {model!r}; is it served there?")
 
     def poll(self, at_s: float) -> None:
-        """Read, if it is time to; a reading that fails leaves a gap."""
+        """Read the metrics if the next reading is due; a reading that fails leaves a gap."""
         if at_s < 0 or (self.readings and at_s < self.readings[-1].at_s + self._every_s):
             return
         try:

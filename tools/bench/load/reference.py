@@ -1,4 +1,4 @@
-"""The material of a load: the served model, samples, and the source model's answers."""
+"""The inputs of a load: facts of the served model, samples, and the source model's answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_server(address: str, model: str, access: ServerAccess) -> ModelMetadat
 
 
 def optional_inputs(address: str, model: str, access: ServerAccess) -> frozenset[str]:
-    """Ask the server which inputs requests may leave out; LoadError if it cannot be asked."""
+    """Return the inputs that requests may omit; LoadError if the server cannot be asked."""
     with access.client(address, timeout_s=_LIMIT_S) as client:
         try:
             return client.optional_inputs(model)
@@ -49,7 +49,7 @@ def optional_inputs(address: str, model: str, access: ServerAccess) -> frozenset
 
 
 def input_specs(metadata: ModelMetadata) -> tuple[TensorSpec, ...]:
-    """The shapes and types that data must have; a size that is free has a symbol of its own."""
+    """Return the shapes and types that data must have; each free size has its own symbol."""
     return tuple(
         TensorSpec(
             name=name,
@@ -64,7 +64,7 @@ def input_specs(metadata: ModelMetadata) -> tuple[TensorSpec, ...]:
 
 
 REFERENCE_KEY: Final = "reference"
-"""Under which a data file may hold the source model's classes, int64 [n]."""
+"""Key in a data file of the source model's classes, int64 [n]; optional."""
 
 _BATCH: Final = 16
 _REFERENCE_SPEC: Final = TensorSpec(name=REFERENCE_KEY, dtype="int64", shape=("batch",))
@@ -75,11 +75,11 @@ class LoadData:
     """Samples to send."""
 
     inputs: Mapping[str, NDArray[Any]]
-    """Inputs by name, first dimension n."""
+    """Inputs by name; the first dimension is n."""
     reference: NDArray[np.int64] | None
-    """[n]: the source model's classes, where the file has them."""
+    """[n]: the source model's classes, if the file has them."""
     sha256: str
-    """SHA-256 of the file."""
+    """SHA-256 hash of the data file."""
 
     def __len__(self) -> int:
         return len(next(iter(self.inputs.values())))
@@ -93,10 +93,10 @@ def read_data(
     optional: Collection[str] = (),
     group: GroupKey | None = None,
 ) -> LoadData:
-    """Read at most so many first samples of a source; DataError if the model does not take them.
+    """Read the first samples of a source, at most ``samples``; DataError if they do not fit.
 
-    Neither the inputs that requests may leave out (``optional``) nor the array that groups rows
-    (``group``) are sent.
+    The inputs that requests may omit (``optional``) are not sent, nor is the array that groups rows
+    (``group``).
     """
     unread = [UnreadInput(spec=s, place=i) for i, s in enumerate(specs) if s.name in optional]
     specs = [spec for spec in specs if spec.name not in optional]
@@ -113,9 +113,9 @@ def read_data(
 
 
 def group_key(asked: str | None, reference: Bundle | None) -> GroupKey | None:
-    """Return the key of the array that groups rows: as asked, or that of the bundle's compilation.
+    """Return the key of the array that groups rows: the given one, or that of compiling.
 
-    Data need not have the latter.
+    Data need not have the array that compiling used.
     """
     if asked is not None:
         return GroupKey(key=asked)
@@ -126,7 +126,7 @@ def group_key(asked: str | None, reference: Bundle | None) -> GroupKey | None:
 
 
 def _names(path: Path) -> list[str]:
-    """The names of the arrays' files; none if it is no archive, which reading it reports."""
+    """Return the names of the arrays; empty if the file is not an archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()
@@ -141,7 +141,7 @@ class Reference:
     answer: str | None = None
     """Name of the output that is the answer; ``None`` compares nothing."""
     classes: NDArray[np.int64] | None = None
-    """[n]: the source model's; ``UNKNOWN`` where it was not asked."""
+    """[n]: the source model's classes; ``UNKNOWN`` for samples that it did not run."""
     on_calibration_data: bool | None = None
     """True if the bundle was calibrated on the data; ``None`` if unknown."""
 
@@ -166,13 +166,13 @@ def ask_source(
     served: ModelMetadata,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Reference:
-    """Ask the source model of the bundle that is served, here, in one thread, for some rows.
+    """Run the source model of the served bundle in this process, in one thread, on some rows.
 
     ``progress`` is called with the number of samples of each batch.
 
     Raises:
-        LoadError: The bundle is of another model.
-        BackendError: It cannot be run.
+        LoadError: The bundle contains another model.
+        BackendError: The model cannot be run.
     """
     ours = {spec.name for spec in (*bundle.manifest.declared, *bundle.manifest.outputs)}
     theirs = {*served.inputs, *served.outputs}

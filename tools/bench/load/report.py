@@ -1,4 +1,4 @@
-"""The report of a load: figures, their environment, and whether to trust them."""
+"""The report of a load: figures, their environment, and a warning if they are doubtful."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ WINDOWS: Final = 60
 """Number of windows of a load."""
 
 _LATE_MS, _LATE_SHARE = 1.0, 0.1
-"""The p99 of lateness, and its share of the median latency, beyond which figures are doubtful."""
+"""Figures are doubtful if the p99 of lateness exceeds this, and this share of the median
+latency."""
 _MAX_CAUSES: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadReport:
-    """A load in figures."""
+    """Figures of a load, with what they depend on."""
 
     summary: Summary
     timeline: Timeline
@@ -58,7 +59,7 @@ class LoadReport:
         }
 
     def write_json(self, path: Path) -> None:
-        """Write all of it."""
+        """Write the report as JSON."""
         path.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
 
@@ -72,8 +73,8 @@ def make_report(
 ) -> LoadReport:
     """Compute the figures of requests due after the warm-up.
 
-    ``readings`` are of the server's metrics; empty if they were not read. ``environment`` describes
-    the measured system and the machine.
+    ``readings`` are readings of the server's metrics; empty if these were not read. ``environment``
+    describes the measured system and the machine.
     """
     kept = outcomes.drop_warm_up(settings.warm_up_s)
     summary = summarise(kept, slo_ms=settings.slo_ms)
@@ -101,12 +102,12 @@ def make_report(
 
 
 def settings_json(settings: LoadSettings) -> dict[str, Any]:
-    """A load's settings as plain values."""
+    """Return the settings of a load as plain values."""
     return {"loop": settings.loop, **asdict(settings)}
 
 
 def warning(report: LoadReport) -> str | None:
-    """Return a warning if the generator was so late that it measured itself."""
+    """Return a warning if the generator was too late to measure the server."""
     late, latency = report.environment["generator_lateness_ms"], report.summary.latency_ms
     if late is None or not latency:
         return None

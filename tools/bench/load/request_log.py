@@ -1,4 +1,4 @@
-"""The log of a load generator, a line a request, and the outcomes that are made of it."""
+"""The log of a load generator, one line per request, and the outcomes computed from it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from offramp.proto.tensors import dtype_of
 from offramp.tools.bench.common.outcomes import Outcomes, Status
 
 UNKNOWN: Final = -1
-"""The class of an answer that is not looked at."""
+"""Class of an answer that is not compared."""
 
 _STATUSES: Final[Mapping[str, Status]] = {
     "DEADLINE_EXCEEDED": Status.EXPIRED,
     "RESOURCE_EXHAUSTED": Status.REJECTED,
     "UNAVAILABLE": Status.REJECTED,
 }
-"""Statuses by gRPC's name of the code."""
+"""Statuses by the name of the gRPC code."""
 
 _MOST_CAUSES: Final = 20
 _MOST_CHARS: Final = 300
@@ -39,7 +39,7 @@ class Reply(NamedTuple):
     exit: int
     """Index of the exit that answered; ``MODEL_END`` if another server's response names no exit."""
     forced: bool
-    """True if it was forced to take the exit, below its threshold."""
+    """True if the exit had to answer below its threshold."""
     prediction: int
     """Index of the largest element of the answer, or ``UNKNOWN``."""
 
@@ -72,9 +72,9 @@ def status_of(code: str) -> Status:
 
 
 class Causes:
-    """Counts of failures by message, where messages that differ only in numbers are one.
+    """Counts of failures by message; messages that differ only in numbers are counted together.
 
-    The first of them is kept as it was.
+    The first of such messages is the key.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Causes:
         self._counts: Counter[str] = Counter()
 
     def count(self, cause: str, times: int = 1) -> None:
-        """Count it; once there are many different ones, new ones count as ``others``."""
+        """Count a failure; after many different messages, new ones count as ``others``."""
         kind = _NUMBER.sub("0", cause)
         if kind not in self._counts and len(self._counts) >= _MOST_CAUSES:
             kind = cause = "others"
@@ -91,7 +91,7 @@ class Causes:
         self._counts[kind] += times
 
     def to_json(self) -> dict[str, int]:
-        """Counts by message, the most frequent first."""
+        """Return the counts by message, the most frequent first."""
         return {self._examples[kind]: count for kind, count in self._counts.most_common()}
 
     @classmethod
@@ -106,30 +106,30 @@ class Causes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RequestRecords:
-    """A load's requests and how they ended: arrays in the order of intended sending."""
+    """A load's requests and how they ended: arrays in the order of intended send times."""
 
     sample: NDArray[np.int64]
     """[n]: index into the data."""
     intended_s: NDArray[np.float64]
-    """[n]: when it was to be sent, from the start of the run."""
+    """[n]: intended send time, in seconds from the start of the run."""
     sent_s: NDArray[np.float64]
-    """[n]: when it was; NaN where it never was."""
+    """[n]: actual send time; NaN if the request was never sent."""
     ended_s: NDArray[np.float64]
-    """[n]: when its answer, or its failure, was there; NaN where there was neither."""
+    """[n]: time of the answer or failure; NaN without either."""
     status: NDArray[np.uint8]
-    """[n]: a ``Status``."""
+    """[n]: ``Status`` of each request."""
     exit: NDArray[np.int16]
-    """[n]: index, or ``MODEL_END``."""
+    """[n]: index of the exit that answered, or ``MODEL_END``."""
     forced: NDArray[np.bool_]
     """[n]"""
     prediction: NDArray[np.int64]
-    """[n]: class, or ``UNKNOWN``."""
+    """[n]: predicted class, or ``UNKNOWN``."""
 
     def to_outcomes(self, reference: NDArray[np.int64] | None, duration_s: float) -> Outcomes:
-        """Judge the answers.
+        """Return the outcomes, with each answer compared with the reference.
 
-        ``reference`` is the source model's class of each sample, ``UNKNOWN`` where it was not
-        asked; ``None`` where it never was.
+        ``reference`` has the source model's class of each sample, or ``UNKNOWN``; ``None`` compares
+        nothing.
         """
         answered = self.status == Status.OK
         agrees = np.full(len(self.sample), -1, np.int8)
@@ -148,7 +148,7 @@ class RequestRecords:
         )
 
     def lateness_s(self, warm_up_s: float) -> NDArray[np.float64]:
-        """The seconds from when requests were due until they were sent, without the warm-up."""
+        """Return the seconds between due time and sending of requests, without the warm-up."""
         counted = np.isfinite(self.sent_s) & (self.intended_s >= warm_up_s)
         return (self.sent_s - self.intended_s)[counted]
 
@@ -170,7 +170,7 @@ class RequestLog:
         self._status, self._exit, self._forced = array("B"), array("h"), array("b")
 
     def open(self, *, sample: int, intended_s: float) -> int:
-        """Enter a request; return its line."""
+        """Add a line for a request; return the line's number."""
         self._sample.append(sample)
         self._intended_s.append(intended_s)
         self._sent_s.append(math.nan)
@@ -182,22 +182,22 @@ class RequestLog:
         return len(self._sample) - 1
 
     def sent(self, line: int, at_s: float) -> None:
-        """Note that a request was sent."""
+        """Record that a request was sent."""
         self._sent_s[line] = at_s
 
     def answered(self, line: int, at_s: float, reply: Reply) -> None:
-        """Note the answer to a request."""
+        """Record the answer to a request."""
         self._ended_s[line] = at_s
         self._status[line] = Status.OK
         self._exit[line], self._forced[line], self._prediction[line] = reply
 
     def failed(self, line: int, at_s: float, status: Status) -> None:
-        """Note that a request ended without an answer."""
+        """Record that a request ended without an answer."""
         self._ended_s[line] = at_s
         self._status[line] = status
 
     def close(self) -> RequestRecords:
-        """All lines as arrays."""
+        """Return all lines as arrays."""
         return RequestRecords(
             sample=np.array(self._sample, np.int64),
             intended_s=np.array(self._intended_s, np.float64),
@@ -211,7 +211,7 @@ class RequestLog:
 
 
 def merge(parts: list[RequestRecords]) -> RequestRecords:
-    """One run's records out of its processes', in the order of intended sending."""
+    """Merge the records of a run's processes, in the order of intended send times."""
     order = np.argsort(np.concatenate([part.intended_s for part in parts]), kind="stable")
     return RequestRecords(
         **{
@@ -222,6 +222,6 @@ def merge(parts: list[RequestRecords]) -> RequestRecords:
 
 
 def percentiles_ms(lateness_s: NDArray[np.float64]) -> dict[str, float]:
-    """The figures ``p50``, ``p99`` and ``max`` of how late requests were sent, in milliseconds."""
+    """Return ``p50``, ``p99`` and ``max`` of how late requests were sent, in milliseconds."""
     p50, p99 = np.quantile(lateness_s, (0.5, 0.99)) * 1e3
     return {"p50": float(p50), "p99": float(p99), "max": float(lateness_s.max()) * 1e3}

@@ -1,9 +1,9 @@
-"""One sending process: an event loop, a channel, and requests that are due.
+"""One sending process: an event loop that sends requests over a channel when they are due.
 
-An open loop does not wait for answers, and counts latency from the intended send time; so neither a
-slow server nor a slow generator hides its cost (coordinated omission).
+An open loop does not wait for answers, and measures latency from the intended send time. So delays
+by a slow server or a slow generator are part of the latency (no coordinated omission).
 
-Calls have no gRPC deadline: the server would see it and treat it as the caller's, even if none
+Calls have no gRPC deadline: the server would treat it as the caller's deadline, even if no deadline
 should be sent. Requests in flight after the last wait are cancelled instead.
 """
 
@@ -33,19 +33,19 @@ from offramp.tools.bench.load.shares import Share
 from offramp.tools.bench.load.transports import RequestFailedError, Transport, make_transport
 
 READY: Final = "ready"
-"""Said to the generator once connected; its answer is the instant to start at."""
+"""Message to the generator after connecting; the generator answers with the start time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """The part of a load that a process is started with."""
+    """The part of a load that one process sends."""
 
     settings: LoadSettings
     share: Share
     requests: Mapping[int, bytes]
-    """Requests by sample."""
+    """Serialised request of each sample."""
     answer: str | None
-    """Name of the output that is the answer; ``None`` where nothing is compared with it."""
+    """Name of the output that is the answer; ``None`` if answers are not compared."""
     access: ServerAccess = field(default_factory=ServerAccess)
     """Access to the server."""
 
@@ -56,7 +56,7 @@ class Report:
 
     records: RequestRecords
     causes: Mapping[str, int]
-    """Failures by message, without the warm-up."""
+    """Number of failures by message, without the warm-up."""
     cpu_s: float
     """Processor time from the start to the last answer."""
 
@@ -72,7 +72,7 @@ def run_worker(task: Task, pipe: Connection) -> None:
     except LoadError as error:
         pipe.send(str(error))
     except (EOFError, KeyboardInterrupt):
-        pass  # the generator has left, or is about to
+        pass  # the generator has ended, or is ending
     finally:
         pipe.close()
 
@@ -107,7 +107,7 @@ class Sender:
         self._mistake: BaseException | None = None
 
     async def open_loop(self) -> Report:
-        """Send each request when it is due, late ones immediately."""
+        """Send each request when it is due; send late requests immediately."""
         assert self._share.arrivals_s is not None
         due = zip(self._share.arrivals_s.tolist(), self._share.samples.tolist(), strict=True)
         arrival_s, sample = next(due)
@@ -135,7 +135,7 @@ class Sender:
         return self._report(cpu_s)
 
     async def closed_loop(self, concurrency: int) -> Report:
-        """Keep so many requests under way until the time is over."""
+        """Keep ``concurrency`` requests in flight until the time is over."""
         samples = itertools.cycle(self._share.samples.tolist())
 
         async def keep_sending() -> None:
@@ -146,7 +146,7 @@ class Sender:
 
         cpu_s = time.process_time()
         # A timer may ring slightly early, and requests sent before 0 are not counted.
-        while (early_s := -self._now_s()) > 0.0:  # noqa: ASYNC110 - there is no event but time
+        while (early_s := -self._now_s()) > 0.0:  # noqa: ASYNC110 - only time can be awaited here
             await asyncio.sleep(early_s)
         for _ in range(concurrency):
             self._start(keep_sending())
@@ -163,7 +163,7 @@ class Sender:
             self._blame(intended_s, f"not sent: {most} were under way (--max-in-flight)")
 
     async def _call(self, line: int, intended_s: float, sample: int) -> None:
-        """Send one request and write down how it ends; withdrawn, it stays unanswered."""
+        """Send one request and log how it ends; a cancelled request stays unanswered."""
         self._log.sent(line, self._now_s())
         try:
             reply = read_reply(await self._transport.ask(sample), self._answer)
@@ -184,7 +184,7 @@ class Sender:
             self._causes.count(cause)
 
     async def _drain(self) -> None:
-        """Wait for answers, within limits; then cancel the requests in flight."""
+        """Wait for answers, at most ``drain_s``; then cancel the requests in flight."""
         if self._under_way:
             await asyncio.wait(self._under_way, timeout=self._settings.drain_s)
         withdrawn = list(self._under_way)
@@ -205,7 +205,7 @@ class Sender:
             self._mistake = mistake
 
     def _now_s(self) -> float:
-        """The seconds since the start of the load."""
+        """Return the seconds since the start of the load."""
         return time.monotonic() - self._start_s
 
     def _report(self, cpu_s: float) -> Report:
@@ -217,7 +217,7 @@ class Sender:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's, where there is one, as in the server."""
+    """Return uvloop's loop factory if it is installed, as in the server, else ``None``."""
     try:
         import uvloop  # noqa: PLC0415 - there is none on Windows
     except ImportError:

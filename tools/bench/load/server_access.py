@@ -23,12 +23,13 @@ class ServerAccess:
     """The trusted authority, and the credentials for the server."""
 
     ca: Path | None = None
-    """Certificate of the authority that signed the server's; ``None`` disables encryption."""
+    """Certificate of the authority that signed the server's certificate; ``None`` disables
+    encryption."""
     certificate: Path | None = None
-    """Our own, for a server that asks for one."""
+    """Our own certificate, for a server that requires one."""
     key: Path | None = None
     token: str | None = field(default=None, repr=False)
-    """Sent with every call."""
+    """Token that is sent with every call."""
 
     @property
     def metadata(self) -> Sequence[tuple[str, str]]:

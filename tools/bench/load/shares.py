@@ -1,4 +1,4 @@
-"""The requests that each process of a load sends, when, and as which bytes."""
+"""The requests that each process of a load sends: their times and their bytes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Share:
     """
 
     arrivals_s: NDArray[np.float64] | None
-    """[n]: when to send, from the start; ``None`` in a closed loop."""
+    """[n]: send times from the start; ``None`` in a closed loop."""
     concurrency: int | None
-    """Concurrent requests of this process in a closed loop."""
+    """Number of concurrent requests of this process in a closed loop."""
     samples: NDArray[np.int64]
-    """[n]: the sample of each request; a closed loop takes them in turn, again and again."""
+    """[n]: the sample of each request; a closed loop repeats them in order."""
 
 
 def deal(arrivals_s: NDArray[np.float64], samples: int, processes: int) -> Iterator[Share]:
-    """Deal out n rising arrivals, one to each process in turn, leaving out those without any.
+    """Distribute n rising arrivals over processes in turn; omit processes without arrivals.
 
-    ``samples`` is how many the data have.
+    ``samples`` is the number of samples in the data.
     """
     index = np.arange(len(arrivals_s), dtype=np.int64) % samples
     for process in range(min(processes, len(arrivals_s))):
@@ -41,7 +41,7 @@ def deal(arrivals_s: NDArray[np.float64], samples: int, processes: int) -> Itera
 
 
 def deal_concurrency(concurrency: int, samples: int, processes: int) -> Iterator[Share]:
-    """Deal out the places of a closed loop as evenly as it goes, and the samples too."""
+    """Distribute the concurrent requests of a closed loop, and the samples, evenly."""
     for process in range(processes):
         places = concurrency // processes + (process < concurrency % processes)
         mine = np.arange(process, samples, processes, dtype=np.int64)
@@ -51,14 +51,14 @@ def deal_concurrency(concurrency: int, samples: int, processes: int) -> Iterator
 
 
 def used_samples(shares: Sequence[Share]) -> NDArray[np.int64]:
-    """Samples that are sent at all, rising."""
+    """Return the samples that any process sends, rising."""
     return np.unique(np.concatenate([share.samples for share in shares]))
 
 
 def serialise_requests(
     settings: LoadSettings, inputs: Mapping[str, NDArray[Any]], samples: NDArray[np.int64]
 ) -> dict[int, bytes]:
-    """The ``ModelInferRequest`` of one sample for each of these rows of the inputs, by row."""
+    """Return a serialised ``ModelInferRequest`` for each of these samples, by sample."""
     found = {}
     for row in np.unique(samples).tolist():
         one = {name: array[row : row + 1] for name, array in inputs.items()}

@@ -1,4 +1,4 @@
-"""The ways that requests reach a server: calls, one stream, shared memory, or HTTP."""
+"""Ways to send requests to a server: calls, one stream, shared memory, or HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from offramp.tools.bench.load.load_settings import LoadError
 from offramp.tools.bench.load.server_access import ServerAccess
 
 PROTOCOLS: Final = ("grpc", "stream", "shm", "rest")
-"""Names of the ways: a call of gRPC each, one stream of gRPC, calls with their inputs in shared
+"""Names of the ways: one gRPC call per request, one gRPC stream, gRPC calls with inputs in shared
 memory, and HTTP with binary tensors."""
 
 CONNECT_LIMIT_S: Final = 10.0
@@ -42,20 +42,20 @@ class RequestFailedError(Exception):
     """A request was answered with an error."""
 
     def __init__(self, code: str, details: str) -> None:
-        """``code`` is gRPC's name of it."""
+        """Keep the error; ``code`` is the name of the gRPC code."""
         super().__init__(f"{code}: {details}")
         self.code = code
 
 
 class Transport(Protocol):
-    """A connection to a server; :meth:`open` comes first."""
+    """A connection to a server; call :meth:`open` first."""
 
     async def open(self) -> None:
         """Connect; LoadError."""
         ...
 
     async def ask(self, sample: int) -> ModelInferResponse:
-        """Send the request of a sample; RequestFailedError. Cancelling withdraws it."""
+        """Send the request of a sample, and return its answer; RequestFailedError."""
         ...
 
     async def close(self) -> None:
@@ -64,7 +64,7 @@ class Transport(Protocol):
 
 
 class CallTransport:
-    """A call of gRPC for each request."""
+    """One gRPC call for each request."""
 
     def __init__(self, address: str, requests: Mapping[int, bytes], access: ServerAccess) -> None:
         self._address, self._requests, self._metadata = address, requests, access.metadata
@@ -120,7 +120,7 @@ class SharedTransport(CallTransport):
         super().__init__(address, placed, access)
 
     async def open(self) -> None:
-        """Connect, and have the server open the memory; LoadError."""
+        """Connect, and make the server open the memory; LoadError."""
         await super().open()
         request = SystemSharedMemoryRegisterRequest(
             name=self._memory.name, key=self._memory.key, byte_size=self._memory.size_bytes
@@ -172,7 +172,7 @@ class StreamTransport(CallTransport):
         self._reader = asyncio.create_task(self._read())
 
     async def ask(self, sample: int) -> ModelInferResponse:
-        """Send a request; if it is cancelled, its answer is dropped when it comes."""
+        """Send a request; if it is cancelled, its answer is dropped when it arrives."""
         answer: asyncio.Future[ModelInferResponse] = asyncio.get_running_loop().create_future()
         try:
             async with self._writing:
@@ -215,7 +215,7 @@ def _resolve(
 
 
 class RestTransport:
-    """HTTP, with tensors as binary data, over as many connections as there are requests."""
+    """HTTP, with tensors as binary data, over one connection for each concurrent request."""
 
     def __init__(self, address: str, requests: Mapping[int, bytes], access: ServerAccess) -> None:
         self._bodies = {}
@@ -268,7 +268,7 @@ class RestTransport:
 
 
 def _error_in(body: bytes) -> str:
-    """Return the text of an error."""
+    """Return the text of an error from a response's body."""
     try:
         return str(json.loads(body)["error"])
     except (KeyError, TypeError, ValueError):
@@ -278,7 +278,7 @@ def _error_in(body: bytes) -> str:
 def make_transport(
     protocol: str, address: str, requests: Mapping[int, bytes], access: ServerAccess
 ) -> Transport:
-    """Return a way by its name, of :data:`PROTOCOLS`."""
+    """Return the transport with a name of :data:`PROTOCOLS`."""
     kinds: Mapping[str, Any] = {
         "grpc": CallTransport,
         "stream": StreamTransport,
