@@ -35,7 +35,7 @@ class TimeMatrix:
     ms: FloatArray
     """float64[exits, h + 1]; column 0 is the first stage alone."""
     limit_ms: float
-    """Time of the same batch without another exit, which no entry may exceed."""
+    """Time of the same batch without a further exit; no entry may exceed it."""
 
     @property
     def violated(self) -> BoolArray:

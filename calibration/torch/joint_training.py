@@ -308,7 +308,7 @@ class _Course:
         return losses, self.lesson.agrees(found, shard)
 
     def judge(self, batches: Iterable[_TrainingBatch]) -> None:
-        """Evaluate on the tuning split, after an epoch or before all; keep the best weights."""
+        """Evaluate on the tuning split, also before the first epoch; keep the best weights."""
         read = [found for batch in batches for found in self.pool.map(self._judged, batch.shards())]
         agrees = np.concatenate([agrees for _, agrees in read], axis=1)
         mean = np.sum([losses for losses, _ in read], axis=0) / agrees.shape[1]

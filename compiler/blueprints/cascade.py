@@ -144,7 +144,7 @@ def _before_source(
 
 
 def _with_scores(segment: SegmentModel, front: SourceModel) -> SegmentModel:
-    """Add the scores to the last segment's outputs: they are the copy's confidence."""
+    """Add the scores to the last segment's outputs: the copy's confidence is computed from them."""
     scores = front.taught.output
     if scores == front.answer.output:
         return segment

@@ -39,7 +39,8 @@ LEAST_AGREEMENT: Final = 0.8
 that model, so a copy may err more often than the bundle; but exits and threshold must detect its
 errors."""
 JUDGED_SAMPLES: Final = 512
-"""Samples of the tune split on which every kind is tried; the chosen kind is recorded on all."""
+"""Samples of the tune split on which every kind is tried; the chosen kind is recorded on all
+samples."""
 LEAST_GAIN: Final = 0.01
 """Share of the source model's time that a copy must be predicted to save beyond exits alone. A
 second model costs memory, longer audits, which run both, and time if no sample exits."""

@@ -76,7 +76,7 @@ class Reports(NamedTuple):
 
     progress: Progress = SILENT
     print_line: Callable[[str], None] = lambda _: None
-    """Prints a line during the work."""
+    """Function that prints a line during the work."""
 
 
 SILENT_REPORTS = Reports()

@@ -237,7 +237,7 @@ class PolicyChoice:
     ) -> str:
         """Return the reason why :meth:`certify` put no exit into use.
 
-        There is at least one exit; if the path has none, it is a result of :meth:`by_savings`.
+        The bundle has at least one exit. If the path has none, :meth:`by_savings` chose none.
         """
         asked = self.terms(max_overhead)
         tested = asked.tested(copies=certify.copies is not None)

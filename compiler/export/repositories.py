@@ -65,7 +65,7 @@ class Repository:
     servers: tuple[str, ...]
     """Some of ``triton``, ``ovms`` and ``kserve``."""
     storage: str = ""
-    """URI of ``root``, with ``kserve``."""
+    """URI of ``root`` for KServe; empty without KServe."""
 
     @property
     def folder(self) -> Path:

@@ -93,8 +93,8 @@ def read_plain(
     converted or its batch was fixed.
 
     Raises:
-        ModelError: The file is missing, not an ONNX model, or cannot be served; the message begins with
-            ``path``.
+        ModelError: The file is missing, not an ONNX model, or cannot be served; the message begins
+            with ``path``.
     """
     proto, digest = load_source(path, weights)
     try:

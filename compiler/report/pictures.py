@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from offramp.compiler.report import numbers
 
 _GOLDEN = 0.618033988749895
-"""Difference in hue from one class to the next, so that neighbouring classes differ."""
+"""Difference in hue from one class to the next, so that they are easy to tell apart."""
 _MOST_PIXELS = 256
 """Largest side of a picture in pixels; larger maps are subsampled."""
 
