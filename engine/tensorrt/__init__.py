@@ -4,8 +4,7 @@
 
     probe           checks driver, GPU and packages, without importing them or a CUDA context
     compat          all differences of TensorRT 8.6, 10 and 11; loading the packages
-    device          a GPU's primary context, made current around work
-    messages        TensorRT's messages to logging, its errors to ours
+    tensorrt_messages  TensorRT's messages to logging, its errors to ours
     lookup          the engines of a bundle that run a stage here
     loading         engines in device memory, each loaded once, and their contexts
     scratch_layout  scratch memory of the engines of a stage
