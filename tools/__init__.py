@@ -1,2 +1,1 @@
-"""Commands around the product, and scripts for GPU machines and examples; not imported
-elsewhere."""
+"""Commands around the product, and scripts for GPU machines and examples."""
