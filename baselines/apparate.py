@@ -45,8 +45,7 @@ class ApparateSettings:
     max_disagreement: float = 0.01
     """Bound on the share of differing answers, in every window."""
     max_overhead: float = DEFAULT_MAX_OVERHEAD
-    """Ramp budget: largest delay that exits (ramps) cause at the model's end, as a share of its
-    time."""
+    """Ramp budget: largest delay of the model's end by exits (ramps), as a share of its time."""
     agreement_window: int = 16
     """Number of samples whose agreement is monitored; also the smallest number to tune on."""
     tuning_window: int = 16

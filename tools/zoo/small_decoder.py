@@ -39,13 +39,12 @@ WORDS, TOKENS, VOCABULARY = 64, 65, 8192
 """Largest number of words in a prompt; the same with the question; size of the vocabulary."""
 PADDING, UNKNOWN, QUESTION = 0, 1, 2
 ANSWERS = (3, 4)
-"""Tokens of no and yes; words have larger ids."""
+"""Token ids of the answers no and yes; words have larger ids."""
 _FIRST_WORD = 5
 _SHORTEST = 12
 """Smallest number of words to which training crops a prompt."""
 _LM_SHARE, _LM_WEIGHT = 8, 0.2
-"""In training, the next word is predicted at one position in 8, and this loss has the weight
-0.2."""
+"""Training predicts the next word at one position in 8; the loss of these has the weight 0.2."""
 _MASKED = -10_000.0
 _BATCH = 32
 
