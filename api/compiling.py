@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 _FIELDS: Final = {"confidence": "confidence_level"}
-"""Fields whose name differs from their keyword."""
+"""Fields of the options by keyword, if their names differ."""
 _ARGUMENTS: Final = ("output", "example_inputs", "max_disagreement", "overwrite", "progress")
-"""Keyword arguments of :func:`compile` itself."""
+"""Keyword arguments of :func:`compile` that are not fields of the options."""
 
 
 class CompileKeywords(TypedDict, total=False):
@@ -125,7 +125,7 @@ def compile(  # noqa: A001 - the name that users expect
 
     Args:
         model: An ONNX file, a model of the package ``onnx``, or a torch module. A module is
-            exported with torch's exporter, and the result is compared with the module.
+            exported with torch's exporter; the exported model is compared with the module.
         data: Calibration samples: a path as for ``--data``, arrays by input name, or an iterable
             of batches such as a data loader. Labels are not needed.
         output: The bundle's folder. By default ``MODEL.ee`` next to the file, or for a module
@@ -169,7 +169,7 @@ def compile(  # noqa: A001 - the name that users expect
 
 def _options(**given: Any) -> CompileOptions:
     """Return the options of compiling, without model and data; ValueError if out of range."""
-    known_criterion(given.get("criterion", "probability"))  # fails before anything slow
+    known_criterion(given.get("criterion", "probability"))  # raises before slow work begins
     if given.get("scratch") is not None:
         given["scratch"] = Path(given["scratch"])
     for name in ("exits", "answer_tokens"):
@@ -198,7 +198,7 @@ def _preprocessing(given: Mapping[str, Any]) -> PreprocessingSpec:
         if option.field in given:
             value = given[option.field]
             written = isinstance(value, Sequence) and not isinstance(value, str)
-            try:  # as for the command line and preprocessing.toml
+            try:  # checks as for the command line and preprocessing.toml
                 found[option.field] = option.parse(
                     ",".join(map(str, value)) if written else str(value)
                 )
@@ -257,10 +257,10 @@ def _as_file(model: object, example_inputs: object, progress: Progress) -> Itera
 
 
 def _first_batch(module: nn.Module, data: object) -> tuple[object, object]:
-    """Return example inputs from the first batch of data, and data that still include it.
+    """Return example inputs from the first batch of data, and data that still contain it.
 
     Raises:
-        TypeError: The data have no batches to read.
+        TypeError: The data are not batches.
     """
     if callable(data) and not isinstance(data, Iterable):
         data = data()
@@ -278,7 +278,7 @@ def _first_batch(module: nn.Module, data: object) -> tuple[object, object]:
             batch = next(batches)
         except StopIteration:
             raise TypeError("data is an iterable without batches; pass at least one") from None
-        if batches is data:  # it can be read only once
+        if batches is data:  # an iterator can be read only once
             data = itertools.chain([batch], batches)
     return _inputs_of(module, batch), data
 
@@ -309,7 +309,7 @@ def _inputs_of(module: nn.Module, batch: object) -> object:
 
 @contextmanager
 def _shown(progress: bool | None) -> Iterator[Progress]:  # noqa: FBT001
-    """Yield progress output to standard error, if requested or if it is a terminal."""
+    """Yield progress that is shown on standard error if requested, or if that is a terminal."""
     from rich.console import Console  # noqa: PLC0415 - slow to import
 
     from offramp.compiler.common.progress import SILENT, TerminalProgress  # noqa: PLC0415
@@ -326,7 +326,7 @@ def _shown(progress: bool | None) -> Iterator[Progress]:  # noqa: FBT001
 
 @contextmanager
 def _needing_extra() -> Iterator[None]:
-    """Add the remedy to the ImportError for a missing package of the compiler."""
+    """Add a remedy to the ImportError if a package of the compiler is missing."""
     try:
         yield
     except ImportError as error:

@@ -24,7 +24,7 @@ from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.stages.plan import Mode
 
 _FIELDS: Final = {"state": "keep_state", "cuda_graphs": "graphs", "policy": "scheduling"}
-"""Fields whose name differs from their keyword."""
+"""Fields of the options by keyword, if their names differ."""
 
 _LEARNING: Final = {
     "learn_samples": "samples",
@@ -36,7 +36,7 @@ _DEFAULTS: Final = {"--mode": Mode.AUDIT.value, "--policy": "run-through", "--ba
 
 
 def path_of(model: PathLike | Bundle) -> Path:
-    """Return the path of a model: a path, or the path of a bundle such as ``compile`` returns."""
+    """Return a path unchanged, or the path of an opened bundle (the result of ``compile``)."""
     return model.path if isinstance(model, Bundle) else Path(model)
 
 
@@ -65,7 +65,7 @@ def engine_options(
     if given:
         from offramp.server.arguments.combinations import ONNX_FILE, combinations  # noqa: PLC0415
 
-        # Without exits there is no state, so this option is harmless in every combination.
+        # Without exits there is no state, so this option is allowed in every combination.
         given_options = {name: value for name, value in given.items() if name != "state"}
         files = {ONNX_FILE} if any(map(is_onnx_file, models)) else set()
         refuse_illegal_keywords(combinations(), given_options, _DEFAULTS, also=files)
@@ -84,7 +84,7 @@ def engine_options(
 
 
 def _of_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's options that extensions make from their keyword arguments."""
+    """Return the options of extensions, made from their keyword arguments."""
     found: dict[str, Any] = {}
     for extension in extensions_for("server"):
         names = {field.name for field in fields(extension.settings)}
@@ -97,7 +97,7 @@ def _of_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _learning(named: Mapping[str, Any]) -> LearnOptions | None:
-    """Return the options of learning; ``None`` unless learning is requested."""
+    """Return the options of learning; ``None`` if learning is not requested."""
     if not named.get("learn", False):
         return None
     given = {field: named[name] for name, field in _LEARNING.items() if name in named}

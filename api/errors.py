@@ -10,7 +10,7 @@ class ModelClosedError(RuntimeError):
 
 
 class ForkedError(RuntimeError):
-    """The process was forked after a model was opened; the fork has none of its threads."""
+    """The process was forked after a model was opened; the model's threads are not in the fork."""
 
 
 class ModuleExportError(CompileError):

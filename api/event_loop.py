@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class LoopThread:
-    """Runs coroutines on its own event loop, for the threads of one process."""
+    """Runs coroutines on its own event loop, for any thread of the process."""
 
     def __init__(self, name: str) -> None:
         """Start the thread; ``name`` is for debuggers and messages."""
@@ -45,7 +45,8 @@ class LoopThread:
     def call(self, function: Callable[..., Coroutine[Any, Any, _T]], *arguments: Any) -> _T:
         """Run a coroutine function on the loop, and return its result.
 
-        An interrupt of the waiting thread cancels it. Raise ForkedError in a forked process.
+        An interrupt of the waiting thread cancels the coroutine. Raise ForkedError in a forked
+        process.
         """
         if self.is_inherited:
             raise ForkedError(
@@ -56,10 +57,10 @@ class LoopThread:
         try:
             return future.result()
         finally:
-            future.cancel()  # no effect if it is done
+            future.cancel()  # no effect if the coroutine is done
 
     def stop(self) -> None:
-        """End the thread after its present step; harmless if it has ended."""
+        """End the thread after its current step; harmless if it has already ended."""
         if not self.is_inherited and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -15,7 +15,7 @@ def describe_model(info: ModelInfo) -> str:
 
 
 def model_html(info: ModelInfo, statistics: ModelStatistics) -> str:
-    """Return a table of a model's exits: thresholds, and number of samples that each answered."""
+    """Return a table of a model's exits: threshold, and number of samples that each answered."""
     answered = max(statistics.answered, 1)
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Keyword arguments of the API: names, which are those of the flags, and types.
+"""Keyword arguments of the API: their names, which follow the flags, and their types.
 
 ``--max-batch-size 16`` of ``eeserve`` is ``max_batch_size=16`` here; ``--no-padding`` is
 ``padding=False``. Type checkers and :func:`check_keywords` use the same tables; the options'
@@ -22,7 +22,7 @@ _Options = TypeVar("_Options")
 
 PathLike = str | os.PathLike[str]
 NUMBERS = {int: numbers.Integral, float: numbers.Real}
-"""Accepted number types for a hint; numpy's numbers are accepted."""
+"""Accepted types for a type hint of a number; numpy's numbers are included."""
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -86,7 +86,7 @@ def check_keywords(
 ) -> None:
     """Check the names and types of keyword arguments against a table.
 
-    ``named`` are the function's keyword arguments outside the table.
+    ``named`` are keyword arguments of the function that are not in the table.
 
     Raises:
         TypeError: The option does not exist, or its value has another type.
@@ -112,7 +112,7 @@ def _fits(value: object, hint: Any) -> bool:
         return value in arguments
     if origin in (Union, UnionType):
         return any(_fits(value, argument) for argument in arguments)
-    if origin is Sequence:  # a string is not accepted, though it is a Sequence
+    if origin is Sequence:  # refuses strings, although these are Sequences
         return not isinstance(value, str) and (
             isinstance(value, Sequence) and all(_fits(each, arguments[0]) for each in value)
         )
@@ -122,7 +122,7 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
-    """Return the description of a type for a message."""
+    """Return a description of a type, for messages."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, arguments))
@@ -142,10 +142,10 @@ def options_from(
     own: Collection[str] | None = None,
     **more: Any,
 ) -> _Options:
-    """Return options from the keyword arguments in ``own``, by default the fields of ``kind``.
+    """Return options of class ``kind`` from the keyword arguments that are its fields.
 
-    ``renamed`` maps keywords to fields with another name. A ValueError of the options names the
-    keyword.
+    ``renamed`` maps keywords to fields with another name; ``own`` are the fields to use, by default
+    all. A ValueError of the options names the keyword.
     """
     if own is None:
         own = {field.name for field in fields(kind)}  # type: ignore[arg-type]
@@ -169,8 +169,8 @@ def refuse_illegal_keywords(
 ) -> None:
     """Raise ValueError for keyword arguments that a command's table does not allow together.
 
-    ``others`` are defaults, by flag, of options that the caller leaves out, if the table uses them;
-    ``also`` are further entries of the table that count as present flags.
+    ``others`` are defaults, by flag, of options that the caller omits but the table uses; ``also``
+    are further flags of the table that count as given.
     """
     values: dict[str, object] = dict(others)
     flags = set(also)

@@ -34,7 +34,7 @@ class OpenedModel:
 
     @property
     def name(self) -> str:
-        """Name of the bundle or file, without its suffix."""
+        """Name of the model: the name of the bundle or file, without its suffix."""
         return self._name
 
     @property
@@ -108,7 +108,7 @@ async def _infer(
 
 
 class Model(OpenedModel):
-    """A model in this process; any thread may call it, and calls share batches.
+    """A model in this process; any thread may call it, and concurrent calls share batches.
 
     ::
 
@@ -128,9 +128,9 @@ class Model(OpenedModel):
             raise
         super().__init__(engine, name)
         self._thread = thread
-        # Holds no reference to the model, so that a forgotten model is closed as well.
+        # The finalizer has no reference to the model, so that a forgotten model is closed, too.
         self._closing = weakref.finalize(self, _close, engine, thread)
-        self._closing.atexit = False  # threads cannot run any more at exit
+        self._closing.atexit = False  # at exit, threads can no longer run
 
     def __call__(self, inputs: ArrayLike, /) -> NDArray[Any]:
         """Return the answers to n samples of a model with one input; errors as :meth:`predict`.
@@ -150,8 +150,8 @@ class Model(OpenedModel):
         """Answer n samples, passed by input name: as a mapping, or as keyword arguments.
 
         The result has ``outputs`` by name and, for each sample, ``exits`` (the exit that answered;
-        -1 is the model's end) and ``confidences``. ``deadline_ms`` is the longest wait; by default
-        it is the option ``slo_ms``.
+        -1 is the model's end) and ``confidences``. ``deadline_ms`` is the longest wait for the
+        answer; the default is the option ``slo_ms``.
 
         Raises:
             BadInputError: An array is missing, unknown, or has another dtype or shape.
@@ -206,7 +206,7 @@ async def _drain_and_close(engine: Engine) -> None:
 
 
 DRAIN_S = 30.0
-"""Seconds for calls of other threads to finish, as a server's ``--shutdown-timeout-s``."""
+"""Time limit, in seconds, for other threads' calls to finish; as ``--shutdown-timeout-s``."""
 
 
 class AsyncModel(OpenedModel):
@@ -220,7 +220,7 @@ class AsyncModel(OpenedModel):
 
     @classmethod
     def open(cls, model: PathLike | Bundle, /, **options: Unpack[EngineKeywords]) -> Opening:
-        """Open a bundle or an ONNX file: for ``async with``, or ``await`` and :meth:`close`.
+        """Open a bundle or an ONNX file: use ``async with``, or ``await`` and later :meth:`close`.
 
         Options and errors are those of :func:`offramp.load`.
         """
@@ -286,10 +286,10 @@ class Opening:
 
 
 def load(model: PathLike | Bundle, /, **options: Unpack[EngineKeywords]) -> Model:
-    """Open a bundle or an ONNX file in this process, from its path or ``compile``'s result.
+    """Open a bundle or an ONNX file in this process; a bundle may be ``compile``'s result.
 
     Takes seconds. Use the model as a context manager, or close it. It answers as ``eeserve`` does
-    with the same options, which have the names of its flags: ``--max-batch-size 16`` is
+    with the same options, whose names follow its flags: ``--max-batch-size 16`` is
     ``max_batch_size=16``, ``--no-padding`` is ``padding=False``. State that the controller learned
     is saved next to the bundle, unless ``state=False``.
 

@@ -21,11 +21,11 @@ from offramp.server.opening import open_served
 ServedPaths = (
     PathLike | Bundle | Sequence[PathLike | Bundle] | Mapping[str, PathLike] | Mapping[str, Bundle]
 )
-"""One model, several models, or models by name."""
+"""Models to serve: one, several, or by name."""
 
 
 class _Serving:
-    """The serving task; used on the loop's thread, except for its creation."""
+    """The serving task; it is used on the loop's thread, but created on another."""
 
     def __init__(
         self, models: Mapping[str, Path], engine: EngineOptions, server: ServerOptions
@@ -35,7 +35,7 @@ class _Serving:
         self._task: asyncio.Task[int] | None = None
 
     async def start(self) -> Listening:
-        """Serve in a task; return once requests are answered, or raise the error of the start."""
+        """Serve in a task; return when requests are answered, or raise the error of the start."""
         ready: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         self._stop = StopSignals()
 
@@ -49,7 +49,7 @@ class _Serving:
         self._task = asyncio.create_task(serving)
         try:
             await asyncio.wait((self._task, ready), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # an interrupt while models are loaded
+        except asyncio.CancelledError:  # an interrupt during the loading of models
             await self.stop()
             raise
         if not ready.done():
@@ -66,7 +66,7 @@ class _Serving:
 
 
 class Server:
-    """A server in this process; a context manager, or :meth:`close` ends it."""
+    """A server in this process; use it as a context manager, or call :meth:`close`."""
 
     def __init__(
         self, models: Mapping[str, Path], engine: EngineOptions, server: ServerOptions
@@ -83,13 +83,13 @@ class Server:
         self.grpc_address = listening.grpc
         """Host and port for :class:`offramp.client.Client`."""
         self.http_address = f"http://{listening.http}"
-        """URL of the status page; ``/metrics`` and ``/health/ready`` are below it."""
-        # Holds no reference to the server, so that a forgotten server is closed as well.
+        """URL of the status page; also the base of ``/metrics`` and ``/health/ready``."""
+        # The finalizer has no reference to the server, so that a forgotten server is closed, too.
         self._closing = weakref.finalize(self, _close, serving, thread)
         self._closing.atexit = False  # threads cannot run any more at exit
 
     def close(self) -> None:
-        """Finish requests in progress and stop; harmless if stopped, or in a forked process."""
+        """Finish requests in progress and stop; harmless if already stopped, or in a fork."""
         self._closing()
 
     def __enter__(self) -> Self:
@@ -122,8 +122,8 @@ def serve(
     """Serve bundles or ONNX files in a thread of this process, as ``eeserve`` does.
 
     Args:
-        models: One path, several, or paths by the names to serve them under; a bundle from
-            ``compile`` may replace a path.
+        models: One path, several paths, or paths by the names under which they are served; instead
+            of a path, a bundle from ``compile`` is allowed.
         grpc_port: Port of gRPC; 0 chooses a free port.
         http_port: Port of status page, health and metrics; 0 chooses a free port.
         **options: Flags of ``eeserve``, named as for :func:`offramp.load`.
@@ -138,7 +138,7 @@ def serve(
     )
     network: dict[str, Any] = {"grpc_port": grpc_port, "http_port": http_port, **options}
     try:
-        # No drain delay: there are no load balancers that need time to notice.
+        # No drain delay: it gives load balancers time to notice, and there are none here.
         server = options_from(ServerOptions, network, {}, drain_delay_s=0.0)
     except ValueError as error:
         raise ValueError(without_flags(str(error))) from error
@@ -146,7 +146,7 @@ def serve(
 
 
 def _named(models: ServedPaths) -> dict[str, Path]:
-    """Return paths by model name; ValueError for no model, or for two with the same name."""
+    """Return paths by model name; ValueError without models, or if two have the same name."""
     if isinstance(models, Mapping):
         named = {name: path_of(model) for name, model in models.items()}
     else:

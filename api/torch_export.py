@@ -1,4 +1,4 @@
-"""Torch modules as ONNX files: exported with torch's exporters, and checked against the module."""
+"""Torch modules as ONNX files: exported with torch's exporters, compared with the module."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from offramp.engine.graphs.external_weights import weights_in
 _log = logging.getLogger(__name__)
 
 ROWS: Final = 4
-"""Number of samples of the example inputs for the export."""
+"""Number of samples of the example inputs that the export uses."""
 _BATCHES: Final = (slice(0, 64), *(slice(i, i + 1) for i in range(8)), slice(8, 11), slice(11, 18))
-"""Batches of the example inputs for the check, if there are enough samples."""
+"""Batches of the example inputs that the check uses, if there are enough samples."""
 _TOLERANCE: Final = 1e-3
 _TOLERANCE_OF_HALF: Final = 5e-2
 """Largest difference between two runtimes, as a share of an output's scale."""
@@ -48,7 +48,7 @@ class ExampleCall:
         self._bound = _bind(module, inputs)
         device = next((t.device for t in [*module.parameters(), *module.buffers()]), None)
         self.tensors: dict[str, torch.Tensor] = {}
-        """Rows by input name, in the order of ``forward``."""
+        """Selected rows of each input by name, in the order of ``forward``."""
         for name, value in self._bound.arguments.items():
             self._bound.arguments[name] = self._mapped(
                 name, value, lambda n, v: _rows(n, v, device, rows)
@@ -74,7 +74,7 @@ class ExampleCall:
     def outputs(self) -> dict[str, torch.Tensor]:
         """Run the module; return its outputs by their names in the ONNX model.
 
-        ModuleExportError if the module fails or returns anything but tensors.
+        ModuleExportError if the module fails, or returns something other than tensors.
         """
         kind = type(self.module).__name__
         try:
@@ -86,7 +86,7 @@ class ExampleCall:
             ) from error
         if isinstance(answer, torch.Tensor):
             return {"output": answer}
-        if isinstance(answer, Mapping):  # such as outputs of transformers
+        if isinstance(answer, Mapping):  # for example outputs of transformers
             return {str(k): value for k, value in answer.items() if torch.is_tensor(value)}
         if isinstance(answer, Sequence) and all(map(torch.is_tensor, answer)):
             return {f"output_{place}": each for place, each in enumerate(answer)}
@@ -96,7 +96,7 @@ class ExampleCall:
         )
 
     def export(self, path: Path, output_names: Sequence[str], *, dynamo: bool) -> None:
-        """Write the module with one of torch's exporters, which may raise any exception."""
+        """Write the module with one of torch's exporters; these may raise any exception."""
         free = torch.export.Dim.DYNAMIC
         sizes: dict[str, Any] = {
             name: self._mapped(name, value, lambda *_: {0: free})
@@ -149,7 +149,7 @@ def _export(call: ExampleCall, outputs: Sequence[str], path: Path) -> None:
 
 
 def _try_exporters(call: ExampleCall, outputs: Sequence[str], path: Path) -> str:
-    """Export, and return the failure of the newer exporter; empty if it succeeded."""
+    """Export; return the failure of the newer exporter, empty if that succeeded."""
     kind = type(call.module).__name__
     try:
         call.export(path, outputs, dynamo=True)
@@ -157,7 +157,7 @@ def _try_exporters(call: ExampleCall, outputs: Sequence[str], path: Path) -> str
         raise
     except Exception as first:
         if _depends_on_values(first):
-            # The older exporter would record the branch that the example takes, for all inputs.
+            # The older exporter would record only the branch that the example inputs take.
             raise ModuleExportError(
                 f"{kind}.forward chooses its computation by the values of its inputs, as in "
                 "`if x.sum() > 0`, which torch cannot express in an ONNX file; compute both "
@@ -292,7 +292,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of an error's message, with its kind.
+    """Return an error's class, and the first line of its message.
 
     A TorchExportError is reported by its cause, since its own message only names an export step.
     """

@@ -1,5 +1,5 @@
-"""Extension: controllers and threshold searches that others published, for comparison with ours.
+"""Extension: published controllers and threshold searches of others, for comparison with ours.
 
-The controllers of Apparate and PAME may serve (``eeserve --controller apparate``, ``pame``); the
-threshold searches are driven by ``python -m benchmarks.adapt`` and the benchmarks.
+The controllers of Apparate and PAME can serve (``eeserve --controller apparate``, ``pame``);
+``python -m benchmarks.adapt`` and other benchmarks run the threshold searches.
 """

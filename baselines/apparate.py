@@ -1,21 +1,22 @@
-"""Apparate's controller as published (3.2, 3.3): tunes after accuracy loss, adjusts exits.
+"""Apparate's controller as published (3.2, 3.3): it tunes after accuracy loss, adjusts exits.
 
     the last 16 samples agree less than required:  tune thresholds on the window
     every 128 samples:                             adjust the exits in use
 
 It needs release mode, where every sample runs to the end, so that all answers can be compared. It
-promises nothing about unseen samples: thresholds fit the window that they were tuned on. The paper
+makes no promise about unseen samples: thresholds fit the window on which they were tuned. The paper
 does not state the length of that window; the authors' artifact uses the same 16 samples.
 
 Decisions made here, where the paper leaves them open:
 
 * Agreement is measured on samples served with the active policy; late results of samples that were
-  started with an older one do not count. In a window that is not full yet, the missing samples
+  started with an older policy do not count. In a window that is not full yet, the missing samples
   count as agreeing.
 * A sample causes at most one tuning: once a tuning is requested, a new agreement window starts.
-* Tuning uses the last samples that every exit in use saw. While a new exit has seen fewer than the
-  agreement window, the others are tuned without it, and it stays at NEVER. At the very start
-  tuning waits until there are as many: fewer would set more aggressive thresholds.
+* Tuning uses the last samples that every exit in use saw. While a new exit has seen fewer samples
+  than the agreement window has, the other exits are tuned without it, and it stays at NEVER. At the
+  start, tuning waits until that number of samples was seen: fewer would set more aggressive
+  thresholds.
 * One job runs at a time; accuracy loss has priority.
 """
 
@@ -44,13 +45,14 @@ class ApparateSettings:
     max_disagreement: float = 0.01
     """Bound on the share of differing answers, in every window."""
     max_overhead: float = DEFAULT_MAX_OVERHEAD
-    """Ramp budget: largest delay of the model's end by ramps, as a share of its time."""
+    """Ramp budget: largest delay of the model's end by exits (ramps), as a share of its time."""
     agreement_window: int = 16
-    """Samples whose agreement is monitored; also the fewest that thresholds are tuned on."""
+    """Number of samples whose agreement is monitored; also the smallest number to tune on."""
     tuning_window: int = 16
-    """Samples to tune on; results vary less with 512."""
+    """Number of samples to tune on; results vary less with 512."""
     adjust_every: int = 128
-    """Samples between two adjustments of the exits in use, and evaluated by each."""
+    """Number of samples between two adjustments of the exits in use; each adjustment evaluates
+    these."""
     method: str = "greedy"
     """Search method of :func:`.thresholds.tune`."""
     confidence_level: float = 0.95
@@ -81,10 +83,10 @@ _TuningArguments: TypeAlias = tuple[Weighted, FloatArray, float, ApparateSetting
 def run_tuning(
     samples: Weighted, latency_ms: FloatArray, source_ms: float, settings: ApparateSettings
 ) -> Tuning:
-    """Tune the exits that ``samples`` has rows for; runs as a job.
+    """Tune the exits that have rows in ``samples``; runs as a job.
 
-    ``latency_ms``, float64[exits + 1], is the time until each of them and the end, including the
-    time of all exits in use.
+    ``latency_ms``, float64[exits + 1], is the time until each of these exits, then until the
+    model's end, including the time of all exits in use.
     """
     data = samples.confidence, samples.agrees, latency_ms
     return tune(*data, settings.max_disagreement, settings.method, vanilla_ms=source_ms)
@@ -109,7 +111,7 @@ def run_adjustment(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Out:
-    """The job that is being computed."""
+    """A job that is running."""
 
     number: int
     tuned_exits: tuple[int, ...]
@@ -118,9 +120,9 @@ class _Out:
 
 
 def evenly_spaced(costs: CostModel, max_overhead: float = DEFAULT_MAX_OVERHEAD) -> tuple[int, ...]:
-    """Return the exits for the start: as many as the budget allows, evenly spaced (Apparate 3.1).
+    """Return the first exits in use: as many as the budget allows, evenly spaced (Apparate 3.1).
 
-    They are spaced by index among the exits; each is in the middle of its share of the model.
+    The exits' indices are evenly spaced; each exit is in the middle of its part of the model.
     """
     for count in range(costs.exits, 0, -1):
         spaced = tuple((2 * i + 1) * costs.exits // (2 * count) for i in range(count))
@@ -140,8 +142,7 @@ class ApparateController(UncertifiedController):
     ) -> Self:
         """Start with evenly spaced exits, none of which answers until the first tuning (3.1).
 
-        There are as many exits as the ramp budget of the settings allows; ``version`` is their
-        policy's.
+        The ramp budget of the settings limits the number of exits; ``version`` is the policy's.
         """
         settings = settings or ApparateSettings()
         exits = evenly_spaced(costs, settings.max_overhead)
@@ -166,7 +167,7 @@ class ApparateController(UncertifiedController):
         self._out: _Out | None = None
 
     def observe(self, seen: Observations) -> None:
-        """Record complete samples, and monitor the agreement of those of the active policy."""
+        """Record complete samples; monitor the agreement of samples of the active policy."""
         self._counters.add(seen, version=self.policy.version)
         self._recent.add(seen)
         self._since_adjustment += len(seen)
@@ -215,7 +216,7 @@ class ApparateController(UncertifiedController):
         return tuple(a.threshold for a in self.policy.active)
 
     def _watch(self, wrong: BoolArray) -> None:
-        """Move the window sample by sample, not only chunk by chunk."""
+        """Move the agreement window sample by sample, not only chunk by chunk."""
         window = self._settings.agreement_window
         joined = np.concatenate([self._wrong, wrong])
         total = np.concatenate([[0], np.cumsum(joined)])
@@ -226,7 +227,7 @@ class ApparateController(UncertifiedController):
         self._wrong = joined[max(len(joined) - window, 0) :]
 
     def _tuning_job(self) -> Job | None:
-        """Tune the exits in use, except those that saw too few samples, which stay at NEVER."""
+        """Return a job that tunes the exits in use; exits with too few samples stay at NEVER."""
         least = self._settings.agreement_window
         exits = self._exits
         task = self._tuning(exits)
@@ -267,7 +268,7 @@ class ApparateController(UncertifiedController):
         return Job(number=self._jobs, purpose=purpose, function=function, arguments=arguments)
 
     def _tuning(self, exits: tuple[int, ...]) -> _TuningArguments:
-        """Return arguments that tune some of the exits in use; the time of the others counts."""
+        """Return arguments to tune some of the exits in use; the time of the other exits counts."""
         recent = self._recent.seen_by(exits).newest(self._settings.tuning_window)
         rows = [self._exits.index(e) for e in exits]
         latency_ms = self._costs.latency_ms(self._exits)[[*rows, -1]]
@@ -277,7 +278,7 @@ class ApparateController(UncertifiedController):
         self._counters.tunings += 1
         tuned = dict(zip(out.tuned_exits, tuning.thresholds.tolist(), strict=True))
         if self._replace(self._exits, [tuned.get(e, NEVER) for e in self._exits]):
-            self._violated = False  # accuracy lost during the tuning was lost by the old policy
+            self._violated = False  # accuracy loss during the tuning came from the old policy
         self._counters.note(
             "tuning",
             f"thresholds tuned on {out.samples} samples: {tuning.savings:.1%} of the time "

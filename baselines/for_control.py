@@ -1,4 +1,4 @@
-"""Adds the controllers of baselines to those that a served model can have."""
+"""Adds the baselines' controllers to the controllers that a served model can use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offramp.engine.control.controller import Controller, ControllerKind, Contro
 
 
 def _apparate(task: ControlTask) -> Controller:
-    """Start as published (3.1), independent of the exits that the bundle was compiled with."""
+    """Return Apparate's controller, started as published (3.1), whatever exits the bundle uses."""
     settings = ApparateSettings(
         max_overhead=task.max_overhead,
         max_disagreement=task.max_disagreement,
@@ -23,10 +23,11 @@ def _apparate(task: ControlTask) -> Controller:
 
 
 def _pame(task: ControlTask) -> Controller:
-    """Start with the bundle's policy, for batches of the largest size.
+    """Return PAME's controller, started with the bundle's policy, for the largest batch size.
 
-    The period is longer the fewer answers are audited, so that it contains as many audited ones:
-    otherwise a single one, weighted for all that were not audited, would raise thresholds.
+    If fewer answers are audited, the period is longer, so that it always contains the same number
+    of audited answers. Otherwise a single wrong one, weighted for all that were not audited, would
+    raise thresholds.
     """
     settings = PameSettings(
         batch_size=task.batch_size,

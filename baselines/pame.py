@@ -6,16 +6,16 @@
 
 The paper re-tunes offline, on a data set of the new load
 (``offramp.calibration.rehearsal.adaptation``); here the last samples served replace that data set.
-This needs feedback on answers that were given early, which PAME itself does not have. It comes from
-samples that run on after their answer: all of them in release mode, a part of them where answers
-are audited. Without any, only latency is controlled.
+This needs feedback on early answers, which PAME itself does not have. The feedback comes from
+samples that run on after their answer: all samples in release mode, some of them in audit mode.
+Without such samples, only latency is controlled.
 
-Batches are formed of n consecutive samples in the order in which they were started, not as the
-scheduler formed them: the question is whether the load would fit the inference time matrix.
+The evaluation forms batches of n consecutive samples, in the order in which samples were started,
+not the scheduler's batches: the question is whether the load would fit the inference time matrix.
 
 ``eeserve --controller pame`` uses it.
 
-Limits: nothing is promised about unseen samples. The estimate of one period is noisy if the period
+Limits: there is no promise about unseen samples. The estimate of one period is noisy if the period
 is short. Thresholds never fall and exits never move back, so that under a load that changes back
 and forth fewer and fewer samples exit. Forced answers are not part of the estimate of disagreement,
 and count as rows that ran on, as they would have done without a deadline.
@@ -35,7 +35,7 @@ from offramp.certify import MODEL_END, BoolArray, IntArray, Observations, first_
 from offramp.engine.control.static import UncertifiedController, policy_of
 
 PERIOD: Final = 1024
-"""Samples between two evaluations, where all of them run to the end."""
+"""Number of samples between two evaluations, if all samples run to the end."""
 _ROUNDING: Final = 1e-9
 """Tolerance for thresholds of 1 that are sums of steps."""
 
@@ -47,11 +47,11 @@ class PameSettings:
     max_disagreement: float = 0.01
     """Bound on the share of differing answers, 1 − η."""
     max_violations: float = 0.02
-    """τ_l: largest share of batches that an exit may make late."""
+    """Largest share of batches that an exit may make late: τ_l."""
     batch_size: int = 32
-    """Samples in a batch, n, as in the rehearsal."""
+    """Number of samples in a batch, n, as in the rehearsal."""
     period: int = PERIOD
-    """Samples between two evaluations, and in each of them."""
+    """Number of samples between two evaluations, which is also the number that each evaluates."""
     threshold_step: float = 0.05
     """Step by which a confidence threshold is raised."""
     audit_probability: float = 1.0
@@ -81,7 +81,7 @@ class PameController(UncertifiedController):
     def __init__(
         self, policy: ExitPolicy, times: StageTimes, settings: PameSettings | None = None
     ) -> None:
-        """Start with the bundle's policy, as a rehearsal chose it, and times of all exits."""
+        """Start with the bundle's policy, which a rehearsal chose, and the times of all exits."""
         self.settings = settings = settings or PameSettings()
         super().__init__(
             policy,
@@ -95,7 +95,7 @@ class PameController(UncertifiedController):
         self._recent: list[Observations] = []
 
     def observe(self, seen: Observations) -> None:
-        """Count samples; evaluate each full period of samples of the active policy."""
+        """Count samples of the active policy; evaluate each full period."""
         self._counters.add(seen, version=self.policy.version)
         self._recent.append(seen.take(seen.policy_version == self.policy.version))
         if sum(map(len, self._recent)) >= self.settings.period:
@@ -167,7 +167,7 @@ class PameController(UncertifiedController):
         return moved
 
     def _raise(self, period: Observations, active: Mapping[int, float]) -> dict[int, float]:
-        """Raise the threshold of the exit with most wrong answers until the bound is met.
+        """Repeatedly raise the threshold of the worst exit until the bound is met.
 
         Samples that ran to the end show what each exit would have answered.
         """
@@ -179,7 +179,7 @@ class PameController(UncertifiedController):
         while sum(wrong.values()) > allowed:
             worst = max(wrong, key=wrong.__getitem__)
             stepped = min(raised[worst] + self.settings.threshold_step, 1.0)
-            # 1 is the largest threshold at which any sample exits.
+            # Above 1, no sample would exit.
             raised[worst] = NEVER if raised[worst] >= 1 - _ROUNDING else stepped
             wrong = _wrong_by_exit(complete, raised)
         if raised != active:
@@ -201,14 +201,14 @@ class PameController(UncertifiedController):
 
 
 def _rows_behind(period: Observations, exit_: int, size: int) -> IntArray:
-    """Return the rows of each batch that ran on after an exit: int64[batches]."""
+    """Return the number of rows of each batch that ran on after an exit: int64[batches]."""
     going_on = (period.answered_at == MODEL_END) | (period.answered_at > exit_) | period.forced
     whole = len(going_on) // size * size
     return np.asarray(going_on[:whole].reshape(-1, size).sum(axis=1), dtype=np.int64)
 
 
 def _wrong_by_exit(complete: Observations, active: Mapping[int, float]) -> dict[int, float]:
-    """Return the weight of samples that each exit would answer unlike the source model."""
+    """Return, by exit, the weight of samples that it would answer unlike the source model."""
     exits = list(active)
     if not exits or not len(complete):
         return dict.fromkeys(exits, 0.0)

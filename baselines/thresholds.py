@@ -54,12 +54,12 @@ def tune(
 ) -> Tuning:
     """Find thresholds that save the most time while disagreement stays within the bound.
 
-    The bound, in [0, 1], always holds on the records passed in, if need be without exits. It says
-    little about unseen data; for a statement about those use
+    The bound, in [0, 1], is always met on the given records, if necessary without exits. It says
+    little about unseen data; for a statement about these use
     :func:`offramp.certify.learn_then_test`. Records and ``vanilla_ms``, the model's time without
     ramps, are those of :func:`offramp.certify.evaluate`. The ``method`` is ``search``
     (:func:`search_thresholds`, never worse than greedy), ``greedy`` (Apparate 3.2,
-    :func:`greedy_thresholds`) or ``path`` (best threshold common to all exits).
+    :func:`greedy_thresholds`) or ``path`` (best threshold that all exits share).
     """
     records = Records.of(confidence, agrees, latency_ms)
     allowed = count_allowed(max_disagreement, records.samples)
@@ -72,9 +72,9 @@ def tune(
     else:
         raise ValueError(f"unknown method {method!r}, expected one of {', '.join(METHODS)}")
     data = (records.confidence, records.agrees, records.latency_ms)
-    # Evaluated again from the thresholds alone; without exits if those cost time.
+    # Evaluate again from the thresholds alone; use no exits if exits cost time.
     found = evaluate(*data, thresholds, vanilla_ms=vanilla_ms)
-    if found.errors > allowed:  # no assert: python -O would serve what it found
+    if found.errors > allowed:  # not an assert: with python -O, the thresholds would be served
         raise RuntimeError(
             f"method {method!r} found thresholds that disagree on {found.errors} of "
             f"{records.samples} samples, {allowed} are allowed; this is a defect, report it"
@@ -99,15 +99,15 @@ def tune_shared(records: Records, max_disagreement: float) -> Tuning:
 def tune_separate(records: Records, max_disagreement: float) -> Tuning:
     """Return a threshold for each exit ("+") such that they save the most within the bound.
 
-    The paper searches a grid of all combinations; with steps of 0.1 and 13 exits that would be
-    11^13 of them. The beam search replaces it: exact or within 1 % where that can be checked, and
-    never worse than :func:`tune_shared` on the same records.
+    The paper searches a grid of all combinations; with steps of 0.1 and 13 exits these would be
+    11^13 combinations. The beam search replaces it: exact or within 1 % where that can be checked,
+    and never worse than :func:`tune_shared` on the same records.
     """
     return tune(records.confidence, records.agrees, records.latency_ms, max_disagreement, "search")
 
 
 def always_active(thresholds: FloatArray) -> ExitPolicy:
-    """Return a policy with every exit in use; those at NEVER cost time and do not answer."""
+    """Return a policy with every exit in use; exits at NEVER cost time but do not answer."""
     return policy_of(1, range(len(thresholds)), thresholds.tolist())
 
 
@@ -122,12 +122,12 @@ class _Position:
     """Current state of the search; each round changes it in place."""
 
     thresholds: list[float]
-    """Threshold on the error, of each exit."""
+    """Threshold of each exit on the error 1 − confidence."""
     steps: list[float]
     first: IntArray
-    """int64[samples]: exit of each sample."""
+    """int64[samples]: exit at which each sample leaves."""
     counts: IntArray
-    """int64[exits + 1]: samples answered at each exit, last at the model's end."""
+    """int64[exits + 1]: number of samples answered at each exit, then at the model's end."""
     right: int
     """Number of samples answered like the source model."""
 
@@ -142,7 +142,6 @@ def greedy_thresholds(records: Records, allowed: int) -> FloatArray:
 
     Apparate's thresholds bound the error 1 − confidence from above; only the functions of this
     search use them. Details that the section leaves open follow the authors' artifact
-    this search only. What the words leave open follows the authors' artifact
     (github.com/dywsjtu/apparate, utils.py):
 
     * a sample exits when error < threshold, strictly;
@@ -151,9 +150,10 @@ def greedy_thresholds(records: Records, allowed: int) -> FloatArray:
     * a step that does not change latency has no score; it is taken only if no step has a score;
     * an exit is not raised any more once its threshold is above 1.
 
-    Differences from the artifact: a bound met exactly is met (it demands less), exit 0 can be the
-    best one (it tests ``not best_direction``), steps are the paper's (it starts at 0.01 and ends at
-    0.001), and only exits that exceeded the bound halve their steps.
+    Differences from the artifact: a bound that is reached exactly counts as met (the artifact
+    requires less than the bound), exit 0 can be the best exit (the artifact tests ``not
+    best_direction``), steps are the paper's (the artifact starts at 0.01 and ends at 0.001), and
+    only exits that exceeded the bound halve their steps.
     """
     return np.array([confidence_threshold(t) for t in greedy_error_thresholds(records, allowed)])
 
@@ -190,8 +190,8 @@ def greedy_error_thresholds(records: Records, allowed: int) -> list[float]:
 def confidence_threshold(error_threshold: float) -> float:
     """Return the least float32 confidence c with 1 − c < ``error_threshold``, or ``NEVER``.
 
-    Bisects the bit patterns of [0, 1], which are ordered like the values. The result is nearly
-    always within a few of the pattern of 1 − ``error_threshold``.
+    Bisects the bit patterns of [0, 1], which are ordered like the values. The result nearly always
+    differs from the pattern of 1 − ``error_threshold`` by only a few units.
     """
     if not error_threshold > 0.0:
         return NEVER
@@ -220,9 +220,9 @@ def _try_steps(
 ) -> tuple[list[float], IntArray, list[int]]:
     """Evaluate all single steps together: only samples that move to the raised exit matter.
 
-    Returns, by exit, its threshold after one step and, if this exit alone took its step, the number
-    of samples answered at each exit and the end, int64[exits, exits + 1], and of those answered
-    like the source model.
+    Returns three values by exit: its threshold after one step; if only this exit takes a step, the
+    number of samples answered at each exit and the end, int64[exits, exits + 1]; and then the
+    number answered like the source model.
     """
     exits = len(at.steps)
     raised = [round(t + step, 4) for t, step in zip(at.thresholds, at.steps, strict=True)]
@@ -241,7 +241,7 @@ def _try_steps(
 def _choose(
     at: _Position, counts: IntArray, right: list[int], fits: list[int], records: Records
 ) -> int | None:
-    """Return the exit that loses the least accuracy per time saved, else one that changes none."""
+    """Return the exit that loses the least accuracy per time saved, else one without a change."""
     samples = records.samples
     accuracy = round(at.right / samples, 7)
     savings = float(_savings(at.counts, records.latency_ms))
@@ -259,20 +259,20 @@ def _choose(
 
 
 def _savings(counts: IntArray, latency_ms: FloatArray) -> FloatArray:
-    """Return percent saved for int[..., exits + 1] answers, summed exit by exit like a loop."""
+    """Return the saved time in percent for int[..., exits + 1] answers, summed exit by exit."""
     terms = counts / counts.sum(axis=-1, keepdims=True) * latency_ms
     mean_ms = np.add.accumulate(terms, axis=-1)[..., -1]
     return np.asarray((latency_ms[-1] - mean_ms) / latency_ms[-1] * 100)
 
 
 BEAM_WIDTH = 64
-"""Number of states kept per exit."""
+"""Number of states that the search keeps at each exit."""
 QUOTAS = 8
-"""Number of groups of states, by errors spent; the best of each group are kept."""
+"""Number of groups of states, by number of errors so far; the best of each group are kept."""
 PRICE = 0.012
 """Factor of an error's price: price = this · the reference's savings / √(allowed errors). The more
-errors are allowed, the closer the value of the last one is to the average one's. Between a third
-and three times this factor, savings changed by less than 2.5 % (tried with up to 16,384
+errors are allowed, the closer is the value of the last error to that of the average error. Between
+a third and three times this factor, savings changed by less than 2.5 % (tried with up to 16,384
 samples)."""
 
 
@@ -283,7 +283,7 @@ class _Beam:
     waiting: BoolArray
     """bool[states, samples]: the sample has not exited yet."""
     errors: IntArray
-    """int64[states]: wrong samples that exited."""
+    """int64[states]: number of wrong samples that exited."""
     saved_ms: FloatArray
     """float64[states]: time saved by the samples that exited."""
     thresholds: FloatArray
@@ -303,12 +303,13 @@ def search_thresholds(records: Records, allowed: int) -> FloatArray:
       lets only right samples exit, earlier than otherwise: this saves time, and can only avoid
       later errors.
     * So some best thresholds are an allocation (e_1, …, e_n) of at most the allowed errors, from
-      first exit to last; each level is just above a wrong sample that no earlier exit took.
+      first exit to last; each threshold is just above a wrong sample that did not leave at an
+      earlier exit.
 
     A beam search walks this tree, one exit per step. The savings of a state's remaining samples are
-    estimated by those of a reference, the best common threshold, minus a price per error (a
-    Lagrange multiplier). States compete first with states that spent about as many errors, so that
-    a wrong price does not remove all conservative or all aggressive ones.
+    estimated as those with the best common threshold (the reference), minus a price per error (a
+    Lagrange multiplier). States compete first with states that have a similar number of errors, so
+    that a wrong price does not remove all conservative or all aggressive states.
 
     Rejected: exact line searches under a multiplier from several starts with pairwise swaps (2 %
     off, 25 ms and more); the beam without quotas (up to 11 % off at 4,096 samples); the greedy
@@ -340,7 +341,7 @@ def beam_search(
 
 
 def raise_to_least_exiting(records: Records, thresholds: FloatArray) -> FloatArray:
-    """Raise each threshold to the least confidence that exits there; the same samples exit."""
+    """Raise each threshold to the lowest confidence that exits there; the same samples exit."""
     waiting = np.ones(records.samples, dtype=np.bool_)
     raised = np.full(records.exits, NEVER)
     for exit_, confidence in enumerate(records.confidence):
@@ -396,8 +397,8 @@ def _extend(
 def _estimate(waiting: BoolArray, later: FloatArray, saving: float, longest: int) -> Float32Array:
     """Return milliseconds saved if a prefix of the waiting samples exits here, the rest later.
 
-    float32[states, longest + 1] for bool[states, samples] and float64[samples] in falling
-    confidence; float32 is precise enough to rank by, and needs half the memory traffic.
+    Returns float32[states, longest + 1] for bool[states, samples] and float64[samples], in order of
+    falling confidence. float32 is precise enough for ranking, and needs half the memory traffic.
     """
     brings = later.astype(np.float32)
     present = waiting.astype(np.float32)
@@ -412,10 +413,10 @@ def _estimate(waiting: BoolArray, later: FloatArray, saving: float, longest: int
 def _levels(wrong: BoolArray, group_start: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """List the useful levels: for each number of errors, the longest prefix of the order.
 
-    Returns state, prefix length, and errors in that prefix, of every level. ``wrong``,
-    bool[states, samples] in falling confidence, marks waiting samples that are wrong at this exit;
-    ``group_start``, int64[samples], is the start of each run of equal confidences, which no
-    threshold can divide.
+    Returns, for every level, its state, prefix length, and number of errors in that prefix.
+    ``wrong``, bool[states, samples] in falling confidence, marks waiting samples that are wrong at
+    this exit; ``group_start``, int64[samples], is the start of each sample's run of equal
+    confidences, which a threshold cannot divide.
     """
     states, samples = wrong.shape
     state, position = np.nonzero(wrong)
@@ -451,7 +452,7 @@ def _best_by_quota(score: FloatArray, errors: IntArray, allowed: int, width: int
 
 
 def _later_values(records: Records, reference: FloatArray, price: float) -> FloatArray:
-    """Return savings by the reference if a sample reaches exit i: float64[exits + 1, samples]."""
+    """Return the reference's savings if a sample reaches exit i: float64[exits + 1, samples]."""
     values = np.zeros((records.exits + 1, records.samples))
     savings = records.latency_ms[-1] - records.latency_ms[:-1]
     for exit_ in reversed(range(records.exits)):

@@ -1,1 +1,1 @@
-"""Parts that all commands share: help in two layers, shell completion, pages and SVG."""
+"""Shared parts of all commands: help in two layers, shell completion, pages and SVG."""

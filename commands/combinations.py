@@ -1,4 +1,4 @@
-"""Options that exclude or need each other: one table a command, checked in one place."""
+"""Options that exclude or need each other: one table per command, checked in one place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class IllegalCombinationError(ValueError):
-    """Two given options exclude each other, or a given one needs an option that is missing."""
+    """Two given options exclude each other, or an option that a given one needs is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +25,12 @@ class Illegal:
     without: str | None = None
     """Option that it needs."""
     why: str
-    """Reason and remedy; the message names the options before it."""
+    """Reason and remedy; in the message they follow the names of the options."""
     when: Callable[[Mapping[str, object]], bool] | None = None
-    """A further condition on the values by flag, which a spelling cannot express."""
+    """A further condition on the values by flag that a spelling cannot express."""
 
     def __post_init__(self) -> None:
-        """Check that one other option is named."""
+        """Check that exactly one of ``other`` and ``without`` is given."""
         assert (self.other is None) != (self.without is None), self
 
     def matches(self, values: Mapping[str, object], given: Collection[str]) -> bool:
@@ -44,7 +44,7 @@ class Illegal:
         return other and (self.when is None or self.when(values))
 
     def message(self, values: Mapping[str, object]) -> str:
-        """Return the error: the options with their values, the reason, the remedy."""
+        """Return the error message: the options with their values, the reason, the remedy."""
         if self.other is not None:
             other = f"with {_as_found(self.other, values)}"
         else:
@@ -55,7 +55,7 @@ class Illegal:
 def refuse_illegal(
     table: Sequence[Illegal], values: Mapping[str, object], given: Collection[str]
 ) -> None:
-    """Raise an error for the first combination of a table that a command line has.
+    """Raise an error for the first illegal combination that a command line contains.
 
     Args:
         table: Combinations that are illegal.
@@ -63,7 +63,7 @@ def refuse_illegal(
         given: Flags of the options that were given.
 
     Raises:
-        IllegalCombinationError: With the message of the row.
+        IllegalCombinationError: The command line has an illegal combination.
     """
     for row in table:
         if row.matches(values, given):
@@ -82,4 +82,4 @@ def _as_found(spelled: str, values: Mapping[str, object]) -> str:
 
 
 def _text_of(value: object) -> str:
-    return str(getattr(value, "value", value))  # an enumeration by its value
+    return str(getattr(value, "value", value))  # the value of an enumeration

@@ -24,9 +24,9 @@ def complete(
     """Answer a shell's request for completions, and end the process; return if there is none.
 
     Args:
-        parser: Makes the parser of the command.
-        commands: Make the parsers of subcommands that the command itself finds by its first
-            argument, rather than argparse.
+        parser: Function that makes the parser of the command.
+        commands: Functions that make the parsers of subcommands, for subcommands that the command
+            selects by its first argument, without argparse.
     """
     if "_ARGCOMPLETE" not in os.environ:
         return

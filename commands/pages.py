@@ -1,4 +1,4 @@
-"""HTML pages from templates: self-contained, and with escaped values."""
+"""HTML pages from templates; pages are self-contained, and values are escaped."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from jinja2 import (
 def page_template(name: str, *places: str | Path, **filters: Callable[..., Any]) -> Template:
     """Load a template by its file's name, with the filters that format its values.
 
-    The template and its includes are searched for in ``places``, in order: packages with a folder
-    ``templates``, by their full name, and folders. An undefined variable in a template is an error.
+    The template and its includes are searched for in ``places``, in order. A place is a folder, or
+    the full name of a package with a folder ``templates``. An undefined variable in a template is
+    an error.
     """
     environment = Environment(
         loader=ChoiceLoader([*map(_loader, places)]),

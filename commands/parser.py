@@ -20,19 +20,19 @@ from offramp.commands.completion import SHELLS, shell_code
 _DEFAULT: Final = re.compile(r"\([^()]*default: [^()]*\)")
 _INDENT: Final = "  "
 _LEAST_WORD: Final = 4
-"""Fewest letters of an unknown option that is searched for inside longer names."""
+"""An unknown option with at least this number of letters is searched for inside longer names."""
 
 
 class LayeredParser(argparse.ArgumentParser):
     """An argument parser with a short and a full help, and a table of illegal combinations.
 
     Args:
-        short: Flags that ``--help`` shows, in this order. Empty: there is one layer, and ``--help``
-            shows all options.
-        examples: Command lines, each with its purpose (may be empty).
+        short: Flags that ``--help`` shows, in this order. If empty, there is one layer, and
+            ``--help`` shows all options.
+        examples: Command lines, each with its purpose, which may be empty.
         commands: Other commands by name, each with a one-line description.
         illegal: Combinations of options that :meth:`parse_args` refuses.
-        more: Arguments of ``ArgumentParser``, such as ``prog`` and ``description``.
+        more: Further arguments of ``ArgumentParser``, such as ``prog`` and ``description``.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LayeredParser(argparse.ArgumentParser):
                               f'eval "$({self.prog} --completion bash)"')  # fmt: skip
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse; a wrong option or an illegal combination ends the process with status 2.
+        """Parse a command line; errors and illegal combinations end the process with status 2.
 
         Subparsers are called by this method, so that each checks its own options.
         """
@@ -117,11 +117,11 @@ class LayeredParser(argparse.ArgumentParser):
         return frozenset(self.values(options))
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2, the message and a pointer to the help, not the usage."""
+        """End the process with status 2; print the message and how to get help, but no usage."""
         self.exit(2, f"{self.prog}: error: {message}\nsee {self.prog} --help\n")
 
     def format_usage(self) -> str:
-        """Return one line: the required arguments, and that there are options."""
+        """Return one line: the required arguments, and a mark for the options."""
         needed = [a for a in self._actions if a.required or not a.option_strings]
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, needed, [])
@@ -144,7 +144,7 @@ class LayeredParser(argparse.ArgumentParser):
         )
 
     def format_help_all(self) -> str:
-        """Return all options by groups."""
+        """Return the help of all options, by group."""
         return self._page([
             (group.title, group.description, group._group_actions)  # noqa: SLF001 - as argparse
             for group in self._action_groups
@@ -180,7 +180,8 @@ class LayeredParser(argparse.ArgumentParser):
 class HelpLines(argparse.RawDescriptionHelpFormatter):
     """Wraps paragraphs of descriptions, and adds the default if an option's help lacks it.
 
-    The help of an option may have several lines: the short layer shows the first, and the default.
+    The help of an option may have several lines: the short layer shows the first line and the
+    default.
     """
 
     def __init__(self, prog: str, **more: Any) -> None:
@@ -188,7 +189,7 @@ class HelpLines(argparse.RawDescriptionHelpFormatter):
         self.first_lines = False
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Wrap the paragraphs of a text; paragraphs with indented lines are unchanged."""
+        """Wrap the paragraphs of a text; paragraphs with indented lines stay unchanged."""
         filled = (
             textwrap.indent(part, indent)
             if re.search(r"^\s", part, re.MULTILINE)
@@ -231,6 +232,6 @@ class _PrintCompletion(argparse.Action):
 
 
 def _columns(lines: Mapping[str, str]) -> list[str]:
-    """Return each key followed by its text, the texts aligned."""
+    """Return lines with a key and its text each; the texts are aligned."""
     width = max((len(key) for key, text in lines.items() if text), default=0)
     return [f"{key:<{width}}  {text}".rstrip() for key, text in lines.items()]

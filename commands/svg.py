@@ -1,4 +1,4 @@
-"""Inline SVG by small functions: elements, scales, axes. Colours are the style sheet's classes."""
+"""Small functions that make inline SVG: elements, scales, axes; CSS classes have the colours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def element(tag: str, *children: str | None, **attributes: object) -> Markup:
 
 
 def join(parts: Iterable[str]) -> Markup:
-    """Concatenate, escaping parts that are not ``Markup``."""
+    """Concatenate parts; those that are not ``Markup`` are escaped."""
     return Markup("").join(parts)
 
 
@@ -71,7 +71,7 @@ def box(
 
 
 def titled(title: str | None) -> Markup | None:
-    """Return the tooltip of an element, to be put into it."""
+    """Return the tooltip of an element, as a child of the element."""
     return None if title is None else element("title", title)
 
 
@@ -129,7 +129,7 @@ def nice_step(span: float, most: int) -> float:
 
 
 def nice_values(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round values between two bounds, in at most about ``most`` steps."""
+    """Return round values between two bounds, with about ``most`` steps or fewer."""
     step = nice_step(high - low, most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]

@@ -20,14 +20,14 @@ import offramp
 
 @bentoml.service(workers=1, threads=64)  # type: ignore[untyped-decorator]
 class MultiExitService:
-    """One process with one engine: more workers would not share batches."""
+    """A service with one process and one engine; several workers would not share batches."""
 
     def __init__(self) -> None:
         self.model = offramp.load(os.environ.get("BUNDLE", "fashion.ee"))
 
     @bentoml.api  # type: ignore[untyped-decorator]
     def predict(self, inputs: dict[str, list[Any]]) -> dict[str, Any]:
-        """Answer n samples: lists by input name, the first dimension being the samples."""
+        """Answer n samples, which are lists by input name; the first dimension is n."""
         result = self.model.predict(inputs)
         return {
             "outputs": {name: array.tolist() for name, array in result.outputs.items()},

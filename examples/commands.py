@@ -1,4 +1,4 @@
-"""Our commands as a user runs them: printed, then run; and servers while they are asked."""
+"""Runs our commands as a user would, after printing them; also runs servers for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make demo``: everything that a user does, on the shipped example, with the real commands."""
+"""``make demo``: all steps of a user, on the shipped example, with the real commands."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A FastAPI service around a model: its requests share batches, and easy ones come back early.
+"""A FastAPI service around a model: requests share batches, and easy ones return early.
 
     pip install fastapi uvicorn
     BUNDLE=fashion.ee uvicorn examples.fastapi_service:app
     curl -H 'Content-Type: application/json' -d '{"image": [[[[0, …]]]]}' localhost:8000/predict
 
-Forms to try it with are at ``http://localhost:8000/docs``.
+Forms to try it are at ``http://localhost:8000/docs``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ app = FastAPI(title="A multi-exit model", lifespan=lifespan)
 
 @app.post("/predict")
 async def predict(inputs: dict[str, list[Any]], request: Request) -> dict[str, Any]:
-    """Answer n samples: lists by input name, the first dimension being the samples."""
+    """Answer n samples, which are lists by input name; the first dimension is n."""
     model: offramp.AsyncModel = request.app.state.model
     try:
         result = await model.predict(inputs)
@@ -50,6 +50,6 @@ async def predict(inputs: dict[str, list[Any]], request: Request) -> dict[str, A
 
 @app.get("/exits")
 async def exits(request: Request) -> dict[str, float]:
-    """Share of the samples that each exit answered so far."""
+    """Return the share of the samples that each exit has answered so far."""
     model: offramp.AsyncModel = request.app.state.model
     return model.statistics().exit_shares()

@@ -1,12 +1,12 @@
-"""``make generate``: a small model that writes text leaves early at most tokens, and shows where.
+"""``make generate``: a small model writes text, and shows at which layer each token left.
 
     python -m examples.generate [--models FOLDER] [SENTENCE ...]
 
 The model rewrites dates, times, amounts and telephone numbers in sentences, and copies the rest. It
 is trained here, in about 14 minutes, unless it is in ``demo/normaliser`` or in ``--models``. It is
-compiled with exits and served by ``eeserve``; each token is shown in the colour of the exit that it
-left by, or, where the output is no terminal, with the number of that layer below it. Needs the
-package tokenizers: ``pip install 'offramp[text]'``.
+compiled with exits and served by ``eeserve``; each token is shown in the colour of the exit where
+it left; if the output is not a terminal, with the number of that layer below it. Needs the package
+tokenizers: ``pip install 'offramp[text]'``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLOURS = ("green", "cyan", "blue", "magenta", "yellow", "bright_green", "bright
 """Colours of the exits, in order; the model's end is red."""
 END_COLOUR = "red"
 LAYERS = "0123456789abcdefghijklmnopqrstuvwxyz"
-"""Layer numbers in one character; deeper layers are +."""
+"""Characters for layer numbers; deeper layers are shown as +."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ShownToken:
     number: int
     """Token id in the vocabulary."""
     layer: int
-    """Decoder layers that it ran."""
+    """Number of decoder layers that ran for it."""
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
     if (ROOT / BUNDLE).is_dir():
         console.print(f"{BUNDLE} is there already; remove it to compile again")
     else:
-        # Its exits learnt with it, and read the states of its layers as they are.
+        # The exits were trained with the model, and read its states without adapters.
         run("offramp.compiler.commands.cli", "eecompile", model, "--task", "generation", "--data",
             model / "calibration.npz", "--train", "none", "--output", BUNDLE)  # fmt: skip
     ends = [stage.end for stage in GeneratingBundle.open(ROOT / BUNDLE).model.stages]
@@ -115,7 +115,7 @@ def colour_of(layer: int, ends: Sequence[int]) -> str:
 
 
 def legend(answers: Sequence[Sequence[ShownToken]], ends: Sequence[int]) -> Text:
-    """Return which colour is which exit, and the share of tokens that left there."""
+    """Return a legend: the colour of each exit, and the share of tokens that left there."""
     left = Counter(token.layer for answer in answers for token in answer)
     parts = [
         Text.assemble(

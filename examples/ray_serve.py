@@ -4,9 +4,9 @@
     ray start --head
     BUNDLE=fashion.ee serve run examples.ray_serve:app
 
-Answers ``{"input": [[…], …]}`` with the outputs, and where each sample left the model. Ray Serve
-carries requests by its own means; for gRPC of the Open Inference Protocol, serve with ``eeserve
---cluster ray`` instead, which has Ray start workers and nothing else.
+It answers ``{"input": [[…], …]}`` with the outputs, and the exit of each sample. Here Ray Serve
+transports the requests. For gRPC of the Open Inference Protocol, serve with ``eeserve --cluster
+ray`` instead; then Ray only starts workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MultiExitModel:
         )
 
     async def __call__(self, request: Request) -> dict[str, Any]:
-        """Answer a request of n samples; all of a replica's requests share its batches."""
+        """Answer a request of n samples; all requests of a replica share batches."""
         result = await self.model.predict(await request.json())
         outputs = {name: array.tolist() for name, array in result.outputs.items()}
         return {"outputs": outputs, "exits": result.exits.tolist()}

@@ -1,4 +1,4 @@
-"""A text classifier in torch, with a mask: trained, compiled with exits, and asked.
+"""A text classifier in torch, with a mask: trained, compiled with exits, and called.
 
     python -m examples.text_classifier
 
@@ -36,7 +36,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(32, 2)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        """Logits by name, as the models of transformers return them."""
+        """Return logits by name, as the models of transformers do."""
         x = self.words(input_ids) + self.places
         x = self.layers(x, src_key_padding_mask=attention_mask == 0)
         kept = attention_mask[..., None].to(x.dtype)
@@ -44,7 +44,7 @@ class Classifier(nn.Module):
 
 
 def review(drawn: random.Random) -> tuple[str, int]:
-    """A made review, and whether it likes the film; "not" turns the word after it around."""
+    """Return an invented review, and 1 if it likes the film; "not" reverses the next word."""
     words, score = drawn.choices(OTHERS, k=drawn.randint(3, 11)), 0
     while score == 0:
         good, turned = drawn.random() < 0.5, drawn.random() < 0.3
@@ -55,7 +55,7 @@ def review(drawn: random.Random) -> tuple[str, int]:
 
 
 def tokenize(text: str) -> dict[str, Tensor]:
-    """Ids of the words, padded, and a mask that is 1 where there is a word."""
+    """Return the ids of the words, padded, and a mask that is 1 for words."""
     ids = [WORDS[word] for word in text.split()][:TOKENS]
     mask = [1] * len(ids) + [0] * (TOKENS - len(ids))
     ids += [0] * (TOKENS - len(ids))

@@ -18,7 +18,7 @@ import offramp
 
 
 class ConvolutionBlock(nn.Module):
-    """Two convolutions and the way around them."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class ConvolutionBlock(nn.Module):
         self.inner = nn.Sequential(conv[0], norm[0], nn.ReLU(), conv[1], norm[1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, width, h, w] → the same."""
+        """Return [b, width, h, w] from the same shape."""
         return (x + self.inner(x)).relu()
 
 

@@ -5,7 +5,7 @@
     FakeServer    a server in the test's own process: real gRPC, a fake engine   server, engine
     FakeEngine    an engine without models, which tests can control              engine
     FakeBackend   a backend without a model, which answers from a script         backend
-    worker        a worker process without a model, with faults that tests request
+    worker        a worker process without a model, with requested faults        scripted_worker
     FakeDriver    a CUDA driver without a GPU, which detects misuse              cuda_driver, cuda_*
 
 Each name is imported from its module on first use, so that the fake backend does not need gRPC.

@@ -23,12 +23,12 @@ SCRIPT = "script"
 """Name of the fake model's input."""
 
 BUFFERED = -1
-"""Epoch of a batch that belongs to no slot."""
+"""Epoch of a batch that does not belong to a slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class FakeBatch:
-    """Rows of the script, with a stamp that reveals use after the slot moved on."""
+    """Rows of the script, with an epoch that reveals use after the slot's next upload."""
 
     script: NDArray[Any]
     epoch: int
@@ -48,14 +48,15 @@ class FakeBackend:
     """
 
     on_run: Callable[[int, int], None] = lambda _stage, _rows: None
-    """Called with (stage, rows) in every run: may wait for an event, advance a clock, or raise
-    :class:`BackendError`."""
+    """Function that every run calls with (stage, rows); it may wait for an event, advance a clock,
+    or raise :class:`BackendError`."""
     name: str = "fake"
     on_cpu: bool = True
-    """Whether it counts as a CPU backend; settable, for tests of device-only behaviour."""
+    """Whether the backend counts as a CPU backend; tests of behaviour on devices set it to
+    false."""
     open_slots: int = field(default=0, init=False)
     runs: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """(stage, rows) of every run, in order."""
+    """Pairs (stage, rows) of all runs, in order."""
 
     def as_computed(self, bundle: Bundle) -> Bundle:
         """Return the bundle itself."""
@@ -116,7 +117,7 @@ class FakeSlot:
         return FakeBatch(self._current(batch)[rows], self._epoch)
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> FakeBatch:
-        """Return copies of rows that any slot may use."""
+        """Return copies of rows, which any slot may use."""
         return FakeBatch(self._current(batch)[rows], BUFFERED)
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> FakeBatch:

@@ -1,4 +1,4 @@
-"""Checks of every call of the fake driver, and failures that tests request."""
+"""Checks of every call to the fake driver, and failures that tests request."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _RELEASES: Final = frozenset({"free", "free_pinned", "close_stream", "close_even
 
 
 class CheckedCalls:
-    """Checks each call: the context is current and alive, and no capture forbids the call."""
+    """Checks each call: the context is current and not lost, and no capture forbids the call."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         """Number of calls by method, also in captures: ``allocate``, ``launch_graph``, …"""
         self.misuses: list[Exception] = []
-        """Every :class:`MisuseError` so far, and unexpected errors of host work."""
+        """All :class:`MisuseError` so far, and unexpected errors of host work."""
         self._lock = threading.RLock()
         self._current: Counter[int] = Counter()
         """Nesting depth of :meth:`current` by thread."""

@@ -1,8 +1,8 @@
 """A CUDA driver without a GPU, for tests of all code above the driver.
 
-Memory is the host's. Enqueued work runs only when something waits for it, in a random order that
-the streams and events allow. Actions that CUDA would not detect, or that would end the process,
-raise :class:`MisuseError`, and :meth:`FakeDriver.close` raises all of them again:
+Memory is the host's. Enqueued work runs only when something waits for it, in a random order among
+those that streams and events allow. Actions that CUDA would not detect, or that would end the
+process, raise :class:`MisuseError`, and :meth:`FakeDriver.close` raises all of them again:
 
 - a call on a thread without the current context, or on a closed object;
 - memory that is used after it was freed, beyond its end, or by two streams without an event;
@@ -12,7 +12,8 @@ raise :class:`MisuseError`, and :meth:`FakeDriver.close` raises all of them agai
 - in a capture: allocating, waiting, recording, another stream;
 - at the end: resources that were not released, and writes outside of allocated memory.
 
-Results that are read too early are not an error but a pattern, which no test accepts as a result.
+Results that are read too early do not raise an error: the memory has a pattern, which is not a
+plausible result.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class FakeDriver(CheckedCalls):
             return event
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
-        """Enqueue a copy from pinned memory to the device; its source must not change before."""
+        """Enqueue a copy from pinned memory to the device; keep its source unchanged until then."""
         with self._called("copy_in"):
             reads = self._pinned(source, writes=False)
             writes = self._on_device(target, source.nbytes, writes=True)
@@ -188,7 +189,7 @@ class FakeDriver(CheckedCalls):
             self._enqueue_run(stream, "copy_within", run, reads, writes)
 
     def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
-        """Enqueue zeros."""
+        """Enqueue filling of device memory with zeros."""
         with self._called("clear"):
             writes = self._on_device(address, size_bytes, writes=True)
 

@@ -1,7 +1,8 @@
-"""Our kernels in numpy, for the fake driver: without a compiler, and with checked accesses.
+"""Our kernels in numpy, for the fake driver: they need no compiler, and accesses are checked.
 
-The arguments of a launch are parsed from the bytes that a GPU would get. Semantics:
-``engine/answers/exit_check.py``; tests compare both with the kernels' sources compiled for the CPU.
+The arguments of a launch are parsed from the bytes that a GPU would get.
+``engine/answers/exit_check.py`` defines the results; tests compare both with the kernels' sources,
+compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from offramp.engine.kernels.kernel_arguments import (
 from offramp.testing.cuda_memory import ByteRange, MisuseError
 
 Use: TypeAlias = Callable[[ByteRange], NDArray[np.uint8]]
-"""Returns the content of a range of device memory, to be read or written."""
+"""Function that returns the content of a range of device memory, for reading or writing."""
 
 _COUNTERS_BYTES: Final = Scratch.bytes_for(1) - ROW_SCRATCH.itemsize
 _SCORE_TYPES: Final = {entry_point: score_type for score_type, entry_point in STAGE_END.items()}
@@ -50,7 +51,7 @@ def run(launch: Launch, use: Use) -> None:
 
 
 def touch(launch: Launch, use: Use) -> None:
-    """Access all memory of a launch without changes; another implementation then runs it."""
+    """Check access to all memory of a launch, without changes; another implementation runs it."""
     for used in ranges_of(launch):
         use(used)
     if launch.entry_point == GATHER_ROWS:

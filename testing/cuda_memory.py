@@ -2,8 +2,8 @@
 
 Unwritten memory holds a pattern, as does freed memory; both ends of every block have guard bytes.
 Accesses are compared with each other: if two overlap and one is a write, streams, events or waits
-of the host must order them. The order is that of vector clocks, so that a missing event is found
-even if the work happened to run in the right order.
+of the host must order them. Vector clocks define the order, so a missing event is found even if the
+work happened to run in the right order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEPT_BYTES = 16 << 20
 """Bytes of freed memory that stay under observation before they are released."""
 
 Clock: TypeAlias = Mapping[int, int]
-"""Number of operations that are known to be over, by stream."""
+"""Vector clock: the number of operations of each stream that are known to be over."""
 Kind: TypeAlias = Literal["device", "pinned"]
 
 
@@ -54,7 +54,7 @@ class ByteRange(NamedTuple):
         return overlap and (self.writes or other.writes)
 
     def covers(self, other: ByteRange) -> bool:
-        """Return whether accesses ordered after this one need not be compared with the other."""
+        """Return whether accesses ordered after this one need no comparison with ``other``."""
         within = self.address <= other.address and other.end <= self.end
         return within and (self.writes or not other.writes)
 
@@ -173,7 +173,7 @@ class FakeMemory:
         return used
 
     def use(self, access: Access, clock: Clock) -> NDArray[np.uint8]:
-        """Return the content of a range, for the running operation.
+        """Return the content of a range, for the operation that is running.
 
         ``clock`` holds the operations that are known to be over. MisuseError if the range is not
         allocated, or if a conflicting access is not ordered before this operation.

@@ -1,9 +1,9 @@
 """The queues of a fake device: enqueued work, and the order in which it runs.
 
-An operation runs at the latest when something waits for it or for a later operation. Of all
-streams that can continue, a random one runs its next operation. Code may not rely on the order in
-which operations happened to run, only on the order that streams and events guarantee: every
-operation has a clock, see :mod:`offramp.testing.cuda_memory`.
+An operation runs at the latest when something waits for it or for a later operation. A random
+stream, among those that can continue, runs its next operation. Code must not rely on the order in
+which operations happen to run, only on the order that streams and events guarantee. Each operation
+has a clock for this order: see :mod:`offramp.testing.cuda_memory`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Queues:
             self.running = None
 
     def use(self, used: ByteRange) -> NDArray[np.uint8]:
-        """Return memory for the running operation; MisuseError for none, or a wrong access."""
+        """Return memory for the running operation; MisuseError without one, or if it may not."""
         operation = self.running
         if operation is None:
             raise MisuseError("memory was used outside of enqueued work")
@@ -180,7 +180,7 @@ class Queues:
                     block.content[start : start + used.size_bytes] = PENDING
 
     def _awaits(self, used: ByteRange) -> Operation | None:
-        """Return the first enqueued operation that conflicts with a range; ``None`` without one."""
+        """Return the first enqueued operation that conflicts with a range, or ``None``."""
         for queue in self._queues.values():
             for operation in queue:
                 if any(used.conflicts(other) for other in operation.ranges):
@@ -189,6 +189,6 @@ class Queues:
 
 
 def merge(clock: dict[int, int], other: Clock) -> None:
-    """Raise each entry of a clock to the other clock's."""
+    """Raise each entry of a clock to that of the other clock, if that is larger."""
     for stream, number in other.items():
         clock[stream] = max(clock.get(stream, 0), number)

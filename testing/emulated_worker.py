@@ -1,9 +1,9 @@
-"""A worker with scripted answers that takes as long as a device would, for measurements.
+"""A worker with scripted answers and the speed of an emulated device, for measurements.
 
 ``python -P -m offramp.testing.emulated_worker FD --device FILE --number N`` is
 :mod:`offramp.testing.scripted_worker` without faults. A stage sleeps for the time that
 :class:`EmulatedDevice` states, and rows from another worker are delayed by their transfer time.
-Router, scheduler, wire and processes are the real ones; such results are reported as *measured on
+Router, scheduler, messages and processes are the real ones; results are reported as *measured on
 emulated devices*.
 """
 
@@ -68,7 +68,7 @@ class EmulatedDevice:
 class EmulatedBackend(ScriptedBackend):
     """Backend that answers from a script, marks rows as its own, and takes a device's time.
 
-    The script has one place more than the model has segments, for the mark: [rows, segments + 1,
+    The script has one more entry than the model has segments, for the mark: [rows, segments + 1,
     classes].
     """
 
@@ -111,7 +111,7 @@ class _EmulatedSlot(HostSlot):
         self._device, self._mark = backend.device, backend.mark
 
     def upload(self, tensors: Mapping[str, NDArray[Any]]) -> HostBatch:
-        """Wait for the transfer time of rows from another device."""
+        """Accept rows; for rows from another device, wait for the transfer time."""
         marks = tensors[SCRIPT][:, -1, 0]
         if moved := int(np.count_nonzero((marks != 0) & (marks != self._mark))):
             time.sleep(self._device.link_s + moved * self._device.row_s)

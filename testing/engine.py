@@ -46,7 +46,7 @@ from offramp.server.arguments.options import MAX_CONNECTIONS, ServerOptions
 from offramp.server.common.served import ServedEngine
 
 THRESHOLD: Final = 0.9
-"""Confidence (last feature) from which exit 0 answers a sample."""
+"""Exit 0 answers a sample whose confidence (last feature) is at least this."""
 
 
 def fake_model(name: str = "fake") -> ModelInfo:
@@ -119,7 +119,7 @@ def fake_control(evidence: Evidence) -> ControlStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeCall:
-    """Arguments of one call of :meth:`FakeEngine.infer` or :meth:`FakeEngine.infer_stream`."""
+    """Arguments of one call to :meth:`FakeEngine.infer` or :meth:`FakeEngine.infer_stream`."""
 
     model: str
     inputs: Mapping[str, NDArray[Any]]
@@ -138,7 +138,7 @@ class FakeEngine:
 
     served: tuple[ModelInfo, ...] = field(default_factory=lambda: (fake_model(),))
     mode: Mode = Mode.LEAVE
-    """Mode; in audit mode every second sample of a request runs on, beginning with the first."""
+    """Mode of serving; in audit mode, the first, third, … sample of a request runs on."""
     control: ControlStatus | None = None
     """Controller status in the statistics."""
     mistaken: bool = False
@@ -243,7 +243,7 @@ class FakeEngine:
         return not self.given_up
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
-        """Return the counts of all models together, under each name."""
+        """Return, for each model's name, the counts of all models together."""
         return {info.name: self._statistics() for info in self.served}
 
     async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:

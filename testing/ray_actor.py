@@ -14,5 +14,5 @@ class ScriptedActor(WorkerActor):
     any_graph = True
 
     def make(self, hello: Hello) -> Backend:
-        """Return the scripted backend if the hello names it, else a real one."""
+        """Return the scripted backend if ``hello`` names it, else a real backend."""
         return ScriptedBackend() if hello.backend == SCRIPTED else super().make(hello)

@@ -4,8 +4,8 @@
 It serves stages from a script as :mod:`offramp.testing.backend` does, and imports no runtime. With
 ``--listen`` as an argument it replaces ``eeworker``. The hello can still name real backends.
 ``OFFRAMP_WORKER_FAULTS`` names a folder of files ``ACTION@POINT@COUNT``, for instance
-``kill@before-run@3``: the first worker that reaches a point that often, by its own count, removes
-the file and performs the action.
+``kill@before-run@3``: the first worker that reaches the point for the COUNT-th time, by its own
+count, removes the file and performs the action.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ _LIMIT_S = 30.0
 
 
 class FakeServer(Generic[_Engine]):
-    """A server with a fake engine, which listens inside ``with``.
+    """A server with a fake engine; it listens inside the ``with`` block.
 
     ::
 

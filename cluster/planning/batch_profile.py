@@ -81,7 +81,7 @@ class BatchProfile:
         return f"{text}, {_span(self.windows[0].start_s, self.windows[-1].start_s + self.window_s)}"
 
     def going_on(self) -> NDArray[np.float64]:
-        """Return, of the rows that entered the model, the share that continued after each exit.
+        """Return the share of the rows entering the model that continued after each exit.
 
         float64[windows, exits]; NaN for exits that were off. Rows that leave at one exit are
         assumed to leave at any later one. So an exit's value is the product of the shares, up to

@@ -31,8 +31,8 @@ class ModelFacts:
     exit_after: tuple[int, ...]
     """[exits]: the segment before each exit; ascending, less than the last segment."""
     going_on: tuple[float, ...]
-    """[exits]: of the rows that enter the model, the forecast share that continues after each exit;
-    at most 1, never rising."""
+    """[exits]: forecast share of the rows entering the model that continues after each exit; at
+    most 1, never rising."""
     row_bytes: tuple[float, ...] = ()
     """[segments - 1]: bytes that each row sends from a segment to the next; empty means 0."""
     weight_bytes: tuple[float, ...] = ()
@@ -85,7 +85,7 @@ class ModelFacts:
 
     @property
     def shares(self) -> NDArray[np.float64]:
-        """[segments]: of the rows that enter the model, the share that reaches each segment."""
+        """[segments]: share of the rows entering the model that reaches each segment."""
         shares = np.ones(self.segments)
         for after, share in zip(self.exit_after, self.going_on, strict=True):
             shares[after + 1 :] = max(share, LEAST_SHARE)

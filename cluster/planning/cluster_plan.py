@@ -55,7 +55,7 @@ class PlannedSplit:
     replicas: tuple[Replicas, ...]
     """Replicas of one type, as in E3; of several types if the whole model is one split."""
     share: float
-    """Of the rows that enter the model, the forecast share that reaches this split."""
+    """Forecast share that reaches this split, of the rows that enter the model."""
     period_s: float
     """Seconds between rows that enter the model, if all replicas of the split are busy."""
     fill_s: float

@@ -25,7 +25,7 @@ CONSERVATIVE: Final = 0.8
 _LEAST: Final = 1e-4
 """Shares are clipped to at least this distance from 0 and 1, where log-odds are infinite."""
 _FEW_ERRORS: Final = 5
-"""With fewer past errors than this, they are assumed to be normally distributed around 0."""
+"""Number of past errors below which a normal distribution around 0 is assumed."""
 _UNKNOWN_SPREAD: Final = 0.3
 """Assumed deviation of log-odds without past errors: a share of 0.5 is then 0.43 to 0.57."""
 

@@ -47,7 +47,7 @@ class _Known:
     plan: ClusterPlan
     """The plan, predicted under the last forecast."""
     going_on: Mapping[int, float]
-    """By exit, the share of rows that continues after it in that forecast."""
+    """Share of rows that continues after each exit in that forecast, by exit."""
     gone: frozenset[int] = frozenset()
     """Workers that the plan does not use because they were gone."""
     reason: str

@@ -13,8 +13,8 @@ from offramp.bundle.schema.serde import check_numbers
 
 TextKind: TypeAlias = Literal["decoder", "encoder-decoder"]
 SkippedLayers: TypeAlias = Literal["propagation", "catch-up"]
-"""How the layers that a token skips get its keys and values: from the exit's state when the token
-leaves (CALM 3.3), or computed in full when a later token of the sequence reaches those layers."""
+"""Source of the keys and values of layers that a token skips: the exit's state when the token
+leaves (CALM 3.3), or full computation when a later token of the sequence reaches those layers."""
 TextCriterion: TypeAlias = Literal[
     "softmax margin", "max probability", "state similarity", "learned classifier"
 ]

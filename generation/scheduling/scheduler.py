@@ -9,7 +9,7 @@ there is a sequence, there is a step to run.
 Deadlines and cancellations take effect at the next token at the latest: a sequence in the running
 step ends with that step, any other sequence ends immediately.
 
-The sequences of a failed step start again, once each, and run alone until they have passed the
+Each sequence of a failed step starts again, at most once, and runs alone until it has passed the
 failed stage (:class:`SequenceState` describes how their tokens are replayed). So if one sequence
 makes its batch fail, it later fails alone: a sequence that fails again ends as ``FAILED``.
 """

@@ -75,7 +75,7 @@ class SequenceState:
 
     @property
     def limit(self) -> float:
-        """Least confidence at which its token leaves at the stage that it runs next."""
+        """Lowest confidence at which its token leaves at the stage that it runs next."""
         if self.replays:
             return 0.0 if self.stage == self.depths[self.at] else OFF
         assert self.thresholds is not None

@@ -28,7 +28,7 @@ _FULL_WIDTH = 512
 """Largest width of states for which the default hidden layer has the same width; it then costs a
 sixth of a usual decoder layer."""
 _SHARE = 4
-"""For wider states, the width of the state divided by the default width of the hidden layer."""
+"""Width of wider states, divided by the default width of their hidden layer."""
 
 
 class ResidualAdapter(nn.Module):

@@ -15,7 +15,7 @@ from offramp.calibration.data.training_options import rate_after
 from offramp.generation.training.exit_samples import ExitFit, ExitTraining
 
 _JUDGED = 1024
-"""Tokens per batch when measuring the fit."""
+"""Number of tokens per batch in measurements of the fit."""
 _MEASURED = 65_536
 """Largest number of tokens used to compute means and deviations."""
 _OWN_RATE = 0.02

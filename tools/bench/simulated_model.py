@@ -20,7 +20,7 @@ from offramp.engine.stages.plan import Mode, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Behaviour:
-    """For recorded samples run alone: where they leave, and how each stage answers."""
+    """Exits and answers of recorded samples, if each sample runs alone."""
 
     exits: tuple[int | None, ...]
     """[stages]: exit of each stage; ``MODEL_END`` for the last, ``None`` if it gives no answer."""

@@ -139,7 +139,7 @@ class ParallelSettings:
 def parallel(
     machine: Machine, model: BenchModel, bundle: Bundle, settings: ParallelSettings
 ) -> list[dict[str, Any]]:
-    """Measure throughput over τ_b, one stream's and the source model's, with and without graphs.
+    """Measure throughput by τ_b, with and without graphs: ours, one stream's, the source model's.
 
     All systems are open at the same time and take turns in every round.
 

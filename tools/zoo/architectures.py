@@ -17,11 +17,11 @@ CLASSES = 10
 """Number of classes of the images."""
 _PIXELS, _SIDE = 28 * 28, 28
 _MASKED = -10_000.0
-"""Added to the scores of padding: finite in every float type."""
+"""Value added to the scores of padding; finite in every float type."""
 
 
 def normalised(image: Tensor) -> Tensor:
-    """Pixels with about the mean 0 and the deviation 1, float32, of the same shape."""
+    """Return pixels scaled to about mean 0 and deviation 1, float32, of the same shape."""
     return (image.float() - 72.94) / 90.02
 
 
@@ -36,12 +36,12 @@ class EncoderBlock(nn.Module):
         self.expand, self.contract = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Both blocks, for x [batch, tokens, width] and a bias that the scores can take."""
+        """Return the output of both blocks for x [batch, tokens, width]; scores get ``bias``."""
         x = x + self.attend(self.attention_norm(x), bias)
         return x + self.contract(functional.gelu(self.expand(self.norm(x))))  # type: ignore[no-any-return]
 
     def attend(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Attention of all heads, projected: [batch, tokens, width]."""
+        """Return the projected attention of all heads: [batch, tokens, width]."""
         batch, tokens, width = x.shape
         size = width // self.heads
 
@@ -58,7 +58,7 @@ class EncoderBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """A ViT (Dosovitskiy et al. 2021): patches and a class token, answered from the latter."""
+    """A ViT (Dosovitskiy et al. 2021): patches and a class token, from which it answers."""
 
     def __init__(self, *, width: int = 96, depth: int = 8, heads: int = 4, patch: int = 7) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class InvertedResidual(nn.Module):
 class MobileNet(nn.Module):
     """A MobileNetV2 (Sandler et al. 2018) for small images.
 
-    ``stages`` has the channels, the number of blocks, and the first one's stride, of each.
+    ``stages`` has, for each stage, its channels, number of blocks, and stride of the first block.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class MobileNet(nn.Module):
 
 
 class ResidualMlp(nn.Module):
-    """A ResNet for tables (Gorishniy et al. 2021), on the pixels as if they were columns."""
+    """A ResNet for tables (Gorishniy et al. 2021); the pixels are used as columns."""
 
     def __init__(self, *, width: int = 256, hidden: int = 512, depth: int = 16) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class ResidualMlp(nn.Module):
 
 
 class TextTransformer(nn.Module):
-    """An encoder over words, with an answer from the mean over those that are not padding."""
+    """An encoder over words, which answers from the mean over all words except padding."""
 
     def __init__(
         self, *, words: int, tokens: int, width: int = 64, depth: int = 6, heads: int = 4

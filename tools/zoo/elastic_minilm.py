@@ -1,9 +1,9 @@
 """Make an elastic sentiment classifier: MiniLM with elastic depth and MLP width (DynaBERT).
 
-MiniLM is fine-tuned as in :mod:`offramp.tools.zoo.minilm_sentiment`. The hidden units of its
-MLPs are then sorted by importance, so that a prefix has the important ones, and it is trained on by
-the sandwich rule: the largest subnet learns the labels, the others what the fine-tuned model
-answers (Hou et al. 2020, DynaBERT 2; of its distillation only that of the logits). Writes into
+MiniLM is fine-tuned as in :mod:`offramp.tools.zoo.minilm_sentiment`. Then the hidden units of its
+MLPs are sorted by importance, so that the most important units come first. Then training continues
+by the sandwich rule: the largest subnet learns the labels, the other subnets learn the fine-tuned
+model's answers (Hou et al. 2020, DynaBERT 2; only its distillation of logits). Writes into
 ``--output``:
 
 * ``elastic_minilm.onnx``, the largest subnet: inputs ``input_ids`` and ``attention_mask`` int64
@@ -54,7 +54,7 @@ from offramp.tools.zoo.minilm_sentiment import (
 )
 
 SKIPPED = (4, 2, 0)
-"""Layers that may be skipped, in the order they are skipped."""
+"""Layers that may be skipped, in the order of skipping."""
 RATIOS = (0.25, 0.5, 0.75)
 IMPORTANCE_REVIEWS = 320
 """Reviews used to compute the importance of hidden units from gradients."""
@@ -81,10 +81,10 @@ def batches(
 
 
 def sort_hidden_units(model: nn.Module, reviews: Reviews) -> None:
-    """Sort the hidden units of each MLP, in place, the most important first; answers stay.
+    """Sort the hidden units of each MLP in place, the most important first; answers stay equal.
 
-    A unit is as important as the loss changes without it, to first order: |Σ w · ∂loss/∂w| over
-    its incoming weights and bias, added up over batches (DynaBERT 2.1).
+    The importance of a unit is the change of the loss without it, to first order: |Σ w · ∂loss/∂w|
+    over its incoming weights and bias, summed over batches (DynaBERT 2.1).
     """
     model.eval()
     pairs = [
@@ -121,7 +121,8 @@ def train(
 ) -> float:
     """Train in place by the sandwich rule: AdamW, and a rate that falls to zero.
 
-    Subnets learn the answers of the model as it is now; return the training time in seconds.
+    Subnets learn the answers that the model has before this training. Return the training time in
+    seconds.
     """
     from offramp.tools.zoo.minilm import batches_of_like_length  # noqa: PLC0415 - as fine_tune
 
@@ -160,7 +161,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, reviews: Reviews) -> float:
-    """Share of the reviews classified as labelled."""
+    """Return the share of the reviews that are classified as labelled."""
     hits = [
         int((model(*inputs).argmax(1) == labels).sum())
         for inputs, labels in batches(reviews, torch.split(torch.arange(len(reviews)), 50))

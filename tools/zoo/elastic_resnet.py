@@ -1,14 +1,15 @@
 """Reproduce the elastic example: a residual CNN on Fashion-MNIST that holds 1,728 subnets.
 
-At each of three resolutions two of three blocks may be skipped, and the inside of the blocks may be
-a quarter, a half or three quarters as wide: all combinations share the weights of the largest. It
-is trained by the sandwich rule. Writes into ``--output`` (default ``examples/elastic``):
+At each of three resolutions, two of three blocks may be skipped, and the inner channels of the
+blocks may be a quarter, a half or three quarters of the full number. All combinations share the
+weights of the largest subnet. It is trained by the sandwich rule. Writes into ``--output`` (default
+``examples/elastic``):
 
 * ``elastic_resnet.onnx``, the largest subnet: input ``image`` uint8 [batch, 1, 28, 28], output
   ``logits`` float32 [batch, 10]; the normalisation is part of the graph.
 * ``spec.toml``, for ``eecompile supernet``: blocks that may be skipped, widths that are elastic.
-* ``training.json``: training settings, and the accuracy of subnets with batch-norm statistics
-  of their own (SubnetNorm) and with those of the largest.
+* ``training.json``: training settings, and the accuracy of subnets, with their own batch-norm
+  statistics (SubnetNorm) and with those of the largest subnet.
 
 It trains on the official training images that are neither in ``calibration.npz`` nor in
 ``test.npz`` of ``examples/fashion``, which calibrate and test it; they need Debian's
@@ -52,7 +53,7 @@ BLOCKS = 3
 """Blocks at each resolution."""
 RATIOS = (0.25, 0.5, 0.75)
 NORM_IMAGES = 2_000
-"""Calibration images that batch-norm statistics are computed of."""
+"""Number of calibration images from which batch-norm statistics are computed."""
 
 
 class ElasticFashionResNet(nn.Module):
@@ -81,7 +82,7 @@ class ElasticFashionResNet(nn.Module):
 
 
 def elastic_space() -> ElasticSpace:
-    """Each resolution keeps its first block, and is as wide as it chooses inside its blocks."""
+    """Return the subnets: each resolution keeps its first block, and has its own inner width."""
     stages = [range(BLOCKS * stage, BLOCKS * (stage + 1)) for stage in range(len(CHANNELS))]
     return ElasticSpace(
         depth=tuple(
@@ -96,7 +97,7 @@ def elastic_space() -> ElasticSpace:
 
 
 def make_supernet(seed: int) -> ElasticModule:
-    """The elastic ResNet, not trained yet."""
+    """Return the elastic ResNet, not trained yet."""
     torch.manual_seed(seed)
     network = ElasticFashionResNet()
     return ElasticModule(network, elastic_space(), (torch.zeros(2, 1, 28, 28, dtype=torch.uint8),))
@@ -123,7 +124,7 @@ class Training:
             self._resume(torch.load(options.state))
 
     def run(self, samples: Samples) -> None:
-        """Train in place, from where the last run ended."""
+        """Train in place, continuing where the last run ended."""
         (images,), labels = samples.tensors(), torch.from_numpy(samples.labels).long()
         self.supernet.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.supernet.train()
@@ -180,7 +181,7 @@ class Training:
 
 
 def multiplications(subnet: nn.Module, supernet: ElasticModule) -> int:
-    """Multiplications of a subnet for one image, in convolutions and linear layers."""
+    """Return a subnet's multiplications for one image, in convolutions and linear layers."""
     counts = []
 
     def count(layer: nn.Module, _given: Any, answer: Tensor) -> None:
@@ -206,7 +207,7 @@ def uniform_choices(space: ElasticSpace) -> list[ElasticChoice]:
 
 
 def measure(supernet: ElasticModule, calibration: Samples, test: Samples) -> list[dict[str, Any]]:
-    """Test subnets with statistics of their own, and with the largest's, which are recorded."""
+    """Test subnets with their own statistics, and with the recorded ones of the largest subnet."""
     batches = [(images,) for images in torch.split(calibration[:NORM_IMAGES].tensors()[0], 500)]
     supernet.record_norms(calibrate_norms(supernet, supernet.space.largest(), batches))
     rows: list[dict[str, Any]] = []

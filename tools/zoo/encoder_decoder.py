@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 PADDING, START, END, UNKNOWN = range(4)
-"""Special tokens: of padding, before the first output token, after the last, of unknown text."""
+"""Special tokens: padding, before the first output token, after the last, and unknown text."""
 _MASKED = -10_000.0
 
 KeysValues: TypeAlias = "tuple[Tensor, Tensor]"
@@ -28,9 +28,9 @@ KeysValues: TypeAlias = "tuple[Tensor, Tensor]"
 
 
 def waves(places: int, width: int) -> Tensor:
-    """Return sines and cosines [places, width], with which positions begin (Vaswani et al. 2017).
+    """Return sines and cosines [places, width], initial position embeddings (Vaswani et al. 2017).
 
-    Learned from noise, copying would take far longer to learn.
+    If positions started as noise, the model would take far longer to learn to copy.
     """
     rates = 10_000 ** (-torch.arange(0, width, 2) / width)
     angles = torch.arange(places)[:, None] * rates
@@ -111,8 +111,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Return the layer's output, like x [batch, tokens, width].
 
-        ``own`` holds keys and values of earlier tokens and of these, ``encoded`` those of the
-        encoder's output.
+        ``own`` has the keys and values of earlier tokens and of the tokens of ``x``; ``encoded``
+        has the keys and values of the encoder's output.
         """
         x = x + self.attention(self.norm(x), own, bias)
         x = x + self.cross(self.cross_norm(x), encoded, encoded_bias)
@@ -182,8 +182,8 @@ class EncoderDecoder(nn.Module):
         Args:
             input_ids: int64 [batch, tokens].
             position_ids: int64 [batch, tokens]; the first output token has 0.
-            attention_mask: int64 [batch, past + tokens], 0 where the past, or these tokens, are
-                padded. Rows may differ in length.
+            attention_mask: int64 [batch, past + tokens], 0 for padding in the past or in these
+                tokens. Rows may differ in length.
             encoded_mask: int64 [batch, encoder tokens].
             encoded: Keys and values by layer, from :meth:`cross`.
             past: Keys and values of earlier tokens by layer; the results are appended to these.
@@ -230,7 +230,7 @@ def greedy(model: EncoderDecoder, input_ids: Tensor, mask: Tensor, *, most: int)
     return torch.cat(found, 1)
 
 
-# The three files of an encoder-decoder, named as exports of transformers are.
+# The three files of an encoder-decoder, with the names of transformers' exports.
 FILES = ("encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx")
 _BATCH, _SOURCE = "batch_size", "encoder_sequence_length"
 _TOKENS, _PAST = "decoder_sequence_length", "past_decoder_sequence_length"
@@ -238,7 +238,7 @@ _TOTAL = f"{_PAST} + {_TOKENS}"
 
 
 class ExportedEncoder(nn.Module):
-    """The encoder as a module of its own."""
+    """The encoder as a separate module."""
 
     def __init__(self, model: EncoderDecoder) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class ExportedEncoder(nn.Module):
 
 
 class FirstDecoder(nn.Module):
-    """The decoder without a past, which computes keys and values of the encoder's output too."""
+    """The decoder without a past, which also computes keys and values of the encoder's output."""
 
     def __init__(self, model: EncoderDecoder) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ def _export(
     outputs: Sequence[tuple[str, dict[int, str]]],
 ) -> None:
     torch.onnx.export(
-        # The exporter resets modules that were in another mode.
+        # The exporter restores the mode of modules that were in another mode.
         module.eval(),
         examples,
         str(path),

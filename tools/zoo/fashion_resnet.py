@@ -13,8 +13,8 @@ It is not needed to use Offramp; on two cores it takes about twenty minutes::
 
     python -m offramp.tools.zoo.fashion_resnet --output examples/fashion
 
-``--widths`` and ``--depth`` train another one on the same data. This trains a ResNet-18 of half the
-usual width, which has three times the weights in a third of the layers, into ``--output``::
+``--widths`` and ``--depth`` train another network on the same data. This command trains a ResNet-18
+of half the usual width, which has three times the weights of the example in a third of its layers::
 
     python -m offramp.tools.zoo.fashion_resnet --widths 32 64 128 256 --depth 2 --epochs 6 …
 """
@@ -38,7 +38,7 @@ from offramp.tools.zoo.autocast import bfloat16_pays
 
 DATASET = Path("/usr/share/datasets/fashion-mnist")
 TEST_IMAGES = 4_000
-"""Images of the official test set kept for measuring; the other 6,000 calibrate."""
+"""Number of images of the official test set for measuring; the other 6,000 calibrate."""
 
 
 class ResidualBlock(nn.Module):
@@ -144,7 +144,7 @@ def train(
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of images classified as labelled, in float32."""
+    """Return the share of images that are classified as labelled, in float32."""
     model.eval()
     hits = 0
     for start in range(0, len(images), 500):

@@ -1,8 +1,8 @@
 """Scenes drawn from Fashion-MNIST's garments: for segmentation, sets of labels, key points, values.
 
 The garments are real images (Debian's ``dataset-fashion-mnist``, MIT, Zalando SE); the scenes are
-drawn in code: garments at random places of a canvas, darker or brighter, with noise of another
-strength in each scene. So labels are exact, and scenes differ in difficulty.
+drawn in code: garments at random positions on a canvas, darker or brighter, with noise whose
+strength varies by scene. So labels are exact, and scenes differ in difficulty.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from numpy.typing import NDArray
 from offramp.tools.zoo.fashion_resnet import DATASET, read_idx
 
 CANVAS, GARMENT = 56, 28
-"""Sides in pixels."""
+"""Side lengths of a canvas and of a garment, in pixels."""
 KINDS = 10
 KEY_POINTS = 5
-"""Left, right, top, bottom, centre."""
+"""Number of key points: left, right, top, bottom, centre."""
 MEASURES = 3
-"""Row and column of the centre, and size."""
+"""Number of measured values: row and column of the centre, and size."""
 _RECOGNISABLE = 60
-"""Pixels of a kind that are to be seen, for the kind to be among a scene's labels."""
+"""A kind of garment is a label of a scene if at least this number of its pixels is visible."""
 _VISIBLE = 24
-"""A garment's pixels of at least this brightness are its own; the others are background."""
+"""Pixels of an image with at least this brightness are the garment; others are background."""
 _EDGE = 2
-"""Columns or rows that an outermost point is the middle of: of one alone it would leap."""
+"""An outermost point is the middle of this number of columns or rows; of only one, it would
+jump."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +46,9 @@ class Garments:
 
 
 def read_garments(folder: Path = DATASET) -> Garments:
-    """Read all images that there are, the official test set among them, without repetitions.
+    """Read all images of the data set, including the official test set, without duplicates.
 
-    SystemExit with the remedy where the data set is not there.
+    SystemExit with the remedy if the data set is missing.
     """
     try:
         images = [read_idx(f"{part}-images-idx3-ubyte", folder)[:, 0] for part in ("train", "t10k")]
@@ -92,7 +93,7 @@ def draw_scenes(
 def draw_poses(
     garments: Garments, count: int, *, seed: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Draw scenes of one garment, to find its outermost points and centre.
+    """Draw scenes of one garment, with its outermost points and centre as labels.
 
     Return images uint8 [count, 1, 56, 56], and rows and columns int64 [count, 5, 2] of the points
     left, right, top, bottom and centre.
@@ -112,7 +113,7 @@ def draw_poses(
 def draw_label_sets(
     garments: Garments, count: int, *, seed: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Draw scenes as :func:`draw_scenes` does, to name their garments.
+    """Draw scenes as :func:`draw_scenes` does, with the kinds of their garments as labels.
 
     Return images uint8 [count, 1, 56, 56], and uint8 [count, 10]: 1 for each kind that is visible
     enough, 0 for the others.
@@ -125,7 +126,7 @@ def draw_label_sets(
 def draw_measures(
     garments: Garments, count: int, *, seed: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Draw scenes of one garment, to measure it.
+    """Draw scenes of one garment, with measures of it as labels.
 
     Return images uint8 [count, 1, 56, 56], and float32 [count, 3]: row and column of its centre, 0
     to 1, and the share of a garment's square that it covers.
@@ -173,7 +174,7 @@ def _place(
     labels: NDArray[np.uint8],
     random: np.random.Generator,
 ) -> None:
-    """Put a garment on a canvas, mirrored or not, with the classes of its pixels."""
+    """Put a garment on a canvas, possibly mirrored, and the classes of its pixels on ``labels``."""
     index = random.integers(len(garments))
     garment = garments.images[index][:, :: random.choice((-1, 1))]
     top, left = random.integers(0, CANVAS - GARMENT + 1, 2)

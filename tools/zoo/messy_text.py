@@ -1,7 +1,7 @@
 """Sentences with dates, times, amounts and telephone numbers as people write them, drawn in code.
 
-Each sentence comes with its canonical form, in which those four kinds of phrases are written in one
-way only and everything else is copied::
+Each sentence comes with its canonical form, in which these four kinds of phrases have one spelling
+only, and everything else is copied::
 
     pls call Dorvan on (020) 7946-0018 by half past 3 in the afternoon
     pls call Dorvan on +442079460018 by 15:30
@@ -40,7 +40,7 @@ ORDINALS = {
     "nine": "ninth", "twelve": "twelfth",
 }  # fmt: skip
 DOMESTIC = "44"
-"""Country of telephone numbers that name none."""
+"""Country code of telephone numbers that do not have one."""
 
 
 def draw_pairs(count: int, *, seed: int) -> list[Phrase]:
@@ -96,7 +96,7 @@ def draw_date(draw: random.Random) -> Phrase:
 
 
 def ordinal_ending(number: int) -> str:
-    """Return st, nd, rd or th, as a number below 100 takes it."""
+    """Return the ending of a number below 100: st, nd, rd or th."""
     return "th" if 10 < number < 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
 
 
@@ -147,14 +147,14 @@ def _time_of_12_hours(hour: int, minute: int, draw: random.Random) -> str:
 
 
 def _spoken_time(hour: int, minute: int, draw: random.Random) -> str:
-    """Return such as ``twenty to four in the afternoon``; the part of the day is that meant."""
+    """Return a time such as ``twenty to four in the afternoon``."""
     if (hour, minute) in ((0, 0), (12, 0)) and draw.random() < 0.5:
         return "noon" if hour else "midnight"
     part = "morning" if hour < 12 else "afternoon" if hour < 18 else "evening"
     spoken = words if draw.random() < 0.5 else str
     if minute == 0:
         return f"{spoken(_clock(hour))} o'clock in the {part}"
-    # To an hour of another part of the day is ambiguous.
+    # "To" an hour in another part of the day would be ambiguous.
     to = minute > 30 and hour not in (11, 17, 23)
     count = 60 - minute if to else minute
     amount = {15: "quarter", 30: "half"}.get(count, f"{spoken(count)} minute" + "s" * (count > 1))
@@ -186,7 +186,7 @@ def draw_amount(draw: random.Random) -> Phrase:
         f"{units}.{rest:02} {name}",
         f"{currency} {units:,}.{rest:02}",
     ]
-    if currency == "EUR":  # as much of Europe writes them, and only with cents
+    if currency == "EUR":  # as in much of Europe, and only with cents
         ways.append(f"{units:,}".replace(",", ".") + f",{rest:02} €")
     if not rest:
         ways = [f"{sign}{units:,}", f"{units} {name}", f"{units:,} {currency}"]
@@ -254,7 +254,7 @@ def _copied(text: Callable[[random.Random], str]) -> Callable[[random.Random], P
 
 
 def _name(draw: random.Random) -> str:
-    """Return a name of two or three syllables: most are in no other sentence."""
+    """Return a name of two or three syllables; most names occur in only one sentence."""
     return "".join(
         draw.choice("bcdfghjklmnprstvwz") + draw.choice(("a", "e", "i", "o", "u", "ar", "en", "il"))
         for _ in range(draw.choice((2, 2, 3)))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VOCABULARY, POSITIONS, WIDTH, HEADS, LAYERS = 30_522, 512, 384, 12, 6
 EPSILON = 1e-12
 MASKED = -10_000.0
-"""Added to the scores of padding: BERT's own choice, and finite in bfloat16 and float16 too."""
+"""Value added to the scores of padding: BERT's choice; also finite in bfloat16 and float16."""
 
 OURS_FOR_THEIRS = (
     ("encoder.layer.", "layers."),
@@ -62,7 +62,7 @@ class EncoderLayer(nn.Module):
         return y
 
     def attend(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Attention of all heads, [batch, sequence, width], before the output projection."""
+        """Return the attention of all heads, [batch, sequence, width], before output projection."""
         batch, sequence = x.shape[:2]
         width = WIDTH // HEADS
 
@@ -76,7 +76,7 @@ class EncoderLayer(nn.Module):
 
 
 class MiniLM(nn.Module):
-    """Token ids to one vector a token, [batch, sequence, 384]."""
+    """Converts token ids to one vector per token, [batch, sequence, 384]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +96,8 @@ class MiniLM(nn.Module):
     def load(self, path: Path) -> None:
         """Load a BERT checkpoint of these dimensions.
 
-        Every text is a first sentence here, so the embedding of that token type is a constant:
-        it joins the positions. The checkpoint's pooler is left out.
+        Every text is a first sentence here, so the embedding of this token type is constant; it is
+        added to the positions. The checkpoint's pooler is not used.
 
         Args:
             path: A safetensors file with Hugging Face's names.
@@ -143,13 +143,13 @@ def batches_of_like_length(
 ) -> list[Tensor]:
     """Split the samples into batches of near equal length, in random order.
 
-    The samples are shuffled, sorted stably by length and cut, so that equal lengths meet in other
-    batches each epoch and next to nothing is spent on padding.
+    The samples are shuffled, sorted stably by length, and cut into batches. So samples of equal
+    length are in different batches each epoch, and there is almost no padding.
 
     Args:
         lengths: int64 [n], tokens of each sample.
         batch_size: Samples of a batch; the longest ones may be fewer.
-        generator: Where the order comes from.
+        generator: Random generator of the order.
 
     Returns:
         Indices of each batch, int64.
@@ -172,7 +172,7 @@ def train(
     bfloat16: bool,
     seed: int,
 ) -> None:
-    """Fine-tune in place: AdamW, a tenth of the steps to warm up, then linearly down to zero.
+    """Fine-tune in place with AdamW; the rate rises for a tenth of the steps, then falls to 0.
 
     Args:
         model: Module from ids and mask to logits.
@@ -218,7 +218,7 @@ def train(
 def logits_of(
     model: nn.Module, input_ids: NDArray[np.int64], attention_mask: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Logits of one batch in float32, [batch, classes]."""
+    """Return the logits of one batch in float32, [batch, classes]."""
     model.eval()
     logits: NDArray[np.float32] = model(
         torch.from_numpy(input_ids), torch.from_numpy(attention_mask)

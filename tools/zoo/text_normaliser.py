@@ -11,9 +11,9 @@ characters and frequent pieces of words. Writes into ``--output`` a folder for e
 
 A folder has ``encoder_model.onnx``, ``decoder_model.onnx`` and ``decoder_with_past_model.onnx``;
 ``tokenizer.json`` (package ``tokenizers``, ``pip install 'offramp[text]'``) and
-``generation_config.json``; ``calibration.npz`` and ``test.npz`` with 4,000 and 1,000 prompts which
-trained nothing (int64 ``input_ids`` and ``attention_mask``, and as ``label`` the canonical form,
-padded with 0); and ``training.json``. Each takes 13.5 minutes of processor time::
+``generation_config.json``; ``calibration.npz`` and ``test.npz`` with 4,000 and 1,000 prompts that
+were not used for training (int64 ``input_ids`` and ``attention_mask``, and as ``label`` the
+canonical form, padded with 0); and ``training.json``. Each takes 13.5 minutes of processor time::
 
     python -m offramp.tools.zoo.text_normaliser --output demo/normaliser
 """
@@ -50,23 +50,24 @@ from offramp.tools.zoo.messy_text import Phrase, draw_pairs
 from offramp.tools.zoo.small_models import Parts, Samples
 
 TOKENS, VOCABULARY = 96, 384
-"""Most tokens of a prompt and of an output, each with its end; tokens that the model knows."""
+"""Largest number of tokens in a prompt and in an output, with its end; size of the vocabulary."""
 SPECIAL = {"<pad>": PADDING, "<s>": START, "</s>": END, "<unk>": UNKNOWN}
 CONTROLS = {"layers_3": 3, "layers_4": 4}
 MODELS = ("joint", "plain", *CONTROLS)
 _TRAINED, _CALIBRATED, _TESTED = 120_000, 4_000, 1_000
 _BATCH, _POOL = 32, 50
-"""Sentences of a batch; batches among which sentences of like length are brought together."""
+"""Sentences per batch; batches per pool, in which sentences of similar length are put together."""
 _RATE = 2e-3
-"""Learning rate at its peak; it falls with the time that is left."""
+"""Peak learning rate; it falls with the time that is left."""
 _COMPARED = 200
 """Prompts on which the ONNX files are compared with torch."""
 
 
 def make_tokenizer(pairs: Sequence[Phrase]) -> Tokenizer:
-    """Return a tokenizer that learnt its pieces from both sides of the pairs (BPE).
+    """Return a tokenizer (BPE) that learned its pieces from both texts of the pairs.
 
-    Pieces are inside words, of which a space before is part; digits and marks are tokens each.
+    Pieces do not cross words; a space before a word is part of it. Each digit and punctuation mark
+    is a token.
     """
     made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(" ?[A-Za-z]+|."), "isolated")
@@ -88,9 +89,9 @@ def draw_parts(
     calibrated: int = _CALIBRATED,
     tested: int = _TESTED,
 ) -> tuple[Parts, Tokenizer]:
-    """Return sentences as tokens, in parts of so many, none of them in two; and the tokenizer."""
+    """Return sentences as tokens, in disjoint parts of given sizes, and the tokenizer."""
     count = trained + calibrated + tested
-    # Some have more tokens than fit.
+    # Draw more, because some sentences have too many tokens.
     pairs = draw_pairs(count + count // 100 + 1, seed=seed)
     tokenizer = make_tokenizer(pairs[: trained // 4])
     found = [
@@ -117,7 +118,7 @@ def padded(rows: Sequence[Sequence[int]]) -> NDArray[np.int64]:
 
 
 def loss_of_last(model: EncoderDecoder, states: list[Tensor], wanted: Tensor) -> Tensor:
-    """Return the mean loss of the model's own tokens: padding does not count."""
+    """Return the mean loss at the model's end; padding does not count."""
     logits = model.logits(states[-1])
     return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=PADDING)
 
@@ -152,7 +153,7 @@ def train(
         samples: Prompts and canonical forms.
         loss_of: Loss of the states after each layer, given the target tokens.
         limit_s: Seconds of processor time per thread, so that other processes have little effect.
-        steps: Most steps, if these are fewer.
+        steps: Largest number of steps, if the time allows more.
         seed: Seed of the order of samples.
     """
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
@@ -169,7 +170,7 @@ def train(
             encoded = model.cross(model.encode(prompts, mask))
             tokens = functional.pad(labels[:, :-1], (1, 0), value=START)
             places = torch.arange(tokens.shape[1]).expand_as(tokens)
-            # Padding is at the end, where no token that counts looks.
+            # Padding is at the end, and no real token attends to it.
             seen = torch.ones_like(tokens)
             states, _ = model.decode(tokens, places, seen, mask, encoded)
             loss = loss_of(model, states, labels)
