@@ -26,7 +26,7 @@ def describe_state(
         Phase.WAITING: f"compiling failed: {life.reason}; again at {clock_time(retry_unix_s)}",
         Phase.SWITCHING: f"{certified}; loading",
         Phase.SERVING: f"{certified}; serving with exits since {clock_time(since_unix_s)}",
-        Phase.RELEARNING: f"exits answer no more requests, learning again: {recorded}",
+        Phase.RELEARNING: f"exits no longer answer requests, learning again: {recorded}",
         Phase.NOTHING_PAYS: f"no exit pays: {life.reason}; {going_on}",
         Phase.STOPPED: f"stopped: {life.reason}",
     }[life.phase]
