@@ -11,7 +11,7 @@ IN_PROCESSES := --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reord
 # Tests start hundreds of processes: each would compile every module that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo generate test test-all test-oldest test-release fuzz chaos mutants lint typecheck format bench figures site clean
+.PHONY: demo generate test test-all test-oldest test-release paths fuzz chaos mutants lint typecheck format bench figures site clean
 
 demo: $(INSTALLED)  ## compile the shipped example, serve it, call it, compare it
 	$(BIN)/python -m examples.demo $(if $(KEEP),--keep)
@@ -30,6 +30,9 @@ test-oldest:  ## the tests with the oldest versions that pyproject.toml declares
 
 test-release: $(INSTALLED)  ## the wheel in bare environments, with the tested and the oldest versions
 	$(BIN)/python -m pytest tests/e2e/test_release.py
+
+paths: $(INSTALLED)  ## the scripts of examples/paths, each from its beginning to its end
+	for script in examples/paths/*.sh; do PYTHON=$(abspath $(BIN))/python $$script || exit; done
 
 fuzz: $(INSTALLED)  ## feed everything that reads bytes with broken ones, for MINUTES
 	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,13 @@ INLINE = re.compile(rf"`((?:{NAMES})(?: [^`]*)?)`")
 FLAG = re.compile(r"`(--[a-z][a-z0-9-]*)[ =`]")
 SCRIPTS = {"--only"}
 """Flags of scripts that the documents name."""
+PATHS = sorted(ROOT.glob("examples/paths/*.sh"))
+OTHERS = {
+    *("--cacert", "--fail", "--request", "--silent", "--write-out"),  # of curl
+    *("--exclude", "--fixed-strings", "--quiet"),  # of tar, grep and pip
+    "--model-control-mode",  # of Triton
+}
+"""Flags of other programs in these scripts."""
 
 
 def printed(document: Path) -> Iterator[str]:
@@ -101,3 +109,12 @@ def test_flags_in_the_text_are_those_of_the_commands(document: Path) -> None:
             assert flag in known, f"{command}: there is no {flag}"
     anywhere = set().union(*FLAGS.values()) | SCRIPTS
     assert set(FLAG.findall(text)) - anywhere == set()
+
+
+@pytest.mark.parametrize("script", PATHS, ids=path_of)
+def test_scripts_have_flags_that_there_are(script: Path) -> None:
+    """The scripts themselves run before a release (``make paths``)."""
+    subprocess.run(["bash", "-n", script], check=True)
+    flags = set(re.findall(r"(?<=\s)--[a-z][a-z0-9-]*", script.read_text(encoding="utf-8")))
+    assert len(flags) > 5
+    assert flags - set().union(*FLAGS.values()) - OTHERS == set()
