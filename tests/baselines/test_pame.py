@@ -298,7 +298,7 @@ def test_a_state_that_does_not_fit(change: dict[str, Any], message: Told) -> Non
     [
         ({"max_disagreement": -0.1}, ("max_disagreement must be in",)),
         ({"max_violations": 2.0}, ("max_violations must be in",)),
-        ({"batch_size": 9}, ("8 samples", "batch")),
+        ({"batch_size": 9}, ("batch_size 9", "8", "samples")),
         ({"batch_size": 0}, ("batch_size 0", "at least 1")),
         ({"threshold_step": 0.0}, ("threshold_step must be in",)),
         ({"audit_probability": 0.0}, ("audit_probability must be in",)),

@@ -351,7 +351,7 @@ def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
     beside = options.model.parent / "tokenizer.json"
     refusals = {}
     beside.write_text("{}")
-    refusals["no tokenizer of Hugging Face"] = settle_refused(options)
+    refusals["not a tokenizer of Hugging Face"] = settle_refused(options)
     beside.write_bytes(b"\xff")
     refusals["Tokenizer.save"] = settle_refused(options)
     beside.unlink()

@@ -141,7 +141,7 @@ def test_a_promise_that_is_spent_without_exits_is_refused(tmp_path: Path):
             models.dynamically_quantised(), vectors(spread=3), tmp_path, max_disagreement=0.02
         )
     message = str(caught.value)
-    assert "that is all of it, without any exit" in message
+    assert "spends the whole promise, without any exit" in message
     assert "The first of the operators is 'round0' (DynamicQuantizeLinear)" in message
     assert "Compile the float32 model instead" in message
     assert "(2.00% at 95%)" in message

@@ -66,7 +66,7 @@ def test_the_last_windows_are_kept_and_go_on_from_json() -> None:
     resumed.add(0.0, [departures(0, 5, exits=(0,))])  # another run, another clock
     assert [w.went_on for w in resumed.profile().windows] == [(2,), (3,), (5,)]
     with pytest.raises(
-        BatchProfileError, match=facts("1 exits and 1 s", "expected 2 and 1", "start")
+        BatchProfileError, match=facts("1 exits and last 1 s", "expected 2 and 1", "start")
     ):
         BatchProfileRecorder(2, window_s=1.0, past=again)
 

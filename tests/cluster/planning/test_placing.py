@@ -87,7 +87,7 @@ def test_roles_go_by_type_and_what_is_left_is_spare() -> None:
     plan = two_splits(cluster_of(device("fast", 2.0), device("slow", 1.0)))
     roles = roles_for(plan, ["slow", "fast", "fast", "slow", "fast"])
     assert [role.segments for role in roles] == [(2, 3), (0, 1), (0, 1), (2, 3), None]
-    with pytest.raises(PlanError, match="1 devices of type 'slow' more"):
+    with pytest.raises(PlanError, match="1 more devices of type 'slow'"):
         roles_for(plan, ["fast", "fast", "slow"])
 
 

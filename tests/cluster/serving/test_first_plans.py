@@ -137,7 +137,7 @@ def test_a_given_plan_is_served_as_it_stands(small: Small, tmp_path: Path) -> No
         (plan_of((0, 3, {"slow": 1})), ("segments 0 to 3", "expected 0 to 4")),
         (plan_of((1, 4, {"slow": 1})), ("segments 1 to 4", "expected 0 to 4")),
         (with_exits(FRONT, 7), ("exits [7]", "in use, [0")),
-        (plan_of((0, 4, {"slow": 3})), ("1 devices of type 'slow'",)),
+        (plan_of((0, 4, {"slow": 3})), ("1 more devices of type 'slow'",)),
         (plan_of((0, 4, {"odd": 1})), ("'odd'",)),
     ],
 )

@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[onnx.ModelProto, Told]] = {
     "slice with steps": (
         after("Slice", "a", "s", "e", "axes", "steps",
               weights={"s": ints(0), "e": ints(8), "axes": ints(2), "steps": ints(2)}),
-        ("Slice op", "no fixed range of dimension 2", "4 of 8", "input whole"),
+        ("Slice op", "not a fixed range of dimension 2", "4 of 8", "input whole"),
     ),
     "gather": (
         after("Gather", "a", "i", axis=2, weights={"i": ints(1)}),
@@ -243,7 +243,7 @@ OUT = "8 output channels of named"
             {"ratio": 0.375, "parts": 2},
             ("0.375", "8 output", "2 equal parts of named", "1.5", "0.25 (1 of 4) or 0.5 (2 of 4)"),
         ),
-        (["named"], {"parts": 3}, ("named", "8 output", "3 equal parts", "parts = N")),
+        (["named"], {"parts": 3}, ("named", "8 output", "3 equal parts", "set parts to")),
         (
             ["named"],
             {"axis": 0},

@@ -152,9 +152,9 @@ def test_a_training_that_does_not_fit_is_refused(changes: dict[str, Any], told: 
 
 
 def test_what_no_training_can_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="kept: 2, expected one of 2 epochs"):
+    with pytest.raises(ValueError, match="kept is 2, expected one of 2 epochs"):
         replace(TRAINED, kept=2)
-    with pytest.raises(ValueError, match="losses: 1 of 2 answers"):
+    with pytest.raises(ValueError, match="losses: 1 for 2 answers"):
         JointEpoch(losses=(1.0,), agreement=(1.0, 0.5))
     with pytest.raises(ValueError, match="is not within 0 and 1"):
         JointEpoch(losses=(1.0,), agreement=(1.5,))

@@ -43,7 +43,7 @@ from offramp.bundle.schema.serde import to_plain
         ),
         (
             lambda m: [s.update(row_bytes=4, weight_bytes=8) for s in m["segments"]],
-            ("segments", "row_bytes 4", "expected 0"),
+            ("segments", "row_bytes", "4", "expected 0"),
         ),
         (lambda m: m["answer"].update(output="cut"), ("'cut'", "last segment")),
         (lambda m: m["inputs"][0].update(dtype="object"), ("dtype 'object' is not",)),

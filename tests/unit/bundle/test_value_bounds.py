@@ -38,7 +38,7 @@ def test_where_there_are_none_nothing_is_said(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"input": "sound"}, ("'sound'",)),
-        ({"lowest": 9}, ("9.0 to 8.0",)),
+        ({"lowest": 9}, ("9.0", "above", "8.0")),
         ({"axis": 0}, ("from 1, or neither",)),
         ({"places": [-1]}, ("from 1, or neither",)),
         ({"places": [3]}, ("places [3] of dimension 1", "image: float32 [batch, 3, time]")),

@@ -51,7 +51,7 @@ def test_too_few_samples_are_refused_with_what_would_be_needed() -> None:
     said = ("2,500 samples", "10.00 GiB", "4 passes", "9.00 GiB of --scratch-limit")
     tells(str(caught.value), *said, "raise it")
     few = SampleCounts(train=300, made=300, tune=100)
-    with pytest.raises(DataError, match="features of 400 samples"):
+    with pytest.raises(DataError, match="at least 400 samples"):
         plan_features([1000], few, 399 * 1000)
     assert plan_features([1000], few, 400 * 1000).counts.train == 300
 

@@ -188,5 +188,5 @@ def test_labels_teach_what_the_model_does_not_answer() -> None:
 
 
 def test_labels_that_are_missing_are_asked_for() -> None:
-    with pytest.raises(ValueError, match="expected an array 'labels'"):
+    with pytest.raises(ValueError, match="add an array 'labels'"):
         trained(dataclasses.replace(OPTIONS, teacher="labels"))

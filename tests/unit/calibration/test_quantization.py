@@ -241,7 +241,7 @@ def test_batches_are_as_large_as_memory_allows(monkeypatch: pytest.MonkeyPatch) 
 
 def test_ranges_of_another_model_are_refused() -> None:
     ranges = ranges_of(sliced("mlp"))
-    with pytest.raises(ValueError, match=facts("range of 'image'", "measure")):
+    with pytest.raises(ValueError, match=facts("no range for 'image'", "measure")):
         quantize(source_of(sliced("vgg")), ranges)
 
 

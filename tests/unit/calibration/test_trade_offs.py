@@ -163,7 +163,7 @@ def test_each_way_has_the_full_model_and_what_it_is_named_after() -> None:
 
 
 def test_the_first_variant_has_to_be_the_full_model() -> None:
-    with pytest.raises(ValueError, match=facts("variant 1", "full model, 0")):
+    with pytest.raises(ValueError, match=facts("variant 1", "full model, variant 0")):
         trade_offs([(subnet(), OF_SUBNET)], "both")
 
 

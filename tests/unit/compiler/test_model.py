@@ -138,7 +138,7 @@ def test_file_that_the_checker_refuses(read):
     proto = models.mlp()
     proto.graph.node[0].input[0] = "nowhere"
 
-    with pytest.raises(ModelError, match=facts("'nowhere'", "no input")):
+    with pytest.raises(ModelError, match=facts("'nowhere'", "not an input")):
         read(proto)
 
 

@@ -142,7 +142,7 @@ def test_a_state_beyond_compiled_thresholds_is_refused_where_none_may_be(
     population: Population, learned: CertifiedController
 ) -> None:
     pinned = controller_of(population, never_beyond_compiled=True)
-    with pytest.raises(ValueError, match="answer more than the compiled policy"):
+    with pytest.raises(ValueError, match="answer more samples than the compiled policy"):
         pinned.restore(learned.state())
 
 

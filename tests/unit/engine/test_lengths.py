@@ -170,7 +170,7 @@ def test_lengths_that_calibration_never_had_are_counted_and_told_once(
         assert rules.unseen(both) == 2
         assert rules.unseen(request(2, rows=3)) == 3
     (record,) = caplog.records
-    tells(record.getMessage(), "2 of `sequence`", "3 to 20")
+    tells(record.getMessage(), "size 2 in `sequence`", "3 to 20")
 
 
 def test_without_a_mask_the_size_is_the_length() -> None:

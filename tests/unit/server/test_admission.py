@@ -99,7 +99,7 @@ WATCH = "/grpc.health.v1.Health/Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 BAD = {
-    "undecodable": (INFER, b"\xff" * 100, "undecodable", "no ModelInferRequest"),
+    "undecodable": (INFER, b"\xff" * 100, "undecodable", "not a ModelInferRequest"),
     "undecodable and long": (INFER, b"\xff" * 9999, "undecodable", "no whole number"),
     "many inputs": (INFER, b"\n\x01g" + b"\x2a\x00" * 400_000, "too_many_fields", "1024 fields"),
     "shape": (INFER, request(shape=(2**40, 2**40, 0, 1), raw=b""), "bad_input", "no array can"),

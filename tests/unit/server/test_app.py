@@ -351,7 +351,7 @@ def test_two_servers_do_not_share_a_port(launch: Callable[..., Process]) -> None
 
 
 def test_a_foreign_address_is_named() -> None:
-    with pytest.raises(StartError, match=facts("'192.0.2.1'", "no address")):
+    with pytest.raises(StartError, match=facts("'192.0.2.1'", "not an address")):
         check_free("192.0.2.1", 0, option="--grpc-port")
 
 

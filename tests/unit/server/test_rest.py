@@ -288,7 +288,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         (changed(datatype="INT8", data=[1.5] * 8), ["INT8", "1.5"]),
         (changed(datatype="INT8", data=[300] * 8), ["300", "beyond INT8"]),
         (changed(datatype="UINT64", data=[-1] * 8), ["-1", "beyond UINT64"]),
-        (changed(datatype="UINT64", data=[2**64] * 8), ["no UINT64"]),
+        (changed(datatype="UINT64", data=[2**64] * 8), ["not a UINT64"]),
         (changed(datatype="INT64", data=[2**63, 0.5] * 4), ["INT64"]),
         (changed(datatype="BOOL", data=[1] * 8), ["BOOL", "1"]),
         (changed(parameters={"binary_data_size": 8}), ["binary_data_size 8", "0 bytes are left"]),

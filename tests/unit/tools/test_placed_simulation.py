@@ -231,5 +231,5 @@ def draw_placement(seed: int) -> Placement:
 def test_streams_that_are_not_there_are_refused() -> None:
     with pytest.raises(ValueError, match=facts("1 streams", "expected 2", "place each")):
         SimulatedDevices([SECONDS], 2, placement(on([0, 1, 2])))
-    with pytest.raises(ValueError, match=facts("streams [2]", "below 2")):
+    with pytest.raises(ValueError, match=facts("streams are [2]", "below 2")):
         SimulatedDevices([SECONDS], 2, slower={1: 2.0, 2: 2.0})

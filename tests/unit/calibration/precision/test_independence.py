@@ -84,5 +84,5 @@ def test_answers_that_are_no_numbers_are_dependent() -> None:
 
 def test_a_single_sample_has_no_mates() -> None:
     graph = linear(np.ones((64, 64), np.float32))
-    with pytest.raises(ValueError, match=facts("1 samples", "batch mates", "2")):
+    with pytest.raises(ValueError, match=facts("1 samples", "batch", "at least 2")):
         depends_on_batch_mates(graph, inputs(graph, 1), answer="y")
