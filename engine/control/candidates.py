@@ -48,8 +48,8 @@ class CandidateTest:
     def describe(self) -> str:
         """Return the progress of the test, as text for people."""
         if self.path is None:
-            return f"{self.purpose}: collecting, {self.samples} samples"
-        return f"{self.purpose}: being tested, {self.path.samples} samples"
+            return f"collecting samples to test {self.purpose}: {self.samples:,} so far"
+        return f"testing {self.purpose}: {self.path.samples:,} samples so far"
 
 
 class CandidateTests:

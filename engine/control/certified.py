@@ -192,8 +192,9 @@ class CertifiedController:
             text = f"exits {gone} answered nothing, and are not in use any more"
             self._counters.note("exits", text)
         else:
-            self._candidates.begin(target, f"exits {list(target)}")
-            self._counters.note("exits", f"exits {list(target)} are being tested")
+            named = f"exits {', '.join(map(str, target))}" if target else "no exits"
+            self._candidates.begin(target, named)
+            self._counters.note("exits", f"{named} are being tested")
         now.use_exits(self._candidates.exits)
         return True
 
@@ -377,7 +378,7 @@ class CertifiedController:
             return test.describe()
         if evidence is Evidence.CERTIFIED:
             return "gathering evidence for more" if self.needs_evidence else "steady"
-        return f"gathering evidence: {path.samples} samples"
+        return f"gathering evidence: {path.samples:,} samples so far"
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         rows = kept_array(state, "curves", (self._costs.exits, 2)).tolist()
