@@ -59,8 +59,8 @@ def fill(files: CheckedFolder, entry: FileEntry, graph: bytes, size_bytes: int) 
         return graph
     if (size := sum(map(length_of, parts))) > MOST_BYTES:
         raise BundleSchemaError(
-            f"{files.root / entry.path} has {size:,} bytes with its weights, and one message holds "
-            f"{MOST_BYTES:,}: only runtimes that map weights from their file take such a graph"
+            f"{files.root / entry.path} has {size:,} bytes with its weights, above protobuf's "
+            f"limit of {MOST_BYTES:,}: only runtimes that map the weights file can run this graph"
         )
     whole, digest = io.BytesIO(), hashlib.sha256()
     for piece in _read(files, parts):

@@ -53,7 +53,7 @@ class AnswerKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedResult(InferResult):
-    """An answer to a request of n samples (one or two per request), or a part of one."""
+    """A result of ``infer_stream``, for n samples: one or two per request, or parts of one."""
 
     kind: AnswerKind
     corrected: NDArray[np.bool_]

@@ -1,1 +1,1 @@
-"""Shared parts of all commands: help in two layers, shell completion, pages and SVG."""
+"""Shared parts of all commands: help in two layers, shell completion, HTML pages, inline SVG."""

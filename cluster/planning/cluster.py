@@ -16,7 +16,7 @@ from offramp.cluster.planning.cluster_plan import PlanError
 from offramp.engine.scheduling.placement import NO_DELAY, DeviceLink
 
 LEAST_SHARE = 1e-6
-"""Smallest share of rows in planning; it replaces smaller forecasts, such as 0."""
+"""Smallest share of rows that planning assumes to pass an exit; smaller forecasts become it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

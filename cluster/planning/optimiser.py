@@ -232,7 +232,7 @@ class _Optimiser:
         return fine
 
     def _possible(self, search: SplitSearch, period_s: float, most: Limits) -> bool:
-        """Return whether a plan of a batch size has at most this period."""
+        """Return whether some plan of the search's batch size keeps this period and the limits."""
         steps = search.steps(period_s, most.latency_s)
         counted = search.extend(
             self._others, steps, search.begin(self._others), counting=True, once=False

@@ -198,7 +198,7 @@ class PrecisionCheck:
 
     precision: Precision
     samples: int
-    """Number of samples of all measurements."""
+    """Number of samples; the counts below are all of these samples."""
     unseen: bool
     """True if nothing was fitted on these samples, see :class:`PrecisionData`."""
     source_differs: int

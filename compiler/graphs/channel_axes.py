@@ -44,7 +44,7 @@ _TRANSPARENT = frozenset(
 )
 """Operators whose output has the dimensions of their operands, in the same order."""
 _MOST_STEPS = 64
-"""Largest number of tensors that are visited: more distant operators are no evidence."""
+"""Largest number of tensors that a search visits; operators beyond do not show the channels."""
 _MOST_AXES = 8
 
 

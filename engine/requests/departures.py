@@ -35,7 +35,7 @@ class Departures:
         return tuple(accumulate(reversed(here)))[::-1][:-1]
 
     def went_on(self) -> tuple[int, ...]:
-        """Rows that each exit decided not to release, [exits].
+        """Rows that each exit decided to let go on, [exits].
 
         Rows that were forced to leave count as going on, and do not count for deeper exits.
         """

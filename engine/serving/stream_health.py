@@ -77,7 +77,7 @@ class StreamHealth:
         self._faults[stream, model] = _Fault(due_s=now_s, cold=True)
 
     def is_cold(self, stream: int, model: str, *, tried: bool = False) -> bool:
-        """Return whether a stream must still warm up a model; ``tried``: even after a failure."""
+        """Return whether a stream must warm up a model; after a failed try, only if ``tried``."""
         fault = self._fault(stream, model)
         return fault.cold and (tried or not fault.tries)
 

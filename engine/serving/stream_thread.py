@@ -148,7 +148,9 @@ class StreamThread(threading.Thread):
         """Take a stream that cannot start out of service for a while."""
         with self._lock:
             pause_s = self._health.start_failed(self._stream)
-            _log.warning("stream %d cannot start, again in %g s: %s", self._stream, pause_s, error)
+            _log.warning(
+                "stream %d cannot start; next try in %g s: %s", self._stream, pause_s, error
+            )
             self._scheduler.suspend(self._stream)
             given_up = any(map(self._available.is_given_up, self._models))
             if self._available.refusal is None and given_up:

@@ -229,7 +229,7 @@ class TextEngine:
         task.add_done_callback(lambda _: self._finished(served))
 
     def _finished(self, served: ServedText) -> None:
-        """Keep the counts of a closed version, if its name has a newer one."""
+        """Keep the counts of a closed version that a newer version of the same name replaced."""
         name = served.info.name
         del self._finishing[served]
         if served in self._before.get(name, ()):

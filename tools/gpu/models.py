@@ -129,7 +129,7 @@ def drawn(rng: np.random.Generator, count: int, go_on: Sequence[float]) -> NDArr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples(Dataset):
-    """Samples with repeated rows, except for the replayed confidences."""
+    """``count`` samples, for which the rows of shorter inputs are repeated."""
 
     count: int
     """Number of samples."""

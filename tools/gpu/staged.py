@@ -132,7 +132,7 @@ def plain_bundle(
     replayed: bool = False,
     ranges: InputRanges | None = None,
 ) -> Bundle:
-    """Write a bundle with exits of a mean and one linear layer.
+    """Write a bundle whose exits average over tokens or pixels, then apply one linear layer.
 
     Args:
         pieces: The model.
