@@ -26,7 +26,7 @@ class ControlCounters:
     """
 
     def __init__(self, *, tolerated: float = math.inf) -> None:
-        """Start at 0; no estimate while one rare disagreement would raise it above ``tolerated``."""
+        """Start at 0; no estimate while one rare disagreement would exceed ``tolerated``."""
         self._tolerated = tolerated
         self.observed = self.audited = self.disagreed = 0
         """Samples seen; early answers that ran to the end; and of these, the ones that differ from
