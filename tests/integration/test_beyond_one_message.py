@@ -78,7 +78,7 @@ def bundle(model: Path) -> Bundle:
 def test_it_is_compiled_verified_and_served(bundle: Bundle, model: Path) -> None:
     assert bundle.policy.active
     source = bundle.manifest.source.file
-    with pytest.raises(BundleSchemaError, match=facts("runtimes", "map weights")):
+    with pytest.raises(BundleSchemaError, match=facts("runtimes", "map the weights file")):
         bundle.read(source)
     check = verify_bundle(VerifyOptions(bundle=bundle.path, data=model.parent / "data.npz"))
     assert (check.samples, check.verdict) == (1400, "kept")

@@ -241,7 +241,7 @@ def test_a_graph_that_would_have_more_than_protobuf_takes_is_refused(
     monkeypatch.setattr("offramp.bundle.stored_graphs.MOST_BYTES", size)
     bundle.read(FILE)
     monkeypatch.setattr("offramp.bundle.stored_graphs.MOST_BYTES", size - 1)
-    with pytest.raises(BundleSchemaError, match=f"{size:,} bytes with its weights, and one"):
+    with pytest.raises(BundleSchemaError, match=f"{size:,} bytes with its weights, above"):
         bundle.read(FILE)
     assert bundle.graph(FILE) == (bundle.path / FILE).read_bytes()
 
