@@ -141,7 +141,7 @@ def test_a_broken_device_is_given_up_and_taken_back(
 
     with_engine(body, backend_type=Device, streams=streams)
     if streams == 1:
-        said = re.findall(r"again in ([0-9.]+) s: device lost", caplog.text)
+        said = re.findall(r"next try in ([0-9.]+) s: device lost", caplog.text)
         assert said[:5] == ["0.001", "0.002", "0.004", "0.008", "0.016"]
 
 
