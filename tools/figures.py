@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from offramp.engine.learning.compilation import IdleShare
 from offramp.tools.tables import clusters, memory, models, serving, text
 from offramp.tools.tables.rows import Result, Table
 
@@ -33,9 +34,9 @@ RESULTS: Final = ROOT / "benchmarks/results"
 _TABLE: Final = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _IDLE: Final = 0.3
 """A machine counts as idle if at most this number of cores is busy."""
-_WATCHED_S: Final = 3.0
-"""Seconds in which busy cores are counted before a measurement. The load average would include the
-measurement of the minute before."""
+_WATCHED_S: Final = 6.0
+"""Seconds in which busy cores are counted before a measurement: enough for :class:`IdleShare` on
+one core. The load average would include the measurement of the minute before."""
 _FASHION: Final = "examples/fashion/calibration.npz"
 _JOINT: Final = "demo/normaliser/joint"
 _TEXT: Final = (
@@ -119,16 +120,11 @@ def prepare(words: Sequence[str]) -> None:
 
 
 def busy_cores() -> float:
-    """Return the mean number of busy cores over some seconds, from Linux's counters."""
-
-    def idle_and_all() -> tuple[int, int]:
-        counts = [int(count) for count in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
-        return counts[3] + counts[4], sum(counts[:8])
-
-    idle, total = idle_and_all()
+    """Return the mean number of busy cores over some seconds; all of them if it is unknown."""
+    idle = IdleShare()
     time.sleep(_WATCHED_S)
-    idle_now, total_now = idle_and_all()
-    return (1 - (idle_now - idle) / max(total_now - total, 1)) * (os.cpu_count() or 1)
+    idle.update()
+    return (1 - (idle.share or 0.0)) * (os.cpu_count() or 1)
 
 
 def measure(names: Sequence[str], *, busy: bool) -> None:

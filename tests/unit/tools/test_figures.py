@@ -135,6 +135,7 @@ def test_busy_cores_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     monkeypatch.setattr(figures.time, "sleep", spin)
+    monkeypatch.setattr("offramp.engine.learning.compilation._LEAST_TICKS", 1)
     assert 0 < figures.busy_cores() <= (os.cpu_count() or 1) + 0.1
 
 
