@@ -1,4 +1,14 @@
-"""Errors of compiling a model, all of which are :class:`CompileError`."""
+"""Errors of compiling a model, all of which are :class:`CompileError`, and names in their texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return names for a message: the first ``most``, and the number of further ones."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class CompileError(Exception):

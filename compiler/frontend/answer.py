@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 
 from offramp.bundle import Answer, AnswerForm, AnswerTask, TaskKind
 from offramp.bundle.schema.answers import DENSE
-from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.errors import ModelError, listed
 from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.graphs.graph import Dataflow, Operator, integer, refill, rename_tensor
 from offramp.compiler.graphs.shapes import (
@@ -104,10 +104,9 @@ def keep_answer(
             "the model such that it returns an array (skl2onnx: options={'zipmap': False})"
         )
     if removed := [name for name in outputs if name != kept.name]:
-        more = f" and {len(removed) - LISTED} more" if len(removed) > LISTED else ""
         note(
             f"answers have the output {kept.name!r} only: the model's other outputs are not "
-            f"served ({', '.join(removed[:LISTED])}{more})"
+            f"served ({listed(removed, LISTED)})"
         )
     shape = kept.type.tensor_type.shape
     refill(proto.graph.output, [kept])

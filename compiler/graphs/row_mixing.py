@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from offramp.bundle import Answer
-from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.errors import ModelError, listed
 from offramp.compiler.common.rounding import SINGLE, rounding_of
 from offramp.compiler.graphs.graph import Dataflow, Operator, copied, emptied
 from offramp.compiler.graphs.runtime import GraphRunner, describe_shapes, random_inputs
@@ -143,15 +143,14 @@ def middle(size: int, largest: int) -> NDArray[np.intp]:
 
 def _describe(mixing: list[Operator], difference: Difference | None, rows: int) -> str:
     """Return a message with the operators that mix rows, and the remedy."""
-    shown = [op.label for op in mixing[:_SHOWN]]
-    rest = f" and {len(mixing) - _SHOWN} more" if len(mixing) > _SHOWN else ""
+    shown = listed([op.label for op in mixing], _SHOWN)
     kind = next((k for k in _REMEDIES if mixing[0].kind.startswith(k)), "")
     apart = ", the number of answers too"
     if difference is not None:
         apart = f", by {difference.describe()}, allowed are {SINGLE.batches:.0e}"
     return (
         f"the answer of a sample depends on the other samples of its batch (found among {rows} "
-        f"rows{apart}). It enters at {', '.join(shown)}{rest}: {_REMEDIES.get(kind, _OTHERWISE)}"
+        f"rows{apart}). It enters at {shown}: {_REMEDIES.get(kind, _OTHERWISE)}"
     )
 
 

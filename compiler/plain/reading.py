@@ -18,7 +18,7 @@ import onnx
 from numpy.typing import NDArray
 
 from offramp.bundle import Answer, AnswerTask, TensorSpec
-from offramp.compiler.common.errors import ModelError
+from offramp.compiler.common.errors import ModelError, listed
 from offramp.compiler.common.options import TaskOptions
 from offramp.compiler.common.rounding import rounding_of
 from offramp.compiler.export.nesting import METADATA
@@ -166,11 +166,10 @@ def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | No
         return answer, []
     outputs = {o.name: output_type(o) for o in proto.graph.output}
     scores = [name for name, found in outputs.items() if found in FLOATING]
-    names = ", ".join(f"{name} ({found})" for name, found in list(outputs.items())[:LISTED])
-    more = f" and {len(outputs) - LISTED} more" if len(outputs) > LISTED else ""
+    names = [f"{name} ({found})" for name, found in outputs.items()]
     raise ModelError(
-        f"{len(outputs)} outputs ({names}{more}), but only one can be served; name it, for "
-        f"instance --answer {(scores or [*outputs])[0]}"
+        f"{len(outputs)} outputs ({listed(names, LISTED)}), but only one can be served; name it, "
+        f"for instance --answer {(scores or [*outputs])[0]}"
     )
 
 
