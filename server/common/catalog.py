@@ -50,7 +50,6 @@ class Catalog:
     def remove(self, name: str) -> None:
         """Stop serving a model."""
         self._served.pop(name, None)
-        self.missing.discard(name)
 
     def find(self, name: str, version: str = "") -> ServedName:
         """Return the version of a model that answers a request.

@@ -93,8 +93,8 @@ class ModelRepository:
         self._reasons: dict[tuple[str, str], str] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         """One lock per model, so that a model has one change at a time."""
-        self._configs_reported: set[Path] = set()
-        """Folders of models whose ``config.pbtxt`` was reported."""
+        self._configs_reported: set[str] = set()
+        """Models whose ``config.pbtxt`` was reported."""
         self._polling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -216,6 +216,7 @@ class ModelRepository:
         stamp = await asyncio.to_thread(FileStamp.of, path)
         now = _Loaded(path=path, stamp=stamp, options=options)
         if self._loaded.get((name, version)) != now:
+            await asyncio.to_thread(self._warn_of_config, name)
             await self._load_version(name, version, now)
 
     async def _load_version(self, name: str, version: str, now: _Loaded) -> None:
@@ -296,18 +297,18 @@ class ModelRepository:
             return {ONLY_VERSION: self._named[name]}
         folder = self._settings.model_repository
         plain = name not in ("", ".", "..") and "/" not in name and "\0" not in name
-        if folder is None or not plain:
-            return {}
-        self._warn_of_config(folder / name)
-        return find_versions(folder / name)
+        return {} if folder is None or not plain else find_versions(folder / name)
 
-    def _warn_of_config(self, folder: Path) -> None:
-        """Log, once for each model, what its ``config.pbtxt`` sets in vain."""
-        if folder not in self._configs_reported and (ignored := ignored_settings(folder)):
-            self._configs_reported.add(folder)
+    def _warn_of_config(self, name: str) -> None:
+        """Log, once for each model of the folder, what its ``config.pbtxt`` sets in vain."""
+        root = self._settings.model_repository
+        if root is None or name in self._named or name in self._configs_reported:
+            return
+        if ignored := ignored_settings(root / name):
+            self._configs_reported.add(name)
             logger.warning(
                 "%s is not read; ignored: %s; docs/howto/moving.md names the options for them",
-                folder / TRITON_CONFIG,
+                root / name / TRITON_CONFIG,
                 ", ".join(ignored),
             )
 
