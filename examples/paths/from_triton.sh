@@ -13,46 +13,10 @@
 # temporary folder only, and ends with status 0 if every step did what it should.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+# shellcheck source=examples/paths/common.bash
+source examples/paths/common.bash
 
-work=$(mktemp -d)
-server="" # process of eeserve
-load=""   # process of the load loop
-
-clean_up() {
-    for process in $load $server; do
-        kill "$process" 2>/dev/null || true
-        wait "$process" 2>/dev/null || true
-    done
-    rm -rf "$work"
-}
-trap clean_up EXIT
-
-title() { printf '\n== %s (after %d s)\n' "$1" "$SECONDS"; }
-
-fail() {
-    echo "FAILED: $1" >&2
-    for log in "$work"/*.log; do
-        [ -f "$log" ] && { echo "--- $log" >&2; tail -n 20 "$log" >&2; }
-    done
-    exit 1
-}
-
-# ------------------------------------------------------------------------------------------------
-title "Install"
-if [ -z "${PYTHON:-}" ]; then
-    python3 -m venv "$work/venv"
-    PYTHON=$work/venv/bin/python
-    # pip builds in the folder that it installs from: a copy keeps this one clean. In a clone of your
-    # own, `pip install '.[compile]' -c constraints.txt` is all.
-    mkdir "$work/source"
-    tar --exclude=./.git --exclude=./.venv --exclude=./build -cf - . | tar -xf - -C "$work/source"
-    "$PYTHON" -m pip install --quiet "$work/source[compile]" -c constraints.txt
-    "$PYTHON" -m pip install --quiet 'tritonclient[grpc,http]'
-fi
-# An absolute path, without following links: the python of a virtual environment is one.
-commands=$(cd "$(dirname "$PYTHON")" && pwd)
-PYTHON=$commands/$(basename "$PYTHON")
-[ -x "$commands/eeserve" ] || fail "$commands has no eeserve; expected it next to $PYTHON"
+install_offramp 'tritonclient[grpc,http]'
 "$PYTHON" -c 'import tritonclient.grpc, tritonclient.http' || fail "tritonclient is not installed"
 
 # ------------------------------------------------------------------------------------------------
@@ -97,7 +61,7 @@ onnx.save(helper.make_model(graph, opset_imports=[opset], ir_version=8), sys.arg
 END
 
 # eeserve does not read config.pbtxt. Its settings become options: docs/howto/moving.md has a table.
-# In the configuration file, models of a repository share [defaults]; a load may set others for one.
+# In the configuration file, [defaults] holds for all models, and [models.NAME] for one of the repository.
 read -r grpc_port http_port < <("$PYTHON" - <<'END'
 import socket
 
@@ -137,14 +101,6 @@ start() {
         sleep 0.5
     done
     fail "eeserve was not ready within 2 minutes"
-}
-
-# Wait for the server's end after SIGTERM. Status 0: all requests were answered.
-stopped() {
-    local code=0
-    wait "$server" || code=$?
-    server=""
-    [ "$code" = 0 ] || fail "eeserve ended with status $code"
 }
 
 title "Serve it, and ask what Kubernetes asks"

@@ -14,45 +14,10 @@
 # temporary folder only, and ends with status 0 if every step did what it should.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+# shellcheck source=examples/paths/common.bash
+source examples/paths/common.bash
 
-work=$(mktemp -d)
-server="" # process of eeserve
-load=""   # process that sends requests
-
-clean_up() {
-    for process in $load $server; do
-        kill "$process" 2>/dev/null || true
-        wait "$process" 2>/dev/null || true
-    done
-    rm -rf "$work"
-}
-trap clean_up EXIT
-
-title() { printf '\n== %s (after %d s)\n' "$1" "$SECONDS"; }
-
-fail() {
-    echo "FAILED: $1" >&2
-    for log in "$work"/*.log; do
-        [ -f "$log" ] && { echo "--- $log" >&2; tail -n 20 "$log" >&2; }
-    done
-    exit 1
-}
-
-# ------------------------------------------------------------------------------------------------
-title "Install"
-if [ -z "${PYTHON:-}" ]; then
-    python3 -m venv "$work/venv"
-    PYTHON=$work/venv/bin/python
-    # pip builds in the folder that it installs from: a copy keeps this one clean. In a clone of your
-    # own, `pip install '.[compile]' -c constraints.txt` is all.
-    mkdir "$work/source"
-    tar --exclude=./.git --exclude=./.venv --exclude=./build -cf - . | tar -xf - -C "$work/source"
-    "$PYTHON" -m pip install --quiet "$work/source[compile]" -c constraints.txt
-fi
-# An absolute path, without following links: the python of a virtual environment is one.
-commands=$(cd "$(dirname "$PYTHON")" && pwd)
-PYTHON=$commands/$(basename "$PYTHON")
-[ -x "$commands/eeserve" ] || fail "$commands has no eeserve; expected it next to $PYTHON"
+install_offramp
 
 # ------------------------------------------------------------------------------------------------
 title "Your model and your data: nothing of this depends on Offramp"
@@ -190,11 +155,8 @@ start() {
 
 # End it at once; SIGTERM would answer new requests for some seconds more. Status 0: none was lost.
 stop() {
-    local code=0
     kill -INT "$server"
-    wait "$server" || code=$?
-    server=""
-    [ "$code" = 0 ] || fail "eeserve ended with status $code"
+    stopped
 }
 
 # The words of a web page.
