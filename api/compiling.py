@@ -1,4 +1,4 @@
-"""``offramp.compile``: compiles models and data of a program as ``eecompile`` does."""
+"""``offramp.compile``: compiles a model from a Python program, as ``eecompile`` does."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _FIELDS: Final = {"confidence": "confidence_level"}
-"""Fields of the options by keyword, if their names differ."""
+"""Names of the options' fields, by keyword argument, where the two names differ."""
 _ARGUMENTS: Final = ("output", "example_inputs", "max_disagreement", "overwrite", "progress")
 """Keyword arguments of :func:`compile` that are not fields of the options."""
 
@@ -284,7 +284,7 @@ def _first_batch(module: nn.Module, data: object) -> tuple[object, object]:
 
 
 def _inputs_of(module: nn.Module, batch: object) -> object:
-    """Return a batch without items that the module does not take, such as labels."""
+    """Return a batch without items that the module has no parameter for, such as labels."""
     parameters = inspect.signature(module.forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     if isinstance(batch, Mapping):
@@ -309,7 +309,7 @@ def _inputs_of(module: nn.Module, batch: object) -> object:
 
 @contextmanager
 def _shown(progress: bool | None) -> Iterator[Progress]:  # noqa: FBT001
-    """Yield progress that is shown on standard error if requested, or if that is a terminal."""
+    """Yield a progress display on standard error; ``None`` shows it in terminals and notebooks."""
     from rich.console import Console  # noqa: PLC0415 - slow to import
 
     from offramp.compiler.common.progress import SILENT, TerminalProgress  # noqa: PLC0415

@@ -24,7 +24,7 @@ from offramp.engine.scheduling.policies import PolicyName
 from offramp.engine.stages.plan import Mode
 
 _FIELDS: Final = {"state": "keep_state", "cuda_graphs": "graphs", "policy": "scheduling"}
-"""Fields of the options by keyword, if their names differ."""
+"""Names of the options' fields, by keyword argument, where the two names differ."""
 
 _LEARNING: Final = {
     "learn_samples": "samples",

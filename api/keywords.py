@@ -145,7 +145,7 @@ def options_from(
     """Return options of class ``kind`` from the keyword arguments that are its fields.
 
     ``renamed`` maps keywords to fields with another name; ``own`` are the fields to use, by default
-    all. A ValueError of the options names the keyword.
+    all. If ``kind`` raises a ValueError, the message names the keyword instead of the field.
     """
     if own is None:
         own = {field.name for field in fields(kind)}  # type: ignore[arg-type]

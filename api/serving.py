@@ -21,11 +21,11 @@ from offramp.server.opening import open_served
 ServedPaths = (
     PathLike | Bundle | Sequence[PathLike | Bundle] | Mapping[str, PathLike] | Mapping[str, Bundle]
 )
-"""Models to serve: one, several, or by name."""
+"""Models to serve: one model, several, or a mapping from names to models."""
 
 
 class _Serving:
-    """The serving task; it is used on the loop's thread, but created on another."""
+    """The task that serves; it runs on the event loop's thread, but another thread creates it."""
 
     def __init__(
         self, models: Mapping[str, Path], engine: EngineOptions, server: ServerOptions
@@ -35,7 +35,7 @@ class _Serving:
         self._task: asyncio.Task[int] | None = None
 
     async def start(self) -> Listening:
-        """Serve in a task; return when requests are answered, or raise the error of the start."""
+        """Serve in a task; return once requests can be answered, or raise the start's error."""
         ready: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         self._stop = StopSignals()
 

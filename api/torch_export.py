@@ -30,7 +30,7 @@ _BATCHES: Final = (slice(0, 64), *(slice(i, i + 1) for i in range(8)), slice(8, 
 """Batches of the example inputs that the check uses, if there are enough samples."""
 _TOLERANCE: Final = 1e-3
 _TOLERANCE_OF_HALF: Final = 5e-2
-"""Largest difference between two runtimes, as a share of an output's scale."""
+"""Largest difference of float16 values between two runtimes, as a share of an output's scale."""
 _LOGGERS: Final = ("torch.onnx", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """Torch loggers that the exporters write to."""
 
@@ -39,7 +39,7 @@ class ExampleCall:
     """A call of a module's ``forward`` with a few samples of the example inputs."""
 
     def __init__(self, module: nn.Module, inputs: object, rows: slice | None = None) -> None:
-        """Bind inputs to parameters: a tensor, a tuple in their order, or a mapping by name.
+        """Bind a tensor, a tuple or a mapping by name to the parameters of ``forward``.
 
         ``rows`` selects the samples; ``None`` selects those for the export, at least two, because
         torch's exporter treats a batch of one as a fixed size. TypeError if the inputs do not fit.
@@ -48,7 +48,7 @@ class ExampleCall:
         self._bound = _bind(module, inputs)
         device = next((t.device for t in [*module.parameters(), *module.buffers()]), None)
         self.tensors: dict[str, torch.Tensor] = {}
-        """Selected rows of each input by name, in the order of ``forward``."""
+        """Selected samples of each input, by the input's name, in the order of ``forward``."""
         for name, value in self._bound.arguments.items():
             self._bound.arguments[name] = self._mapped(
                 name, value, lambda n, v: _rows(n, v, device, rows)
@@ -96,7 +96,7 @@ class ExampleCall:
         )
 
     def export(self, path: Path, output_names: Sequence[str], *, dynamo: bool) -> None:
-        """Write the module with one of torch's exporters; these may raise any exception."""
+        """Write the module with one of torch's exporters, which may raise any exception."""
         free = torch.export.Dim.DYNAMIC
         sizes: dict[str, Any] = {
             name: self._mapped(name, value, lambda *_: {0: free})
@@ -149,7 +149,7 @@ def _export(call: ExampleCall, outputs: Sequence[str], path: Path) -> None:
 
 
 def _try_exporters(call: ExampleCall, outputs: Sequence[str], path: Path) -> str:
-    """Export; return the failure of the newer exporter, empty if that succeeded."""
+    """Export; return why the newer exporter failed, or an empty text if it succeeded."""
     kind = type(call.module).__name__
     try:
         call.export(path, outputs, dynamo=True)
@@ -261,7 +261,7 @@ def _rows(
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch off dropout and batch statistics in all parts, and restore their modes afterwards."""
+    """Switch off dropout and batch statistics in submodules, and restore their modes afterwards."""
     training = [part for part in module.modules() if part.training]
     module.eval()
     try:

@@ -61,14 +61,14 @@ class Bundle:
     manifest: Manifest
     policy: ExitPolicy
     arithmetic: str = ""
-    """Folder of the engines that the bundle is served with, if they compute in another
-    precision."""
+    """Folder of the engines that serve the bundle, if their precision differs from the bundle's."""
     evidence: PrecisionEvidence | None = None
-    """Policy and records for the precision of those engines, if they differ from the bundle's."""
+    """Policy and records for the precision of these engines; ``None`` if the bundle's own are
+    used."""
     number: int = 0
     """Number of the variant that this object shows; 0 is the full model."""
     _records: bytes | None = None
-    """Records that belong to the evidence."""
+    """Content of the records' file that belongs to :attr:`evidence`."""
     _weights: FileIdentity | None = field(default=None, compare=False, repr=False)
     """Identity of the file of weights when it was opened and hashed."""
     _held: HeldFolder | None = field(default=None, compare=False, repr=False)
@@ -103,10 +103,10 @@ class Bundle:
         return self._held.resolved if self._held else self.path.absolute()
 
     def variant(self, number: int) -> Bundle:
-        """Return the variant ``number`` as a bundle of the same files, in cascade form.
+        """Return the variant ``number`` as a bundle of the same files.
 
-        Segments, exits, policy, profile and records are the variant's; variant 0 is the bundle
-        itself.
+        It has the form of a cascade (:class:`.Variant`). Segments, exits, policy, profile and
+        records are the variant's; variant 0 is the bundle itself.
         """
         if number == 0:
             return self
@@ -153,8 +153,9 @@ class Bundle:
     def weight_folder(self) -> Path | None:
         """Return the folder of ``weights.bin``, for runtimes; ``None`` if there is no such file.
 
-        The file may be mapped from there: it is the one hashed at the opening, or is hashed again.
-        If it changed, this raises BundleIntegrityError, or returns ``None`` if the files are held.
+        The file may be mapped from there: this call checks that it is the file that was hashed when
+        the bundle was opened, or hashes it again. If the file changed, this raises
+        BundleIntegrityError, or returns ``None`` if the files are held.
         """
         if not self._weight_bytes:
             return None
@@ -235,7 +236,7 @@ class Bundle:
         return ranges
 
     def report(self) -> BundleReport:
-        """Read the compiler's report; a notebook shows it, and ``path`` is for a browser."""
+        """Read the compiler's report: notebooks show it, and a browser can open its ``path``."""
         return BundleReport(self.path / REPORT, self.read(REPORT).decode())
 
     def _repr_html_(self) -> str:
@@ -262,7 +263,7 @@ class Bundle:
             raise BundleSchemaError(f"{self.path / name}: {error}; {REMEDY}") from error
 
     def under(self, evidence: PrecisionEvidence, records: bytes) -> Bundle:
-        """Return the bundle with policy and records of the precision that it is served in.
+        """Return the bundle with the policy and records of the precision that it is served in.
 
         BundleSchemaError if the policy names exits that the bundle does not have.
         """

@@ -57,7 +57,7 @@ class EngineTarget:
         return f"{_slug(self.gpu)}-sm{major}{minor}-trt{_slug(self.tensorrt)}-{self.precision}"
 
     def runs_where(self, other: EngineTarget) -> bool:
-        """Return whether both targets are the same machine: at most the precision differs."""
+        """Return whether both targets have the same GPU and TensorRT; the precision may differ."""
         return replace(self, precision=other.precision) == other
 
     def describe(self) -> str:
@@ -95,9 +95,9 @@ class ShapeProfile:
     """A range of shapes that an engine is built for (an optimisation profile)."""
 
     first_batch: int
-    """Smallest batch."""
+    """Smallest batch size."""
     last_batch: int
-    """Largest batch, which the engine is tuned for."""
+    """Largest batch size, which the engine is tuned for."""
     inputs: dict[str, ShapeRange]
     """Range of shapes of each input, by name; dimension 0 is the batch."""
 
@@ -121,19 +121,19 @@ class ShapeProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEntry:
-    """An engine of the store."""
+    """An engine of the store (:class:`.EngineStore`)."""
 
     unit: str
-    """Name of the parts that the engine computes, for instance ``00-03-exit1``."""
+    """Name of the segments and the exit that the engine computes, for instance ``00-03-exit1``."""
     file: str
     """Path relative to the target's folder."""
     size_bytes: int
     sha256: str
     key: dict[str, str]
-    """Facts that the engine depends on; it is up to date as long as all are equal. ``parts`` is the
-    result of :func:`parts_digest`."""
+    """Facts that the engine depends on; the engine is up to date as long as none of them changes.
+    ``parts`` is the result of :func:`parts_digest`."""
     profiles: tuple[ShapeProfile, ...]
-    """Profiles in the order of TensorRT's indices."""
+    """Shape profiles, in the order of TensorRT's indices."""
     build_s: float
     """Measured build time, in seconds."""
 
@@ -173,10 +173,10 @@ class EngineEntry:
 class PrecisionEvidence:
     """Answers of the engines of one precision, and the policy that was certified on them.
 
-    The promise is shared (E3 2.1). Half of the risk is for the model's end: computed in this
-    precision, it answers at most a share :meth:`spent` of the samples unlike the float32 model. The
-    other half is for the exits: they are certified to differ from that end on at most the rest of
-    the promised share.
+    The promise has two parts (E3 2.1), each with half of the risk. First, the model's end in this
+    precision answers at most a share :meth:`spent` of the samples unlike the float32 model. Second,
+    the exits answer samples unlike that end for at most the rest of the promised share; this part
+    is certified.
     """
 
     model: str
@@ -188,11 +188,12 @@ class PrecisionEvidence:
     samples: int
     """Number of samples of the certify split."""
     end_differs: int
-    """Samples that the model's end in this precision answers unlike the float32 model."""
+    """Number of samples on which the model's end in this precision and the float32 model differ."""
     max_disagreement: float
-    """Bound on the share of answers unlike the float32 model's, for end and exits together."""
+    """Bound on the share of answers unlike the float32 model's, for the end and the exits
+    together."""
     confidence_level: float
-    """Confidence level for end and exits together."""
+    """Confidence level of that bound."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
@@ -200,7 +201,11 @@ class PrecisionEvidence:
         check_numbers(self, "end_differs", least=0, most=self.samples)
 
     def spent(self, confidence_level: float) -> float:
-        """Return the share that the end may answer unlike the float32 model, at half the risk."""
+        """Return the share of the promise that the model's end takes.
+
+        It is an upper bound, at half of the risk, on the share of samples that ``end_differs``
+        counts.
+        """
         return upper_bound(self.end_differs, self.samples, half_risk(confidence_level))
 
 
@@ -211,14 +216,14 @@ class EngineIndex:
     schema_version: int
     target: EngineTarget
     engines: tuple[EngineEntry, ...]
-    """Engines in rising order of their units, each once."""
+    """Engines, sorted by their units; each unit occurs once."""
     timing_cache: FileEntry | None
     """TensorRT's cache of timed tactics, which makes the next build faster."""
     kernels: FileEntry | None
     """Offramp's kernels, compiled for the target's GPU."""
     evidence: PrecisionEvidence | None = None
-    """Evidence of the precision; ``None`` if the bundle's own policy is served: in fp32, or if it
-    was accepted unchanged."""
+    """Evidence for the precision; ``None`` where the bundle's own policy is served: in fp32, or if
+    that policy was accepted unchanged."""
 
     def __post_init__(self) -> None:
         units = [entry.unit for entry in self.engines]

@@ -5,8 +5,8 @@ when a bundle is opened (they may be gigabytes), and are built again whenever th
 folder has a separate ``index.json``, and files are only loaded through it, by size and hash.
 
 Every file's name contains its hash, so a file that an index names is never overwritten. First the
-new file is renamed into place, then the index that names it, then files that are no longer named
-are removed. So the index on disk is valid at any moment.
+new file is renamed into place, then the index that names it; finally, files that the index no
+longer names are removed. So the index on disk is valid at any moment.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class EngineStore:
         return self._read(kernels)
 
     def put(self, entry: EngineEntry, plan: bytes) -> None:
-        """Store an engine in place of the unit's previous one, which stays if writing fails."""
+        """Replace the unit's engine; if writing fails, the previous engine stays."""
         if entry.content != addressed(entry.unit, plan, ".plan"):
             raise ValueError(f"the entry of {entry.unit} does not describe this plan")
         others = [e for e in self.index.engines if e.unit != entry.unit]
@@ -283,8 +283,8 @@ def _remove_all(folders: Iterable[Path]) -> Pruned:
 def carry_engines(source: Path, target: Path) -> None:
     """Copy the engines of a bundle to ``target``, which has the same graphs.
 
-    Files are hard-linked where the file system can, as they may be large. Symbolic links are not
-    copied, nor are files that a concurrent build removes: those engines are built again.
+    Files may be large, so they are hard-linked where the file system supports that. Symbolic links,
+    and files that a concurrent build removes, are not copied: those engines are built again.
     """
     for folder in _folders(source):
         if folder.is_symlink():

@@ -140,7 +140,7 @@ def read_limited(path: Path, most_bytes: int) -> bytes:
 
 
 def names_under(root: Path, *, without: str) -> set[str]:
-    """Return the names of everything below a folder but plain folders; links are not followed.
+    """Return the names of everything below a folder except folders; links are not followed.
 
     ``without`` is a folder to skip: its files belong to the bundle and are not listed.
     """
@@ -154,7 +154,8 @@ def write_whole(
 ) -> None:
     """Write a temporary file next to ``path``, then rename it to ``path``.
 
-    If ``durable``, it is on the disk before it is renamed, and when this returns.
+    If ``durable``, the content is on the disk before the file is renamed, and the new name is on
+    the disk when this returns.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     scratch = Path(name)
@@ -244,9 +245,9 @@ _NOT_OF_FOLDERS: Final = frozenset(
 def put_in_place(scratch: Path, target: Path) -> None:
     """Move the folder ``scratch`` to ``target``; a previous folder there goes to ``scratch``.
 
-    Its content is on the disk before it gets its name. At any moment there is either the old folder
-    or the new one, complete. Where the file system cannot exchange two names, the old one is moved
-    aside first; see :func:`interrupted_backup`.
+    The new folder's content is on the disk before it gets the name ``target``. At any moment there
+    is either the old folder or the new one, complete. Where the file system cannot exchange two
+    names, the old folder is moved aside first; see :func:`interrupted_backup`.
     """
     for folder, _, files in os.walk(scratch):
         for name in files:
@@ -287,7 +288,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def interrupted_backup(target: Path) -> Path | None:
-    """Return the old folder if an overwriting of ``target`` was killed between its two steps."""
+    """Return the folder moved aside by a process that was killed while it replaced ``target``."""
     ours = re.compile(rf"\.{re.escape(target.name)}\.[^.]+{re.escape(RETIRED)}")
     with suppress(OSError):
         for place in sorted(target.absolute().parent.iterdir()):

@@ -27,8 +27,8 @@ from offramp.proto.wire_format import (
 WEIGHTS: Final = "weights.bin"
 """File of a bundle with the large weights of all its graphs, each stored once."""
 PAGE: Final = 4096
-"""Weights in the file begin at multiples of this size, so that they can be mapped; weights of fewer
-bytes stay in graphs."""
+"""Bytes. Weights in the file begin at multiples of this size, so that they can be mapped; weights
+of fewer bytes stay in graphs."""
 MOST_BYTES: Final = 2**31 - 1
 """Limit of protobuf on the size of a graph with its weights."""
 
@@ -64,12 +64,12 @@ _ANY_SIZE: Final = 2**62
 
 
 def named_weights(graph: bytes, size_bytes: int) -> tuple[Place, ...]:
-    """Return the places (offset, length) of a graph's named weights, in its order, checked.
+    """Return the checked places (offset, length) of a graph's named weights, in its order.
 
     ``size_bytes`` is the size of ``weights.bin``, 0 where there is none. WireError if the graph is
-    not protobuf, or if a tensor names another file, a place not completely in this one, a length
-    that does not fit its shape, or an offset within a page, or is not one of the graph's
-    initializers.
+    not protobuf, or if a tensor that names a file is not an initializer of the graph, names another
+    file, or has an offset within a page, an end beyond the file, or a length that does not fit its
+    shape.
     """
     found: list[Place] = []
 
@@ -83,10 +83,10 @@ def named_weights(graph: bytes, size_bytes: int) -> tuple[Place, ...]:
 
 
 def filled_parts(graph: bytes, size_bytes: int) -> list[Part] | None:
-    """Split a graph into bytes that are in it and the places of weights that it names, in order.
+    """Split a graph, in order, into its own bytes and the places of the weights that it names.
 
-    With the weights read, the joined parts are the graph with its weights inside. ``None`` if the
-    graph names no weights. WireError as for :func:`named_weights`.
+    If the weights are read from these places, all parts joined are the graph with its weights
+    inside. ``None`` if the graph names no weights. WireError as for :func:`named_weights`.
     """
     named = False
 
@@ -123,9 +123,9 @@ def external_locations(model: bytes) -> frozenset[str]:
 def moved(graph: bytes, size_bytes: int, move: Callable[[Place | memoryview], int | None]) -> bytes:
     """Return a graph that names its weights at other places of ``weights.bin``.
 
-    ``move`` is called with each weight that the graph names, and with each that it contains as
-    bytes and that may be named. It returns the weight's offset in the file; ``None`` leaves a
-    weight as it is. WireError as for :func:`named_weights`.
+    ``move`` is called with the place of each weight that the graph names, and with the bytes of
+    each weight in the graph that may be moved to the file. It returns the weight's offset in the
+    file; ``None`` leaves a weight as it is. WireError as for :func:`named_weights`.
     """
 
     def rename(tensor: memoryview) -> list[Part] | None:
@@ -184,7 +184,7 @@ def _named_place(tensor: memoryview, size_bytes: int) -> Place | None:
 
 
 def _says_external(tensor: memoryview, field: WireField) -> bool:
-    """Return whether a field states that the bytes are elsewhere; an unknown value counts too."""
+    """Return whether a field states that a tensor is in a file; an unknown value counts as yes."""
     if field.number != _LOCATION:
         return False
     return field.wire != VARINT or varint_at(tensor, field.start)[0] != 0
@@ -273,7 +273,7 @@ def _raw_bytes(tensor: memoryview) -> memoryview | None:
 
 
 def _changed(model: memoryview, change: Callable[[memoryview], list[Part] | None]) -> list[Part]:
-    """Split a model into parts, with new ones for the initializers that ``change`` replaces.
+    """Split a model into parts, with new parts for the initializers that ``change`` replaces.
 
     WireError if tensors elsewhere in the model name a file.
     """
@@ -338,7 +338,7 @@ def _with_field(
 ) -> list[Part]:
     """Replace the fields ``without`` by one field, in the order of field numbers.
 
-    ``content`` is the field's value in bytes; for ``external_data`` it is whole fields.
+    ``content`` is the field's value in bytes; for ``external_data``, it is a list of whole fields.
     """
     new = content if number == _EXTERNAL else with_length(number, content)
     before: list[Part] = []

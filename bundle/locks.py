@@ -1,7 +1,7 @@
 """Locks between processes: a lock file next to the file or folder that it protects.
 
-The system releases a lock when its process ends in any way. Only processes that ask for the lock
-respect it.
+The system releases a lock when the process that holds it ends for any reason. Only processes that
+ask for the lock respect it.
 """
 
 from __future__ import annotations

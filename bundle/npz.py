@@ -34,7 +34,8 @@ PLAIN_KINDS: Final = "biufcSUmM"
 """Kinds of dtypes that numpy writes without pickles, and reads back unchanged."""
 _MOST_MEMBERS: Final = 10_000
 _MOST_SIZE: Final = 2**40
-"""Limit on a dimension: an empty array may have any, and numpy would write it back forever."""
+"""Limit on the size of a dimension: an empty array may declare any size, and numpy would write the
+array back forever."""
 _MOST_EXPANSION: Final = 1032
 """Largest expansion of one byte by deflate (zlib's technical notes)."""
 _ANY_SIZE: Final = 2**63

@@ -82,7 +82,7 @@ def _check_records(records: Mapping[str, NDArray[Any]], manifest: Manifest) -> N
 TOO_MUCH: Final = 10
 """Multiple of the bound above which a class's share of lost answers causes a warning."""
 _SURE: Final = 0.01
-"""Probability of a false warning: no class loses more than the bound."""
+"""Probability of a warning although no class loses more than the bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +175,9 @@ def losses_on_records(
 def harmed(losses: Sequence[ClassLoss], max_disagreement: float) -> tuple[ClassLoss, ...]:
     """Return the classes that almost surely lose much more than the bound on all answers.
 
-    Their share is above :data:`TOO_MUCH` times the bound, and so many losses would be unlikely if
-    the class lost no more than the bound itself, corrected for the number of classes.
+    The lost share of such a class is above :data:`TOO_MUCH` times the bound. So many losses would
+    also be unlikely for a class that loses no more than the bound; this test is corrected for the
+    number of classes.
     """
     return tuple(
         loss

@@ -24,8 +24,8 @@ from offramp.proto.wire_format import WireError
 _PIECE_BYTES: Final = 2**20
 
 FileIdentity: TypeAlias = tuple[int, ...]
-"""Device, inode, size, and times of the last changes of a file. If all are equal, the file was not
-written."""
+"""Device, inode, size, and times of the last changes of a file. If none of them has changed, the
+file was not written."""
 
 
 def identity_of_file(place: Path) -> FileIdentity | None:
@@ -125,8 +125,8 @@ def _read(files: CheckedFolder, parts: Sequence[Part]) -> Iterator[bytes | memor
 
 
 _SMALL_BYTES: Final = 2**20
-"""Files up to this size are kept in memory, except weights: a process may open only so many
-files."""
+"""Size in bytes up to which files are kept in memory, except weights: a process may open only a
+limited number of files."""
 
 _MOST_PIECE: Final = 2**24
 

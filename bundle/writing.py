@@ -41,11 +41,11 @@ def write_bundle(
     relative path; each is read once, so that content produced in pieces needs memory for one piece
     only. Where there is a ``weights.bin``, graphs may name their weights in it.
 
-    ``overwrite`` replaces an existing bundle, and never anything else: that is a
-    ``BundleExistsError``. ``engines_of`` is a bundle of the same graphs, whose engines are copied
-    to the new one; without it, engines of a replaced bundle are removed. If the file system refuses
-    (``BundleWriteError``), the previous bundle is still there. When this returns, the bundle is on
-    the disk, not only in the system's cache.
+    ``overwrite`` replaces an existing bundle; anything else at ``path`` is a ``BundleExistsError``.
+    ``engines_of`` is a bundle of the same graphs, whose engines are copied to the new one; without
+    it, engines of a replaced bundle are removed. If the file system refuses (``BundleWriteError``),
+    the previous bundle is still there. When this returns, the bundle is on the disk, not only in
+    the system's cache.
     """
     target = Path(path)
     check_target(target, overwrite=overwrite)

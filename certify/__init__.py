@@ -29,14 +29,14 @@ independent draws from one distribution, and no part of the path was fitted on t
 
 **Always, while serving** (:mod:`.threshold_path`; anytime-valid testing by betting, Ville 1939,
 Waudby-Smith and Ramdas 2024). A sample that was answered early runs on to the model's end with a
-known probability q, drawn before. Its loss divided by q, or 0 if it did not run on, has the same
-mean as the loss, whichever policy is active. These losses are the outcomes of bets against every
-level of a path (:mod:`.betting`). A level passes once the wealth of its bets, and of the bets
-against every level before it, has reached 1/α. *Theorem:* with probability at least 1 − α, no level
-with a disagreement of ε or more ever passes. So results may be examined after every sample, and
-thresholds may be changed any number of times. *Assumptions:* samples are exchangeable while a path
-is in use, and audits depend on q alone. A change of the inputs breaks the first assumption: a new
-path must then be started, with its own share of α.
+known probability q; this is decided before the sample is started. Its loss divided by q, or 0 if it
+did not run on, has the same mean as the loss, whichever policy is active. These losses are the
+outcomes of bets against every level of a path (:mod:`.betting`). A level passes once the wealth of
+its bets, and of the bets against every level before it, has reached 1/α. *Theorem:* with
+probability at least 1 − α, no level with a disagreement of ε or more ever passes. So results may be
+examined after every sample, and thresholds may be changed any number of times. *Assumptions:*
+samples are exchangeable while a path is in use, and audits depend on q alone. A change of the
+inputs breaks the first assumption: a new path must then be started, with its own share of α.
 
 The modules, lowest layer first: :mod:`.decision` (the exit decision), :mod:`.records` and
 :mod:`.observations` (samples recorded at all exits, and samples as they were served), :mod:`.path`

@@ -26,7 +26,8 @@ _LEAST = 1e-7
 _MOST = 1.0 - 2.0**-25
 """Upper limit that confidences are clipped to: halfway between 1 and the next smaller float32."""
 _LEAST_SLOPE = 0.05
-"""Least slope: the curve rises even where confidence is unrelated to agreement."""
+"""Smallest slope that is allowed: the curve rises even where confidence is unrelated to
+agreement."""
 _PATH_LEVELS = np.concatenate([[1.0], 1.0 - np.geomspace(1e-6, 0.5, 399)])
 """Levels u of a path, float64[400], falling from 1 (no exits). They are geometric in 1 − u, the
 error that a level admits, so that levels of about 1 % disagreement or less are dense enough."""
@@ -37,7 +38,7 @@ class AgreementCurve:
     """P(agree | confidence) = sigmoid(slope · logit(confidence) + intercept)."""
 
     slope: float
-    """Slope above 0: more confidence is never less agreement."""
+    """Slope, above 0: a higher confidence never lowers P(agree)."""
     intercept: float
 
     def __post_init__(self) -> None:
@@ -52,9 +53,9 @@ class AgreementCurve:
         return _sigmoid(self.slope * _feature(confidence) + self.intercept)
 
     def threshold(self, probability: FloatArray) -> FloatArray:
-        """Return the least float32 confidence with P(agree) >= ``probability``: float64[...].
+        """Return the lowest float32 confidence with P(agree) >= ``probability``: float64[...].
 
-        It is NEVER where there is none.
+        The result is NEVER where no confidence suffices.
         """
         with np.errstate(divide="ignore"):
             logit = np.log(probability) - np.log1p(-np.asarray(probability, dtype=np.float64))
@@ -81,7 +82,7 @@ def fit_agreement(confidence: ConfidenceArray, agrees: BoolArray) -> AgreementCu
 
 
 def fit_curves(confidence: ConfidenceArray, agrees: BoolArray) -> tuple[AgreementCurve, ...]:
-    """Fit one curve per exit: per row of float[exits, samples] confidences."""
+    """Fit one curve for each exit, from float[exits, samples] confidences and ``agrees``."""
     return tuple(fit_agreement(c, a) for c, a in zip(confidence, agrees, strict=True))
 
 
@@ -165,12 +166,12 @@ def _sigmoid(logit: FloatArray) -> FloatArray:
 
 LEVELS: Final = 60
 _CONSERVATIVE, _AGGRESSIVE = 0.02, 8.0
-"""Expected disagreement of the first and last level, as multiples of the bound. They are far apart
-because curves may be wrong about data that drifted."""
+"""Expected disagreement of the first and last level, as multiples of the bound. The two are far
+apart because curves may be wrong about data that drifted."""
 _RIDGE: Final = 4.0
 """Weight of the previous curves when they are fitted again, in samples."""
 _LEAST_FACTOR: Final = 0.05
-"""Least slope of a new curve, relative to the previous one."""
+"""Smallest slope that a new curve may have, as a multiple of the previous curve's slope."""
 _NEWTON_STEPS: Final = 30
 _IDENTITY: Final = AgreementCurve(slope=1.0, intercept=0.0)
 

@@ -9,8 +9,8 @@ supermartingale that starts at 1, so that P(W_t >= 1/α at any t) <= α. Once W_
 W was examined before.
 
 Why it fits serving: a sample that was answered early and runs on with probability q, drawn before,
-has the loss ℓ/q if it ran on, and 0 if it did not. The mean of that is the mean of ℓ for any q, and
-it is at most 1/q, which limits the bets. q may change with everything seen before.
+has the loss ℓ/q if it ran on, and 0 if it did not. The mean of this loss is the mean of ℓ for any
+q. The loss is at most 1/q, which limits the bets. q may change with everything seen before.
 
 Bets are fixed per chunk of samples here, from earlier chunks. Every q and every policy in a chunk
 was also chosen from earlier chunks, since no other results exist at that time. For losses of 0 and
@@ -96,7 +96,8 @@ class Wealth:
     def add(self, samples: int, losses: Losses, *, largest: float) -> None:
         """Bet on a chunk of samples as a whole; ``samples`` includes those without a loss.
 
-        ``largest`` is the largest loss that was possible, 1/q for the least q; at least 1.
+        ``largest`` is the largest loss that was possible, 1/q for the smallest q of the chunk; at
+        least 1.
         """
         bets = self.bets(largest)
         nothing = np.log1p(bets * self.bounds)
@@ -154,12 +155,12 @@ class Wealth:
 
 
 class UpperBound:
-    """The least upper bound of a sequence's risk, valid at any time with confidence 1 − α.
+    """An upper bound of a sequence's risk, valid at any time with confidence 1 − α.
 
     A confidence sequence: a number m on a grid is rejected once the wealth against "the risk is m
-    or more" has reached 1/α. The bound is the grid's next number after the last one not rejected.
-    It is wrong only if the largest grid number that is not above the risk is rejected, which has
-    probability at most α.
+    or more" has reached 1/α. The bound is the grid's next number after the largest number that is
+    not rejected. It is wrong only if the largest grid number that is not above the risk is
+    rejected, which has probability at most α.
     """
 
     def __init__(self, alpha: float) -> None:

@@ -23,9 +23,9 @@ def binomial_cdf(k: int, n: int, p: float) -> float:
 
 
 def samples_needed(max_disagreement: float, confidence_level: float = 0.95) -> int:
-    """Return the fewest samples, all in agreement, that certify the bound: 299 for 1 % at 95 %.
+    """Return how many samples certify the bound if all agree: 299 for 1 % at 95 %.
 
-    The least n with (1 − max_disagreement)^n <= 1 − confidence_level.
+    It is the smallest n with (1 − max_disagreement)^n <= 1 − confidence_level.
     """
     check_promise(max_disagreement, confidence_level)
     alpha = 1 - confidence_level
@@ -62,8 +62,8 @@ def count_allowed(max_disagreement: float, samples: int) -> int:
 def upper_bound(errors: int, samples: int, confidence_level: float = 0.95) -> float:
     """Return the one-sided Clopper-Pearson upper bound of an error rate.
 
-    The largest p with P(Binomial(samples, p) <= errors) >= 1 − confidence_level, by bisection,
-    rounded upwards (to about 1e-16).
+    It is the largest p with P(Binomial(samples, p) <= errors) >= 1 − confidence_level, found by
+    bisection and rounded upwards (to about 1e-16).
     """
     if samples < 1 or not 0 <= errors <= samples:
         raise ValueError(f"expected 0 <= errors <= samples >= 1, got {errors} of {samples}")

@@ -59,5 +59,5 @@ def count_answers(answered_at: IntArray, exits: int) -> IntArray:
 
 
 def reaches(answered_at: IntArray, exits: ArrayLike) -> BoolArray:
-    """Return whether samples came as far as each of some exits, bool[exits, samples]."""
+    """Return whether each sample came as far as each of ``exits``: bool[exits, samples]."""
     return np.asarray((answered_at == MODEL_END) | (answered_at >= np.asarray(exits)[:, None]))

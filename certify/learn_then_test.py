@@ -78,16 +78,17 @@ def certify(
     goes from conservative to aggressive, no threshold rising (:func:`.agreement.common_path`). It
     was fixed without the float[exits, samples] confidences and bool[exits, samples] ``agrees``.
 
-    Data may contain a sample in several equal rows: int64[samples] ``copies`` are their numbers, by
-    default 1. Copies are not independent evidence, so samples count once. But if inputs recur in
-    service as often as in the data, the disagreement is a share of rows. The data do not show which
-    case holds, so a level has to pass twice, counted by samples and counted by rows, each at half
-    of the risk δ: both hold together with probability ``confidence_level``.
+    Data may contain a sample in several equal rows: ``copies``, int64[samples], is the number of
+    rows of each sample, by default 1. Copies are not independent evidence, so samples count once.
+    But if inputs recur in service as often as in the data, the disagreement is a share of rows. The
+    data do not show which case holds, so a level has to pass twice, counted by samples and counted
+    by rows, each at half of the risk δ: both hold together with probability ``confidence_level``.
 
     ``strata`` have separate bounds, which all hold with the same ``confidence_level``.
 
-    ``None`` if not even the first level passed: too few samples (:func:`.binomial.samples_needed`),
-    or a path that starts too aggressively. Then serve without exits.
+    Returns ``None`` if not even the first level passed: too few samples
+    (:func:`.binomial.samples_needed`), or a path that starts too aggressively. Then serve without
+    exits.
     """
     path = np.asarray(path_thresholds, dtype=np.float64)
     level = level_of_each(confidence_level, copies=copies is not None)

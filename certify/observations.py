@@ -98,7 +98,7 @@ class Observations:
         return loss
 
     def agrees(self) -> BoolArray:
-        """Return whether each exit's answer is the source model's; false if unknown: bool[K, n]."""
+        """Return whether each exit agrees with the model's end, bool[K, n]; false if unknown."""
         return np.asarray((self.prediction == self.final) & self.complete)
 
     def take(self, rows: NDArray[Any] | slice) -> Observations:
@@ -133,7 +133,7 @@ class Weighted:
         return float(self.weight @ wrong / self.weight.sum())
 
     def of(self, exits: Sequence[int]) -> Weighted:
-        """Return the rows of some of the exits."""
+        """Return the same samples with the confidences and answers of some of the exits."""
         rows = list(exits)
         return replace(self, confidence=self.confidence[rows], agrees=self.agrees[rows])
 

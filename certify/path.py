@@ -145,7 +145,7 @@ def answered_between(
 def spread(
     first: IntArray, until: IntArray, levels: int, weight: FloatArray | None = None
 ) -> FloatArray:
-    """Sum samples, or their weights, at each level over half-open ranges: float64[levels]."""
+    """Count samples, or sum their weights, at each level in [first, until): float64[levels]."""
     begins = np.bincount(first, weight, minlength=levels + 1)
     ends = np.bincount(until, weight, minlength=levels + 1)
     return np.asarray(np.cumsum(begins - ends)[:levels], dtype=np.float64)

@@ -97,7 +97,10 @@ def evaluate(
 def savings_of(
     counts: IntArray, latency_ms: FloatArray, vanilla_ms: float | None = None
 ) -> FloatArray:
-    """Return savings for int[..., exits + 1] answer counts: float64[...]; ValueError if none."""
+    """Return savings for int[..., exits + 1] answer counts: float64[...].
+
+    ValueError if there are no answers to judge by.
+    """
     vanilla = float(latency_ms[-1] if vanilla_ms is None else vanilla_ms)
     if not (np.isfinite(vanilla) and vanilla > 0):
         raise ValueError(f"vanilla_ms must be finite and above 0, got {vanilla_ms}")

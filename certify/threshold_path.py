@@ -20,10 +20,10 @@ with probability at least 1 − α.
 
 Assumptions: while a path is in use, samples are exchangeable (a level's risk does not change; drift
 ends a path), q was fixed before a sample was started and audits depend on it alone, and every exit
-of the path was in use for each sample counted. Samples that are started and then dropped, late or
-withdrawn, do not count here. If many are, and hard ones more often than easy ones, aggressive
-levels look better than they are. Samples that were answered below the exit's threshold, to be in
-time, are not counted.
+of the path was in use for each sample counted. Samples that are started and then dropped, because
+they are late or withdrawn, do not count here. If many are, and hard ones more often than easy ones,
+aggressive levels look better than they are. Samples that were answered below the exit's threshold,
+to be in time, are not counted.
 
 No exit answers at level 0, so it needs no evidence.
 """
@@ -83,17 +83,17 @@ class ThresholdPath:
         self.samples = 0
         """Number of samples counted."""
         self.effort = 0.0
-        """Samples since a level last passed, as the number of audited samples with as much
-        evidence."""
+        """Number of audited samples that would be as much evidence as all samples since a level
+        last passed."""
         self._ready = False
         """True once a sample has shown that every exit is in use."""
         self._keys = search_keys(self.thresholds)
         self.certified = 0
-        """The most aggressive level that passed."""
+        """Index of the most aggressive level that passed."""
 
     @property
     def risk(self) -> FloatArray:
-        """float64[levels]: running estimates, without a guarantee about their error."""
+        """float64[levels]: running estimate of each level's risk; its error is not bounded."""
         return self.wealth.mean
 
     def add(self, seen: Observations) -> None:

@@ -47,7 +47,7 @@ class AnswerTask:
 
     kind: TaskKind = "classification"
     share: float = field(default=1.0, metadata=LEFT_OUT)
-    """Least share of tokens, pixels or key points that must be equal, for the tasks in
+    """Smallest share of tokens, pixels or key points that must be equal, for the tasks in
     :data:`DENSE`."""
     within: float = field(default=0.0, metadata=LEFT_OUT)
     """Largest allowed difference of values (regression), or distance of key points, as a share of
@@ -156,9 +156,10 @@ PROBABILITY: Final = Criterion()
 
 
 AnswerForm: TypeAlias = Literal["logits", "probabilities", "log-probabilities", "classes", "values"]
-"""Form of the model's output: before its softmax, after it, or after the logarithm of that. A
-softmax turns logits and log-probabilities into probabilities. (For labels, each a yes or no, it is
-a sigmoid.) ``classes`` are class indices, for each token or pixel. ``values`` are answers of
+"""Form of the model's output. ``logits`` are values before the softmax, ``probabilities`` are
+values after it, and ``log-probabilities`` are their logarithms. A softmax turns logits and
+log-probabilities into probabilities. (For labels, each of which is a yes or no, a sigmoid replaces
+the softmax.) ``classes`` are class indices, for each token or pixel. ``values`` are answers of
 regression, heat maps, and scores of classes or labels on the model's scale, from which no
 confidence can be derived."""
 
@@ -204,12 +205,13 @@ class Answer:
     criterion: Criterion = field(default=PROBABILITY, metadata=LEFT_OUT)
     """Criterion of the exits' confidence; for other tasks than classification, probability."""
     flat: bool = field(default=False, metadata=LEFT_OUT)
-    """True if the model's file answers with one number a sample, [batch], which is the shape that
-    is served. The bundle's graphs have it as [batch, 1]."""
+    """True if the model's file answers with one number a sample. Its answers, [batch], are served
+    in this shape; the bundle's graphs have them as [batch, 1]."""
     tail: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
     """Operators after the scores: the model and every exit end with them (Apparate 3.1)."""
     thresholds: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
-    """Least value at which each label counts as set; empty where the form determines it."""
+    """Smallest value at which each label counts as set; empty where the answer's form determines
+    these values."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "classes", least=1)

@@ -31,7 +31,7 @@ class DistinctSamples:
     key: str | None = None
     """Name of the array of the data that groups rows (``--group``)."""
     within: float = COPIES_WITHIN
-    """Value of ``--copies-within`` in the compilation; with it, the same data are grouped the same
+    """Value of ``--copies-within`` in the compilation, needed to group the same data in the same
     way."""
 
     def __post_init__(self) -> None:
@@ -100,9 +100,9 @@ _STEPS = 10_000
 class BatchEffect:
     """Share of samples that a dynamically quantised model answers differently in other batches.
 
-    Its operators round a row by the range of all rows of the batch. The share was counted on
-    samples that nothing was certified on, before exits were chosen: the rest of the promise, which
-    is for exits, does not depend on the certify split.
+    Its operators round a row by the range of all rows of the batch. The share was counted before
+    exits were chosen, on samples outside of the certify split. So the rest of the promise, which is
+    for exits, does not depend on the certify split.
     """
 
     operators: tuple[str, ...]
@@ -123,7 +123,7 @@ class BatchEffect:
         check_numbers(self, "end_differs", least=0, most=self.samples)
 
     def spent(self, confidence_level: float) -> float:
-        """Return a bound on the share of samples that other batches change, at half risk."""
+        """Return a bound on the share of samples that other batches change, at half of the risk."""
         bound = upper_bound(self.end_differs, self.samples, half_risk(confidence_level))
         return math.ceil(bound * _STEPS) / _STEPS
 
@@ -147,7 +147,7 @@ class BatchEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingCost:
-    """Time and memory of one of a bundle's models, with shared weights and with packed ones.
+    """Time and memory of a bundle's model or variant, with shared weights and with packed ones.
 
     A runtime that packs weights for its kernels holds a private copy of them in each session.
     Sessions that share the bundle's file of weights hold no copy, and take longer.

@@ -62,7 +62,7 @@ class UnreadInput:
 def declared_inputs(
     read: Iterable[TensorSpec], unread: Iterable[UnreadInput]
 ) -> tuple[TensorSpec, ...]:
-    """Return all inputs of a model's file in its order, including those that no operator reads."""
+    """Return the inputs of a model's file in file order, with those that no operator reads."""
     declared = list(read)
     for each in unread:
         declared.insert(each.place, each.spec)
@@ -71,7 +71,7 @@ def declared_inputs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueBound:
-    """The least and the greatest value of an input that the model accepts: it fails beyond them.
+    """The smallest and the largest value that the model accepts in an input; others make it fail.
 
     The compiler finds the bound where values select from a table of a fixed length
     (:mod:`offramp.compiler.samples.value_bounds`).
@@ -79,13 +79,13 @@ class ValueBound:
 
     input: str
     lowest: float | None
-    """Least legal value, inclusive; ``None`` where there is none."""
+    """Smallest legal value, inclusive; ``None`` if there is no such limit."""
     highest: float | None
-    """Greatest legal value, inclusive."""
+    """Largest legal value, inclusive; ``None`` if there is no such limit."""
     axis: int = field(default=0, metadata=LEFT_OUT)
     """Dimension that ``places`` index; 0 where the bound is for all elements."""
     places: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
-    """Indices in that dimension that the bound is for, such as the columns of a table."""
+    """Indices in the dimension ``axis`` that the bound is for, such as the columns of a table."""
     operator: str
     """Operator that fails on other values."""
 
@@ -142,7 +142,7 @@ def check_value_bounds(bounds: Sequence[ValueBound], inputs: Iterable[TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """A symbolic size in which samples may be padded, changing answers by rounding errors only.
+    """A symbolic size in which samples may be padded: this changes answers by rounding errors only.
 
     The compiler checks this on the source model and every exit
     (:mod:`~offramp.compiler.samples.padding`).
@@ -157,9 +157,10 @@ class Padding:
     longest: int
     """Greatest size at which answers were compared: nothing is padded to more."""
     limit: int | None = field(default=None, metadata=LEFT_OUT)
-    """Greatest size that the model accepts, if it failed when tried at one more."""
+    """Largest size that the model accepts, if it failed when it was tried with one more."""
     difference: float
-    """Largest difference found, relative to the scale of each value."""
+    """Largest difference found between padded and other samples, relative to the scale of each
+    value."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "longest", "limit", least=1)

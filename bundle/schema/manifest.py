@@ -77,9 +77,10 @@ class Calibration:
     tune_samples: int
     certify_samples: int
     sample_shapes: dict[str, tuple[int, ...]]
-    """Shape of one sample of each input, without the batch; the model is warmed up with it."""
+    """Shape of one sample of each input, without the batch; the model is warmed up with such
+    samples."""
     reference_batch_size: int
-    """Batch size at which the savings were predicted, from the times profiled at it."""
+    """Batch size of the profiled times from which the savings were predicted."""
     source_accuracy: float | None = None
     """Accuracy of the source model on the certify split, where there were labels."""
     answer_ranges: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
@@ -152,7 +153,8 @@ class Manifest:
     precision_reason: str = field(default="", metadata=LEFT_OUT)
     """Reason for this precision, or these weights, where the compiler tried others."""
     training: JointTraining | None = field(default=None, metadata=LEFT_OUT)
-    """Joint training of the copy that exits follow; with it the bundle is a cascade."""
+    """Joint training of the copy that exits follow; with it the bundle is a cascade
+    (:attr:`is_cascade`)."""
     batch_effect: BatchEffect | None = field(default=None, metadata=LEFT_OUT)
     """Effect of batches on the model's answers, where it is quantised dynamically."""
     custom_ops: tuple[OperatorLibrary, ...] = field(default=(), metadata=LEFT_OUT)
@@ -251,7 +253,7 @@ class Manifest:
         return last_beginning(self.segments)
 
     def of_variant(self, number: int) -> Manifest:
-        """Return the manifest of one of its variants, with the variant's segments and exits."""
+        """Return the manifest of one of the variants, with the variant's segments and exits."""
         if number == 0:
             return self
         variant = self.variants[number - 1]
@@ -280,7 +282,7 @@ def _check_unique(what: str, names: Iterable[str]) -> None:
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Check that ``place`` of inputs that no operator reads rises and is within all inputs."""
+    """Check that places of inputs that no operator reads rise, and are indices of all inputs."""
     places = [each.place for each in manifest.unread]
     end = len(manifest.inputs) + len(places)
     if places != sorted(set(places)) or any(not 0 <= place < end for place in places):
@@ -336,7 +338,7 @@ def _check_plain(manifest: Manifest) -> None:
 
 
 def _check_samples(inputs: Sequence[TensorSpec], calibration: Calibration) -> None:
-    """Check that each input has the shape of a sample, and accepts it."""
+    """Check that ``calibration`` has a sample shape that fits for each input."""
     shapes = calibration.sample_shapes
     names = sorted(tensor.name for tensor in inputs)
     if not names or sorted(shapes) != names:
@@ -423,7 +425,7 @@ def _check_variants(manifest: Manifest) -> None:
 
 
 def _check_sharing(manifest: Manifest) -> None:
-    """Check that the model and all variants have costs of sharing weights, or that nothing has."""
+    """Check that the model and all variants have costs of sharing weights, or that none has."""
     said = [cost.variant for cost in manifest.weight_sharing]
     if said and said != [*range(len(manifest.variants) + 1)]:
         raise ValueError(

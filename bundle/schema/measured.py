@@ -16,7 +16,7 @@ MEASURED: Final = "measured.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """Time divided by the unmodified model's for the same batches: a median over rounds."""
+    """Time divided by the unmodified model's time for the same batches: a median over rounds."""
 
     value: float
     half_width: float
@@ -40,7 +40,8 @@ class MeasuredSize:
     median: Ratio
     """Ratio of median sample latency."""
     busy: Ratio
-    """Ratio of time from a batch's start to its last answer; 1 − it is the compute saved."""
+    """Ratio of the time from a batch's start to its last answer; 1 − ``busy`` is the compute
+    saved."""
     nothing_exits: Ratio
     """``busy`` with thresholds that no sample reaches."""
 
@@ -72,7 +73,7 @@ class Measured:
             )
 
     def nearest(self, batch_size: int) -> MeasuredSize:
-        """Return the measurements at the nearest batch size by ratio; of two, at the larger."""
+        """Return the measurements at the batch size nearest by ratio (in a tie, the larger)."""
         return min(
             reversed(self.sizes),
             key=lambda at: max(at.batch_size / batch_size, batch_size / at.batch_size),
@@ -91,11 +92,12 @@ class Spread:
     rounds: tuple[int, ...]
     """Smallest number of rounds that an estimate is based on."""
     source: tuple[float, ...]
-    """Uncertainty of ``source_ms``; other load on the machine affects it, and not the others."""
+    """Half width for ``source_ms``. Other load on the machine affects it, but not the next two
+    fields."""
     segments: tuple[float, ...]
-    """Uncertainty of the segment with the largest one."""
+    """Largest half width of any segment's time."""
     added: tuple[float, ...]
-    """Uncertainty of the time that all exits add together: their heads, and the ends of their
+    """Half width for the time that all exits add together: their heads, and the ends of their
     stages."""
 
     def __post_init__(self) -> None:
@@ -113,13 +115,13 @@ class Profile:
     device: str
     threads: int
     batch_sizes: tuple[int, ...]
-    """Rising batch sizes; the columns of all following fields."""
+    """Rising batch sizes; in all following fields, each has a column."""
     source_ms: tuple[float, ...]
     """Times of the unmodified model as one graph."""
     segments_ms: tuple[tuple[float, ...], ...]
-    """[segments][batch_sizes]: each segment's part of ``source_ms``, which is the sum of a column;
-    the extra cost of ending a stage is in ``stages_ms``. In a cascade the parts of the quantised
-    model sum to its time as one graph, and the last row is ``source_ms``."""
+    """[segments][batch_sizes]: each segment's part of ``source_ms``, so that each column sums to
+    ``source_ms``; the extra cost of ending a stage is in ``stages_ms``. In a cascade the parts of
+    the quantised model sum to its time as one graph, and the last row is ``source_ms``."""
     exits_ms: tuple[tuple[float, ...], ...]
     """[exits][batch_sizes]: time of bridge and head, minus that of an empty graph."""
     stages_ms: tuple[tuple[float, ...], ...]

@@ -17,19 +17,21 @@ class Segment:
     index: int
     file: str
     inputs: tuple[str, ...]
-    """Tensors read: cut tensors, then further graph inputs."""
+    """Tensors that the segment reads: cut tensors, then further graph inputs."""
     output: str
     """Name of the cut tensor, or of the model's answer in the last segment."""
     also: tuple[str, ...] = field(default=(), metadata=LEFT_OUT)
-    """Further tensors that it writes for later segments, where the cut is a set of tensors."""
+    """Further tensors that the segment writes for later segments, where the cut is a set of
+    tensors."""
     flops_share: float
-    """Share of the source model's floating-point operations, 0 to 1 (of the time of its operators,
-    where their number is not known); for a quantised segment, that of the original segment."""
+    """Share of the source model's floating-point operations, 0 to 1; where their number is not
+    known, share of the operators' time. For a quantised segment, the share of the original
+    segment."""
     row_bytes: int = 0
-    """Bytes of a row that pass from it to later segments, at the shapes of the calibration data:
-    cut tensors and graph inputs that later segments read; 0 after the last."""
+    """Bytes of one row of the batch that later segments read after this one (cut tensors and graph
+    inputs), at the shapes of the calibration data; 0 in the last segment."""
     weight_bytes: int = 0
-    """Bytes of its weights, and of those of the exit that follows it."""
+    """Bytes of the weights of the segment, and of the exit that follows it."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "flops_share", least=0, most=1 + 1e-6)
@@ -37,12 +39,12 @@ class Segment:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """All tensors that it writes; for a set cut, those that no earlier segment wrote."""
+        """All tensors that the segment writes, except those that earlier segments wrote."""
         return (self.output, *self.also)
 
 
 def last_beginning(segments: Sequence[Segment]) -> int:
-    """Return the last segment that reads, like all after it, no tensor of earlier segments.
+    """Return the last segment from which on no segment reads a tensor of an earlier one.
 
     It is 0 except in a cascade, where the source model is the last segment.
     """
@@ -57,7 +59,10 @@ def last_beginning(segments: Sequence[Segment]) -> int:
 
 
 def outputs_after(segments: Sequence[Segment], first: int, last: int) -> tuple[str, ...]:
-    """Return tensors of segments ``first`` to ``last`` that later ones read, or their answer."""
+    """Return the tensors of segments ``first`` to ``last`` that later segments read.
+
+    If later segments read none of them, the result is the output of segment ``last``.
+    """
     read = {name for segment in segments[last + 1 :] for name in segment.inputs}
     written = [name for segment in segments[first : last + 1] for name in segment.outputs]
     return tuple(name for name in written if name in read) or (segments[last].output,)
@@ -66,8 +71,9 @@ def outputs_after(segments: Sequence[Segment], first: int, last: int) -> tuple[s
 HeadKind: TypeAlias = Literal[
     "grid", "first", "last", "mean", "attention", "vector", "joined", "own", "bridge"
 ]
-"""Pooling of a head: average a map to a grid; first token; last token that counts; masked mean;
-learned attention queries; none; each tensor of a cut set, joined.
+"""Pooling of a head. ``grid`` averages a map to a grid; ``first`` takes the first token, ``last``
+the last token that counts; ``mean`` is a masked mean; ``attention`` has learned queries; ``vector``
+pools nothing; ``joined`` pools each tensor of a cut set and joins the results.
 :mod:`offramp.calibration.heads.families` has a class for each but the last two. ``own`` is not a
 head: it is the answer of a cascade's copy, after its last segment. ``bridge`` has no pooling: it is
 some blocks of the model, then the model's head."""
@@ -208,7 +214,7 @@ class PartSizes:
     """Bytes of tensors that pass between segments, and of weights."""
 
     row_bytes: tuple[int, ...]
-    """[segments - 1]: bytes of a row that pass from each segment to later ones."""
+    """[segments - 1]: bytes of one row of the batch that pass from each segment to later ones."""
     weight_bytes: tuple[int, ...]
     """[segments]: bytes of the weights of each segment and of the exit that follows it."""
 

@@ -59,7 +59,7 @@ class Agreement(ABC):
     def margins(
         self, ours: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """Return by how much the end's scores prefer its decisions to ours, and the winning scores.
+        """Return how far the end's decisions lead ours in the end's scores, and the winning scores.
 
         ``ours`` and ``ends`` are whole answers [b, …]; both results are [b, decisions]. ``None`` if
         answers are not scores.
@@ -253,7 +253,10 @@ def _all_of(found: NDArray[np.bool_]) -> NDArray[np.bool_]:
 
 
 def _lead(ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the lead of the end's choice over ours, and its score; scores are [b, …, choices]."""
+    """Return how far the end's choice leads ours in the end's scores, and the score of that choice.
+
+    Scores are [b, …, choices].
+    """
     winning = ends.max(axis=-1)
     chosen = np.take_along_axis(ends, ours.argmax(axis=-1)[..., None], axis=-1)[..., 0]
     with np.errstate(invalid="ignore"):

@@ -17,9 +17,9 @@ from offramp.bundle.schema.answers import IN_GRAPH, LEARNED_WEIGHTS
 Values = NDArray[np.float32]
 
 LEAST: Final = np.float32(1e-7)
-"""Least distance of statistics from 0 and 1, so that their log-odds are finite."""
+"""Smallest distance of statistics from 0 and 1, so that their log-odds are finite."""
 SMALLEST: Final = np.finfo(np.float32).tiny
-"""Least argument of the logarithm: smaller probabilities add nothing to the entropy."""
+"""Smallest argument of the logarithm: smaller probabilities add nothing to the entropy."""
 
 
 def statistics_of(answer: NDArray[Any], form: AnswerForm) -> Values:
@@ -28,7 +28,7 @@ def statistics_of(answer: NDArray[Any], form: AnswerForm) -> Values:
     Answers are [b, classes], floating-point numbers. The margin is between the two largest
     probabilities (with one class, the largest alone). The entropy is divided by the logarithm of
     the number of classes (BranchyNet's algorithm 1 and DeeBERT 3.2 bound the entropy itself from
-    above). All are 0 where the answer has NaN, or its logits are infinite.
+    above). All three are 0 where the answer has NaN, or its logits are infinite.
     """
     answer = answer.astype(np.float32, copy=False)
     with np.errstate(invalid="ignore", over="ignore"):

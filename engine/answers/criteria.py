@@ -1,9 +1,9 @@
 """Criteria that are computed from an exit's answers on the host: patience, and users' own.
 
 A criterion whose decision depends on earlier exits has a state for each sample, arrays [b, …] by
-name. They are stored in the batch with its tensors, so that all code that keeps, buffers and merges
-rows also does so with the state (E3 3.4 wraps exits of both styles). Users register their own
-criteria, also with ``--criterion-module FILE.py:NAME`` of ``eecompile`` and ``eeserve``::
+name. The state is stored with the tensors of the batch, so that all code that selects, buffers or
+merges rows does the same with the state (E3 3.4 wraps exits of both styles). Users register their
+own criteria, also with ``--criterion-module FILE.py:NAME`` of ``eecompile`` and ``eeserve``::
 
     @register("two-sure")
     def two_sure(answers):
@@ -82,9 +82,9 @@ class HostCriterion(NamedTuple):
         return confidence, state
 
     def serve(self, answer: NDArray[Any], state: State) -> tuple[NDArray[np.float32], State]:
-        """Call :meth:`apply`; on failure no sample is sure, with a rate-limited log line.
+        """Call :meth:`apply`; if it fails, no sample exits, and a log line may say so.
 
-        The state is then reset.
+        The confidences are then 0, and the state is empty. The number of log lines is limited.
         """
         if self.function is patience:  # needs no checks, which cost more than the function
             return patience(answer, state)

@@ -1,4 +1,4 @@
-"""Differences between values and expected values, relative to the scale of each element's kind.
+"""Differences between values and expected values, relative to the scale of each element.
 
 All checks that compare a model with a derived one, or rows in different batches, use this module.
 The effect of rounding depends on an element's own size. One entry of −10⁹, which masks a class,
@@ -19,9 +19,10 @@ from offramp.bundle import Answer
 from offramp.engine.answers.agreement import agreement_of
 
 _APART: Final = 5
-"""Least gap, in powers of two, from which the larger of two groups of magnitudes is apart."""
+"""Smallest gap, in powers of two, by which a group of magnitudes counts as apart from smaller
+ones."""
 _BEYOND: Final = 64.0
-"""Multiple of the median column's size; larger columns do not set the scale of others."""
+"""Multiple of the median column's size above which columns do not set the scale of others."""
 
 _ELEMENTS: Final = {"classification": "class", "multi-label": "label"}
 
@@ -31,14 +32,14 @@ class Scales:
     """The magnitudes that differences of a tensor's elements are measured by.
 
     An element's scale is that of its column (class, feature or channel): the column's largest
-    magnitude, without values far above the others, as a mask causes for some samples. Such values
-    have their own scale. Columns of small values have at least the scale of ordinary ones, as
-    rounding comes from sums that they share. Values up to 1 are not separated: if
-    none exceeds 1, the largest value is the scale of all.
+    magnitude, without values far above the others, such as those that a mask sets in some samples.
+    The scale of such a value is its own magnitude. Columns of small values have at least the scale
+    of ordinary ones, because rounding errors come from sums that all columns share. Values up to 1
+    are not separated: if none exceeds 1, the largest value is the scale of all.
     """
 
     ordinary: float
-    """Scale of ordinary columns; at least that of each one."""
+    """Scale of ordinary columns: at least the scale of each of them."""
     by_column: NDArray[np.float64]
     """[columns]: scale of each column; one element if all are equal."""
     apart_above: NDArray[np.float64]
@@ -83,8 +84,8 @@ class Difference:
     """The largest difference between two tensors."""
 
     share: float
-    """Share of the element's scale. Infinite where the shapes differ, or only one side is NaN or
-    infinite."""
+    """The difference as a share of the element's scale; infinite where the shapes differ, or only
+    one side is NaN or infinite."""
     worst: str = ""
     """Description of the element; empty where nothing differs."""
 
@@ -102,9 +103,10 @@ def compare(
 ) -> Difference:
     """Return the largest difference between ``found`` and ``wanted``, relative to its scale.
 
-    ``scales`` are those of ``wanted``, unless more samples are known. With ``answer``, both are
-    answers [b, …] of that model, and must decide alike: a different decision counts as a difference
-    of half the margin by which ``wanted`` prefers its own, relative to the winning values.
+    By default, ``scales`` are those of ``wanted``; scales of more samples are better. With
+    ``answer``, both are answers [b, …] of that model, and must decide alike: a different decision
+    counts as a difference of half the margin by which ``wanted`` prefers its own decision, relative
+    to the winning values.
     """
     if found.shape != wanted.shape:
         return Difference(share=math.inf, worst=f"shape {_sized(found)}, expected {_sized(wanted)}")
@@ -153,9 +155,10 @@ def _decisions(
 
 
 def _tops(sizes: NDArray[np.float64], least: float) -> NDArray[np.float64]:
-    """Return the largest of ``sizes`` [columns, n] that is not apart (:data:`_APART`), [columns].
+    """Return each column's largest size that is not apart from the smaller ones (:data:`_APART`).
 
-    It is at least ``least``, but 0 for a column of zeros, which do not determine its scale.
+    ``sizes`` are [columns, n], the result is [columns]: at least ``least``, but 0 for a column of
+    zeros, because zeros do not determine a scale.
     """
     _, powers = np.frexp(np.maximum(sizes, least))
     lowest = int(powers.min())

@@ -302,14 +302,14 @@ def _refuse_operators(name: str, needed: Sequence[OperatorLibrary]) -> None:
 
 
 def _require_plain(options: _Options) -> None:
-    """Refuse bundles of a precision for CPUs, before one is loaded."""
+    """Refuse bundles whose precision is for CPUs only, before any bundle is loaded."""
     for path in options.bundles:
         with contextlib.suppress(BundleError):  # reported when the bundle is opened
             require_plain(read_manifest(path), path)
 
 
 def _require_engines(options: _Options) -> None:
-    """Refuse bundles without engines for this GPU, TensorRT and precision, before one is loaded."""
+    """Refuse bundles without engines for this GPU, TensorRT and precision, before any is loaded."""
     _require_plain(options)
     device = probe.require(f"cuda:{options.devices[0]}")  # all are of one model
     place = EnginePlace(
@@ -374,13 +374,13 @@ class _Entry(NamedTuple):
     """Factory that imports what the backend needs; a :class:`BackendError` states what is
     missing."""
     needs_gpu: bool = False
-    """``True`` if ``auto`` skips it on machines without an NVIDIA GPU."""
+    """``True`` if ``auto`` skips the backend on machines without an NVIDIA GPU."""
     is_candidate: Callable[[_Options], bool] = lambda _: True
-    """Returns whether ``auto`` considers it; if not, it is skipped without a message."""
+    """Returns whether ``auto`` considers the backend; if not, it is skipped without a message."""
     require: Callable[[_Options], None] = lambda _: None
     """Additional check of ``auto``: raises a :class:`BackendError` if another backend is better."""
     custom_ops: bool = False
-    """``True`` if it takes libraries of custom operators."""
+    """``True`` if the backend takes libraries of custom operators."""
 
 
 _ENTRIES: Final[Mapping[str, _Entry]] = {

@@ -87,10 +87,10 @@ def load_stage(
 ) -> HostStage:
     """Load a stage's graph, with a confidence output added where possible.
 
-    ``runtime`` is a name for messages. If it ``maps_weights``, ``load`` gets graphs that name their
-    weights, and the folder of the weights; the form is that of the stage, unless the graph holds
-    all of its weights itself. BackendError if the graph cannot be loaded, or its inputs and outputs
-    differ from the manifest's.
+    ``runtime`` is a name for messages. If the runtime ``maps_weights``, ``load`` gets graphs that
+    name their weights, and the folder of the weights. The form that ``load`` gets is the stage's,
+    unless the graph holds all of its weights itself. BackendError if the graph cannot be loaded, or
+    its inputs and outputs differ from the manifest's.
     """
     added = False
     try:
@@ -161,7 +161,7 @@ class HostBackend:
         return bundle
 
     def sizes(self, most: int) -> Sequence[int]:
-        """Return all sizes: a first run of each allocates memory or chooses kernels."""
+        """Return all batch sizes: the first run at each one allocates memory or chooses kernels."""
         return range(1, most + 1)
 
     def missing(self, stage: HostStage) -> None:

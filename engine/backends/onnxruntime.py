@@ -38,8 +38,8 @@ _USES_IT: Final = ("session.use_env_allocators", "1")
 
 
 _Key: TypeAlias = tuple[str, str, str, tuple[int, ...]]
-"""Key of a session: its graph's hash, form and folder of its weights, and identity of the weight
-file, as a bundle at the same path may be replaced."""
+"""Key of a session: hash of its graph, form and folder of its weights, and identity of the weight
+file, because the bundle at a path may be replaced."""
 
 
 def make_session(
@@ -85,8 +85,9 @@ def shrink_arena() -> None:
 def _share_arena() -> ort.InferenceSession:
     """Register the process's arena for sessions that use it; done once, before the first.
 
-    Returns a session of one node on this arena: arenas shrink at the end of a run. An arena never
-    releases its first block, so this session runs first, and that block is small.
+    Returns a session of one node on this arena, because an arena can only shrink at the end of a
+    run. An arena never releases its first block, so this session runs first, and that block is
+    small.
     """
     memory = ort.OrtMemoryInfo(
         "Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT
@@ -104,7 +105,7 @@ def _native(session: ort.InferenceSession) -> Any:
     """Return the native session, on which ``session.run`` calls ``run`` after other work.
 
     ``session.run`` first checks the names of all inputs, which the native session does again. With
-    cold caches that was 20 µs a stage, 0.6 % of a small CNN.
+    cold caches this check took 20 µs a stage, 0.6 % of a small CNN.
     """
     return session._sess  # noqa: SLF001 - there is no public access
 

@@ -163,7 +163,8 @@ class OnnxRuntimeCudaStage:
     max_rows: int
     device: int
     pads: bool
-    """``True`` with convolutions: ONNX Runtime plans these again when the batch size changes."""
+    """``True`` for graphs with convolutions: ONNX Runtime plans these again when the batch size
+    changes."""
     _lock: Lock = field(default_factory=Lock)
 
     def padding_limit(self, rows: int) -> int:  # noqa: ARG002 - it takes any size
@@ -216,7 +217,7 @@ class OnnxRuntimeCudaRun:
         self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     def output_shapes(self, inputs: Mapping[str, Shape]) -> Mapping[str, Shape]:
-        """Return the shapes of the outputs; the first call of a size may run the graph."""
+        """Return the shapes of the outputs; the first call for a size may run the graph."""
         return self._stage.output_shapes(inputs)
 
     def enqueue(

@@ -55,7 +55,7 @@ def dtype_of(argument: Argument) -> np.dtype[Any]:
 
 
 class BundleSizes:
-    """Sample shapes of models' inputs and cut tensors, as calibrated; thread-safe."""
+    """Shapes of one sample of inputs and cut tensors, as in the calibration data; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()

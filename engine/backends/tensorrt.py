@@ -98,7 +98,7 @@ class TensorRTFactory:
         return stage
 
     def close(self) -> None:
-        """Check that all engines were given back."""
+        """Check that all engines were returned to the library."""
         self._library.close()
 
     def _remedy(self, spec: StageSpec) -> str:
@@ -145,7 +145,10 @@ class TensorRTStage:
         """Scratch memory of TensorRT, and of tensors between the engines of a chain, in bytes."""
 
     def padding_limit(self, rows: int) -> int:
-        """Return the last batch size of the profiles that ``rows`` fit; the next may not fit."""
+        """Return the largest batch size that the profiles for ``rows`` allow.
+
+        The profiles may not allow the next padded size.
+        """
         ends = [
             next((p.last_batch for p in each.engine.entry.profiles if p.takes(rows)), rows)
             for each in self._taken

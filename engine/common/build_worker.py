@@ -1,11 +1,11 @@
 """The process that builds engines during serving: ``python -m .common.build_worker …``.
 
 It runs ``eecompile`` with the given arguments at a lower priority, and ends when its standard input
-closes: if the server is killed, no build stays that occupies GPU memory. Only the engine being
+closes: if the server is killed, no build remains that occupies GPU memory. Only the engine being
 built is lost then (:mod:`offramp.bundle.engines`).
 
-The compiler is run as a program. The engine knows its name and its command line, not its modules: a
-machine that serves need not have it installed.
+The compiler is run as a program. The engine package knows the compiler's name and command line, not
+its modules, because a machine that serves may not have the compiler installed.
 """
 
 from __future__ import annotations

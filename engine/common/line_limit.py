@@ -49,7 +49,10 @@ class LineLimit:
         self._windows: dict[object, _Window] = {}
 
     def admit(self, kind: object) -> str | None:
-        """Return the suffix of the next line of a kind; ``None`` if it is not written."""
+        """Return the suffix for the next line of a kind; ``None`` if the line must not be written.
+
+        The suffix is empty, or reports how many lines were not written before.
+        """
         now_s = self._clock()
         window = self._windows.get(kind)
         if window is None or now_s - window.began_s >= self._window_s:

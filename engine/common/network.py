@@ -35,7 +35,7 @@ class TlsIdentity:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is surely this machine; of names, only ``localhost`` is."""
+    """Return whether a host is certainly this machine; the only such name is ``localhost``."""
     try:
         return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
     except ValueError:

@@ -1,6 +1,6 @@
 """The file with a controller's state: one for each served name and host, next to the bundle.
 
-Other files that a server keeps there are :class:`OwnedFile`, too.
+Other files that a server keeps there are also :class:`OwnedFile` objects.
 
 The bundle itself never changes, because its hashes are checked. Next to ``resnet.ee``, served as
 ``resnet`` on the host ``one``, there is ``resnet.ee.resnet@one.state.npz``. So two servers, or two

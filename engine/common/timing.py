@@ -28,10 +28,10 @@ LEVEL = 0.95
 def clock_of(threads: int) -> Callable[[], float]:
     """Return the clock, in seconds, for work on this many threads that ends in the calling thread.
 
-    One thread is timed by its own CPU time, which excludes other processes. By wall time, with two
-    processes on a core, the border of a small model (the cost of a cut between two stages), 0.07
-    ms, appeared as 2.5 ms: one preemption of a batch takes longer than borders and heads. Parallel
-    work of several threads can only be timed by wall time.
+    One thread is timed by its own CPU time, which excludes other processes. For example, the border
+    of a small model (the cost of a cut between two stages) takes 0.07 ms. By wall time, with two
+    processes on a core, it appeared as 2.5 ms, because one preemption of a batch takes longer than
+    borders and heads. Parallel work of several threads can only be timed by wall time.
     """
     return time.thread_time if threads == 1 else time.perf_counter
 
@@ -104,7 +104,7 @@ def estimate(values: FloatArray) -> Estimate:
 
 
 def _rank(rounds: int) -> int:
-    """Return the largest r so that r-th smallest and r-th largest enclose the median with LEVEL."""
+    """Return the largest r for which r-th smallest to r-th largest holds the median with LEVEL."""
     below, rank = 0.0, 0
     for r in range(rounds // 2):
         below += comb(rounds, r) / 2**rounds
@@ -195,7 +195,7 @@ def time_rounds(
         timers: [batch sizes][systems]; the other systems are compared with the first.
         repeats: [batch sizes]: rounds in a sweep.
         effort: When to stop.
-        half_widths: Returns the widest wanted interval of the rounds so far, as a share.
+        half_widths: Returns the largest half-width of the wanted estimates so far, as a share.
         clock: Returns the time in seconds.
         cpu_clock: Returns the CPU seconds of this process.
         progress: Called with 1 after each of the first ``effort.least`` sweeps.

@@ -1,6 +1,7 @@
 """The active policy: a level of a threshold path, and the statements that hold for it.
 
-Also its metrics, including the audit rate, and the policy that is active after a restart.
+This module also has the policy's metrics, the audit rate, and the policy that is active after a
+restart.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from offramp.engine.control.counters import ControlCounters
 from offramp.engine.control.shift import ALIKE, ShiftGuard
 
 _FOR_PATHS: Final = 0.8
-"""Share of α for certificates; the remainder is for upper bounds."""
+"""Share of α (1 − confidence level) for certificates; the remainder is for upper bounds."""
 
 
 class ActivePolicy:
-    """Determines early answers, and makes statements about them, each with its share of α."""
+    """Decides what is answered early, and makes statements about it, each with its share of α."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class ActivePolicy:
         costs: CostModel,
         settings: CertifiedSettings,
     ) -> None:
-        """Lay a path with the initial policy as a level, and start there if a promise covers it.
+        """Make a path that has the initial policy as a level; start there if a promise covers it.
 
         ``curves`` are of all K exits; ``tune``, at least one sample, is used to choose levels.
         """
@@ -77,7 +78,7 @@ class ActivePolicy:
         self._held: tuple[int, ExitPolicy, PolicyMetrics] | None = None
         """Level that was learned before a restart and is held back, with its policy and metrics."""
         self._holds_compiled = False
-        """True if the compiled thresholds are active in the meantime."""
+        """True if the compiled thresholds are active while a learned level is held back."""
         if not self.calibrated and exits:
             self.policy = self._policy_at(0, initial.version + 1)
         self.metrics = self._new_metrics()
@@ -129,7 +130,7 @@ class ActivePolicy:
 
         Returns whether this reduces early answers. Samples are served under the compiled thresholds
         if no evidence contradicts them and all their exits are in use; else under the most
-        aggressive level that answers no more.
+        aggressive level that answers no more samples early than they do.
         """
         level = self._last_within(self.path.exits, self.path.thresholds)
         if self.level <= level:
@@ -147,14 +148,14 @@ class ActivePolicy:
         return True
 
     def resume(self) -> None:
-        """Activate again what is held back."""
+        """Activate the level that is held back."""
         assert self._held is not None, "nothing is held back"
         self.level, learned, self.metrics = self._held
         self._held, self._holds_compiled = None, False
         self.policy = replace(learned, version=self.policy.version + 1)
 
     def forget_learned(self) -> bool:
-        """Forget what is held back, if the compiled thresholds are active; return whether so."""
+        """Drop the held-back level if the compiled thresholds are active; return whether so."""
         if not self._holds_compiled:
             return False
         self._held, self._holds_compiled, self.announced = None, False, False
@@ -165,7 +166,7 @@ class ActivePolicy:
         return True
 
     def limited(self, exits: tuple[int, ...], levels: Fitted) -> Fitted:
-        """Drop levels that answer more than the compiled policy, if the settings forbid these."""
+        """Drop levels that answer more early than the compiled policy, if settings forbid that."""
         if not self._settings.never_beyond_compiled:
             return levels
         end = self._last_within(exits, levels.thresholds) + 1
@@ -207,7 +208,10 @@ class ActivePolicy:
         }
 
     def restore(self, state: Mapping[str, Any], *, drifted: bool) -> None:
-        """Continue from a saved state and its evidence; ValueError without change if refused."""
+        """Continue from a saved state, with its evidence.
+
+        ValueError if the state is refused; nothing has changed then.
+        """
         path = ThresholdPath.restored(kept_part(state, "path"), exits=self._costs.exits)
         if path.bound != self._settings.max_disagreement:
             asked = self._settings.max_disagreement
@@ -239,9 +243,10 @@ class ActivePolicy:
         return path, int(is_compiled.argmax()) if self._settings.covered_by(self._initial) else 0
 
     def _last_within(self, exits: Sequence[int], thresholds: FloatArray) -> int:
-        """Return the last of float64[levels, exits] that answers only what the initial policy does.
+        """Return the last level with only such early answers as the initial policy also gives.
 
-        Thresholds fall along a path, so earlier levels answer no more either.
+        ``thresholds`` are float64[levels, exits]. Thresholds fall along a path, so earlier levels
+        answer no more either.
         """
         compiled = {a.exit: a.threshold for a in self._initial.active}
         least = np.array([compiled.get(e, NEVER) for e in exits])
@@ -277,7 +282,8 @@ class ActivePolicy:
 
 _STEPS_PER_HALVING: Final = 4
 _UP: Final = 1.2
-"""Factor by which the aim must exceed the next step to move there, so that q does not oscillate."""
+"""Factor by which the desired audit probability must exceed the next step before q moves there, so
+that q does not oscillate."""
 _MEMORY: Final = 2048.0
 """Samples after which the weight of earlier samples in the shares has fallen to about a third."""
 
@@ -291,9 +297,9 @@ class AuditSettings:
     least: float = 0.01
     """Lower bound of the audit probability, in (0, 1]. It takes precedence over the budget."""
     steady: float = 0.25
-    """Share of the budget once no more evidence is needed: enough to detect drift."""
+    """Share of the budget that is used once no more evidence is needed: enough to detect drift."""
     every: int = 512
-    """Least number of samples between two changes."""
+    """Smallest number of samples between two changes of the audit probability."""
 
     def __post_init__(self) -> None:
         for name in ("budget", "least", "steady"):
@@ -317,13 +323,13 @@ def affordable(shares: FloatArray, latency_ms: FloatArray, budget: float) -> flo
 
 
 class AuditRate:
-    """The active audit probability; it changes rarely, in steps of a quarter of a halving.
+    """The active audit probability; it changes rarely, in steps of a factor 2^(1/4).
 
     The audit rate provides as much evidence as is needed, within a share of all compute. An audit
     runs a sample that was answered at exit e to the end: its cost is the time from e to the end.
-    With C the mean time that stages take for a sample without audits, and E the mean time from the
-    answer to the end (0 for samples that no exit answers), audits of a share q take q E of C + q E.
-    A budget b thus allows q <= b / (1 − b) · C / E.
+    Let C be the mean time that stages take for a sample without audits, and E the mean time from
+    the answer to the end (0 for samples that no exit answers). Audits with probability q take the
+    share q E / (C + q E) of all compute. So a budget b allows q <= b / (1 − b) · C / E.
     """
 
     def __init__(self, settings: AuditSettings, shares: FloatArray, latency_ms: FloatArray) -> None:
@@ -344,7 +350,7 @@ class AuditRate:
         self._since = 0
 
     def follow(self, wanted: float, samples: int) -> None:
-        """Move to the desired probability if it is far enough, and the last change old enough."""
+        """Move to the desired probability if it is far enough and the last change old enough."""
         self._since += samples
         if self._since < self._settings.every:
             return
@@ -353,7 +359,7 @@ class AuditRate:
 
 
 class PolicyMetrics:
-    """Metrics of one policy; a policy with other early answers starts with new ones."""
+    """Metrics of one policy; a policy with other early answers starts with new metrics."""
 
     def __init__(
         self,
@@ -392,7 +398,7 @@ class PolicyMetrics:
         self.audit.follow(aim, samples)
 
     def _shares(self, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-        """Return the shares answered at the exits in use and the end, and the time to each."""
+        """Return the shares answered at the exits in use and the end, and the times until them."""
         answered = self._answered[[*exits, self._costs.exits]]
         return answered / max(float(answered.sum()), 1e-9), self._costs.latency_ms(exits)
 
@@ -417,7 +423,7 @@ class Resumption:
     def __init__(
         self, active_policy: ActivePolicy, counters: ControlCounters, guard: ShiftGuard | None
     ) -> None:
-        """Start with nothing held back; without a guard nothing ever is."""
+        """Start with nothing held back; without a guard, nothing is ever held back."""
         self._active, self._counters, self._guard = active_policy, counters, guard
         self.kept: Mapping[str, Any] | None = None
         """The restored state, while it is held back."""

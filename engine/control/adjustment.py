@@ -61,7 +61,8 @@ ADJUST_EVERY: Final = 128
 AGAIN_AFTER: Final = 65_536
 """Samples after which a set of exits that was proposed may be proposed again."""
 JUDGED_BY: Final = 512
-"""Number of samples to judge exits by, drawn from a window of twice as many complete ones."""
+"""Number of samples to judge exits by, drawn from a window of twice as many complete samples
+(:attr:`.Observations.complete`)."""
 
 
 class ExitProposals:
@@ -127,7 +128,7 @@ class ExitProposals:
         return found.active if found.active != exits and is_due else None
 
     def accepted(self, exits: tuple[int, ...]) -> None:
-        """Record that a proposal is tested; one that could not be tested may be made again."""
+        """Record that a proposal is tested; without this record it may be made again at once."""
         self._proposed[exits] = self._seen
 
 
@@ -175,7 +176,8 @@ class Adjustment:
     tuned: bool
     """True if a round of tuning was run."""
     utility_ms: tuple[float, ...]
-    """Utility of each exit in use before, over the samples, under the thresholds that decided."""
+    """Utility of each exit that was in use before, summed over the samples, under the thresholds
+    that the decision used."""
 
 
 def adjust(
@@ -234,7 +236,7 @@ def adjust(
 def _within_budget(
     kept: tuple[int, ...], worth: Utilities, costs: CostModel, max_overhead: float
 ) -> tuple[int, ...]:
-    """Drop the least useful exits until the rest fits."""
+    """Drop the least useful exits until the rest fits the ramp budget."""
     utility = dict(zip(worth.active, worth.utility_ms, strict=True))
     while kept and costs.overhead(kept) > max_overhead:
         worst = min(kept, key=lambda e: utility[e])
@@ -282,8 +284,9 @@ def _most_leaving(
 ) -> int:
     """Return how many samples could leave at a candidate, by figure 12 of Apparate.
 
-    The sum of the samples that left at the deactivated exit that follows (later exits let more
-    samples leave) and at earlier deactivated exits (these samples would have come this far).
+    The result is the sum of the samples that left at the deactivated exit that follows (later exits
+    let more samples leave) and at earlier deactivated exits (these samples would have come this
+    far).
     """
     if not leaving:
         return reaching

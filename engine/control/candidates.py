@@ -29,7 +29,8 @@ from offramp.engine.control.controller import Job
 from offramp.engine.control.costs import CostModel
 
 _AT_THE_END: Final = 4
-"""Wait for a new path where the last level passed, as a multiple of the samples to tune on."""
+"""Samples to wait for a new path after the last level passed, as a multiple of the samples to tune
+on."""
 _MOST_DOUBLINGS: Final = 6
 """Largest number of doublings of the wait for the next path."""
 
@@ -41,7 +42,7 @@ class CandidateTest:
     exits: tuple[int, ...]
     purpose: str
     path: ThresholdPath | None = None
-    """``None`` while samples for its fit are collected."""
+    """Path that is tested; ``None`` while samples to fit it are collected."""
     samples: int = 0
     """Samples seen since the test began."""
 
@@ -81,7 +82,8 @@ class CandidateTests:
         self._unfitted = 0
         """Number of samples since a path was last requested."""
         self._fruitless = 0
-        """Paths requested since one last became active; each doubles the wait for the next."""
+        """Number of paths requested since a path last became active; each doubles the wait for the
+        next."""
         self._drifted = False
         """True if no path was fitted yet since the alarm."""
 
@@ -145,7 +147,7 @@ class CandidateTests:
         return job
 
     def expects(self, job: Job) -> bool:
-        """Return whether a job's result is awaited; from then on it is not any more."""
+        """Return whether a job's result is awaited; after this call it is not awaited any more."""
         if job.number != self._out:
             return False
         self._out = None
@@ -201,7 +203,8 @@ _JUDGED: Final = 2048
 _FEWEST: Final = 64
 """Number of complete samples below which expected values are used instead."""
 _WORTH_A_TEST: Final = 3.0
-"""Least gain that a candidate must promise, in units of ``min_gain``: its test uses α and audits.
+"""Smallest gain that a candidate must promise, in units of ``min_gain``: its test uses α and
+audits.
 """
 _PROMISING: Final = 0.8
 """Estimated risk, as a share of the bound, up to which a level is worth testing."""
@@ -261,7 +264,7 @@ class SavingsEstimator:
         return mean_ms <= than_ms * (1 - self._min_gain)
 
     def promises_more(self, fitted: Fitted, exits: Sequence[int], than: ThresholdPath) -> bool:
-        """Return whether a path may save more at its end than another one, by the curves."""
+        """Return whether a path may save more than another one, by the curves of the first."""
         goal = self.mean_ms(exits, fitted.shares)[self.promising(fitted.risk)]
         if set(than.exits) <= set(exits):
             # Use the same smooth curves for both paths: errors counted on a window would differ by

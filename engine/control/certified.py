@@ -55,7 +55,7 @@ _LEAP: Final = 0.95
 
 
 class CertifiedController:
-    """Keeps the constraint with the required confidence, and saves as much time as it allows."""
+    """Keeps the constraint with the required confidence, and saves as much time as this allows."""
 
     name = "certified"
 
@@ -292,7 +292,7 @@ class CertifiedController:
         return None
 
     def _suspect(self, loss: FloatArray, audit_probability: FloatArray) -> None:
-        """Track how many of the audited samples disagreed; report it once it is serious."""
+        """Track how many of the audited samples disagreed; report once that there are too many."""
         suspicion, was_serious = self._suspicion, self._suspicion.serious
         suspicion.observe(loss, audit_probability)
         if not self._audits_all:

@@ -17,7 +17,8 @@ class CertifiedSettings:
     confidence_level: float = 0.95
     """1 − α, over the controller's life."""
     never_beyond_compiled: bool = False
-    """True if only answers that the initial policy would answer early may ever be early."""
+    """True if a sample may be answered early only where the initial policy would answer it
+    early."""
     release: bool = False
     """True if every sample runs to the end; else audits choose which do."""
     audit_budget: float = 0.05
@@ -38,8 +39,8 @@ class CertifiedSettings:
     window: int = 4096
     """Number of complete samples (:attr:`.Observations.complete`) that are kept to tune on."""
     tune_samples: int = 512
-    """Number of complete samples needed to tune; with their weights, they must be worth half as
-    many unweighted ones."""
+    """Number of complete samples needed to tune. With their weights, they must be worth at least
+    half as many unweighted samples (:attr:`.Weighted.effective`)."""
     retune_every: int = 16_384
     """Samples after which a new path is fitted, to see if it saves more; doubled each time it does
     not.

@@ -28,7 +28,8 @@ from offramp.engine.control.costs import CostModel
 class Job:
     """A pure computation that takes too long for the observing thread, for example a tuning.
 
-    It may run in another process: the function belongs to a module, and everything pickles.
+    It may run in another process: the function is at the top of a module, and the function and its
+    arguments can be pickled.
     """
 
     number: int
@@ -47,9 +48,10 @@ class Evidence(StrEnum):
     """Kind of evidence for the active policy."""
 
     CERTIFIED = "certified"
-    """Observations while serving: disagreement is within the constraint, with confidence."""
+    """Evidence from observations while serving: disagreement is within the constraint, with the
+    required confidence."""
     CALIBRATED = "calibrated"
-    """Calibration data; later observations neither confirm nor contradict it."""
+    """Evidence from calibration data; later observations neither confirm nor contradict it."""
     CONSERVATIVE = "cautious"
     """The policy needs no evidence: no exit answers."""
     SUSPICIOUS = "suspicious"

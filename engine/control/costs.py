@@ -32,7 +32,7 @@ class CostModel:
     exits_ms: tuple[float, ...]
     """Time per exit for bridge and head."""
     unsure: float = 0.0
-    """Half of the interval of the time that all exits add, as a share of ``source_ms``."""
+    """Half-width of the interval of the time that all exits add, as a share of ``source_ms``."""
     source_begins: int = 0
     """First segment of the source model (:func:`.manifest.last_beginning`)."""
 
@@ -77,7 +77,7 @@ class CostModel:
 
     @property
     def front_ms(self) -> float:
-        """Time of all segments before the source model, as in a cascade; else 0."""
+        """Time of the segments before the source model in a cascade; 0 in other bundles."""
         return float(sum(self.segments_ms[: self.source_begins]))
 
     def overhead(self, active: Sequence[int]) -> float:

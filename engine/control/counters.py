@@ -26,7 +26,7 @@ class ControlCounters:
     """
 
     def __init__(self, *, tolerated: float = math.inf) -> None:
-        """Start at 0; no estimate while one rare disagreement would exceed ``tolerated``."""
+        """Start at 0; there is no estimate while one disagreement could exceed ``tolerated``."""
         self._tolerated = tolerated
         self.observed = self.audited = self.disagreed = 0
         """Samples seen; early answers that ran to the end; and of these, the ones that differ from
@@ -87,7 +87,7 @@ class ControlCounters:
         state: str,
         upper_bound: float = 1.0,
     ) -> ControlStatus:
-        """Return a snapshot with policy ``version`` active; the bound is 1 if nothing is tested."""
+        """Return a snapshot with policy ``version`` active; the bound is 1 if no test runs."""
         return ControlStatus(
             controller=controller,
             max_disagreement=max_disagreement,

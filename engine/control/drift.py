@@ -122,8 +122,8 @@ _STEPS_PER_HALVING: Final = 4
 _PRIOR: Final = 512.0
 """Audits that are assumed to have been made before the first one."""
 _FIRST_SHARE: Final = 0.43
-"""Share of these audits that was not made after disagreements: about the share at a risk of seven
-tenths of the bound, so that there are hardly too many audits at first."""
+"""Share of :data:`_PRIOR` that counts as usual audits, not as moved ones. It is about the share at
+a risk of seven tenths of the bound, so that audits hardly exceed their budget at first."""
 
 
 class Suspicion:
@@ -141,9 +141,9 @@ class Suspicion:
 
     κ is 1.25 times the bound. Among 1, 1.25, 1.5 and 1.75, this value detected 2 % more
     disagreement soonest for the same number of audits at a risk of seven tenths of the bound
-    (simulated). 1 was a little sooner at a risk of a fifth of the bound, but its audits never end
-    where the risk is at the bound. Disagreement above κ keeps S rising, so that all samples are
-    audited until the alarm fires or the risk has fallen.
+    (simulated). A κ of the bound itself was a little sooner at a risk of a fifth of the bound, but
+    then audits never end where the risk is at the bound. Disagreement above κ keeps S rising, so
+    that all samples are audited until the alarm fires or the risk has fallen.
 
     Audits are moved, not added: audits after disagreements reduce those at other times
     (:attr:`Suspicion.share`), so that their sum stays within the budget while all is well.
@@ -221,7 +221,10 @@ class Suspicion:
         self.audits += float(audit_probability[since:].sum())
 
     def account(self, audit_probability: FloatArray, budgeted: float) -> None:
-        """Count audits that were made for a budget; call after :meth:`observe`."""
+        """Count the audits of some samples, given the budgeted probability.
+
+        Call this after :meth:`observe`.
+        """
         usual = float(np.minimum(audit_probability, self._unsuspected(budgeted)).sum())
         moved = float(audit_probability.sum()) - usual
         keep = math.exp(-(usual + moved) / _MEMORY)
@@ -273,6 +276,6 @@ class Suspicion:
 
 
 def _step(probability: float) -> float:
-    """Return the nearest of a few probabilities: losses are counted by their weights."""
+    """Round to one of a few probabilities, because losses are counted by their weights 1/q."""
     steps = round(math.log2(probability) * _STEPS_PER_HALVING)
     return min(math.exp2(steps / _STEPS_PER_HALVING), 1.0)

@@ -105,7 +105,10 @@ class BuildDecisions:
         still.update((unit, now_s) for unit in request.units if unit in still)
 
     def _due(self, model: str, now_s: float) -> list[str]:
-        """Return all engines with tries left, to build together; none until all have settled."""
+        """Return all engines with tries left, to build together.
+
+        The result is empty until all of them were in use for ``settle_s``.
+        """
         budget = self._budget
         units = {u: since for u, since in self._wanted[model].items() if self._may_try(model, u)}
         settled = all(now_s - since >= budget.settle_s for since in units.values())

@@ -51,7 +51,8 @@ class EvidenceWindow:
         """Start with nothing admitted.
 
         An equal sample is admitted again after ``remembered`` others. Of the last ``shared``
-        admitted samples, one source has at most ``max_source_share``, in (0, 1], but always one.
+        admitted samples, at most the share ``max_source_share``, in (0, 1], is from one source; one
+        sample is always allowed.
         """
         if remembered < 1 or shared < 1:
             raise ValueError(f"remembered is {remembered}, shared {shared}, expected at least 1")

@@ -15,10 +15,11 @@ tests. So with probability 1 − δ no test passes such a policy, including the 
 the certify split.
 
 The argument holds for all exits of the bundle and for some of them, and for any constraint and
-confidence: without the exits of A that made the walk stop at l*, it may go past l*, on a path that
-was chosen by where it stopped. The argument also holds where ``eecompile rehearse`` raised the
-thresholds of P, because it fixes them without the certify split as well. Only limits that the
-bundle's own promise covers need no test: there, the bundle's policy is used as it is.
+confidence: without the exits of A that made the walk stop at l*, another walk may go past l*, on a
+path that was chosen by where the first walk stopped. The argument also holds where ``eecompile
+rehearse`` raised the thresholds of P, because it fixes them without the certify split as well. Only
+limits that the bundle's own promise covers need no test: there, the bundle's policy is used as it
+is.
 """
 
 from __future__ import annotations

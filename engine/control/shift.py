@@ -47,9 +47,9 @@ SIGNIFICANCE: Final = 1e-9
 """Significance of one comparison: there are many, and the tail of a chi-square over small counts is
 heavier than its formula."""
 LEAST_REFERENCE: Final = 512
-"""Least number of samples to make bins from and to compare with."""
+"""Smallest number of samples to make bins from and to compare with."""
 _LEAST_REACHED: Final = 128
-"""Least number of reference samples that reach an exit; else the exit is not compared."""
+"""Smallest number of reference samples that reach an exit; with fewer, the exit is not compared."""
 _WINDOWS_AVERAGED: Final = 32
 _ABSENT: Final = BINS
 """Value in place of a bin if the sample did not reach the exit."""
@@ -145,7 +145,7 @@ class ShiftDetector:
         return found
 
     def _learn(self, place: int, scale: int, excess: float) -> None:
-        """Average the differences between windows; each counts for the part of it that is new.
+        """Average the differences between windows; each window counts by its share of new samples.
 
         The average moves slowly, and one window counts at most twice the usual excess, so that a
         shift cannot hide itself.
@@ -207,7 +207,7 @@ FIRST_WAIT: Final = 1_024
 _UNSAID: Final = -1.0
 """Value in a saved state for the confidence of an exit that a sample did not pass."""
 _MISSING: Final = 0.1
-"""Largest share of the samples reaching an exit whose confidence there may be unknown."""
+"""Largest share of the samples at an exit whose confidence there may be unknown."""
 QUIET: Final = 32_768
 """Samples without a notice after which the wait is halved."""
 
@@ -215,13 +215,14 @@ QUIET: Final = 32_768
 class ShiftGuard:
     """Compares the confidences of exits with those of earlier samples.
 
-    The guard does two things for which audits alone are too slow. With 2 % of the samples audited,
-    a disagreement of 4 % shows after about ten thousand samples; the confidences of *all* samples
-    show most shifts after some hundred (:class:`ShiftDetector`). Samples are then not like those
-    that the certificate was made from: the controller drops the certificate, no exit answers, and
-    its levels are tested again (:meth:`.certified.CertifiedController.invalidate`). After that, or
-    after a drift alarm, every sample runs to the end as long as evidence for more aggressive levels
-    is missing, within a limit: in this phase audits may exceed their budget.
+    The guard does two things for which audits alone are too slow. First, it detects a shift of the
+    inputs. With 2 % of the samples audited, a disagreement of 4 % shows after about ten thousand
+    samples; the confidences of *all* samples show most shifts after some hundred
+    (:class:`ShiftDetector`). After such a shift, samples are not like those that the certificate
+    was made from: the controller drops the certificate, no exit answers, and its levels are tested
+    again (:meth:`.certified.CertifiedController.invalidate`). Second, after a shift or a drift
+    alarm, every sample runs to the end as long as evidence for more aggressive levels is missing,
+    within a limit: in this phase audits may exceed their budget.
 
     After each notice, the wait until the next one doubles, so that a load that changes all the time
     is not tested all the time; a quiet period halves the wait again.
@@ -242,7 +243,8 @@ class ShiftGuard:
         self._watched: tuple[int, ...] = ()
         """Exits whose confidences are compared."""
         self._answering: tuple[tuple[int, float], ...] | None = None
-        """Answering exits when these were chosen; they determine which samples reach an exit."""
+        """Exits that answered when :attr:`_watched` was chosen, with thresholds; they determine
+        which samples reach an exit."""
         self._calibration = calibration[:, -_COMPARED:]
         self._recent = Window(exits=len(calibration), capacity=_COMPARED)
         """Last samples, whether they ran to the end or not."""
@@ -290,7 +292,7 @@ class ShiftGuard:
         return False
 
     def recover(self, policy: ExitPolicy) -> None:
-        """After any alarm: have every sample audited, and compare with samples from now on."""
+        """Audit every sample after an alarm of any kind, and compare with samples from now on."""
         self._left = self._recovery
         self._recent.keep(0)
         self.alike = ALIKE

@@ -15,7 +15,7 @@ from offramp.engine.control.counters import ControlCounters
 
 
 class UncertifiedController:
-    """A base for controllers (:class:`..controller.Controller`); itself, it keeps its policy."""
+    """A base of controllers (:class:`..controller.Controller`); on its own, it keeps its policy."""
 
     name: ClassVar[str]
     """Name on the command line."""

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 _DOUBLED_TO = 8
-"""Above this size there is another size between each size and its double."""
+"""Batch size up to which sizes double; above it, there is one more size between a size and its
+double."""
 
 
 def padded(rows: int, most: int) -> int:
-    """Return the number of rows that a batch is run as; ``rows`` is at most ``most``."""
+    """Return the padded number of rows of a batch; ``rows`` is at most ``most``."""
     return min(next(size for size in _sizes() if size >= rows), most)
 
 

@@ -23,9 +23,9 @@ class CudaBackend:
     """Runs stages on a driver: a :class:`offramp.engine.stages.backend_protocol.Backend`.
 
     It owns and closes factory and driver. ``kernels`` is the machine code of
-    :func:`offramp.engine.kernels.kernel_compilation.load_kernels`. BackendError if it cannot be
-    loaded: then the caller still owns factory and driver. ``graphs``: whether to capture stages
-    into CUDA graphs.
+    :func:`offramp.engine.kernels.kernel_compilation.load_kernels`. BackendError if the kernels
+    cannot be loaded: then the caller still owns factory and driver. ``graphs`` is whether stages
+    are captured into CUDA graphs.
     """
 
     on_cpu = False
@@ -79,8 +79,8 @@ class CudaBackend:
     def prepare(self, spec: StageSpec) -> CudaStage:
         """Load a stage, which exists as long as the result is referenced.
 
-        BackendError if it cannot be loaded, its bundle is a cascade, whose int8 is for CPUs, or its
-        criterion is computed on the host.
+        BackendError if the stage cannot be loaded, if its bundle is an int8 cascade, which is for
+        CPUs, or if its criterion is computed on the host.
         """
         if spec.bundle is not None:
             require_plain(spec.bundle.manifest, spec.bundle.path)

@@ -1,8 +1,8 @@
 """Batches of tensors in device memory: offsets and lifetimes of their tensors.
 
-Offsets depend on the row and the capacity, never on the actual number of rows: so a stage finds its
-inputs at the same addresses for any number of survivors of the stage before it, and a captured CUDA
-graph stays valid.
+Offsets depend on the tensors of a row (:data:`Row`) and on the capacity, never on the actual number
+of rows: so a stage finds its inputs at the same addresses for any number of survivors of the stage
+before it, and a captured CUDA graph stays valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row: TypeAlias = tuple[RowPart, ...]
 
 
 def row_bytes(dtype: np.dtype[Any], sample_shape: tuple[int, ...]) -> int:
-    """Return the bytes of a row."""
+    """Return the bytes of one row of a tensor."""
     return math.prod(sample_shape) * dtype.itemsize
 
 
@@ -129,7 +129,7 @@ class CudaBatch:
     survivors: NDArray[np.int32] | None = None
     """Rows that the stage's end has already copied to the input area, ascending."""
     brought: tuple[Region, int] | None = None
-    """The input area, and its version when these rows were copied."""
+    """The input area, and its version when the ``survivors`` were copied."""
 
     def __len__(self) -> int:
         return self.rows

@@ -89,7 +89,7 @@ class Executable(Protocol):
         """
 
     def forget(self, graph: int) -> None:
-        """Release the preparation for a graph, if any: it is not launched any more.
+        """Release the preparation for a graph, if any: the graph is not launched any more.
 
         The host has waited. Without this call, memory use grows with the number of shapes.
         """

@@ -44,7 +44,7 @@ class Execution:
     addresses: dict[str, int]
     """Addresses of the batch's tensors, and of the stage's outputs."""
     given: dict[str, RowPart]
-    """Row part of each output."""
+    """Row part (:data:`.RowPart`) of each output."""
     carried: Layout | None
     """Layout of the carried tensors (``StageSpec.carried``), in the next input area; ``None`` after
     the last stage."""

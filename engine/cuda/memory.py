@@ -126,7 +126,7 @@ class HostRegion(Region):
 
 
 class RowBuffers:
-    """Buffers that depend only on the rows of a batch: the kernels' scratch, and their results.
+    """Buffers that depend only on the number of rows: the kernels' scratch, and their results.
 
     The stage end writes its results to pinned memory, so that they are read without a copy.
     """

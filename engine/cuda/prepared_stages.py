@@ -104,10 +104,11 @@ class StageRegistry:
     """All stages of a backend that are not closed; thread-safe."""
 
     drops: int = 0
-    """Number of lost handles so far; slots compare it to detect new ones."""
+    """Number of stages dropped so far; slots compare it to detect new drops."""
     _records: dict[int, _Record] = field(default_factory=dict)
     _dropped: deque[int] = field(default_factory=deque)
-    """Written by finalisers, which may run on any thread at any point: without a lock."""
+    """Numbers of dropped stages. Finalisers append to it on any thread at any point, so without a
+    lock."""
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
     _drops: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _used: Needs = field(default_factory=Needs)
@@ -135,7 +136,7 @@ class StageRegistry:
         return reduce(Needs.most, (needs_of(facts.prepared, row_bytes) for facts in live), used)
 
     def sizes(self, most: int) -> Sequence[int]:
-        """Return the sizes that batches of up to ``most`` rows are run as, ascending."""
+        """Return the padded sizes of batches of up to ``most`` rows, ascending."""
         with self._lock:
             self._note_dropped()
             live = [record.facts for record in self._records.values() if not record.dropped]

@@ -167,7 +167,7 @@ class StageRuns:
     def _reserve(
         self, rows: int, target: int, carried: Layout | None, outputs: Layout, answer_bytes: int
     ) -> None:
-        """Ensure buffers, also for samples larger than expected."""
+        """Ensure that buffers suffice, also for samples larger than expected."""
         self.arena.grow_rows(rows)
         self.arena.grow(self.arena.outputs, outputs.size_bytes)
         self.arena.grow(self.arena.answers, answer_bytes)
@@ -200,7 +200,7 @@ class OpenStages:
     resources: Callable[[], SlotResources]
     _open: dict[int, OpenStage] = field(default_factory=dict)
     _drops: int = 0
-    """Number of lost handles at this slot's last check."""
+    """Number of dropped stages at this slot's last check."""
 
     def of(self, facts: StageFacts) -> OpenStage:
         """Return a stage's executable in this slot, made at the first call."""
@@ -235,7 +235,10 @@ class OpenStages:
             releases.callback(self.runs.clear)
 
     def _reserve_scratch(self, facts: StageFacts) -> None:
-        """Ensure scratch; as executables keep its address, all are reopened if it moves."""
+        """Ensure enough scratch memory.
+
+        Executables keep its address, so all of them are reopened if it moves.
+        """
         scratch = self.runs.arena.scratch
         if facts.prepared.scratch_bytes > scratch.size_bytes:
             self.runs.arena.settle()

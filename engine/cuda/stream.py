@@ -40,7 +40,7 @@ def row_copies(
 
 
 class SlotStream:
-    """A stream, its enqueued work, and what the host has not waited for."""
+    """A stream with its enqueued work, and a record of what the host still has to wait for."""
 
     def __init__(
         self,

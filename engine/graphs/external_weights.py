@@ -30,9 +30,9 @@ _MAKE_WEIGHTS: Final = (
     *("ConvMulFusion", "ConvAddFusion", "ConvBNFusion", "MatmulBNFusion"),
     *("AttentionFusion", "GemmTransposeFusion", "TransposeOptimizer", "ConstantFolding"),
 )
-"""Optimisers that compute new weights, which no file has: they merge a layer with the scale and
-shift after it, as in SubnetNorm, or the three products of an attention, transpose weights, or fold
-operators on constant weights."""
+"""Optimisers that compute new weights, which are in no file. They merge a layer with the scale and
+shift after it (as in SubnetNorm), merge the three products of an attention, transpose weights, or
+fold operators on constant weights."""
 _RUN_ON_FILE: Final = (
     ("session.use_external_initializer_file_buffers_directly", "1"),
     ("session.disable_prepacking", "1"),

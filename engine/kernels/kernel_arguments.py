@@ -201,7 +201,7 @@ def stage_end(
 
     The batch has ``rows`` rows, perhaps 0. ``scores`` is the address of [rows, classes], dense.
     ``scratch`` is the stream's scratch block, used by one launch at a time; ``tensors`` are the
-    inputs of the next stage, none after the last. ValueError if the kernel would misread an
+    inputs of the next stage, none after the last stage. ValueError if the kernel would misread an
     argument, or write where it must not.
     """
     _check_tensors(tensors, rows=rows, copied=rows)
