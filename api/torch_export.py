@@ -203,8 +203,8 @@ def _check_batch(call: ExampleCall, runner: GraphRunner) -> None:
     except (RuntimeError, KeyError) as error:
         raise ExportCheckError(
             f"{kind}: the exported model fails on a batch of {samples} ({_line(error)}), the "
-            "module does not; its batch has to be free: use no sizes of the first dimension as "
-            "plain numbers in forward"
+            "module does not; the batch size must stay free: do not use the size of the first "
+            "dimension as a plain number in forward"
         ) from error
     for name, array in wanted.items():
         allowed = _TOLERANCE_OF_HALF if array.dtype == np.float16 else _TOLERANCE

@@ -124,7 +124,7 @@ class Bundle:
     def read(self, name: str) -> bytes:
         """Read a file of the bundle; a graph includes all of its weights.
 
-        Inputs that the source model declares, but no operator reads, are removed from it.
+        In the source model, inputs that no operator reads are removed.
 
         BundleIntegrityError if file or weights changed since the opening; BundleSchemaError if a
         graph names weights in another file than the bundle's ``weights.bin``.

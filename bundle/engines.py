@@ -158,7 +158,7 @@ class EngineStore:
         self._commit(replace(self.index, timing_cache=file))
 
     def put_kernels(self, cubin: bytes, *, source: str) -> None:
-        """Store the compiled kernels in place of the previous; ``source`` is the source's hash."""
+        """Store the compiled kernels in place of the old ones; ``source`` is the source's hash."""
         file = addressed(kernels_stem(source), cubin, ".cubin")
         self._write(file.path, cubin)
         self._commit(replace(self.index, kernels=file))

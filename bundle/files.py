@@ -40,7 +40,7 @@ class CheckedFolder:
 
     BundleIntegrityError for a file that is missing, altered, outside the folder, or not a regular
     file: reading a pipe or a device could go on forever. Messages name ``listing``, the file that
-    has the entries, and the remedy ``remedy``.
+    lists sizes and hashes, and the remedy ``remedy``.
     """
 
     def __init__(self, root: Path, *, listing: str = "manifest", remedy: str = REMEDY) -> None:

@@ -46,7 +46,7 @@ def parse_records(content: bytes, manifest: Manifest) -> dict[str, NDArray[Any]]
 
 
 def no_records() -> dict[str, NDArray[Any]]:
-    """Return the records of a bundle without exits that was made without data: no samples."""
+    """Return records without samples, for a bundle that was made without data and has no exits."""
     forms = {name: form for name, form in _RECORD_FORMS.items() if not form.optional}
     return {name: np.zeros((0,) * form.ndim, form.dtype) for name, form in forms.items()}
 

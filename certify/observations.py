@@ -108,7 +108,7 @@ class Observations:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Weighted:
-    """Samples that passed all of some exits; weighted means estimate means over all samples."""
+    """Samples that passed each of some exits; weighted means estimate means over all samples."""
 
     confidence: Float32Array
     """float32[exits, n]: confidence of each of these exits."""
@@ -189,7 +189,7 @@ class Window:
         return self._confidence[np.ix_(np.asarray(exits, dtype=np.int64), self._newest(most))]
 
     def seen_by(self, exits: Sequence[int], most: int | None = None) -> Weighted:
-        """Return samples that passed all these exits, of the newest (default all), oldest first."""
+        """Return samples that passed all these exits, among the newest ``most``; oldest first."""
         order, rows = self._newest(most), np.asarray(exits, dtype=np.int64)
         confidence = self._confidence[np.ix_(rows, order)]
         known = ~np.isnan(confidence).any(axis=0)

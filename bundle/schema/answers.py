@@ -219,7 +219,7 @@ class Answer:
             known = ", ".join(_FORMS[self.task.kind])
             raise ValueError(f"form {self.form!r} is none of {self.task.kind}: {known}")
         if self.flat and self.classes != 1:
-            raise ValueError(f"flat is of one number a sample, not of {self.classes}")
+            raise ValueError(f"flat is for one number a sample, not for {self.classes}")
         if self.tokens and len(self.tokens) != self.classes:
             raise ValueError(
                 f"answer.tokens: {len(self.tokens)} ids, expected one for each of the "

@@ -111,7 +111,7 @@ class BatchEffect:
     """Batch sizes at which answers were compared."""
     samples: int
     end_differs: int
-    """Samples whose answer is not the same at all of these batch sizes."""
+    """Number of samples whose answer is not the same at all of these batch sizes."""
     max_disagreement: float
     """Bound on differing answers that was requested, for this effect and exits together."""
     confidence_level: float

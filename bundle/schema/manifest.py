@@ -239,7 +239,7 @@ class Manifest:
 
     @property
     def is_cascade(self) -> bool:
-        """True if exits follow a copy of the source model, which is the last segment."""
+        """True if exits follow a copy of the model, and the last segment is the model itself."""
         return self.precision != "fp32" or self.training is not None or bool(self.subnet)
 
     @property
@@ -322,8 +322,8 @@ def _check_answer(manifest: Manifest) -> None:
     shapes = {tensor.name: tensor.shape for tensor in manifest.inputs}
     if mask not in shapes or len(shapes[mask]) != 2 or shapes[mask][1] != output.shape[1]:
         raise ValueError(
-            f"answer.task.mask: {mask!r:.100} is not an input [batch, {output.shape[1]}], which "
-            "says which tokens of the answer count"
+            f"answer.task.mask: {mask!r:.100} is not an input [batch, {output.shape[1]}], expected "
+            "one that marks the tokens of the answer that count"
         )
 
 

@@ -154,8 +154,8 @@ class Exit:
     """Share of the answer's principal values that are at least as large as its confidence (PAME's
     count threshold, 5.3); 1 if there is one principal value."""
     certainty: tuple[float, ...] = field(default=(), metadata=LEFT_OUT)
-    """Weights of the criterion ``learned``: of the log-odds of largest probability, margin and
-    1 − relative entropy, and a constant."""
+    """Weights of the criterion ``learned``: one for each of the log-odds of largest probability,
+    margin and 1 − relative entropy, then a constant."""
     trials: tuple[HeadScore, ...] = ()
     """Heads that were fully trained, including the chosen one."""
 

@@ -59,10 +59,10 @@ class Agreement(ABC):
     def margins(
         self, ours: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """Return how far the end's decisions lead ours in the end's scores, and the winning scores.
+        """Return, in the end's scores, how far its decisions lead ours, and the winning scores.
 
-        ``ours`` and ``ends`` are whole answers [b, …]; both results are [b, decisions]. ``None`` if
-        answers are not scores.
+        ``ours`` (an exit's) and ``ends`` (the model's end's) are whole answers [b, …]; both results
+        are [b, decisions]. ``None`` if answers are not scores.
         """
         del ours, ends
         return None
@@ -114,7 +114,7 @@ class ClassAgreement(Equality):
         return _all_of(np.isfinite(values.max(axis=1)))
 
     def margins(self, ours: NDArray[Any], ends: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Compare the scores of both classes."""
+        """Compare the end's scores of the end's class and of our class."""
         return _lead(ours, ends)
 
     def codes(self, ends: NDArray[Any]) -> Codes:
@@ -172,7 +172,7 @@ class PlaceAgreement(Agreement):
     def margins(
         self, ours: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """Compare the scores of both classes at each place."""
+        """Compare the end's scores of the end's class and of our class at each place."""
         if self.answer.form == "classes":
             return None
         return _lead(*(np.moveaxis(scores, self._axis, -1) for scores in (ours, ends)))

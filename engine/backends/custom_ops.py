@@ -48,7 +48,7 @@ _libraries: tuple[LoadedLibrary, ...] = ()
 
 
 def libraries() -> tuple[LoadedLibrary, ...]:
-    """Return the libraries of this process, in the order in which they were named."""
+    """Return the libraries of this process, in the order in which the command line names them."""
     return _libraries
 
 

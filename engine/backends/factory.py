@@ -153,8 +153,8 @@ def _require_alike(devices: Sequence[int]) -> None:
         told = ", ".join(f"{device} is {model}" for device, model in models.items())
         raise BackendError(
             f"{told}, expected GPUs of one model, for which engines and times are the same; name "
-            "only those, or run workers of both (eeserve --cluster), which are planned by profiles "
-            "of their own"
+            "GPUs of one model, or run workers on both models (eeserve --cluster), each with "
+            "its own profile"
         )
 
 

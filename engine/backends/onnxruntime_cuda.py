@@ -263,10 +263,10 @@ class OnnxRuntimeCudaRun:
         return found
 
     def _wait_for_copied(self, session: _BoundSession, stream: Stream) -> None:
-        """Wait for inputs that binding copies, and bind them again: they differ in every run.
+        """Wait for inputs that are copied when they are bound, and bind them again for this run.
 
-        The copy is not ordered on the slot's stream, so the host waits for the work that writes
-        them.
+        The copy does not run on the slot's stream, so the host waits for the work that writes these
+        inputs.
         """
         if self._uploaded is not None:
             self._slot.driver.record(self._uploaded, stream)

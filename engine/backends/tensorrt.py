@@ -39,7 +39,7 @@ class TensorRTFactory:
 
     Engines have ``precision``, or the lowest that a bundle has. With ``graphs``, stages can be
     captured into CUDA graphs. Call :func:`offramp.engine.tensorrt.probe.require` and
-    :func:`offramp.engine.tensorrt.compat.load` before.
+    :func:`offramp.engine.tensorrt.compat.load` first.
     """
 
     name = "tensorrt"

@@ -65,7 +65,8 @@ def save_state(
         state: ``None``, bools, ints, floats (NaN and infinities too), strings and numpy arrays, in
             lists and in mappings with string keys, to any depth. They are restored unchanged,
             arrays with dtype and shape; tuples are restored as lists, numpy's scalars as Python's.
-            It must not change during the call. A TypeError names the place of anything else.
+            The state must not change during the call. Any other value is a TypeError that names its
+            place.
         fingerprint: Circumstances in which the state was found, and may be used.
 
     Returns:

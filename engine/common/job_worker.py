@@ -34,7 +34,8 @@ NICENESS: Final = 10
 """Number added to the parent's nice value, because streams that run batches have priority."""
 _LENGTH: Final = struct.Struct("<Q")
 _MOST_BYTES: Final = 1 << 40
-"""Bound on lengths: above that of any message, below eight printed letters read as a length."""
+"""Upper bound on a message's length: no message is longer, and eight printed characters that are
+read as a length exceed it."""
 
 
 def write_message(stream: IO[bytes], content: bytes) -> None:

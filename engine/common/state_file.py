@@ -79,8 +79,8 @@ class OwnedFile:
         if not is_ours and not self._waits:
             _log.warning(
                 "%s belongs to another server of this name on this host: what this one learns is "
-                "not saved until that has ended; serve it under another name (--model NAME=PATH), "
-                "or with --no-state",
+                "not saved until that server has ended; serve it under another name "
+                "(--model NAME=PATH), or with --no-state",
                 self.path,
             )
         elif is_ours and self._waits:

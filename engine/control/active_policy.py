@@ -237,7 +237,7 @@ class ActivePolicy:
         self.metrics.bound = bound
 
     def _compiled_path(self) -> tuple[ThresholdPath, int]:
-        """Return a path without evidence, and its first level: the compiled one if covered."""
+        """Return a path without evidence, and its first level: the compiled level, if covered."""
         path = self.new_path(tuple(a.exit for a in self._initial.active), self._compiled)
         is_compiled = (path.thresholds == self._given).all(axis=1)
         return path, int(is_compiled.argmax()) if self._settings.covered_by(self._initial) else 0

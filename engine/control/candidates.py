@@ -235,7 +235,7 @@ class SavingsEstimator:
         return look_ahead(path.thresholds, recent)
 
     def recent_excess(self, path: ThresholdPath, level: int) -> float | None:
-        """Return a level's recent disagreement if it contradicts the level's evidence."""
+        """Return a level's recent disagreement if it contradicts the evidence; else ``None``."""
         if level == 0:
             return None
         recent = self.recent(path.exits)

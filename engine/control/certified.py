@@ -264,7 +264,7 @@ class CertifiedController:
             raise ValueError(f"no state of the {self.name} controller: {error}") from error
 
     def _test(self, seen: Observations) -> str | None:
-        """Add a chunk as evidence for or against every level; return why if the policy drifted."""
+        """Add a chunk as evidence on every level; if the policy drifted, return the reason."""
         now = self._active
         self._counters.add(seen, version=now.policy.version)
         if seen.forced.any():
@@ -301,7 +301,7 @@ class CertifiedController:
             self._counters.note("suspicion", suspicion.describe(), warning=True)
 
     def _check_if_due(self) -> str | None:
-        """Look for changes; return why if recent samples contradict the active policy."""
+        """Look for changes; if recent samples contradict the active policy, return the reason."""
         if self._unlooked < self._settings.look_every or self._resumption.kept is not None:
             return None
         samples, self._unlooked = self._unlooked, 0

@@ -70,7 +70,7 @@ class BuildDecisions:
         self._wanted[model] = {unit: before.get(unit, now_s) for unit in units}
 
     def start(self, now_s: float) -> BuildRequest | None:
-        """Return the build to start now, if any: that of the model that waits longest."""
+        """Return the build to start now, if any: a build for the model that waits longest."""
         self._earn(now_s)
         if self._running is not None or now_s < self._not_before_s or self._left_s <= 0.0:
             return None

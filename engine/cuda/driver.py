@@ -153,10 +153,10 @@ class Driver(Protocol):
         """Enqueue a copy to pinned memory; read it after :meth:`synchronize`."""
 
     def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
-        """Enqueue a copy from device memory to device memory, without overlap."""
+        """Enqueue a copy between two parts of device memory that do not overlap."""
 
     def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
-        """Enqueue zeros."""
+        """Enqueue that a part of device memory is filled with zeros."""
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
         """Record all work enqueued so far in the event, replacing its former content."""

@@ -177,7 +177,7 @@ class RowBuffers:
     def views(self, rows: int) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:
         """Return views of the results: confidence [rows], survivors [rows], their number [1].
 
-        Only the first survivors are valid, as many as their number.
+        Of the survivors, only the first elements are valid; the third result counts them.
         """
         step = aligned(4 * self.rows)
         words = self._results.array[: 3 * step].view(np.float32).reshape(3, -1)
@@ -195,7 +195,8 @@ class RowBuffers:
 class Arena:
     """All buffers of a slot; nothing is allocated before :meth:`open`. The driver is current.
 
-    ``moving`` is called before a buffer moves: it must wait for its users, and forget addresses.
+    ``moving`` is called before a buffer moves: the function must wait for all work, and forget
+    addresses.
     """
 
     def __init__(self, driver: Driver, moving: Callable[[], None]) -> None:
@@ -257,7 +258,7 @@ class Arena:
 
 
 class PooledMemory:
-    """A piece of the memory pool; returns to it with the last reference."""
+    """A piece of the memory pool; the pool gets it back when the last reference is gone."""
 
     __slots__ = ("_returned", "address", "size_bytes")
 
@@ -274,7 +275,8 @@ class PooledMemory:
 class MemoryPool:
     """Device memory of buffered batches, in sizes that are powers of two; thread-safe.
 
-    Any slot takes memory. The owner of the last reference has waited for the work that uses it.
+    Any slot may take memory. Before the last reference to it is dropped, its owner must have waited
+    for the work that uses it.
     """
 
     def __init__(self, driver: Driver) -> None:

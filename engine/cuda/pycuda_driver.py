@@ -145,7 +145,7 @@ class PyCudaDriver:
             self._cuda.memcpy_dtod_async(target, source, size_bytes, _own(stream))
 
     def clear(self, address: int, size_bytes: int, stream: Stream) -> None:
-        """Enqueue zeros."""
+        """Enqueue that a part of device memory is filled with zeros."""
         with self._errors:
             self._cuda.memset_d8_async(address, 0, size_bytes, _own(stream))
 

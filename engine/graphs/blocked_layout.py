@@ -64,7 +64,10 @@ def _is_map(value: Any, block: int) -> bool:
 
 
 def _joins_more(graph: Any, name: str) -> bool:
-    """Return whether pooling this input makes all tensors of a mixed join blocked."""
+    """Return whether pooling this input makes the tensors of some join all blocked.
+
+    Such a join (:data:`_JOINING`) has plain and blocked tensors without the pooling.
+    """
     before, after = _in_blocks(graph, ()), _in_blocks(graph, (name,))
     return any(
         node.op_type in _JOINING
@@ -76,7 +79,7 @@ def _joins_more(graph: Any, name: str) -> bool:
 
 
 def _in_blocks(graph: Any, entering: Iterable[str]) -> set[str]:
-    """Return the tensors in blocks if ``entering`` are; nodes are in the order of execution."""
+    """Return the tensors that are blocked if ``entering`` are; nodes are in execution order."""
     blocked = set(entering)
     convolved: set[str] = set()
     for node in graph.node:
