@@ -27,8 +27,8 @@ from offramp.proto.wire_format import (
 WEIGHTS: Final = "weights.bin"
 """File of a bundle with the large weights of all its graphs, each stored once."""
 PAGE: Final = 4096
-"""Bytes. Weights in the file begin at multiples of this size, so that they can be mapped; weights
-of fewer bytes stay in graphs."""
+"""Size in bytes. Weights in the file begin at multiples of it, so that they can be mapped; smaller
+weights stay in graphs."""
 MOST_BYTES: Final = 2**31 - 1
 """Limit of protobuf on the size of a graph with its weights."""
 

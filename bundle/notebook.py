@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BundleReport:
-    """The compiler's report as a page; a notebook shows it if it is a cell's last expression."""
+    """The compiler's report as a page, which notebooks show as a cell's last expression."""
 
     path: Path
     """Path of the report, for a browser."""

@@ -193,7 +193,7 @@ def _converted_errors() -> Iterator[None]:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file to read; OSError for others, as a pipe or a device never ends."""
+    """Open a regular file to read; OSError for pipes and devices, which may never end."""
     # Non-blocking: opening a pipe without a writer would never return.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags)

@@ -101,7 +101,7 @@ class ThresholdPath:
 
         An exit that was requested comes into use at some later sample. A sample that left early
         does not show which later exits were in use. So samples count only after one that ran to the
-        end has shown all exits; a chunk with a sample that lacks one does not count.
+        end has shown all exits; a chunk does not count if one of its samples lacks an exit.
         """
         rows = np.flatnonzero(seen.complete)
         exits = list(self.exits)

@@ -82,7 +82,8 @@ class Measured:
 
 _MOST_BATCH: Final = 2**20
 _MOST_MS: Final = 1e9
-"""Limit on times, some days: larger ones are not real, and their squares would overflow."""
+"""Limit on times in ms, about 12 days: larger times are not real, and their squares would
+overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,7 +147,7 @@ def _on_each(make: Callable[[_Options, int], Backend]) -> Callable[[_Options], B
 
 
 def _require_alike(devices: Sequence[int]) -> None:
-    """Refuse GPUs of different models: times and engines hold for one model only."""
+    """Refuse GPUs of different models: times and engines are valid for one GPU model only."""
     models = {f"cuda:{index}": probe.find_device(index).name for index in devices}
     if len(set(models.values())) > 1:
         told = ", ".join(f"{device} is {model}" for device, model in models.items())

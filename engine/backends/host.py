@@ -33,7 +33,8 @@ _EMPTY = np.empty(0, np.float32)
 _ZERO = np.float32(0)
 
 Execute: TypeAlias = Callable[[Sequence[str], Mapping[str, NDArray[Any]], None], list[Any]]
-"""Function that takes names of outputs, and inputs by name; it returns arrays for the caller."""
+"""Function that takes names of outputs, and inputs by name; it returns new arrays for the
+caller."""
 
 
 @dataclass(slots=True)  # not frozen: each stage makes one, and frozen ones take 4 times as long
@@ -51,9 +52,9 @@ class LoadedGraph(NamedTuple):
     """A graph that a runtime has loaded."""
 
     read: Collection[str]
-    """Names of its inputs."""
+    """Names of the graph's inputs."""
     given: Collection[str]
-    """Names of its outputs."""
+    """Names of the graph's outputs."""
     execute: Execute
     """Function that runs the graph; thread-safe."""
 
@@ -140,7 +141,7 @@ class HostBackend:
 
     @property
     def runtime(self) -> str:
-        """Description of the runtime; measured times hold for it only."""
+        """Description of the runtime; measured times are valid only for this runtime."""
         return f"{self.runtime_name} {self._version}, {self._threads} threads"
 
     def load(
@@ -151,8 +152,8 @@ class HostBackend:
     ) -> LoadedGraph:
         """Load a serialised graph; raises the runtime's exceptions.
 
-        ``weights`` is the folder of weights that the graph may name if :attr:`maps_weights`;
-        ``form`` is the form of these in memory, for such runtimes.
+        Only runtimes with :attr:`maps_weights` use ``weights``, the folder of the weights that the
+        graph names, and ``form``, the form of these weights in memory.
         """
         raise NotImplementedError
 

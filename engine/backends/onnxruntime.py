@@ -128,7 +128,7 @@ class OnnxRuntimeBackend(HostBackend):
     def __init__(self, *, threads: int = 1) -> None:
         super().__init__(version=ort.__version__, threads=threads)
         self._sessions: weakref.WeakValueDictionary[_Key, Any] = weakref.WeakValueDictionary()
-        """Native sessions that a stage still uses; two threads may load the same one twice."""
+        """Native sessions that a stage still uses; two threads may load the same session twice."""
 
     def load(
         self,

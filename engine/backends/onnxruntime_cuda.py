@@ -304,7 +304,7 @@ class _BoundSession:
 
 
 def _copied_when_bound(session: ort.InferenceSession) -> frozenset[str]:
-    """Return the inputs that a graph reads from CPU memory; binding one copies it immediately."""
+    """Return the inputs that a graph reads from CPU memory; binding copies them at once."""
     names = [argument.name for argument in session.get_inputs()]
     memories = getattr(session, "get_input_memory_infos", None)
     if memories is None:  # an older ONNX Runtime: each may be one

@@ -56,8 +56,8 @@ class _SharedStage:
 
     spec: StageSpec
     parts: dict[str, Stage]
-    """Prepared stages by device; a device that failed to prepare its stage is missing, and tries
-    again."""
+    """Prepared stages by device. A device that could not prepare the stage is missing here; it
+    tries again later."""
 
 
 class SeveralDevices:
@@ -96,8 +96,8 @@ class SeveralDevices:
     def prepare(self, spec: StageSpec) -> _SharedStage:
         """Load a stage on every device.
 
-        BackendError if no device can load it. A device that cannot, while another can, tries again
-        when one of its streams is to run the stage.
+        BackendError if no device can load it. A device that cannot load it, while another device
+        can, tries again when one of its own streams is to run the stage.
         """
         with ThreadPoolExecutor(len(self._devices)) as pool:
             found = list(pool.map(lambda device: _try(device.backend.prepare, spec), self._devices))
@@ -166,7 +166,7 @@ class SeveralDevices:
 class SlotOnDevice:
     """A slot of one of several devices: a :class:`.Slot`.
 
-    ``closed`` is called after it is closed.
+    ``closed`` is called after the slot is closed.
     """
 
     def __init__(self, device: _Device, slot: Slot, closed: Callable[[], None]) -> None:

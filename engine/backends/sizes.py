@@ -63,7 +63,7 @@ class BundleSizes:
         """Shapes by hash of the source model."""
 
     def of(self, bundle: Bundle) -> Mapping[str, Shape]:
-        """Return the shapes of one row, without the batch, by tensor; first call is slow."""
+        """Return the shapes of one row, without the batch, by tensor; the first call is slow."""
         manifest = bundle.manifest
         digest = parts_digest(manifest, 0, len(manifest.segments) - 1, None)
         with self._lock:

@@ -73,7 +73,7 @@ class TensorRTFactory:
         return dtype
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Return a bundle with the certified results of its engines' precision."""
+        """Return a bundle with the results that were certified in its engines' precision."""
         return as_computed(bundle, self._place)
 
     def prepare(self, spec: StageSpec) -> TensorRTStage:
@@ -123,9 +123,9 @@ class TensorRTStage:
     ) -> None:
         self.spec = spec
         self.missing = missing
-        """The single engine that would replace the chain, if it is not built."""
+        """The single engine that would replace the chain; ``None`` if it is built."""
         self.capturable = capturable
-        """``True`` if capture is possible; it may still fail at the first attempt."""
+        """``True`` if capture into a CUDA graph is possible; the first attempt may still fail."""
         self.pads = capturable
         """``True`` if batches are padded: every new size needs a graph and new contexts of all
         engines, which are slow to make."""

@@ -1,4 +1,4 @@
-"""Runs the compiler in a separate process; the engine knows only its command line."""
+"""Runs the compiler in a separate process; the engine knows only the compiler's command line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BuildProcess:
             raise
 
     def poll(self) -> int | None:
-        """Return the exit status, ``None`` while it runs."""
+        """Return the exit status; ``None`` while the process runs."""
         return self._process.poll()
 
     def wait(self) -> int:
@@ -45,7 +45,7 @@ class BuildProcess:
         return self._process.wait()
 
     def last_words(self, most: int = _SHOWN) -> str:
-        """Return the last line of its output, the compiler's error where there is one."""
+        """Return the last line of the process's output: the compiler's error, if there is one."""
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
@@ -53,7 +53,7 @@ class BuildProcess:
         return (ours or said or ["no output"])[-1][:most]
 
     def lines(self, prefix: str) -> list[str]:
-        """Return the lines of its output that begin with a prefix, without the prefix."""
+        """Return the lines of the process's output that begin with a prefix, without the prefix."""
         self._output.seek(0)
         said = self._output.read().decode(errors="replace").splitlines()
         return [line.removeprefix(prefix) for line in said if line.startswith(prefix)]

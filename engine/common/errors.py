@@ -58,7 +58,7 @@ class BackendError(EngineError):
 
 
 class WorkerLostError(BackendError):
-    """The process that ran a stage ended, or hung and was killed; another one resumes its batch."""
+    """The process that ran a stage ended or was killed as hung; another one resumes its batch."""
 
 
 class StageNotLoadedError(BackendError):

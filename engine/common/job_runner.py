@@ -49,7 +49,7 @@ _THREADS: Final = (
 
 
 class JobError(EngineError):
-    """A job has no result: it raised, took too long, or its process ended."""
+    """A job has no result: its function raised, it took too long, or its process ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -224,9 +224,9 @@ class _ChildError(Exception):
 
 
 class _Child:
-    """A process that runs :mod:`.job_worker`; one thread sends messages, any may kill it.
+    """A process that runs :mod:`.job_worker`; OSError if the system cannot start it.
 
-    OSError if the system cannot start it.
+    Only one thread sends messages; any thread may kill the process.
     """
 
     def __init__(self) -> None:
@@ -247,22 +247,25 @@ class _Child:
 
     @property
     def usable(self) -> bool:
-        """``True`` if it can receive messages, as far as is known."""
+        """``True`` if the child can receive messages, as far as is known."""
         return not self._broken and self._process.poll() is None
 
     def greet(self) -> None:
-        """Wait until it takes jobs; _ChildError if it ends, is too slow, or is another program."""
+        """Wait until the child takes jobs.
+
+        _ChildError if it ends, is too slow, or is another program.
+        """
         said = self.ask(None, _START_S)
         if said != READY:
             raise _ChildError(f"{sys.executable} said {said!r:.40}, expected {READY!r}")
 
     def kill(self) -> None:
-        """Kill it immediately; it has nothing to clean up."""
+        """Kill the child immediately; it has nothing to clean up."""
         with contextlib.suppress(OSError):
             self._process.kill()
 
     def end(self) -> None:
-        """Kill it, and release its pipes."""
+        """Kill the child, and release its pipes."""
         self.kill()
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -66,7 +66,8 @@ class OwnedFile:
         self._lock.release()
 
     def take(self) -> bool:
-        """Lock the file for this server, unless another one owns it; return whether it is ours."""
+        """Lock the file for this server, unless another one owns it; return whether it is
+        locked."""
         is_ours = self._lock.take()
         if self._lock.problem is not None and not self._told:
             self._told = True

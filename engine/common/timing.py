@@ -67,12 +67,12 @@ class Rounds:
         return estimate(self.times_ms[:, 0])
 
     def ratios(self) -> list[Estimate]:
-        """Return, for each other system, its time over the first one's in the same round."""
+        """Return each other system's time divided by the first system's time in the same round."""
         ratio = self.times_ms[:, 1:] / self.times_ms[:, :1]
         return [estimate(column) for column in ratio.T]
 
     def differences(self) -> list[Estimate]:
-        """Return, for each other system, its time less the first one's in the same round, in ms."""
+        """Return each other system's time minus the first system's, in the same round, in ms."""
         beyond = self.times_ms[:, 1:] - self.times_ms[:, :1]
         return [estimate(column) for column in beyond.T]
 

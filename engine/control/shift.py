@@ -238,7 +238,7 @@ class ShiftGuard:
         self._wait = self._since = FIRST_WAIT
         """Least number of samples between two notices, and samples since the last notice."""
         self._left = 0
-        """Number of next samples that are audited without exception."""
+        """Number of samples from now on that are all audited."""
         self._detector = ShiftDetector()
         self._watched: tuple[int, ...] = ()
         """Exits whose confidences are compared."""

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class CudaGraphs:
-    """Captures and launches graphs; without ``cuda.bindings`` it returns none."""
+    """Captures and launches graphs; without ``cuda.bindings``, there are no graphs."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
@@ -92,7 +92,7 @@ class CudaGraph:
         checked(driver, "launch a graph", launched)
 
     def close(self) -> None:
-        """Release it; may be called again."""
+        """Release the graph; may be called again."""
         executable, self._executable = self._executable, None
         if executable is not None:
             checked(self._driver, "destroy a graph", self._driver.cuGraphExecDestroy(executable))

@@ -63,7 +63,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Layout:
-    """A layout of consecutive tensors; compared by identity, because every stage looks it up."""
+    """A layout of consecutive tensors.
+
+    Layouts are compared by identity, because every stage looks its layouts up.
+    """
 
     row: Row
     capacity: int
@@ -110,12 +113,12 @@ def _lay_out(row: Row, capacity: int) -> Layout:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CudaBatch:
-    """Rows in the buffers of a slot; not frozen, because one is made every stage."""
+    """Rows in the buffers of a slot; not frozen, because every stage makes such a batch."""
 
     owner: object
     rows: int
     layout: Layout
-    """Layout of the input area where the batch is, or would be copied to."""
+    """Layout of the input area where the batch is, or where it would be copied to."""
     area: int
     """Index of the input area, 0 or 1."""
     addresses: tuple[int, ...]
@@ -123,9 +126,9 @@ class CudaBatch:
     home: tuple[int, ...]
     """Addresses of these tensors in the input area."""
     stamps: tuple[tuple[Region, int], ...]
-    """Buffers that contain it, with their versions when it was written."""
+    """Buffers that contain the batch, with their versions when it was written."""
     placed: bool = True
-    """``True`` if it is in the input area; otherwise it is still in its stage's outputs."""
+    """``True`` if the batch is in the input area; otherwise it is still in its stage's outputs."""
     survivors: NDArray[np.int32] | None = None
     """Rows that the stage's end has already copied to the input area, ascending."""
     brought: tuple[Region, int] | None = None
@@ -136,13 +139,13 @@ class CudaBatch:
 
     @property
     def valid(self) -> bool:
-        """``True`` if it was not overwritten."""
+        """``True`` if the batch was not overwritten."""
         return all(region.version == version for region, version in self.stamps)
 
     def was_copied(self, rows: NDArray[np.intp] | None) -> bool:
         """Return whether exactly these rows (``None``: all) were copied to the input area.
 
-        They must not have been overwritten.
+        The answer is ``False`` if the copies were overwritten since then.
         """
         survivors, count = self.survivors, self.rows if rows is None else len(rows)
         if survivors is None or self.brought is None or len(survivors) != count:
@@ -161,9 +164,10 @@ class BufferedRows:
     layout: Layout
     memory: PooledMemory
     area: int
-    """Input area that it would have continued in, so that a graph captured there fits it."""
+    """Input area in which the batch would have continued, so that a CUDA graph captured there fits
+    it."""
     capacity: int
-    """Capacity of the layout in that area."""
+    """Capacity, in rows, of the layout in that area."""
 
     def __len__(self) -> int:
         return self.rows

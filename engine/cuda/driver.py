@@ -72,14 +72,14 @@ class Stream(Protocol):
         """The stream's ``CUstream``, for libraries that enqueue work themselves."""
 
     def close(self) -> None:
-        """Release it. The host must have waited for its work; may be called again."""
+        """Release the stream. The host must have waited for its work; may be called again."""
 
 
 class StreamEvent(Protocol):
     """A point in a stream of work, after it is recorded: a CUDA event."""
 
     def close(self) -> None:
-        """Release it; may be called again."""
+        """Release the event; may be called again."""
 
 
 class Graph(Protocol):
@@ -89,7 +89,7 @@ class Graph(Protocol):
         """Enqueue the whole graph."""
 
     def close(self) -> None:
-        """Release it. The host must have waited for its launches; may be called again."""
+        """Release the graph. The host must have waited for its launches; may be called again."""
 
 
 class Pinned(Protocol):
@@ -97,14 +97,14 @@ class Pinned(Protocol):
 
     @property
     def array(self) -> NDArray[np.uint8]:
-        """Content, [size_bytes]; views of it may be copied, too. Invalid after it is freed."""
+        """Content, [size_bytes]; views of it may be copied, too. Invalid after :meth:`free`."""
 
     @property
     def address(self) -> int:
         """Address for kernels, which may write a few words at a time, over the bus."""
 
     def free(self) -> None:
-        """Release it. The host must have waited for its users; may be called again."""
+        """Release the memory. The host must have waited for its users; may be called again."""
 
 
 class Driver(Protocol):
@@ -129,9 +129,9 @@ class Driver(Protocol):
         """Return free and total bytes of the device."""
 
     def allocate(self, size_bytes: int) -> int:
-        """Allocate device memory with undefined content; DeviceMemoryError if it is short.
+        """Allocate device memory with undefined content; return its address.
 
-        Its address is a multiple of :data:`ALIGNMENT`.
+        The address is a multiple of :data:`ALIGNMENT`. DeviceMemoryError if memory is short.
         """
 
     def free(self, address: int) -> None:

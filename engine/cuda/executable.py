@@ -95,7 +95,7 @@ class Executable(Protocol):
         """
 
     def close(self) -> None:
-        """Release it; the host has waited for its work. May be called again."""
+        """Release the executable; the host has waited for its work. May be called again."""
 
 
 class PreparedStage(Protocol):
@@ -107,7 +107,7 @@ class PreparedStage(Protocol):
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:
-        """Tensors that it reads.
+        """Tensors that the stage reads.
 
         They are among those of a batch, but may differ from ``spec.inputs``: an input that no node
         reads is missing, and a chain of segments includes those of exits inside it.
@@ -122,7 +122,7 @@ class PreparedStage(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Largest scratch memory that one run needs, in bytes; 0 if it allocates its own."""
+        """Largest scratch memory of one run, in bytes; 0 if the stage allocates its own memory."""
 
     @property
     def max_rows(self) -> int:
@@ -130,7 +130,7 @@ class PreparedStage(Protocol):
 
     @property
     def capturable(self) -> bool:
-        """``True`` if capturing it into a CUDA graph should be tried."""
+        """``True`` if capture of the stage into a CUDA graph should be tried."""
 
     @property
     def pads(self) -> bool:
@@ -141,7 +141,7 @@ class PreparedStage(Protocol):
 
     @property
     def missing(self) -> MissingEngine | None:
-        """The engine that would run it faster, if it is not built; else ``None``."""
+        """The engine that would run the stage faster, if it is not built; else ``None``."""
 
     def padding_limit(self, rows: int) -> int:
         """Return up to how many rows a batch of this size may be padded; at most ``max_rows``."""
@@ -167,7 +167,7 @@ class ExecutableFactory(Protocol):
         """Return the type of a graph input on the device: TensorRT 8.6 has int32 for int64."""
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Return a bundle with the policy and records of the arithmetic that it is run in.
+        """Return a bundle with the policy and records of the factory's arithmetic.
 
         BackendError if these are damaged.
         """

@@ -25,7 +25,8 @@ class OpenStage:
     facts: StageFacts
     executable: Executable
     graphs: bool
-    """``True`` if it should be captured; ``False`` after a failed capture."""
+    """``True`` if the stage should be captured into CUDA graphs; ``False`` after a failed
+    capture."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

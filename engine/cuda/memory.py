@@ -75,12 +75,12 @@ class Region:
         """Address for kernels; 0 while nothing is allocated."""
         self.size_bytes = 0
         self.version = 0
-        """Number of replacements of its content, which invalidate earlier reads."""
+        """Number of replacements of the region's content; each makes earlier reads invalid."""
 
     def reserve(self, size_bytes: int) -> bool:
         """Ensure a size; return whether the address changed.
 
-        The host must have waited for its use.
+        The host must have waited for all work that uses the region.
         """
         if size_bytes <= self.size_bytes:
             return False
@@ -90,12 +90,12 @@ class Region:
         return True
 
     def replace(self) -> int:
-        """Invalidate its content; return its new version."""
+        """Invalidate the region's content; return its new version."""
         self.version += 1
         return self.version
 
     def free(self) -> None:
-        """Free it; may be called again."""
+        """Free the region; may be called again."""
         address, size_bytes = self.address, self.size_bytes
         self.address = self.size_bytes = 0
         self.version += 1
@@ -137,7 +137,7 @@ class RowBuffers:
         self.sent_numbers = HostRegion(driver)
         """Row numbers to be copied to the device, int32 [rows]."""
         self.rows = 0
-        """Largest batch that the buffers hold."""
+        """Number of rows of the largest batch that the buffers hold."""
         self.scratch_is_clear = False
         """``True`` if the kernels' scratch has the state that they require."""
 
@@ -268,7 +268,10 @@ class PooledMemory:
         self._returned = returned
 
     def __del__(self) -> None:
-        """Return it to the pool: on any thread at any point, so without a lock or CUDA call."""
+        """Return the piece to the pool.
+
+        This runs on any thread at any point, so it takes no lock and makes no CUDA call.
+        """
         self._returned.append((self.size_bytes, self.address))
 
 

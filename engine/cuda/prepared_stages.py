@@ -38,7 +38,7 @@ class StageCheck:
     """The kernel's exit check after a stage."""
 
     scores: str
-    """Name of the output that it reads."""
+    """Name of the stage's output that the check reads."""
     score_type: ScoreType
     kind: CheckKind
     classes: int
@@ -72,7 +72,7 @@ class StageFacts:
     """Number of the stage, never used twice in a backend."""
     prepared: PreparedStage
     check: StageCheck | None
-    """The kernel's exit check; ``None`` if it has none."""
+    """The kernel's exit check after the stage; ``None`` if the stage has none."""
     given: frozenset[str]
     """Carried tensors that are outputs of the stage; the others pass through."""
 
@@ -96,7 +96,7 @@ class _Record:
     facts: StageFacts
     executables: int = 0
     dropped: bool = False
-    """``True`` if its handle is not referenced any more."""
+    """``True`` if the stage's handle is not referenced any more."""
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ class PrimaryContext:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make it the calling thread's context until the end of the block; it may be nested."""
+        """Make the context current on the calling thread until the block ends; may be nested."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         self._context.push()

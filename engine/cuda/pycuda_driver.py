@@ -217,7 +217,7 @@ class _PyCudaHandle:
         return self._owned
 
     def close(self) -> None:
-        """Release it; may be called again."""
+        """Release the object; may be called again."""
         self._owned = None
 
 
@@ -249,7 +249,7 @@ class PyCudaPinned:
         """Content, [size_bytes]; empty after it is freed."""
 
     def free(self) -> None:
-        """Release it; remaining views of it are dangling."""
+        """Release the memory; remaining views of it are dangling."""
         allocation, self._allocation = self._allocation, None
         self.array = np.empty(0, np.uint8)
         if allocation is not None:
@@ -281,7 +281,7 @@ class _Current(threading.local):
 
 
 class _Errors:
-    """Converts PyCUDA's errors to ours; one object for all calls, because it is on the hot path."""
+    """Converts PyCUDA's errors to ours; one object serves all calls, because they are frequent."""
 
     def __init__(self, of_cuda: type[Exception]) -> None:
         self._of_cuda = of_cuda

@@ -43,9 +43,9 @@ class StageRuns:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def of(self, stage: OpenStage, batch: CudaBatch) -> StageRun:
-        """Return the run of a stage on a batch in an input area; BackendError if it does not fit.
+        """Return the run of a stage on a batch in an input area.
 
-        The host has waited for all earlier work.
+        BackendError if the stage does not take the batch. The host has waited for all earlier work.
         """
         rows = _rows_of(stage.facts.prepared, batch)
         key = (stage.facts.number, batch.layout, rows, batch.area)
@@ -261,7 +261,7 @@ def _rows_of(prepared: PreparedStage, batch: CudaBatch) -> int:
 
 
 def _fill(address: int, row_bytes: int, rows: int, padded_rows: int) -> tuple[int, int, int]:
-    """Return the copy of the first rows after the last one; it never overlaps."""
+    """Return the copy of the first rows to the place after the last row; the two never overlap."""
     return address + rows * row_bytes, address, (padded_rows - rows) * row_bytes
 
 

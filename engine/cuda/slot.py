@@ -312,7 +312,7 @@ class CudaSlot:
         return StageResult(answer, run.confidence.copy(), carry)
 
     def _say_uncaptured(self, facts: StageFacts, rows: int) -> None:
-        """Log once for each stage that it has no graph, although every slot tries."""
+        """Log once for each stage that it has no graph; every slot tries to capture one."""
         if facts.number not in self._shared.uncaptured:
             self._shared.uncaptured.add(facts.number)
             logger.warning(
@@ -348,7 +348,7 @@ class CudaSlot:
         )
 
     def _in_place(self, batch: CudaBatch) -> CudaBatch:
-        """Copy the whole batch to its input area, if it is not there."""
+        """Copy the whole batch to its input area, if the batch is not there."""
         if batch.placed:
             return batch
         if batch.was_copied(None):

@@ -111,7 +111,7 @@ class RowCopy:
     source: int
     target: int
     row_bytes: int
-    """Bytes of one row of both; may be 0."""
+    """Bytes of one row of both tensors; may be 0."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.row_bytes <= _MOST:
