@@ -60,7 +60,7 @@ class LoopThread:
             future.cancel()  # no effect if the coroutine is done
 
     def stop(self) -> None:
-        """End the thread after its current step; harmless if it has already ended."""
+        """End the thread after its current step; harmless if the thread has already ended."""
         if not self.is_inherited and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -133,7 +133,7 @@ class Model(OpenedModel):
         self._closing.atexit = False  # at exit, threads can no longer run
 
     def __call__(self, inputs: ArrayLike, /) -> NDArray[Any]:
-        """Return the answers to n samples of a model with one input; errors as :meth:`predict`.
+        """Return the answers to n samples, for a model with one input; errors as :meth:`predict`.
 
         Raise TypeError if the model has several inputs.
         """
@@ -228,7 +228,7 @@ class AsyncModel(OpenedModel):
         return Opening(path, engine_options("AsyncModel.open", options, [path]))
 
     async def __call__(self, inputs: ArrayLike, /) -> NDArray[Any]:
-        """Return the answers to n samples of a model with one input; see :class:`Model`."""
+        """Return the answers to n samples, for a model with one input; see :class:`Model`."""
         return self._answer(await self.predict(self._only_input(inputs)))
 
     async def predict(

@@ -137,7 +137,7 @@ def export_module(module: nn.Module, example_inputs: object, path: Path) -> None
 
 
 def _export(call: ExampleCall, outputs: Sequence[str], path: Path) -> None:
-    """Export with the exporter that torch recommends; if it fails, with the older one."""
+    """Export with the exporter that torch recommends; if that fails, with the older exporter."""
     with _quiet():
         failure = _try_exporters(call, outputs, path)
     if failure:
@@ -184,7 +184,7 @@ def _depends_on_values(error: BaseException | None) -> bool:
 
 
 def _check(module: nn.Module, example_inputs: object, path: Path) -> None:
-    """Compare the exported model with the module on batches of several samples and of one."""
+    """Compare the exported model with the module, on batches of one sample and of several."""
     with weights_in(path.parent.resolve()):
         runner = GraphRunner(onnx.load(path, load_external_data=False))
     count = len(next(iter(ExampleCall(module, example_inputs, slice(None)).tensors.values())))

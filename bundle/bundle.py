@@ -70,9 +70,10 @@ class Bundle:
     _records: bytes | None = None
     """Content of the records' file that belongs to :attr:`evidence`."""
     _weights: FileIdentity | None = field(default=None, compare=False, repr=False)
-    """Identity of the file of weights when it was opened and hashed."""
+    """Identity of ``weights.bin`` when it was opened and hashed."""
     _held: HeldFolder | None = field(default=None, compare=False, repr=False)
-    """Held files: they stay readable if another bundle replaces this one; ``None`` if not held."""
+    """Held files, which stay readable if another bundle replaces this one; ``None`` if files are
+    not held."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Bundle:
@@ -281,7 +282,10 @@ def bundle_name(path: Path) -> str:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Read a bundle's manifest without checking its other files; raises as opening does."""
+    """Read a bundle's manifest without checking its other files.
+
+    Raises the same errors as opening the bundle.
+    """
     return _read_manifest(Path(path))
 
 

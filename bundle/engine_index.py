@@ -37,7 +37,7 @@ class EngineTarget:
     """The GPU, TensorRT and precision that engines are built for; they run nowhere else."""
 
     gpu: str
-    """Name of the GPU from its driver, for instance ``NVIDIA H200``."""
+    """Name of the GPU as its driver reports it, for instance ``NVIDIA H200``."""
     compute_capability: tuple[int, int]
     """Major and minor number, for instance (9, 0)."""
     tensorrt: str
@@ -111,7 +111,7 @@ class ShapeProfile:
                 )
 
     def takes(self, rows: int) -> bool:
-        """Return whether the profile allows a batch of ``rows`` rows, by its size alone."""
+        """Return whether the profile allows batches of ``rows`` rows; ignores other sizes."""
         return self.first_batch <= rows <= self.last_batch
 
     def holds(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:

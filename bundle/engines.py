@@ -205,7 +205,7 @@ class EngineStore:
 
     @contextlib.contextmanager
     def exclusively(self) -> Iterator[None]:
-        """Create the folder and lock it against other builds; ``BundleBusyError`` if locked."""
+        """Create the folder and lock it; BundleBusyError if another build has the lock."""
         with _writing(self.folder):
             self._make_folder()
         with _locked(self.folder):
@@ -216,7 +216,7 @@ class EngineStore:
         return _files(self.bundle_path).read(inner)
 
     def _commit(self, index: EngineIndex) -> None:
-        """Replace the index, then remove files that only the previous one named."""
+        """Replace the index, then remove files that only the previous index named."""
         before = self.index.files
         self._write(INDEX, dump(index))
         self.index = index

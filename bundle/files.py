@@ -77,7 +77,7 @@ class CheckedFolder:
         return content
 
     def pieces(self, entry: FileEntry) -> Iterator[bytes]:
-        """Yield a file in pieces; raises the errors of :meth:`read` after the last one."""
+        """Yield a file in pieces; after the last piece, raises the errors of :meth:`read`."""
         digest, size = hashlib.sha256(), 0
         with self._opened(entry.path, entry.size_bytes) as file:
             for piece in iter(lambda: file.read(_PIECE_BYTES), b""):

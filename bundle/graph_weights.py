@@ -156,7 +156,7 @@ def reference(place: Place) -> bytes:
 
 
 def _named_place(tensor: memoryview, size_bytes: int) -> Place | None:
-    """Return where a tensor's external data is, checked; ``None`` if the tensor has its bytes."""
+    """Return the checked place of a tensor's external data; ``None`` if the graph has its bytes."""
     fields = list(graph_fields(tensor))
     if not any(f.number == _EXTERNAL or _says_external(tensor, f) for f in fields):
         return None

@@ -63,7 +63,7 @@ def describe_promise(promise: Promise | None) -> str:
 def table_html(
     title: str, lines: Iterable[str], head: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> str:
-    """Return HTML of a title, some lines below it, and a table, if it has rows."""
+    """Return HTML of a title, some lines below the title, and a table if there are ``rows``."""
     shown = "".join(f"<div>{escape(line)}</div>" for line in lines)
     table = ""
     if rows:

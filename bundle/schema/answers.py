@@ -76,7 +76,7 @@ class AnswerTask:
 
     @property
     def is_relative(self) -> bool:
-        """True if answers that are close agree, not only those that are equal."""
+        """True if answers agree when they are close; False if only equal answers agree."""
         return self.is_dense or self.kind == "regression"
 
     def code_bound(self, classes: int) -> int:
@@ -148,7 +148,7 @@ class Criterion:
 
     @property
     def on_host(self) -> bool:
-        """True if it is computed from an exit's answers, outside its graph."""
+        """True if the criterion is computed from an exit's answers, outside of the exit's graph."""
         return self.name not in IN_GRAPH
 
 

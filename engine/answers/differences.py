@@ -41,7 +41,7 @@ class Scales:
     ordinary: float
     """Scale of ordinary columns: at least the scale of each of them."""
     by_column: NDArray[np.float64]
-    """[columns]: scale of each column; one element if all are equal."""
+    """[columns]: scale of each column; a single element if all columns have the same scale."""
     apart_above: NDArray[np.float64]
     """[columns]: larger magnitudes are their own scale."""
 

@@ -66,8 +66,7 @@ class OwnedFile:
         self._lock.release()
 
     def take(self) -> bool:
-        """Lock the file for this server, unless another one owns it; return whether it is
-        locked."""
+        """Lock the file, unless another server owns it; return whether this server owns it."""
         is_ours = self._lock.take()
         if self._lock.problem is not None and not self._told:
             self._told = True

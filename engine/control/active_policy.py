@@ -58,7 +58,7 @@ class ActivePolicy:
         self._paths = 0
         """Number of threshold paths so far: α is shared among all paths."""
         self._policies = 0
-        """Number of different policies that were active so far: α is shared among them too."""
+        """Number of different policies that were active so far: policies, too, share α."""
         exits = tuple(a.exit for a in initial.active)
         self._given = np.array([a.threshold for a in initial.active])
         bound = settings.max_disagreement
@@ -70,7 +70,7 @@ class ActivePolicy:
         """True if this is the policy that calibration certified, and no alarm fired."""
         self.policy = initial
         self.announced = False
-        """True if its certification was reported."""
+        """True if the policy's certification was reported."""
         self.drifted = False
         """True if an alarm ever fired."""
         self.recovering = False
@@ -271,7 +271,7 @@ class ActivePolicy:
         )
 
     def _new_metrics(self) -> PolicyMetrics:
-        """Start metrics for a policy whose early answers differ from the previous one's."""
+        """Start new metrics, for a policy with other early answers than the previous policy."""
         self._policies += 1
         shares = np.zeros(self._costs.exits + 1)
         shares[[*self.path.exits, self._costs.exits]] = self.path.shares[self.level]
@@ -426,10 +426,10 @@ class Resumption:
         """Start with nothing held back; without a guard, nothing is ever held back."""
         self._active, self._counters, self._guard = active_policy, counters, guard
         self.kept: Mapping[str, Any] | None = None
-        """The restored state, while it is held back."""
+        """The restored state while its policy is held back; else ``None``."""
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Hold back the policy of a state that was just restored, if it answers more.
+        """Hold back the policy of a state that was just restored, if it answers more samples early.
 
         ValueError if the state has too few samples to compare with.
         """

@@ -166,7 +166,7 @@ class Adjustment:
     active: tuple[int, ...]
     """Indices of the exits, in depth order; their overhead is within the budget."""
     thresholds: tuple[float, ...]
-    """Thresholds of the active exits; ``NEVER`` for the one that is tried, until the next
+    """Thresholds of the active exits; ``NEVER`` for the exit that is tried, until the next
     tuning."""
     deactivated: tuple[int, ...]
     """Exits that were in use before, and are not any more."""
@@ -247,7 +247,7 @@ def _within_budget(
 def _best_candidate(
     kept: tuple[int, ...], worth: Utilities, costs: CostModel, max_overhead: float
 ) -> int | None:
-    """Return which exit after the last one kept could win the most time; ``None`` if none could."""
+    """Return the exit after the last kept exit that could win the most time, or ``None``."""
     leaving = dict(zip(worth.active, worth.counts.tolist(), strict=False))
     reaching = int(worth.counts.sum()) - sum(leaving[e] for e in kept)
     dropped = [e for e in worth.active if e not in kept]
@@ -342,7 +342,7 @@ class Utilities:
     counts: IntArray
     """int64[active + 1]: samples that leave at each exit, the last at the model's end."""
     utility_ms: FloatArray
-    """float64[active]: milliseconds won, less those lost, summed over the samples."""
+    """float64[active]: milliseconds won minus milliseconds lost, summed over the samples."""
     mean_ms: float
     """Mean time until the answer, including the cost of every exit passed."""
 

@@ -66,8 +66,8 @@ class CandidateTests:
     ) -> None:
         """Start without a candidate.
 
-        ``curves`` are the curves of all K exits; every tested path renews them. ``new_path`` makes
-        a threshold path at the next share of α.
+        ``curves`` are the curves of all K exits; every tested path replaces the curves of its
+        exits. ``new_path`` makes a threshold path at the next share of α.
         """
         self.current: CandidateTest | None = None
         self.curves = tuple(curves)
@@ -101,7 +101,7 @@ class CandidateTests:
                 self.current.path.add(seen)
 
     def begin(self, exits: tuple[int, ...], purpose: str) -> None:
-        """Begin a test; there must be no other one."""
+        """Begin a test; no other test may be running."""
         self.current = CandidateTest(exits=exits, purpose=purpose)
 
     def seek(self, path: ThresholdPath) -> None:
@@ -154,7 +154,7 @@ class CandidateTests:
         return self.current is not None
 
     def adopt_path(self, fitted: Fitted, *, against: ThresholdPath) -> str | None:
-        """Test a path from now on, if it promises to save more than the active one.
+        """Test a path from now on, if it promises to save more than the active path.
 
         Returns the reason why the test should end; ``None`` if it goes on.
         """
@@ -217,14 +217,14 @@ repeats often, and chance often reaches 2."""
 
 
 class SavingsEstimator:
-    """Judges levels and paths by a window of samples that its owner fills."""
+    """Judges levels and paths by a window of samples, which the owner of the window fills."""
 
     def __init__(self, window: Window, costs: CostModel, settings: CertifiedSettings) -> None:
         self._window, self._costs = window, costs
         self._bound, self._min_gain = settings.max_disagreement, settings.min_gain
 
     def recent(self, exits: Sequence[int]) -> Weighted:
-        """Return those of the newest samples that all these exits saw."""
+        """Return the newest samples that passed all these exits."""
         return self._window.seen_by(exits, _JUDGED)
 
     def outlook(self, path: ThresholdPath) -> Outlook:

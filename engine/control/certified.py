@@ -316,7 +316,7 @@ class CertifiedController:
         return None
 
     def _climb(self) -> None:
-        """Switch to the most aggressive level that passed, if it is worth a change."""
+        """Switch to the most aggressive level that passed, if the gain is worth a change."""
         path, now = self._active.path, self._active.level
         if path.certified <= now:
             return

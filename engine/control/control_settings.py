@@ -42,9 +42,8 @@ class CertifiedSettings:
     """Number of complete samples needed to tune. With their weights, they must be worth at least
     half as many unweighted samples (:attr:`.Weighted.effective`)."""
     retune_every: int = 16_384
-    """Samples after which a new path is fitted, to see if it saves more; doubled each time it does
-    not.
-    """
+    """Samples after which a new path is fitted, to see if it saves more; the number doubles each
+    time that it does not."""
     patience: int = 10_000
     """Number of audited samples without success after which no more audits are requested, and
     tested candidates are dropped."""

@@ -33,7 +33,8 @@ class Job:
     """
 
     number: int
-    """Unique within a controller; :meth:`Controller.finish` detects stale jobs by it."""
+    """Number of the job, unique within a controller; :meth:`Controller.finish` detects stale jobs
+    by it."""
     purpose: str
     """For logs: ``tuning after the drift alarm``."""
     function: Callable[..., Any]
@@ -55,8 +56,9 @@ class Evidence(StrEnum):
     CONSERVATIVE = "cautious"
     """The policy needs no evidence: no exit answers."""
     SUSPICIOUS = "suspicious"
-    """More samples than the constraint allows disagreed recently, or under the policy overall: too
-    few audits for an alarm, and too many disagreements to call it certified or calibrated."""
+    """More samples than the constraint allows disagreed recently, or under the policy overall.
+    There were too few audits for an alarm, but too many disagreements to call the policy certified
+    or calibrated."""
     NONE = "none"
     """The policy was tuned without evidence, and no statement covers it."""
 
@@ -125,7 +127,7 @@ class Controller(Protocol):
         """Add samples, in the order in which they were started."""
 
     def take_job(self) -> Job | None:
-        """Return a computation to run elsewhere, once; at most one is running at a time."""
+        """Return the next computation to run elsewhere, or ``None``; at most one runs at a time."""
 
     def finish(self, job: Job, result: Any) -> None:
         """Take the result of a job; ``observe`` may have been called since :meth:`take_job`.
@@ -154,7 +156,7 @@ class ControlTask:
     profile: Profile
     """Profile as measured on this machine."""
     policy: ExitPolicy
-    """The bundle's policy, reduced to the limits below where it exceeds them."""
+    """The bundle's policy, reduced to the limits in this class where it exceeds them."""
     batch_size: int
     """Largest number of rows in a batch."""
     costs: CostModel
@@ -165,7 +167,7 @@ class ControlTask:
     """The constraint."""
     confidence_level: float
     audit_probability: float
-    """Share of the early answers after which samples run on; 1 where all of them do."""
+    """Share of the early answers after which samples run on to the end; 1 if all of them do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

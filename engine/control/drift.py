@@ -120,7 +120,7 @@ _MEMORY: Final = 4096.0
 """Audits after which the weight of earlier audits has fallen to about a third."""
 _STEPS_PER_HALVING: Final = 4
 _PRIOR: Final = 512.0
-"""Audits that are assumed to have been made before the first one."""
+"""Number of audits that are assumed to have been made before the first real audit."""
 _FIRST_SHARE: Final = 0.43
 """Share of :data:`_PRIOR` that counts as usual audits, not as moved ones. It is about the share at
 a risk of seven tenths of the bound, so that audits hardly exceed their budget at first."""
@@ -172,11 +172,12 @@ class Suspicion:
         self.share = _FIRST_SHARE
         """Share of the audits that is made while nothing is suspected."""
         self._usual, self._moved = _FIRST_SHARE * _PRIOR, (1 - _FIRST_SHARE) * _PRIOR
-        """Usual audits (as many as without suspicion), and moved ones beyond them, with decay."""
+        """Usual audits (as many as without suspicion), and moved audits beyond the usual ones, with
+        decay."""
         self._pending = 0.0
         """Moved audits since suspicion began. If the suspicion was right, they do not count."""
         self._arrived, self._expected = 0, 1.0
-        """Samples since the last check, and the number expected until the next one."""
+        """Samples since the last check, and the number of samples expected until the next check."""
 
     @property
     def raised(self) -> bool:

@@ -56,7 +56,8 @@ class BuildDecisions:
     def __init__(self, budget: BuildBudget, now_s: float) -> None:
         self._budget = budget
         self._wanted: dict[str, dict[str, float]] = {}
-        """Engines that each model lacks, each with the time since which it is missing."""
+        """Engines that each model lacks, with the time in seconds since which each has been
+        missing."""
         self._tried: dict[tuple[str, str], int] = {}
         self._running: tuple[BuildRequest, float] | None = None
         self._left_s = budget.share * SAVED_UP_S

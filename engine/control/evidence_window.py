@@ -36,7 +36,7 @@ REMEMBERED: Final = 1 << 16
 Origin: TypeAlias = tuple[int, str]
 """The fingerprint of a sample, and its source: the client that sent it."""
 SHARED: Final = 4096
-"""Admitted samples over which the share of one source is bounded."""
+"""Number of the last admitted samples in which the share of one source is bounded."""
 _BLOCKS: Final = 256
 _BLOCK_BYTES: Final = 256
 """Number of blocks that are read of a long input, and number of bytes in a block."""

@@ -155,7 +155,7 @@ def tuning_split(records: Mapping[str, NDArray[Any]], exits: int) -> Weighted:
 def _split(
     records: Mapping[str, NDArray[Any]], which: int, exits: Sequence[int] | slice = slice(None)
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Confidence and agreement, [exits, samples], of one split; by default of all exits."""
+    """Return confidence and agreement, [exits, samples], of one split; by default for all exits."""
     chosen = records["split"] == which
     agrees = records["prediction"][:, chosen] == records["final_prediction"][chosen]
     return records["confidence"][:, chosen][exits], agrees[exits]

@@ -44,8 +44,8 @@ SCALES: Final = (128, 512, 2048)
 LOOK_EVERY: Final = 64
 """Samples between two comparisons."""
 SIGNIFICANCE: Final = 1e-9
-"""Significance of one comparison: there are many, and the tail of a chi-square over small counts is
-heavier than its formula."""
+"""Significance of one comparison. It is small because there are many comparisons, and because the
+tail of a chi-square over small counts is heavier than its formula."""
 LEAST_REFERENCE: Final = 512
 """Smallest number of samples to make bins from and to compare with."""
 _LEAST_REACHED: Final = 128
@@ -256,7 +256,7 @@ class ShiftGuard:
 
     @property
     def matches_previous(self) -> bool:
-        """True if enough samples look like those before a restart, or there was none."""
+        """True if enough samples look like those before a restart, or if there was no restart."""
         return self.alike >= ALIKE
 
     @property

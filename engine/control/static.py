@@ -1,4 +1,4 @@
-"""Controllers that certify nothing: their common base, and one that never changes its policy."""
+"""Controllers that certify nothing: their common base, and a controller with a fixed policy."""
 
 from __future__ import annotations
 
