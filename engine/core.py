@@ -410,7 +410,7 @@ class Engine:
         return all(self._executor.serves(version.key) for version in versions)
 
     def live(self) -> bool:
-        """Return whether the engine serves a model or may serve one again; if not, restart it."""
+        """Return whether the engine serves a model, or may do so again without a restart."""
         return self._executor.live
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
@@ -429,7 +429,7 @@ class Engine:
         self._executor.flush()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, finish running requests; return ``False`` if some are late."""
+        """Refuse new requests, finish the others; return ``False`` if the time was too short."""
         self._draining = True
         self._versions.end()
         deadline_s = time.monotonic() + timeout_s

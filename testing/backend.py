@@ -28,7 +28,7 @@ BUFFERED = -1
 
 @dataclass(frozen=True, slots=True)
 class FakeBatch:
-    """Rows of the script; their epoch shows use of the batch after the slot's next upload."""
+    """Rows of the script; the epoch detects use of the batch after the slot's next upload."""
 
     script: NDArray[Any]
     epoch: int

@@ -54,7 +54,7 @@ class ByteRange(NamedTuple):
         return overlap and (self.writes or other.writes)
 
     def covers(self, other: ByteRange) -> bool:
-        """Return whether later accesses, ordered after this one, can ignore ``other``."""
+        """Return whether accesses ordered after this one need no comparison with ``other``."""
         within = self.address <= other.address and other.end <= self.end
         return within and (self.writes or not other.writes)
 

@@ -116,7 +116,7 @@ class Queues:
             self.running = None
 
     def use(self, used: ByteRange) -> NDArray[np.uint8]:
-        """Return memory for the running operation; MisuseError if none runs, or it may not."""
+        """Return memory for the running operation; MisuseError if it may not be used."""
         operation = self.running
         if operation is None:
             raise MisuseError("memory was used outside of enqueued work")
@@ -138,7 +138,7 @@ class Queues:
         return self.host.get(stream, 0) >= last
 
     def check_unused(self, block: Block) -> None:
-        """Check that no operation uses a block any more, and that the host waited for all."""
+        """Check that operations that used a block are over, and that the host waited for them."""
         whole = ByteRange(block.address, block.content.size, writes=True)
         if operation := self._awaits(whole):
             raise MisuseError(f"{block} was freed before {operation.label} used it")

@@ -87,7 +87,7 @@ class LearnFolder:
         return 1 + max((number for number, _ in self._numbered()), default=0)
 
     def remove_others(self, *numbers: int) -> None:
-        """Remove unfinished bundles, and all finished ones except the given numbers."""
+        """Remove all unfinished bundles, and all finished bundles except these ``numbers``."""
         for number, place in list(self._numbered()):
             if number not in numbers or place.name.startswith("."):
                 _remove(place)

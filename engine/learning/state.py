@@ -69,7 +69,7 @@ class LearnState:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise TypeError(f"{name} is {value!r:.60}")
         if min(self.serving, self.compiling, self.failures) < 0:
-            raise ValueError("a number is negative")
+            raise ValueError("a number is negative, expected at least 0")
 
 
 _KINDS: Final = {

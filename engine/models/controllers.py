@@ -26,8 +26,8 @@ from offramp.engine.models.whole_promise import end_evidence
 from offramp.engine.stages.plan import Mode
 
 MAX_DISAGREEMENT: Final = 0.01
-"""Largest share of differing answers where neither bundle nor user sets it: a bundle without exits
-does not."""
+"""Largest share of differing answers if neither bundle nor user sets it (a bundle without exits
+sets none)."""
 STATIC_AUDIT_PROBABILITY: Final = 0.05
 """Audit probability of controllers without a target for evidence (``static``, and those of
 extensions)."""
@@ -191,9 +191,9 @@ def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]
     """Return the disagreement allowed for exits, and the confidence level for it.
 
     By default this is the whole constraint (``max_disagreement``, ``confidence``). If engines of
-    another precision run the model, or its answers depend on the batch, the model's end itself
-    disagrees with the source model. This disagreement is subtracted, and half of the allowed risk
-    (1 - confidence) is used for it. OptionsError if nothing is left.
+    another precision run the model, or its answers depend on the batch, the model's end itself may
+    disagree with the source model. This disagreement is subtracted, and half of the allowed risk (1
+    - confidence) is used for it. OptionsError if nothing is left.
     """
     promise, evidence = bundle.policy.promise, end_evidence(bundle)
     if evidence is None:

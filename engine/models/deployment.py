@@ -49,13 +49,13 @@ STAGE_OVERHEAD_S: Final = 60e-6
 """Approximate time of a stage in the executor, in addition to its graph (``benchmarks.executor``).
 """
 _KEPT_STAGES: Final = 32
-"""Number of prepared stages that are kept without a use: exits are often tried again."""
+"""Number of unused prepared stages that are kept: exits are often tried again."""
 
 _Unit: TypeAlias = tuple[int, tuple[int, int, int | None], tuple[str, ...]]
 """Key of a prepared stage: a variant, a :attr:`StageSpec.unit`, and the tensors that it passes to
 the next stage."""
 _AUDIT_VARIANT: Final = -1
-"""Variant number in keys of the full model's stages, which audits run after a variant."""
+"""Variant number, in keys, of stages of the full model that run after a variant for audits."""
 _LoadedVariant: TypeAlias = tuple[Bundle, Profile, Mapping[str, NDArray[Any]]]
 
 
@@ -189,7 +189,7 @@ class DeploymentMaker:
         return Pipeline(self._backend, plan, prepare=self._stage)
 
     def prepared(self, exits: Sequence[int], splits: ModelSplits | None = None) -> bool:
-        """Return whether all stages for these exits are prepared; ``None`` is the active splits."""
+        """Return whether all stages for these exits are prepared, in these or the active splits."""
         plan = self._of_exits(exits, splits)
         return all(_unit_of(spec) in self._stages for spec in plan.stages)
 

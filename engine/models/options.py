@@ -21,7 +21,7 @@ from offramp.engine.tensorrt.probe import parse_devices
 
 RUN_THROUGH = PolicyName("run-through")
 MOST_SHARE = 1 - 1e-9
-"""Largest confidence level or bound; with a larger one, 1 minus it, divided among many exits, would
+"""Largest confidence level or bound; for a larger value, (1 - value) divided among many exits would
 be rounded to 0."""
 _INF = float("inf")
 _MOST_ROWS, MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1

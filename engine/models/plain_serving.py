@@ -43,7 +43,7 @@ def options_for(name: str, manifest: Manifest, options: EngineOptions) -> Engine
 
 
 def notes_on(name: str, manifest: Manifest, options: EngineOptions) -> tuple[str, ...]:
-    """Return sentences, without full stops, on how the bundle of such a model is served."""
+    """Return sentences, without full stops, on how a model whose exits may not answer is served."""
     if manifest.calibration.random_inputs:
         answered = (
             "the unmodified model is served, in mode off; --uncertified-exits lets exits answer"

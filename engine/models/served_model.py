@@ -224,7 +224,7 @@ class ServedModel:
 
 
 def merging_options(name: str, options: ModelOptions) -> ModelOptions:
-    """Return options with a policy that merges batches at splits; OptionsError if it cannot."""
+    """Return options with a policy that merges at splits; OptionsError if no such policy fits."""
     chosen = options.scheduling
     if chosen.name in ("fixed", "cheapest"):
         raise OptionsError(

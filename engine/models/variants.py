@@ -98,7 +98,7 @@ def mode_of_variants(mode: Mode) -> Mode:
 
 
 def as_fast_as(here: Profile, compiled: Profile, of_variant: Profile) -> Profile:
-    """Return a variant's profile, scaled as the full model's time differs on this machine."""
+    """Return a variant's profile, scaled like the full model's from ``compiled`` to ``here``."""
     factors = np.array(here.source_ms) / np.interp(
         here.batch_sizes, compiled.batch_sizes, compiled.source_ms
     )

@@ -32,12 +32,12 @@ class Departures:
         )
 
     def decided(self) -> tuple[int, ...]:
-        """[exits]: rows that each exit decided about: all rows that left there or deeper."""
+        """[exits]: for each exit, rows about which it decided: rows that left there or deeper."""
         here = [sure + forced for sure, forced in zip(self.left, self.forced, strict=True)]
         return tuple(accumulate(reversed(here)))[::-1][:-1]
 
     def went_on(self) -> tuple[int, ...]:
-        """[exits]: rows that did not reach each exit's threshold.
+        """[exits]: for each exit, rows that did not reach its threshold.
 
         Rows that were forced to leave at an exit count for this exit, but not for deeper exits.
         """

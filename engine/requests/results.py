@@ -28,7 +28,7 @@ class EngineResult:
     confidences: NDArray[np.float32]
     """[n]: confidence of the answer, 0 to 1."""
     forced: NDArray[np.bool_]
-    """[n]: whether the sample was forced to leave there, below the exit's threshold, to meet a
+    """[n]: whether the sample was forced to leave at its exit, below the threshold, to meet a
     deadline."""
     policy_version: int
     variants: NDArray[np.int16]
@@ -92,7 +92,7 @@ class StreamResult(EngineResult):
 
     @classmethod
     def second(cls, answer: Answer, request: Request) -> Self:
-        """Return the first answer, with the model's own answers to samples where they are known."""
+        """Return the second answer: the first, updated with the model's own answers where known."""
         first, final = request.first, request.final
         assert first.values is not None
         assert final is not None

@@ -28,7 +28,8 @@ MEMORY_S: Final = 0.25
 HEADROOM: Final = 1.1
 """K: samples admitted for each answered one."""
 PATIENCE: Final = 2.0
-"""The queue does not endanger a request whose slack is this multiple of the queue's time."""
+"""The queue does not endanger a request whose slack is at least this multiple of the queue's time.
+"""
 _LEAST: Final = 1e-3
 """If the decayed number of lost samples is below this, no sample counts as lost."""
 
@@ -59,7 +60,7 @@ class AdmissionControl:
         self._lost += samples
 
     def refuses(self, samples: int, slack_s: float, ahead: int, now_s: float) -> bool:
-        """Return whether to refuse samples that have ``slack_s`` left and ``ahead`` before them."""
+        """Return whether to refuse samples with ``slack_s`` left and ``ahead`` others in front."""
         if not (self._lost and ahead) or slack_s == math.inf:
             return False
         self._fade(now_s)

@@ -48,7 +48,7 @@ class DropCause(StrEnum):
     EXPIRED = "expired"
     """The deadline passed."""
     INFEASIBLE = "hopeless"
-    """The deadline had not passed, but could be met not at all, or only by making others late."""
+    """The deadline had not passed, but could not be met, or only by making others late."""
     CANCELLED = "cancelled"
     """The caller left."""
     FAILED = "backend_error"

@@ -57,7 +57,7 @@ class DeviceScheduler:
         for name, model in models.items():
             self.add(name, model, weight=(weights or {}).get(name, 1.0))
         self._running: dict[int, _Share] = {}
-        """Share of the device of the model whose batch runs, by stream."""
+        """:class:`_Share` of the model whose batch runs, by stream."""
         self._started_s: dict[int, float] = {}
 
     def add(self, name: str, model: ModelScheduler, *, weight: float = 1.0) -> None:

@@ -180,7 +180,7 @@ class InFlight:
         return sum(len(samples.requests) for samples in requests)
 
     def _suspect_until_s(self, batch: ScheduledBatch, now_s: float) -> float:
-        """Return until when a request that failed alone waits: now if more of it is queued."""
+        """Return until when a request that failed alone waits: now, if it has queued samples."""
         own = self.plans[-1].waiting.queue.holds(int(batch.samples.requests[0]))
         return now_s if own else now_s + PATIENCE_S
 
@@ -254,7 +254,7 @@ class InFlight:
     def _shrink(
         self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float
     ) -> StepOutcome:
-        """Decide about each row of a batch that all released rows leave."""
+        """Decide about each row of a batch; all released rows leave the batch."""
         before = len(exited)
         leaving = before
         if batch.stage < batch.deepest:
@@ -406,6 +406,6 @@ class InFlight:
 
 
 def halves(requests: Sequence[RowSet]) -> list[RowSet]:
-    """Join the samples of requests into two equally large groups; one group for one request."""
+    """Join requests' samples into two batches of equally many requests, or into one batch."""
     middle = (len(requests) + 1) // 2
     return [concatenate(part) for part in (requests[:middle], requests[middle:]) if part]

@@ -56,7 +56,7 @@ class PlacedPlan:
         sizes = {kind: k.latencies.max_batch_size for kind, k in kinds.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(
-                f"tables reach up to batches of {sizes}; use the same batch sizes for all"
+                f"latency tables reach up to batches of {sizes}; use the same batch sizes for all"
             )
         self.placement = placement
         self.latencies = {kind: k.latencies for kind, k in kinds.items()}
@@ -149,7 +149,7 @@ class PlacedPlan:
             self.stragglers.observe(stream, run.elapsed_s / predicted_s, now_s)
 
     def may_shed(self, stream: int, others: Collection[int]) -> bool:
-        """Return whether samples too late for a stream are too late for all that start batches.
+        """Return whether samples too late here are too late for all others that start batches.
 
         ``others`` are all other streams in service.
         """
@@ -160,8 +160,8 @@ class PlacedPlan:
     def wake_s(self, stream: int, now_s: float) -> float:
         """Return the latest time at which a stream without work must ask again.
 
-        Until then, samples that wait for other streams may expire, or a probe of the stream may
-        become due. A probe that is already due waits for work, not for a time.
+        By then, samples that wait for other streams may expire, or a probe of the stream may become
+        due. A probe that is already due waits for work, not for a time.
         """
         buffered_s = (queue.deadline_s for queue in self._waiting.buffered if queue.size)
         queued_s = self._waiting.queue.next_expiry_s()

@@ -1,4 +1,4 @@
-"""Placements: the stages that each stream prefers and holds, its speed, and its links to others.
+"""Placements: stages that each stream prefers and holds, its speed, and links between streams.
 
 E3 assigns each split of a model its own devices (3.2, 3.3); because numbers of devices are whole
 and forecasts may be wrong, some devices stay idle. Here a plan is a preference: a stream serves its

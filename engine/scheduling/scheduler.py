@@ -96,8 +96,8 @@ class ModelScheduler:
     ) -> None:
         """Start batches under another plan from now on; its number must be new.
 
-        ValueError if one of this plan and the earlier plans is placed and the other is not, or if
-        this plan is placed on other streams.
+        ValueError if this plan is placed and the earlier plans are not, or the reverse, or if it is
+        placed on other streams.
         """
         self._current = self._in_flight.add_plan(plan, policy, latencies, self._queue, placed)
         self.placed = placed
@@ -154,7 +154,7 @@ class ModelScheduler:
         ahead = self._queue.ahead(priority)
         if self._admission.refuses(samples, slack_s, ahead, now_s):
             raise SchedulerFullError(
-                f"{ahead} samples wait before it, and too many were late recently"
+                f"{ahead} samples wait in front, and too many samples were late recently"
             )
 
     def submit(self, submission: Submission, now_s: float) -> StepOutcome:
@@ -329,7 +329,10 @@ class ModelScheduler:
         return wait_until(until_s)
 
     def _resume(self, stream: int, *, yielding: bool) -> ScheduledBatch | None:
-        """Take an interrupted batch that yields to waiting samples, or one that does not."""
+        """Take an interrupted batch, if there is one.
+
+        ``yielding`` selects batches that yield to waiting samples; otherwise batches that do not.
+        """
         if not self._in_flight.interrupted:
             return None
         return self._in_flight.take_interrupted(
@@ -354,7 +357,7 @@ class ModelScheduler:
         return bool(waiting + len(batch.samples.requests) <= self.latencies.max_batch_size)
 
     def _may_take(self, batch: ScheduledBatch, stream: int) -> bool:
-        """Return whether a stream may run a batch: not if it failed there and another can."""
+        """Return whether a stream may run a batch; the batch avoids a stream where it failed."""
         placed, able = batch.plan.placed, self._in_flight.others(stream)
         if placed is not None:
             if not placed.holds(stream, batch.stage):

@@ -223,7 +223,7 @@ def _hold_reduction(scores: _Scores, found: _Found, facts: Facts) -> None:
 
 
 def _hold_survivors(scores: _Scores, found: _Found, threshold: float, facts: Facts) -> None:
-    """Compare survivors with those by the kernel's own confidences; one may equal the threshold."""
+    """Check survivors against the kernel's own confidences; one may equal the threshold."""
     goes_on = ~(found.confidence >= np.float32(threshold))
     expected = np.flatnonzero(goes_on)
     if found.survivors.tolist() != expected.tolist():

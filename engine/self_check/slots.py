@@ -95,7 +95,7 @@ def check_graphs(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_restart(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Fail a batch, close the slot, open another: valid batches must get the answers as before."""
+    """Fail a batch, close the slot, open another: valid batches must get the same answers."""
     facts: Facts = {"allowed": subject.tolerance, "starts": 0}
     inputs = take(subject.samples, slice(0, min(2, subject.max_rows)))
     broken = {_NO_SUCH_INPUT: np.zeros((1, 1), np.float32)}
@@ -205,5 +205,5 @@ def _tell_apart(
     facts["apart"] = max(apart, facts.get("apart", 0.0))
     if apart <= 10 * subject.tolerance:
         raise CheckSkippedError(
-            f"answers to different samples differ by only {apart:.1e}: stale ones would look alike"
+            f"answers to different samples differ by only {apart:.1e}: old ones would look alike"
         )

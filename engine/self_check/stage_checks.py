@@ -148,7 +148,7 @@ def _follows(subject: CheckSubject, spec: StageSpec) -> bool:
 
 
 def check_thresholds(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Set thresholds to confidences of rows: these rows must leave, rows with a lower one stay."""
+    """Set thresholds equal to confidences: such rows must leave, and less confident rows stay."""
     exits = [spec for spec in subject.plan.stages if spec.answer is not None and not spec.final]
     if not exits:
         raise CheckSkippedError("the policy has no exits")
@@ -195,7 +195,7 @@ def check_batch_mates(subject: CheckSubject, limit: TimeLimit) -> Facts:
     """Run samples alone, among others and among broken samples: answers must be equal."""
     count = subject.max_rows
     if count < 2:
-        raise CheckSkippedError("the largest batch is of one row")
+        raise CheckSkippedError("the largest batch has one row")
     facts: Facts = {"allowed": subject.tolerance, "with": []}
     worst = 0.0
     target = take(subject.samples, slice(0, 1))
@@ -246,7 +246,7 @@ def _check_form(
 ) -> None:
     if len(answer) != rows or confidence.shape != (rows,) or confidence.dtype != np.float32:
         raise CheckFailedError(
-            f"stage {spec.index} answers {rows} rows by {answer.dtype} {list(answer.shape)} with "
+            f"stage {spec.index} answers {rows} rows with {answer.dtype} {list(answer.shape)} and "
             f"confidences {confidence.dtype} {list(confidence.shape)}"
         )
 

@@ -250,7 +250,7 @@ class InputMaker:
         }
 
     def extreme_inputs(self) -> Inputs:
-        """Return three samples: elements are all smallest, all largest, or alternate."""
+        """Return three samples: all elements are smallest, all are largest, or they alternate."""
         made = {}
         for tensor in self._inputs:
             shape = self._shapes[tensor.name]
@@ -321,7 +321,7 @@ def _table_lengths(bundle: Bundle, name: str) -> Iterator[int]:
 
 
 def _lengths_in(graph: Any, names: set[str]) -> Iterator[int]:
-    """Yield the lengths of a graph's tables; names of tensors with forwarded indices are added."""
+    """Yield the lengths of a graph's tables; add tensors that pass indices on to ``names``."""
     tables = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
     for node in graph.node:  # in the order of execution
         if node.op_type in _HANDING_ON and node.input[0] in names:

@@ -344,7 +344,10 @@ class ModelRuntime:
 
 
 def _by_request(run: Run, positions: Rows) -> Iterator[tuple[int, slice | Rows, slice | Rows]]:
-    """Yield the requests of some rows of a run: number, its rows' positions, its rows' numbers."""
+    """Yield the requests of some rows of a run.
+
+    Each is its number, the positions of its rows in the run, and the rows' numbers in the request.
+    """
     if not len(positions):
         return
     numbers = run.requests[positions].tolist()

@@ -237,7 +237,7 @@ def _close_after_failure(backend: Backend) -> None:
 
 
 async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function in a thread; if cancelled, wait for its end (it may use resources)."""
+    """Call a function in a thread; if cancelled, wait for its end before resources are released."""
     future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     try:
         return await asyncio.shield(future)

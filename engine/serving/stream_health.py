@@ -22,11 +22,11 @@ class StreamHealth:
 
     A failure is most often caused by the request itself. From the second failure in a row on, the
     stream is suspected: it has to run a known-good batch. Only a stream that fails at this batch is
-    restarted. While it cannot start, it is out of service; each start is tried after a pause that
-    doubles. If one model fails and another passes, only the failing one is excluded. A stream that
-    passes is trusted for :data:`TRUST_S`, so that any number of bad requests neither stops it nor
-    keeps it busy with known-good batches. A stream whose worker process was lost is out of service
-    until it has a new worker.
+    restarted. While it cannot start, it is out of service; its start is repeated after a pause that
+    doubles each time. If one model fails and another passes, only the failing one is excluded. A
+    stream that passes is trusted for :data:`TRUST_S`, so that any number of bad requests neither
+    stops it nor keeps it busy with known-good batches. A stream whose worker process was lost is
+    out of service until it has a new worker.
     """
 
     def __init__(self, streams: int) -> None:
@@ -117,7 +117,7 @@ class StreamHealth:
         return count > (MOST_IN_A_ROW if trusted else 1)
 
     def is_batch_fault(self, stream: int, now_s: float, model: str = "") -> bool:
-        """Return whether the batch caused the last failure: others run on this stream."""
+        """Return whether the batch itself caused the last failure: other batches run there."""
         alone = self._failures.get((stream, model)) == 1 and (stream, model) in self._proven
         return alone or now_s < self._trusted_until_s.get((stream, model), -math.inf)
 

@@ -231,9 +231,9 @@ class ModelVersions:
         _log.info("%s: version %d was removed", version.name, version.number)
 
     def _keep_counts(self, name: str, counts: CountersSnapshot) -> None:
-        """Add a removed version's counts to those of its name; drop them if the name is not served.
+        """Add a removed version's counts to its name's; drop all of them if the name is not served.
 
-        They are dropped because a model repository has a name for each version that ever existed.
+        Counts are dropped because a model repository has a name for each version that ever existed.
         """
         if name in self.current or any(each.name == name for each in self._finishing.values()):
             earlier = self._earlier.get(name)

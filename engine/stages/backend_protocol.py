@@ -55,7 +55,7 @@ class TensorBatch(Protocol):
 
 
 class StageResult(NamedTuple):
-    """The result of a stage for a batch of b rows; a tuple, because tuples are made fast."""
+    """The result of a stage for a batch of b rows; a tuple, because it is created faster."""
 
     answer: NDArray[Any] | None
     """[b, classes]: the exit's or the model's answer, on the host; ``None`` if the stage has no

@@ -84,7 +84,7 @@ def major() -> int:
 def _release(text: str) -> tuple[int, int]:
     numbers = re.match(r"(\d+)\.(\d+)", text)
     if numbers is None:
-        raise BackendError(f"TensorRT's version {text!r} is not one, expected MAJOR.MINOR")
+        raise BackendError(f"TensorRT's version is {text!r}, expected MAJOR.MINOR")
     return int(numbers[1]), int(numbers[2])
 
 
@@ -344,7 +344,8 @@ def to_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
     """Return an array as a tensor's bytes, contiguous.
 
     TensorRT 8.6 has no 64-bit integers: its parser converts such inputs to 32 bits. BackendError if
-    the values do not fit the tensor's type, or have another kind of type.
+    the values do not fit the tensor's type, or are of another kind, for instance floats instead of
+    integers.
     """
     if dtype.name == _BFLOAT16:
         return _bfloat16_bits(array)

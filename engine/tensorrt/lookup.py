@@ -133,7 +133,7 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
     """
     bundle = spec.bundle
     if bundle is None:
-        raise BackendError(f"stage {spec.index} is of no bundle, so there are no engines for it")
+        raise BackendError(f"stage {spec.index} belongs to no bundle, so it has no engines")
     store = open_store(bundle, place)
     if bundle.number and store.index.target.precision in ROUNDED:
         raise BackendError(

@@ -11,7 +11,7 @@ from offramp.engine.scheduling.policy_protocol import Choice, Merge, Waiting
 SLACK = 0.2
 """Share that is added to the time that buffered samples still need (E3 4)."""
 CROWD = 4
-"""If this many largest batches of samples wait at a split, the split's fullest bucket runs, full or
+"""If samples for this number of largest batches wait at a split, its fullest bucket runs, full or
 not. With many batch keys, no bucket may ever become full, and waiting samples use memory."""
 
 

@@ -181,7 +181,7 @@ def place(
     full, *smaller = points.latencies.variants
     if placement.stages != full.stages:
         raise ValueError(
-            f"a placement of {placement.stages} stages, expected {full.stages} as the plan has"
+            f"the placement has {placement.stages} stages, expected {full.stages} like the plan"
         )
     kinds = {}
     for kind in placement.kinds:
