@@ -65,7 +65,7 @@ def _chained(engines: Sequence[LoadedEngine]) -> dict[LoadedEngine, str]:
         goes_on = len(shared) == 1 and earlier.isdisjoint(follower.inputs)
         if not goes_on or engine.dtypes[shared[0]] != follower.dtypes[shared[0]]:
             raise BackendError(
-                f"engine {follower.entry.unit} cannot continue from one output tensor of engine "
+                f"engine {follower.entry.unit} cannot continue from one tensor of engine "
                 f"{engine.entry.unit}: build one engine for the whole stage (--parts stages)"
             )
         found[engine] = shared[0]
