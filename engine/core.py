@@ -59,7 +59,7 @@ class Engine:
         wrapped: WrappedFiles | None = None,
         learning: Learning | None = None,
     ) -> None:
-        """Use :meth:`open`; with ``owned`` the backend is closed with the engine.
+        """Use :meth:`open` instead. If ``owned``, closing the engine closes the backend.
 
         ``load`` loads models that replace others.
         """
@@ -110,9 +110,9 @@ class Engine:
     ) -> Engine:
         """Load, check and warm up models, by served name; takes seconds, in threads.
 
-        A model is a bundle, or an ONNX file, which is served unchanged in mode off; a process reads
-        it with the packages of the extra ``onnx``. ``backend`` replaces the one named in
-        ``options``; the caller closes it.
+        A model is a bundle, or an ONNX file, which is served unchanged, in mode off. A separate
+        process reads the ONNX file; it needs the packages of the extra ``onnx``. ``backend``
+        replaces the one named in ``options``; the caller closes it.
 
         Raises:
             BundleError: A bundle is absent, damaged or of another version.
@@ -173,10 +173,10 @@ class Engine:
 
         Each sample exits separately; the result is complete. Cancelling the awaiting task withdraws
         the request; the rest of its batch continues. The arrays, one for each input with its exact
-        dtype, must not change before the result. The deadline is absolute on ``time.monotonic()``;
-        ``None`` is the model's SLO. A higher priority is served first. ``source`` names the sender,
-        whose share of the control loop's evidence is limited by the options. ``timeline`` records
-        the times of the request, until it is answered.
+        dtype, must not change before the result. ``deadline_s`` is a time on the clock
+        ``time.monotonic()``; with ``None``, the model's SLO sets the deadline. A higher priority is
+        served first. ``source`` names the sender, whose share of the control loop's evidence is
+        limited by the options. ``timeline`` records the times of the request, until it is answered.
 
         Raises:
             ModelNotServedError: No such model.
@@ -211,11 +211,12 @@ class Engine:
     ) -> AsyncGenerator[StreamResult, None]:
         """Answer a request early, and again when its samples have run to the end.
 
-        In release mode a second result follows if an exit answered any of the samples; in audit
-        mode, if any of those was drawn for an audit; otherwise there is one result. The second has
-        the unmodified model's answers for the samples in ``final``, and is omitted if they are
-        lost. Closing the iterator withdraws the request. Arguments and errors are those of
-        :meth:`infer`; the deadline is the first result's.
+        In release mode a second result follows if an exit answered any of the samples. In audit
+        mode it follows if any sample that an exit answered was drawn for an audit. Otherwise there
+        is one result. The second result has the unmodified model's answers to the samples in
+        ``final``, and is omitted if these answers are lost. Closing the iterator withdraws the
+        request. Arguments and errors are those of :meth:`infer`; the deadline applies to the first
+        result.
         """
         version = self._versions[model]
         followup: asyncio.Future[Request] = asyncio.get_running_loop().create_future()
@@ -308,8 +309,9 @@ class Engine:
         Requests that fail are not observed, so that a client cannot make an observer process inputs
         that the model cannot answer.
 
-        ``observer`` is called on the event loop, and must return quickly; if it raises, that is
-        logged and it is not called again. It stays when the model is replaced. ``None`` removes it.
+        ``observer`` is called on the event loop, and must return quickly; if it raises an
+        exception, this is logged and the observer is not called again. The observer stays when the
+        model is replaced; ``None`` removes the observer.
 
         Raises:
             ModelNotServedError: No such model.
@@ -319,12 +321,12 @@ class Engine:
     async def replace(self, name: str, path: Path, *, mode: Mode | None = None) -> None:
         """Serve another bundle under a name, without losing a request.
 
-        It is loaded during serving, with the options of the name, and with another ``mode`` if one
-        is passed; then it answers all new requests. Requests submitted before, and their audits,
-        are finished by the old version, which is removed after that. If anything fails, the old
-        version continues to serve. Inputs and outputs may differ from the old ones, as when Triton
-        reloads a model. ``path`` may be the same, with another bundle there. Models are replaced
-        one at a time.
+        The new bundle is loaded during serving, with the options set for the name, and with another
+        ``mode`` if one is passed. Then it answers all new requests. Requests submitted before, and
+        their audits, are finished by the old version, which is removed after that. If anything
+        fails, the old version continues to serve. The new model's inputs and outputs may differ
+        from the old model's; Triton allows this, too. ``path`` may be the old path, if another
+        bundle is there now. Models are replaced one at a time.
 
         Raises:
             ModelNotServedError: No such model.
@@ -338,8 +340,8 @@ class Engine:
     async def load(self, name: str, path: Path, *, options: ModelOptions | None = None) -> None:
         """Serve a bundle or an ONNX file under a new name, or replace a served model.
 
-        Like :meth:`replace`, but also for a new name, and with other ``options`` than before if
-        passed. If the engine learns, exits are learned for an ONNX file.
+        Works like :meth:`replace`, but ``name`` may be new, and ``options``, if passed, replace the
+        earlier options. If learning is on, exits are learned for an ONNX file.
 
         Raises:
             DrainingError: The engine is shutting down.
@@ -408,7 +410,7 @@ class Engine:
         return all(self._executor.serves(version.key) for version in versions)
 
     def live(self) -> bool:
-        """Return whether it serves a model, or may do so again; if not, restart the process."""
+        """Return whether the engine serves a model, or may do so again without a restart."""
         return self._executor.live
 
     def statistics(self) -> Mapping[str, ModelStatistics]:
@@ -427,7 +429,7 @@ class Engine:
         self._executor.flush()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests, finish those in flight; return ``False`` if some did not in time."""
+        """Refuse new requests, finish the others; return ``False`` if the time was too short."""
         self._draining = True
         self._versions.end()
         deadline_s = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""Fakes of all external parts, for our tests and for those of Offramp's users.
+"""Fakes of all external parts, for Offramp's own tests and for tests of its users.
 
 ::
 

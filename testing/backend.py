@@ -28,7 +28,7 @@ BUFFERED = -1
 
 @dataclass(frozen=True, slots=True)
 class FakeBatch:
-    """Rows of the script, with an epoch that reveals use after the slot's next upload."""
+    """Rows of the script; the epoch detects use of the batch after the slot's next upload."""
 
     script: NDArray[Any]
     epoch: int
@@ -42,18 +42,16 @@ class FakeBatch:
 class FakeBackend:
     """A backend that answers from a script.
 
-    Use of a batch after its slot's next ``upload`` raises BackendError, so that the conformance
-    tests and the executor's tests find misuse of a slot's buffers that a CPU backend would not
-    notice.
+    Use of a batch after its slot's next ``upload`` raises BackendError. So tests find misuse of a
+    slot's buffers that a CPU backend would not notice.
     """
 
     on_run: Callable[[int, int], None] = lambda _stage, _rows: None
-    """Function that every run calls with (stage, rows); it may wait for an event, advance a clock,
-    or raise :class:`BackendError`."""
+    """Function that every run calls with (stage, rows). The function may wait for an event, advance
+    a clock, or raise :class:`BackendError`."""
     name: str = "fake"
     on_cpu: bool = True
-    """Whether the backend counts as a CPU backend; tests of behaviour on devices set it to
-    false."""
+    """Whether the backend counts as a CPU backend; tests of behaviour on GPUs set this to false."""
     open_slots: int = field(default=0, init=False)
     runs: list[tuple[int, int]] = field(default_factory=list, init=False)
     """Pairs (stage, rows) of all runs, in order."""
@@ -79,7 +77,7 @@ class FakeBackend:
         return FakeSlot(self)
 
     def close(self) -> None:
-        """Check that every slot was closed; BackendError."""
+        """Check that every slot was closed; otherwise BackendError."""
         if self.open_slots:
             raise BackendError(f"{self.open_slots} slots are still open")
 

@@ -32,7 +32,7 @@ class CheckedCalls:
         """All :class:`MisuseError` so far, and unexpected errors of host work."""
         self._lock = threading.RLock()
         self._current: Counter[int] = Counter()
-        """Nesting depth of :meth:`current` by thread."""
+        """Nesting depth of :meth:`current`, by thread."""
         self._capturing: dict[int, tuple[FakeStream, list[Work]]] = {}
         """Stream and captured work by thread."""
         self._failures: dict[str, dict[int, BackendError]] = {}
@@ -42,7 +42,7 @@ class CheckedCalls:
         self._closed = False
 
     def fail_next(self, call: str, *, after: int = 0, error: BackendError | None = None) -> None:
-        """Make one call fail, after ``after`` calls that succeed; :attr:`calls` counts it too."""
+        """Make one call fail, after ``after`` calls that succeed; all count in :attr:`calls`."""
         error = error or BackendError(f"{call} failed, as the test requests")
         self._failures.setdefault(call, {})[self.calls[call] + after + 1] = error
 
@@ -79,7 +79,7 @@ class CheckedCalls:
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Record errors that are our own faults, since callers may hide them."""
+        """Record all errors except BackendError as misuse, because callers may hide them."""
         try:
             yield
         except BackendError:

@@ -1,8 +1,8 @@
 """A CUDA driver without a GPU, for tests of all code above the driver.
 
-Memory is the host's. Enqueued work runs only when something waits for it, in a random order among
-those that streams and events allow. Actions that CUDA would not detect, or that would end the
-process, raise :class:`MisuseError`, and :meth:`FakeDriver.close` raises all of them again:
+Device memory is memory of the host. Enqueued work runs only when something waits for it, in a
+random order that streams and events allow. Misuse that CUDA would not detect, or that would end the
+process, raises :class:`MisuseError`, and :meth:`FakeDriver.close` raises all these errors again:
 
 - a call on a thread without the current context, or on a closed object;
 - memory that is used after it was freed, beyond its end, or by two streams without an event;
@@ -47,9 +47,9 @@ __all__ = ["PENDING", "FakeDriver", "MisuseError"]
 class FakeDriver(CheckedCalls):
     """A device on the host: a :class:`offramp.engine.cuda.driver.Driver`.
 
-    The order of streams is random by the seed; as much memory can be pinned as the device has.
-    ``run_kernel`` runs a kernel on real addresses; with ``None``, kernels run in numpy. In both
-    cases the memory that the numpy kernel would use is checked first.
+    The order of streams is random, determined by the seed. At most as much memory can be pinned as
+    the device has. ``run_kernel`` runs a kernel on real addresses; if ``None``, kernels run in
+    numpy. In both cases, accesses to the memory that the numpy kernel would use are checked first.
     """
 
     def __init__(
@@ -77,21 +77,21 @@ class FakeDriver(CheckedCalls):
         self._open: list[FakeStream | FakeEvent | FakeGraph] = []
 
     def lose(self) -> None:
-        """Lose the context, as after an illegal address: enqueued work never runs."""
+        """Lose the context, as CUDA does after an illegal address: enqueued work never runs."""
         with self._lock:
             self._lose("an illegal memory access was encountered")
 
     def call(self, stream: Stream, function: Callable[[], None]) -> None:
         """Enqueue host work, such as a whole model on the CPU.
 
-        It accesses device memory through :meth:`read` and :meth:`write`. A :class:`BackendError`
-        that it raises is an error on the device: the context is lost.
+        ``function`` accesses device memory through :meth:`read` and :meth:`write`. If it raises
+        :class:`BackendError`, this counts as an error on the device: the context is lost.
         """
         with self._called("call"):
             self._enqueue(stream, Work(label="call", enqueued=lambda: function))
 
     def read(self, address: int, size_bytes: int) -> NDArray[np.uint8]:
-        """Return memory that the running :meth:`call` reads; read only."""
+        """Return memory that the running :meth:`call` reads, as a read-only array."""
         with self._lock, self._noting():
             return self._queues.use(ByteRange(address, size_bytes, writes=False))
 
@@ -144,7 +144,7 @@ class FakeDriver(CheckedCalls):
             return event
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
-        """Enqueue a copy from pinned memory to the device; keep its source unchanged until then."""
+        """Enqueue a copy from pinned memory to the device; do not change its source until then."""
         with self._called("copy_in"):
             reads = self._pinned(source, writes=False)
             writes = self._on_device(target, source.nbytes, writes=True)
@@ -199,7 +199,7 @@ class FakeDriver(CheckedCalls):
             self._enqueue_run(stream, "clear", run, writes)
 
     def record(self, event: StreamEvent, stream: Stream) -> None:
-        """Record all work enqueued so far in the event."""
+        """Record in the event all work that was enqueued on the stream so far."""
         with self._called("record"):
             assert isinstance(event, FakeEvent)
             event.live().recorded = self._queues.mark(_own(stream).handle)
@@ -342,7 +342,7 @@ class FakeDriver(CheckedCalls):
             raise MisuseError(f"{what} was closed before the host waited for its work")
 
     def _pinned(self, array: NDArray[np.uint8], *, writes: bool) -> ByteRange:
-        """Return the range of an array that must be in pinned memory; MisuseError."""
+        """Return the range of an array in pinned memory; MisuseError for other memory."""
         if not array.flags.c_contiguous or array.dtype != np.uint8:
             raise MisuseError(f"a copy of {array.dtype} with strides {array.strides}: not of bytes")
         return self._memory.of_kind(

@@ -16,7 +16,7 @@ from offramp.testing.cuda_queues import Operation, Work
 
 @dataclass(eq=False)
 class _FakeHandle:
-    """A resource of the driver that its holder releases once."""
+    """A resource of the driver, which its holder must release."""
 
     on_close: Callable[[Any], None] = field(repr=False)
     closed: bool = field(default=False, kw_only=True)
@@ -71,7 +71,7 @@ class FakePinned(_FakeHandle):
 
     @property
     def address(self) -> int:
-        """Address for kernels."""
+        """Address of the memory for kernels."""
         return self.block.address
 
     def free(self) -> None:

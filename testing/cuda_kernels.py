@@ -1,4 +1,4 @@
-"""Our kernels in numpy, for the fake driver: they need no compiler, and accesses are checked.
+"""Our kernels in numpy, for the fake driver: they need no compiler, and their accesses are checked.
 
 The arguments of a launch are parsed from the bytes that a GPU would get.
 ``engine/answers/exit_check.py`` defines the results; tests compare both with the kernels' sources,
@@ -51,7 +51,7 @@ def run(launch: Launch, use: Use) -> None:
 
 
 def touch(launch: Launch, use: Use) -> None:
-    """Check access to all memory of a launch, without changes; another implementation runs it."""
+    """Check the accesses of a launch without running it: another implementation runs the kernel."""
     for used in ranges_of(launch):
         use(used)
     if launch.entry_point == GATHER_ROWS:
@@ -120,7 +120,7 @@ def _row_numbers(gather: np.void, use: Use) -> NDArray[np.int32]:
 def _rows_between(
     source: int, row_bytes: int, numbers: NDArray[np.int32], use: Use
 ) -> tuple[NDArray[np.uint8], int]:
-    """Return the rows of a source from the lowest to the highest number, and the lowest."""
+    """Return the rows of a source from the lowest to the highest number, and the lowest number."""
     first, last = (int(numbers.min()), int(numbers.max())) if len(numbers) else (0, -1)
     count = last + 1 - first
     content = use(ByteRange(source + first * row_bytes, count * row_bytes, writes=False))

@@ -1,9 +1,9 @@
 """Memory of the fake driver: real addresses on the host, with detection of misuse.
 
-Unwritten memory holds a pattern, as does freed memory; both ends of every block have guard bytes.
-Accesses are compared with each other: if two overlap and one is a write, streams, events or waits
-of the host must order them. Vector clocks define the order, so a missing event is found even if the
-work happened to run in the right order.
+Unwritten memory and freed memory contain a pattern; both ends of every block have guard bytes.
+Accesses are compared with each other: if two accesses overlap and one is a write, streams, events
+or waits of the host must order them. Vector clocks define this order, so a missing event is found
+even if the work happened to run in the right order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FREED = 0xDD
 _GUARD = 0xFD
 _GUARD_BYTES = ALIGNMENT
 _KEPT_BYTES = 16 << 20
-"""Bytes of freed memory that stay under observation before they are released."""
+"""Number of bytes of freed memory that are kept, to detect writes to them."""
 
 Clock: TypeAlias = Mapping[int, int]
 """Vector clock: the number of operations of each stream that are known to be over."""
@@ -33,7 +33,7 @@ Kind: TypeAlias = Literal["device", "pinned"]
 
 
 class MisuseError(AssertionError):
-    """A fault of our own code that CUDA would not detect, or that would end the process."""
+    """A fault of the code under test that CUDA would not detect, or that would end the process."""
 
 
 class ByteRange(NamedTuple):
@@ -85,7 +85,7 @@ class Block:
         return int(self.content.ctypes.data)
 
     def check_guards(self) -> None:
-        """Check that nothing wrote next to the block; MisuseError."""
+        """Check that nothing wrote next to the block; otherwise MisuseError."""
         start = self.address - int(self.room.ctypes.data)
         before = self.room[start - _GUARD_BYTES : start]
         after = self.room[start + self.content.size : start + self.content.size + _GUARD_BYTES]
@@ -127,7 +127,7 @@ class FakeMemory:
         return block
 
     def owned(self, address: int) -> Block:
-        """Return the block of device memory that begins at an address; MisuseError if none does."""
+        """Return the block of device memory that begins at an address; otherwise MisuseError."""
         block = self._blocks.get(address)
         if block is None or block.kind != "device":
             freed = any(block.address == address for block in self._freed)
@@ -149,7 +149,7 @@ class FakeMemory:
             _check_freed(oldest)
 
     def block_of(self, used: ByteRange, label: str) -> Block:
-        """Return the block that contains a range; MisuseError if none does."""
+        """Return the block that contains a range; MisuseError if no block does."""
         place = bisect_right(self._addresses, used.address)
         if place:
             block = self._blocks[self._addresses[place - 1]]
@@ -165,7 +165,7 @@ class FakeMemory:
         raise MisuseError(f"{what}, where nothing is allocated")
 
     def of_kind(self, kind: Kind, used: ByteRange) -> ByteRange:
-        """Return the range of a copy; MisuseError if it is not memory of that kind."""
+        """Return the range of a copy; MisuseError if its memory is not of this kind."""
         if used.size_bytes:
             found = self.block_of(used, "a copy")
             if found.kind != kind:
@@ -175,7 +175,7 @@ class FakeMemory:
     def use(self, access: Access, clock: Clock) -> NDArray[np.uint8]:
         """Return the content of a range, for the operation that is running.
 
-        ``clock`` holds the operations that are known to be over. MisuseError if the range is not
+        ``clock`` contains the operations that are known to be over. MisuseError if the range is not
         allocated, or if a conflicting access is not ordered before this operation.
         """
         block = self.block_of(access.used, access.label)
@@ -201,7 +201,7 @@ class FakeMemory:
         return content
 
     def check(self) -> None:
-        """Check that guard bytes and freed memory are unchanged; MisuseError."""
+        """Check that guard bytes and freed memory are unchanged; otherwise MisuseError."""
         for block in self.blocks:
             block.check_guards()
         for block in self._freed:

@@ -1,9 +1,9 @@
 """The queues of a fake device: enqueued work, and the order in which it runs.
 
 An operation runs at the latest when something waits for it or for a later operation. A random
-stream, among those that can continue, runs its next operation. Code must not rely on the order in
-which operations happen to run, only on the order that streams and events guarantee. Each operation
-has a clock for this order: see :mod:`offramp.testing.cuda_memory`.
+stream, among those that can continue, runs its next operation. Code must rely only on the order
+that streams and events guarantee, not on the order in which operations happen to run. Each
+operation has a clock for this order: see :mod:`offramp.testing.cuda_memory`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from numpy.typing import NDArray
 from offramp.testing.cuda_memory import Access, Block, ByteRange, Clock, FakeMemory, MisuseError
 
 PENDING = 0x5A
-"""Byte in pinned memory that enqueued work has yet to write."""
+"""Byte that fills pinned memory before enqueued work writes to it."""
 
 Run: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Work that can be enqueued: once or, in a graph, repeatedly."""
+    """Work that can be enqueued: once, or repeatedly in a graph."""
 
     label: str
     enqueued: Callable[[], Run]
     """Called when the work is enqueued; returns the function to call when it runs."""
     ranges: tuple[ByteRange, ...] = ()
-    """Ranges that it will use, as far as they are known."""
+    """Memory ranges that the work will use, as far as they are known."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,9 +43,9 @@ class Operation:
     label: str
     stream: int
     number: int
-    """Number in its stream, from 1 on."""
+    """Number of the operation in its stream, from 1 on."""
     clock: Clock
-    """Operations that are over before it runs."""
+    """Operations that are over before this operation runs."""
     run: Run
     ranges: tuple[ByteRange, ...] = ()
     after: Operation | None = None
@@ -61,7 +61,7 @@ class Operation:
 class Queues:
     """The queues of all streams, and the memory that they work on; not locked.
 
-    The order of streams is random by the seed.
+    The order of streams is random, determined by the seed.
     """
 
     def __init__(self, memory: FakeMemory, seed: int) -> None:
@@ -71,7 +71,7 @@ class Queues:
         self._memory = memory
         self._queues: dict[int, deque[Operation]] = {}
         self._clocks: dict[int, dict[int, int]] = {}
-        """Clocks by stream: operations that are over before the next one enqueued there."""
+        """Clocks by stream: operations that are over before the stream's next operation runs."""
         self._random = random.Random(seed)  # noqa: S311 - order of execution, not a secret
 
     @property
@@ -116,7 +116,7 @@ class Queues:
             self.running = None
 
     def use(self, used: ByteRange) -> NDArray[np.uint8]:
-        """Return memory for the running operation; MisuseError without one, or if it may not."""
+        """Return memory for the running operation; MisuseError if it may not be used."""
         operation = self.running
         if operation is None:
             raise MisuseError("memory was used outside of enqueued work")
@@ -138,7 +138,7 @@ class Queues:
         return self.host.get(stream, 0) >= last
 
     def check_unused(self, block: Block) -> None:
-        """Check that no operation uses a block any more, and that the host waited for them."""
+        """Check that operations that used a block are over, and that the host waited for them."""
         whole = ByteRange(block.address, block.content.size, writes=True)
         if operation := self._awaits(whole):
             raise MisuseError(f"{block} was freed before {operation.label} used it")
@@ -189,6 +189,6 @@ class Queues:
 
 
 def merge(clock: dict[int, int], other: Clock) -> None:
-    """Raise each entry of a clock to that of the other clock, if that is larger."""
+    """Set each entry of a clock to the maximum of the two clocks."""
     for stream, number in other.items():
         clock[stream] = max(clock.get(stream, 0), number)

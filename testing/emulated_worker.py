@@ -41,11 +41,12 @@ class EmulatedDevice:
     exits_s: tuple[tuple[float, ...], ...] = ()
     """[exits][rows + 1]: seconds of each exit by number of rows."""
     link_s: float = 0.0
-    """Seconds until the first row from another device arrives."""
+    """Seconds that a transfer from another device takes, in addition to the time of its rows."""
     row_s: float = 0.0
-    """Seconds for each row from another device."""
+    """Seconds of transfer for each row from another device."""
     slowdown: str = ""
-    """File with a factor on all times, read for each stage; empty means 1."""
+    """Path of a file with a factor on all times, which is read for each stage; empty means factor
+    1."""
 
     def write(self, path: Path) -> None:
         """Write the times as JSON."""
@@ -68,8 +69,7 @@ class EmulatedDevice:
 class EmulatedBackend(ScriptedBackend):
     """Backend that answers from a script, marks rows as its own, and takes a device's time.
 
-    The script has one more entry than the model has segments, for the mark: [rows, segments + 1,
-    classes].
+    The script is [rows, segments + 1, classes]; the additional entry is for the mark.
     """
 
     def __init__(self, device: EmulatedDevice, number: int) -> None:

@@ -1,8 +1,8 @@
 """An engine without models, for tests of the server and its clients.
 
-``python -m offramp.testing.engine`` serves it, with the server options that it needs. Its requests
+``python -m offramp.testing.engine`` serves this engine, and accepts options of the server. Requests
 are answered immediately, or with ``--hold`` only when the server is stopped. ``--evidence`` adds a
-controller with that evidence to the status page.
+controller with this evidence to the status page.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from offramp.server.arguments.options import MAX_CONNECTIONS, ServerOptions
 from offramp.server.common.served import ServedEngine
 
 THRESHOLD: Final = 0.9
-"""Exit 0 answers a sample whose confidence (last feature) is at least this."""
+"""Threshold: exit 0 answers a sample whose confidence (last feature) is at least this."""
 
 
 def fake_model(name: str = "fake") -> ModelInfo:
@@ -74,7 +74,7 @@ def fake_model(name: str = "fake") -> ModelInfo:
 
 
 def fake_control(evidence: Evidence) -> ControlStatus:
-    """Return a plausible status of a controller with that evidence."""
+    """Return a plausible status of a controller with the given evidence."""
     known = ControlStatus(
         controller="certified",
         max_disagreement=0.01,
@@ -132,8 +132,8 @@ class FakeCall:
 class FakeEngine:
     """Fake of :class:`offramp.server.common.served.ServedEngine`.
 
-    The first three features of a sample are its logits, the last one is its confidence. If samples
-    run on after exit 0 answered them, the model's end gives the same answer by default.
+    The first three features of a sample are its logits, the last feature is its confidence. If a
+    sample runs on after exit 0 answered it, the model's end returns the same answer by default.
     """
 
     served: tuple[ModelInfo, ...] = field(default_factory=lambda: (fake_model(),))
@@ -152,15 +152,15 @@ class FakeEngine:
     unready: set[str] = field(default_factory=set)
     """Models that are out of service."""
     given_up: bool = False
-    """True if no model will return to service."""
+    """True if models out of service will never return to service."""
     loads: list[tuple[str, Path, ModelOptions | None]] = field(default_factory=list)
     """Arguments of :meth:`load`, in order."""
     load_failure: Exception | None = None
     """Error that every load raises, if set."""
     hold: asyncio.Event | None = None
-    """Event that requests wait for; draining sets it."""
+    """Event for which requests wait; draining sets the event."""
     hold_final: asyncio.Event | None = None
-    """Event that samples that run on wait for; draining sets it."""
+    """Event for which samples wait that run on; draining sets the event."""
     calls: list[FakeCall] = field(default_factory=list)
     answered: list[int] = field(default_factory=lambda: [0, 0])
     """Number of samples answered by exit 0, and by the model's end."""
@@ -225,7 +225,7 @@ class FakeEngine:
         return self.served
 
     def model(self, name: str) -> ModelInfo:
-        """Return one served model; ModelNotServedError."""
+        """Return one served model; ModelNotServedError if it is not served."""
         for info in self.served:
             if info.name == name:
                 return info
@@ -270,7 +270,7 @@ class FakeEngine:
                 held.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Let the held requests continue; with ``timeout_s`` 0 they stay held and it fails."""
+        """Let held requests continue and finish; with ``timeout_s`` 0 they stay held."""
         self.draining = True
         if timeout_s > 0:
             self.flush()

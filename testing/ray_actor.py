@@ -1,4 +1,4 @@
-"""A worker without a model that Ray runs, with scripted answers."""
+"""A worker that Ray runs, without a model, with scripted answers."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """A worker without a model, which ends, hangs or slows down where a test requests it.
 
 ``python -P -m offramp.testing.scripted_worker FD`` replaces :mod:`offramp.cluster.remote.worker`.
-It serves stages from a script as :mod:`offramp.testing.backend` does, and imports no runtime. With
-``--listen`` as an argument it replaces ``eeworker``. The hello can still name real backends.
-``OFFRAMP_WORKER_FAULTS`` names a folder of files ``ACTION@POINT@COUNT``, for instance
-``kill@before-run@3``: the first worker that reaches the point for the COUNT-th time, by its own
-count, removes the file and performs the action.
+It answers from a script, like :mod:`offramp.testing.backend`, and imports no runtime. With
+``--listen`` as an argument it replaces ``eeworker``. The server's first message (hello) can still
+name a real backend. ``OFFRAMP_WORKER_FAULTS`` names a folder of files ``ACTION@POINT@COUNT``, for
+instance ``kill@before-run@3``: the first worker that reaches the point for the COUNT-th time, by
+its own count, removes the file and performs the action.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCRIPTED: Final = "scripted"
 
 
 class Faults:
-    """The faults of this process, and when they happen."""
+    """The faults of this process, and the points at which they happen."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -63,7 +63,7 @@ class Faults:
 
 
 class ScriptedBackend(HostBackend):
-    """A backend of host arrays with scripted answers, which reaches ``mid-run`` in every stage."""
+    """A backend of host arrays with scripted answers; every stage reaches the point ``mid-run``."""
 
     name = SCRIPTED
     runtime_name = "script"

@@ -42,7 +42,7 @@ class FakeServer(Generic[_Engine]):
     """
 
     def __init__(self, engine: _Engine, options: ServerOptions | None = None) -> None:
-        """Use the limits of ``options``, but neither its ports nor ``max_connections``.
+        """Use the limits of ``options``, except its ports and ``max_connections``.
 
         Without ``options``, messages may have up to 1 MiB.
         """
@@ -62,7 +62,7 @@ class FakeServer(Generic[_Engine]):
         self.url = ""
         """URL of the HTTP port, with metrics and the status page."""
         self.repository: ModelRepository
-        """The models, at first those of the engine."""
+        """The model repository, which contains at first the models of the engine."""
         self.grpc: GrpcEndpoint
         self.http: HttpEndpoint
         self._thread = threading.Thread(target=self.loop.run_forever, name="server")

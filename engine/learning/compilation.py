@@ -25,12 +25,13 @@ _NEEDED: Final = ("onnx", "onnx_graphsurgeon", "onnxslim", "torch")
 """Packages of the extra ``compile``."""
 _READ_BYTES: Final = 4096
 _LEAST_IDLE_SHARE: Final = 0.25
-"""Share of idle time from which a process of idle priority makes progress."""
+"""Smallest share of idle processor time with which a process of idle priority makes progress."""
 _STAT: Final = Path("/proc/stat")
 _IDLE: Final = (3, 4)
 """Columns of ``/proc/stat`` with idle time, and with the time of waiting for the disk."""
 _LEAST_TICKS: Final = 500
-"""Smallest number of ticks, of all processors, to measure a share over: a few seconds."""
+"""Smallest number of clock ticks, summed over all processors, for measuring the idle share: a few
+seconds."""
 
 
 class Compilation(Protocol):
@@ -41,11 +42,11 @@ class Compilation(Protocol):
         ...
 
     def last_words(self) -> str:
-        """Return the last line that it wrote."""
+        """Return the last line that the compilation wrote."""
         ...
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the compilation."""
         ...
 
 
@@ -139,10 +140,10 @@ class IdleShare:
         self._stat = stat
         self._before = self._read()
         self.share: float | None = None
-        """Share over the last seconds; ``None`` if unknown."""
+        """Idle share during the last seconds; ``None`` if unknown."""
 
     def update(self) -> None:
-        """Update the share since the last call, if enough time has passed."""
+        """Measure the idle share since the last update, if enough time has passed."""
         now, before = self._read(), self._before
         if now is None or before is None or sum(now) - sum(before) < _LEAST_TICKS:
             return

@@ -3,11 +3,11 @@
 It runs ``eecompile`` with the remaining arguments, on this number of cores, and ends when its
 standard input closes, as :mod:`offramp.engine.common.build_worker` does.
 
-``idle``: its threads run only while no other thread needs their core (SCHED_IDLE; without it,
-niceness 19). On a machine that is never idle it would make no progress; there it gets a small share
-of the processor, by niceness 10 (``nice``). Its disk accesses have idle priority. It stays in the
-session of the server, because Linux shares the processor between sessions before it considers
-niceness.
+With ``idle``, its threads run only while no other thread needs their core (SCHED_IDLE, or niceness
+19 where SCHED_IDLE is missing). On a machine that is never idle, such threads would make no
+progress. ``nice`` is for such a machine: niceness 10 gives the process a small share of the
+processor. Its disk accesses have idle priority. It stays in the session of the server, because
+Linux shares the processor between sessions before it considers niceness.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NICE: Final = "nice"
 _IDLE_NICENESS: Final = 19
 _NICENESS: Final = 10
 _IOPRIO_SET: Final = {"x86_64": 251, "aarch64": 30}
-"""Numbers of the system call by machine; libc has no function for it."""
+"""Number of the system call ``ioprio_set`` by machine; libc has no function for the call."""
 _IOPRIO_WHO_PROCESS: Final = 1
 _IOPRIO_IDLE: Final = 3 << 13
 

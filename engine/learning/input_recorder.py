@@ -1,8 +1,8 @@
 """Records a sample of a model's inputs during serving.
 
-On the event loop only two things happen: the reservoir selects samples, and these are copied. A
-thread writes them. If it cannot keep up, samples are dropped and counted: serving neither waits nor
-uses more memory.
+On the event loop only two things happen: the reservoir selects samples, and the selected samples
+are copied. A thread writes the copies. If the thread cannot keep up, samples are dropped and
+counted: serving neither waits nor uses more memory.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ MOST_PENDING_BYTES: Final = 2**26
 MOST_PENDING: Final = 4096
 _STOP_S: Final = 10.0
 _JUDGED: Final = 1000
-"""Number of drawn samples for the decision whether inputs repeat."""
+"""Number of drawn samples after which the recorder decides whether inputs repeat."""
 _REPEATING_SHARE: Final = 0.95
-"""Inputs count as repeating if at least this share of these samples is already recorded."""
+"""Inputs count as repeating if at least this share of the drawn samples was recorded before."""
 
 
 class _Pending(NamedTuple):
@@ -61,8 +61,8 @@ class InputRecorder:
     ``decided`` returns which answers [n, …] are valid: samples with NaN answers cannot be used for
     compiling. All methods except the thread's are called on the event loop.
 
-    The sample becomes smaller than requested if the disk limit is reached, and if inputs only
-    repeat: then the distinct ones are recorded, if there are at least ``least``.
+    The kept sample is smaller than requested in two cases: the disk limit is reached, or inputs
+    only repeat and at least ``least`` distinct inputs are recorded.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class InputRecorder:
         self._pending: deque[_Pending | None] = deque()
         self._pending_bytes = 0
         self._wake = threading.Condition()
-        """Guards the two attributes above."""
+        """Guards ``_pending`` and ``_pending_bytes``."""
         self._returned: deque[int] = deque()
-        """Slots that the thread could not fill."""
+        """Slots of the reservoir that the writing thread could not fill."""
         self._dropped = self._copies = self._unanswered = 0
         self._crowded = False
         """``True`` if the kept samples reach the size limit."""
         self._repeating = False
-        """``True`` if inputs only repeat."""
+        """``True`` if nearly all new inputs repeat recorded ones."""
         self._judged = self._repeated = 0
         self._failing = False
         self._thread = threading.Thread(target=self._work, name="recording", daemon=True)
@@ -121,7 +121,7 @@ class InputRecorder:
         )
 
     def _shrink_if_due(self) -> None:
-        """Reduce the wanted number to the kept samples, if no more are available."""
+        """Reduce the wanted number of samples to the kept number, if no more can be kept."""
         kept, wanted = len(self._log.live), self._reservoir.capacity
         repeats = self._repeating and kept >= self._least
         if self._pending or not 0 < kept < wanted or not (self._crowded or repeats):

@@ -63,8 +63,8 @@ class ModelLearner:
     ) -> None:
         """Continue from a state.
 
-        ``arguments`` are options of ``eecompile``; ``least`` is the fewest samples that the promise
-        needs.
+        ``arguments`` are options of ``eecompile``; ``least`` is the smallest number of samples that
+        can certify the promise.
         """
         self.name, self.model, self._folder, self._options = name, model, folder, options
         self._arguments, self._least = arguments, least
@@ -77,7 +77,8 @@ class ModelLearner:
         self._compilation: Compilation | None = None
         self._attempts = self._reported = self._reported_step = 0
         self._dropped = self._copies = self._unanswered = 0
-        """Counts of closed recordings."""
+        """Numbers of samples that closed recordings dropped, found to be copies, or found
+        unanswered."""
         self._saved: LearnState | None = None
         served = folder.open_bundle(state.serving)
         self._certified = "" if served is None else words.describe_promise(served)
@@ -98,7 +99,7 @@ class ModelLearner:
         return self._compilation is not None
 
     async def start(self, engine: LearningEngine) -> None:
-        """Begin, with an engine that serves :attr:`path`; OptionsError if that is impossible."""
+        """Begin to learn; ``engine`` serves :attr:`path`. OptionsError if it cannot begin."""
         self._engine = engine
         info = engine.model(self.name)
         self._fit(info)
@@ -335,7 +336,7 @@ class ModelLearner:
         self._life.exits.update(alarms=alarms, answered=early + end.answered, early=early)
 
     def _fit(self, info: ModelInfo) -> None:
-        """Reduce the number of samples to the size limit; OptionsError if these are too few."""
+        """Reduce the number of samples to fit the size limit; OptionsError if they are too few."""
         read = [spec for spec in info.inputs if spec.name not in info.unread]
         size = sample_bytes((spec.shape, spec.dtype) for spec in read)
         room = int(LIVE_SHARE * self._options.limit_bytes) // size if size else self._wanted

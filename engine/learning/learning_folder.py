@@ -87,7 +87,7 @@ class LearnFolder:
         return 1 + max((number for number, _ in self._numbered()), default=0)
 
     def remove_others(self, *numbers: int) -> None:
-        """Remove all bundles except these, their neighbour files, and unfinished bundles."""
+        """Remove all unfinished bundles, and all finished bundles except these ``numbers``."""
         for number, place in list(self._numbered()):
             if number not in numbers or place.name.startswith("."):
                 _remove(place)
@@ -108,7 +108,7 @@ class LearnFolder:
 
 
 def folder_of(model: Path, name: str, folder: Path | None) -> Path:
-    """Return the learn folder of a model that is served under a name."""
+    """Return the path of the learn folder for a model that is served under a name."""
     if folder is None:
         return model.with_name(f"{model.name.removesuffix('.onnx')}{SUFFIX}")
     return folder / f"{name.replace(os.sep, '_')}{SUFFIX}"

@@ -44,9 +44,10 @@ class Learning:
 
     @classmethod
     def prepare(cls, models: Mapping[str, Path], options: EngineOptions) -> Self:
-        """Lock the learn folders of ONNX files; if one cannot be locked, OptionsError, and none is.
+        """Lock the learn folders of ONNX files.
 
-        Without learning in the options, nothing is learned.
+        OptionsError if a folder cannot be locked; then no folder stays locked. If ``options`` have
+        no learning options, nothing is locked and nothing is learned.
         """
         learners: dict[str, ModelLearner] = {}
         if (learning := options.learning) is None:
@@ -77,7 +78,7 @@ class Learning:
         return {**models, **learned}
 
     async def start(self, engine: LearningEngine) -> None:
-        """Begin, with an engine that serves :meth:`paths`; OptionsError if that is impossible."""
+        """Begin to learn; ``engine`` serves :meth:`paths`. OptionsError if it cannot begin."""
         for learner in self._learners.values():
             await learner.start(engine)
         if self._options is not None:
@@ -187,7 +188,7 @@ def prepare_learner(
 
 
 def _compile_arguments(options: ModelOptions, bound: float) -> tuple[str, ...]:
-    """Return the options of ``eecompile`` that follow from the serving options."""
+    """Return the options that ``eecompile`` gets because of the serving options."""
     asked = [f"--max-disagreement={bound:g}", f"--confidence={options.confidence:g}"]
     if options.answer is not None:
         asked.append(f"--answer={options.answer}")
@@ -220,7 +221,7 @@ def _found_state(name: str, folder: LearnFolder, digest: str, asked: Sequence[st
 
 
 def _checked(name: str, folder: LearnFolder, state: LearnState) -> LearnState:
-    """Return the state, corrected for bundles that were finished or are damaged."""
+    """Return the state, updated if its last bundle was finished, or if a bundle is damaged."""
     if state.phase in (Phase.COMPILING, Phase.SWITCHING):
         finished = folder.open_bundle(state.compiling)
         if finished is not None and finished.policy.active:

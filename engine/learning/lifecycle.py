@@ -24,9 +24,9 @@ FIRST_RETRY_S: Final = 10.0
 _RETRY_S: Final = 60.0
 _LONGEST_RETRY_S: Final = 3600.0
 _JUDGED_ANSWERS: Final = 1000
-"""Number of answers for the decision whether exits answer."""
+"""Number of answers after which :class:`ExitWatch` decides whether exits still answer."""
 _WITHHELD_SHARE: Final = 0.01
-"""Share of answers below which exits count as not answering."""
+"""Exits count as not answering if they gave less than this share of the answers."""
 
 
 class Phase(StrEnum):
@@ -43,7 +43,7 @@ class Phase(StrEnum):
 
     @property
     def records(self) -> bool:
-        """``True`` in phases that record; until there is a bundle, attempts use newer inputs."""
+        """``True`` in phases that record; failed attempts are repeated with newer inputs."""
         return self in (Phase.RECORDING, Phase.COMPILING, Phase.WAITING, Phase.RELEARNING)
 
 
@@ -68,12 +68,12 @@ def retry_delay_s(failures: int) -> float:
 class ExitWatch:
     """Detects from counters of a served bundle whether its exits still answer.
 
-    A drift alarm switches them off until thresholds are certified again. Inputs far outside of the
-    calibration data are answered by the model's end without an alarm.
+    A drift alarm switches them off until thresholds are certified again. If inputs are far outside
+    the calibration range, the model's end answers them, and no alarm is raised.
     """
 
     def __init__(self) -> None:
-        """Begin with the first counters."""
+        """Begin; the first :meth:`update` sets the counters to compare with."""
         self._alarms: int | None = None
         self._answered = self._early = 0
         self.alarmed = False
@@ -120,7 +120,7 @@ class LifeCycle:
         self.failures = failures
         """Number of consecutive failed attempts to compile."""
         self.retry_s: float | None = None
-        """Time of the next attempt; ``None`` unless waiting."""
+        """Time of the next attempt to compile; ``None`` except in phase waiting."""
         self.reason = ""
         """Reason why learning waits, has stopped, or found no useful exit."""
         self.exits = ExitWatch()

@@ -1,9 +1,9 @@
 """The file of recorded inputs: an append-only log of samples with checksums.
 
 ``inputs.log`` begins with a header: the model, and the names and types of its inputs. Records
-follow, one a sample: its slot, the number of samples seen until then, the shape and the bytes of
-each input, and two CRC-32. The newest record of a slot is valid. If the file is cut off in the
-middle of a record, or a record is damaged, only that record is lost.
+follow, one for each sample: the sample's slot, the number of samples seen until then, the shape and
+the bytes of each input, and two CRC-32. The newest record of a slot is valid. If the file is cut
+off in the middle of a record, or a record is damaged, only that record is lost.
 
 Only the owner can read the file and its folder. This module imports only numpy, because the
 compiler reads such files, too.
@@ -31,7 +31,8 @@ _MAGIC: Final = b"eeinput1"
 _HEAD: Final = struct.Struct("<8sII")
 """Magic, length of the following JSON, its CRC-32."""
 RECORD: Final = struct.Struct("<4sIQQI")
-"""Mark, slot, samples until then, length of the body, its CRC-32; their CRC-32 follows."""
+"""Mark, slot, number of samples seen, length of the body, CRC-32 of the body. The CRC-32 of these
+fields follows."""
 CRC: Final = struct.Struct("<I")
 MARK: Final = b"row:"
 RECORD_BYTES: Final = RECORD.size + CRC.size
@@ -47,14 +48,14 @@ class SamplePlace(NamedTuple):
     """Place of a sample in the log."""
 
     offset: int
-    """Offset of its body."""
+    """Offset of the body of the sample's record in the file, in bytes."""
     length: int
     seen: int
-    """Number of samples seen until then."""
+    """Number of the model's samples seen until this one was recorded."""
 
     @property
     def record_bytes(self) -> int:
-        """Size of its record in the file, in bytes."""
+        """Size of the sample's record in the file, in bytes."""
         return RECORD_BYTES + self.length
 
 
@@ -74,7 +75,7 @@ class RecordingHeader:
 
     @classmethod
     def decode(cls, log: memoryview, path: Path) -> tuple[Self, int]:
-        """Decode the beginning of a file; return it and its end, or raise RecordingError."""
+        """Decode the beginning of a file; return it and its length, or raise RecordingError."""
         try:
             magic, length, crc = _HEAD.unpack_from(log)
             text = bytes(log[_HEAD.size : _HEAD.size + length])
@@ -90,16 +91,16 @@ class RecordingHeader:
 
 
 def record_bytes(inputs: Iterable[tuple[Sequence[int], int]]) -> int:
-    """Return the bytes of a record, given the shape and the item size of every input."""
+    """Return the size of a record in bytes, from the shape and the item size of every input."""
     return RECORD_BYTES + sum(
         CRC.size + 8 * len(shape) + math.prod(shape) * item for shape, item in inputs
     )
 
 
 def sample_bytes(specs: Iterable[tuple[Sequence[int | str], str]]) -> int:
-    """Return the bytes of a model's sample in a record; 0 if samples differ in size.
+    """Return the size of a sample's record in bytes; 0 if samples differ in size.
 
-    ``specs`` are the shape, with the batch, and the dtype of every input.
+    ``specs`` are the shape (with the batch dimension) and the dtype of every input.
     """
     shapes = []
     for shape, dtype in specs:
@@ -187,7 +188,7 @@ class Recorded:
 
 
 def is_recording(folder: Path) -> bool:
-    """Return whether a folder has recorded inputs."""
+    """Return whether a folder contains recorded inputs."""
     return (folder / LOG_NAME).is_file()
 
 
@@ -238,7 +239,7 @@ def _check_ours(found: os.stat_result, path: Path) -> None:
 
 
 def shapes_by_count(recorded: Recorded) -> Mapping[tuple[tuple[int, ...], ...], list[int]]:
-    """Return the rows of each combination of shapes, the most frequent first."""
+    """Return the sample numbers of each combination of input shapes, the most frequent first."""
     rows: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     for row in range(len(recorded)):
         rows.setdefault(recorded.shapes(row), []).append(row)

@@ -1,4 +1,4 @@
-"""Writes recorded inputs: appends to a log, and rewrites it when it is too large."""
+"""Writes recorded inputs: appends them to a log, and rewrites the log when it is too large."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from offramp.engine.learning.recording_file import (
 )
 
 _NEW: Final = f"{LOG_NAME}.new"
-"""Name of a log while it is rewritten, before it replaces the other."""
+"""Name of the new log during a rewrite, before it replaces the old log."""
 _SLACK_BYTES: Final = 2**26
-"""Bytes of replaced records that a log may have in addition to twice the needed bytes."""
+"""A log is rewritten when it exceeds twice the size of the kept records by this number of bytes."""
 LIVE_SHARE: Final = 0.45
-"""Share of the size limit for the kept samples: during a rewrite there are two logs."""
+"""Largest share of the size limit for kept samples; the rest is needed for a second log during a
+rewrite."""
 _LOG_SHARE: Final = 1 - LIVE_SHARE
 
 Sample: TypeAlias = Sequence[tuple[tuple[int, ...], bytes]]
@@ -61,7 +62,7 @@ class RecordingLog:
         self._digests: dict[int, bytes] = {}
         self._known: set[bytes] = set()
         self.live: dict[int, SamplePlace] = {}
-        """Place of each slot's sample."""
+        """Place in the file of the sample of each slot."""
         self.live_bytes = 0
         self.seen = 0
         """Number of samples seen until the last one that was kept."""
@@ -81,10 +82,10 @@ class RecordingLog:
         return self._end
 
     def append(self, slot: int, seen: int, sample: Sample) -> bool:
-        """Write a sample to a slot, replacing the slot's old sample, which an OSError keeps.
+        """Write a sample to a slot, in place of the slot's old sample.
 
-        Returns ``False`` if the same sample is kept already. Raises RecordingFullError if the size
-        limit would be exceeded.
+        Returns ``False`` if an equal sample is kept already. After an OSError the slot keeps its
+        old sample. Raises RecordingFullError if the size limit would be exceeded.
         """
         body = encode_sample(sample)
         digest = hashlib.blake2b(body, digest_size=16).digest()
@@ -150,7 +151,7 @@ class RecordingLog:
         self._end += len(record)
 
     def _rewrite(self) -> None:
-        """Write the kept samples to a new log, and replace this one."""
+        """Write the kept samples to a new log, and replace the old log."""
         new = self._folder / _NEW
         with open_log(new, create=True) as file, _mapped(self._file) as log:
             places, at = {}, 0
@@ -177,7 +178,7 @@ class RecordingFullError(Exception):
     """A sample would exceed the size limit of its recording."""
 
     def __init__(self, needed_bytes: int) -> None:
-        """Keep the size of all samples together."""
+        """Keep the size of all samples together, in bytes."""
         super().__init__(f"the samples would take {needed_bytes:,} bytes")
 
 

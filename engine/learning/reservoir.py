@@ -1,4 +1,4 @@
-"""A uniform sample of a stream of unknown length (Vitter 1985, Algorithm R); sans I/O."""
+"""A uniform sample of a sequence of unknown length (Vitter 1985, Algorithm R); without I/O."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Collection
 
 
 class Reservoir:
-    """Decides which rows of a stream are kept, and in which slot.
+    """Decides which rows (samples) of a sequence of requests are kept, and in which slot.
 
     The first ``capacity`` rows fill the slots. Later, row number t replaces the row of a random
-    slot with probability ``capacity / t``. So after any number of rows, each of them is in the
+    slot with probability ``capacity / t``. After any number of rows, each of these rows is in the
     sample with the same probability.
 
-    If a wanted row cannot be kept, its slot stays free, and the next row fills it.
+    If a selected row cannot be kept, its slot stays free, and the next row fills it.
     """
 
     def __init__(
@@ -25,14 +25,14 @@ class Reservoir:
         filled: Collection[int] = (),
         seed: int | None = None,
     ) -> None:
-        """Continue after ``seen`` rows, of which some fill the slots ``filled``.
+        """Continue after ``seen`` rows; some of these rows fill the slots ``filled``.
 
         ``seed`` makes the draws repeatable; ``None`` uses the system's randomness.
         """
         if capacity < 1:
             raise ValueError(f"capacity is {capacity}, expected at least 1")
         self.seen = max(seen, len(filled))
-        """Number of rows of the stream so far."""
+        """Number of rows offered so far."""
         self._slots = list(range(capacity))
         self._free = deque(slot for slot in self._slots if slot not in filled)
         self._draw = random.Random(seed).random  # noqa: S311 - not for security
@@ -43,7 +43,7 @@ class Reservoir:
         return len(self._slots)
 
     def offer(self, rows: int) -> list[tuple[int, int]]:
-        """Return which of the next ``rows`` rows are wanted, each with its slot."""
+        """Return which of the next ``rows`` rows to keep, each with its slot."""
         if self._free:
             return [pair for row in range(rows) if (pair := self._one(row)) is not None]
         slots, draw, seen = self._slots, self._draw, self.seen
@@ -60,7 +60,7 @@ class Reservoir:
             self._free.append(slot)
 
     def shrink(self, slots: Collection[int]) -> None:
-        """Reduce the sample to some slots, all of them filled."""
+        """Reduce the sample to the given slots, all of which are filled."""
         if not slots:
             raise ValueError("a sample without slots holds nothing; expected at least one slot")
         self._slots = sorted(slots)

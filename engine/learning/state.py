@@ -31,13 +31,13 @@ class LearnState:
     compiling: int = 0
     """Number of the bundle compiled last, finished or not; 0 is none."""
     failures: int = 0
-    """Number of consecutive failed attempts."""
+    """Number of consecutive failed attempts to compile."""
     reason: str = ""
     """Reason why no exit is useful."""
     since_unix_s: float = 0.0
     """Time at which the bundle began to serve."""
     asked: tuple[str, ...] = ()
-    """Compile options of bundles, to detect changed options."""
+    """Options that the bundles were compiled with, to detect changed options."""
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
@@ -69,7 +69,7 @@ class LearnState:
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise TypeError(f"{name} is {value!r:.60}")
         if min(self.serving, self.compiling, self.failures) < 0:
-            raise ValueError("a number is negative")
+            raise ValueError("a number is negative, expected at least 0")
 
 
 _KINDS: Final = {

@@ -18,7 +18,7 @@ def describe_state(
     retry_unix_s: float,
     has_exits: bool,
 ) -> str:
-    """Describe a phase in words; the other arguments are parts of some phases' texts."""
+    """Describe the phase of ``life`` in words; the other arguments appear in some phases' texts."""
     going_on = "the exits stay unchanged" if has_exits else "the unmodified model stays"
     return {
         Phase.RECORDING: recorded,

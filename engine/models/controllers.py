@@ -26,7 +26,8 @@ from offramp.engine.models.whole_promise import end_evidence
 from offramp.engine.stages.plan import Mode
 
 MAX_DISAGREEMENT: Final = 0.01
-"""The constraint where neither bundle nor user sets one: a bundle without exits has none."""
+"""Largest share of differing answers if neither bundle nor user sets it (a bundle without exits
+sets none)."""
 STATIC_AUDIT_PROBABILITY: Final = 0.05
 """Audit probability of controllers without a target for evidence (``static``, and those of
 extensions)."""
@@ -37,11 +38,13 @@ def make_controller(
 ) -> tuple[Controller, Mapping[str, str]]:
     """Make the controller that the options name, and the fingerprint that its state must match.
 
-    It starts from the bundle's records and policy; or where the policy does not fit the options,
-    from a policy that was certified the same way. In release mode every sample runs to the end, so
-    exits only cost throughput: there the ramp budget is Apparate's 2 % by default, and exits beyond
-    it are left out. The same holds in audit mode under a controller that lets all samples run on.
-    Where exits depend on earlier ones, the policy stays unchanged.
+    The controller starts from the bundle's records and policy. If the policy does not fit the
+    options, it starts from a policy that is certified in the same way.
+
+    In release mode every sample runs to the model's end: exits save no compute. Therefore the ramp
+    budget is Apparate's 2 % by default, and exits that exceed the budget are left out. The same
+    holds in audit mode under a controller that lets all samples run on. If exits depend on earlier
+    exits, the policy stays unchanged.
     """
     records = bundle.records()
     max_disagreement, confidence_level = left_for_exits(bundle, options)
@@ -168,9 +171,9 @@ def policy_of_exits(
 ) -> ExitPolicy:
     """Return a bundle's policy with only the exits that are among ``exits``.
 
-    The policy is certified again, since rows that would have left at a removed exit now leave at
-    later ones. It stays unchanged if no exit is removed, if exits depend on earlier ones, and if no
-    early answer can be certified.
+    The policy is certified again, because samples that would have left at a removed exit now leave
+    at later exits. The policy stays unchanged if no exit is removed, if exits depend on earlier
+    exits, or if no early answer can be certified.
     """
     kept = tuple(active.exit for active in bundle.policy.active if active.exit in exits)
     promise = bundle.policy.promise
@@ -187,9 +190,10 @@ def policy_of_exits(
 def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]:
     """Return the disagreement allowed for exits, and the confidence level for it.
 
-    By default this is the whole constraint. Where engines of another precision run the model, or
-    its answers depend on the batch, the disagreement of the model's end is subtracted, and half of
-    the risk is used for it. OptionsError if nothing is left.
+    By default this is the whole constraint (``max_disagreement``, ``confidence``). If engines of
+    another precision run the model, or its answers depend on the batch, the model's end itself may
+    disagree with the source model. This disagreement is subtracted, and half of the allowed risk (1
+    - confidence) is used for it. OptionsError if nothing is left.
     """
     promise, evidence = bundle.policy.promise, end_evidence(bundle)
     if evidence is None:
@@ -212,8 +216,8 @@ def ramp_budget(
 ) -> float:
     """Return the largest delay of the model's end by the exits in use, as a share.
 
-    A budget from the user limits all overhead. By default, a cascade's quantised model is not
-    counted: it delays the end with any exit, and saves far more.
+    A budget that the user sets limits all overhead. By default, the time of a cascade's quantised
+    model is not counted: it delays the model's end with any exit, and saves far more.
     """
     least = _least_budget(options, all_run_on=all_run_on)
     if options.ramp_budget is not None:

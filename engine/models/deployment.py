@@ -1,6 +1,7 @@
 """Deployments: an exit policy with everything that executes it, activated as a whole.
 
-A hot swap replaces one deployment by the next; running batches keep the one they started under.
+A hot swap replaces one deployment by the next; running batches keep the deployment with which they
+started.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ STAGE_OVERHEAD_S: Final = 60e-6
 """Approximate time of a stage in the executor, in addition to its graph (``benchmarks.executor``).
 """
 _KEPT_STAGES: Final = 32
-"""Number of prepared stages that are kept without a plan: tried exits are often used again."""
+"""Number of unused prepared stages that are kept: exits are often tried again."""
 
 _Unit: TypeAlias = tuple[int, tuple[int, int, int | None], tuple[str, ...]]
-"""Key of a prepared stage: a variant, a :attr:`StageSpec.unit`, and the tensors it carries on."""
+"""Key of a prepared stage: a variant, a :attr:`StageSpec.unit`, and the tensors that it passes to
+the next stage."""
 _AUDIT_VARIANT: Final = -1
-"""Variant number, in keys, of the full model that audits run after any variant."""
+"""Variant number, in keys, of stages of the full model that run after a variant for audits."""
 _LoadedVariant: TypeAlias = tuple[Bundle, Profile, Mapping[str, NDArray[Any]]]
 
 
@@ -62,7 +64,7 @@ class Deployment:
     """An exit policy, with everything that runs the batches started under it, to their end."""
 
     number: int
-    """Number of the plan, unique for a model (:attr:`.Run.plan`)."""
+    """Number of the deployment's stage plan, unique for a model (:attr:`.Run.plan`)."""
     policy: ExitPolicy
     pipeline: Pipeline
     smaller: tuple[Pipeline, ...] = ()
@@ -72,7 +74,7 @@ class Deployment:
     batch_size: int
     """Largest number of rows in a new batch."""
     placement: Placement | None = None
-    """Streams of the stages, if streams differ."""
+    """Assignment of the stages to streams, if streams differ."""
     class_losses: tuple[ClassLoss, ...] = ()
     """Disagreement of the policy by class of the model, counted on the calibration data."""
 
@@ -88,7 +90,7 @@ class Deployment:
     def scheduled_by(
         self, policy: PolicyName, streams: int, before: PlacedPlan | None = None
     ) -> PlanPolicy:
-        """Make the policy for its batches; ValueError if the scheduling policy does not fit.
+        """Make the scheduling policy of this deployment; ValueError if it does not fit the plan.
 
         ``before`` is the previous placed plan.
         """
@@ -111,8 +113,8 @@ class DeploymentMaker:
     """Makes the deployments of a bundle, one after another.
 
     ``profile`` has the times of the model's parts on the backend, with packed weights. ``splits``
-    is the plan by which the model is split among devices, if it is. If variants of the bundle do
-    not serve, the log states why: see :mod:`.variants`.
+    is the split of the model among devices; ``None`` if it is not split. If variants of the bundle
+    do not serve, the reason is logged (:mod:`.variants`).
 
     Any thread may prepare stages. Only the holder of :attr:`swapping` may make a deployment and
     activate it.
@@ -136,7 +138,7 @@ class DeploymentMaker:
         self.bundle = bundle
         self._backend = backend
         self.mode = mode
-        """Mode that decides what happens to samples that are sure at an exit."""
+        """Mode: it decides what happens to samples that reach an exit's threshold."""
         self._options = options
         self._records = bundle.records()
         served = variants_to_serve(bundle, mode, options, is_split=splits is not None)
@@ -153,10 +155,11 @@ class DeploymentMaker:
         """Bundle of each variant that serves, with its profile here, and its records."""
 
     def _load_variants(self, served: Sequence[Bundle], profile: Profile) -> list[_LoadedVariant]:
-        """Profile the variants to serve; none, with a warning, if a device refuses one.
+        """Profile the variants to serve; return none, with a warning, if a device refuses any.
 
-        ``profile`` is the full model's on this backend. On a CPU it scales the variants' profiles;
-        on a GPU, where time grows differently with the batch, the variants' stages are timed.
+        ``profile`` is the profile of the full model on this backend. On a CPU it scales the
+        variants' profiles; on a GPU, where time grows differently with the batch, the variants'
+        stages are timed.
         """
         compiled = self.bundle.profile()
         try:
@@ -181,12 +184,12 @@ class DeploymentMaker:
         ]
 
     def _pipeline_of(self, shown: Bundle) -> Pipeline:
-        """Prepare the stages of a variant, planned by its own policy."""
+        """Prepare the stages of a variant, which follow from the variant's own policy."""
         plan = make_plan(shown, shown.policy, mode_of_variants(self.mode))
         return Pipeline(self._backend, plan, prepare=self._stage)
 
     def prepared(self, exits: Sequence[int], splits: ModelSplits | None = None) -> bool:
-        """Return whether all stages for these exits are prepared; default: the active splits."""
+        """Return whether all stages for these exits are prepared, in these or the active splits."""
         plan = self._of_exits(exits, splits)
         return all(_unit_of(spec) in self._stages for spec in plan.stages)
 
@@ -205,7 +208,7 @@ class DeploymentMaker:
         """Reload and warm up the stages whose engines were missing; takes seconds.
 
         The next deployment uses them; active ones keep their stages. BackendError if a stage cannot
-        be loaded: then none changes.
+        be loaded; then all stages stay as they are.
         """
         renewed: dict[_Unit, Stage] = {}
 
@@ -242,8 +245,9 @@ class DeploymentMaker:
     def make(self, policy: ExitPolicy, before: Deployment | None = None) -> Deployment:
         """Make the deployment of a policy; fast once its stages are prepared.
 
-        It takes over observations of equal stages from ``before``, the previous deployment, or at
-        least the observed speed of the machine.
+        The new deployment takes over the observed times of equal stages from ``before``, the
+        previous deployment. If no stages are equal, it takes over the observed speed of the
+        machine.
         """
         splits, most = self.splits, self._options.max_batch_size
         plan = self._plan(policy)
@@ -283,7 +287,7 @@ class DeploymentMaker:
         return frozenset(spec.unit for spec in self._of_exits(exits, splits).stages)
 
     def wants(self, spec: StageSpec) -> bool:
-        """Return whether a stage is prepared, or being prepared; others only finish their runs."""
+        """Return whether a stage is prepared or being prepared; new batches use no others."""
         return _unit_of(spec) in self._stages or _unit_of(spec) in self._pending
 
     def keep_only(self, plan: Plan) -> None:
@@ -299,10 +303,10 @@ class DeploymentMaker:
         return make_plan(self.bundle, policy, self.mode, borders=borders)
 
     def _of_exits(self, exits: Sequence[int], splits: ModelSplits | None = None) -> Plan:
-        """Return a plan that runs some exits; in modes with observation they answer nothing.
+        """Return a plan that runs some exits.
 
-        In modes without observation, exits that answer nothing would not run: there they answer
-        every sample.
+        In modes with observation, these exits answer no sample. In modes without observation, exits
+        that answer no sample would not run; there these exits answer every sample.
         """
         threshold = NEVER if self.mode.observed else 0.0
         active = tuple(ActiveExit(exit=index, threshold=threshold) for index in exits)
@@ -347,8 +351,8 @@ def _unit_of(spec: StageSpec) -> _Unit:
 def with_variants(points: OperatingPoints, smaller: Sequence[OperatingPoints]) -> OperatingPoints:
     """Add the operating points of variants 1, 2 … to those of the full model.
 
-    A variant ends at its own answer at the latest: the full model after it runs only for audits,
-    and is no operating point. Dominated points are left out.
+    A variant's last operating point is its own answer. After it, the full model runs only for
+    audits, which are no operating point. Dominated points are left out.
     """
     if not smaller:
         return points
@@ -379,7 +383,9 @@ def points_of(
     *,
     overhead_s: float = STAGE_OVERHEAD_S,
 ) -> OperatingPoints:
-    """Predict the cost of a plan's stages by a profile, and the agreement of stopping at each.
+    """Predict the time of a plan's stages, and the agreement of the answers after each stage.
+
+    ``profile`` has the times of the model's parts.
 
     The options set the largest batch, and whether exits may be forced; ``overhead_s`` is the time
     of each stage in addition to its graph.

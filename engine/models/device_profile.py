@@ -1,7 +1,8 @@
 """The profile of a model on the serving device, measured if it was not compiled there.
 
-A bundle is profiled where it is compiled, on a CPU. A GPU is not only faster: its time hardly
-grows with the batch until it is full. Scheduling and control need this shape, not only a speed.
+A bundle is profiled where it is compiled, on a CPU. A GPU is not only faster: its time hardly grows
+with the batch until it is full. Scheduling and control need to know how time grows with the batch,
+not only a speed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _log = logging.getLogger(__name__)
 ROUNDS: Final = 9
 WARM_UP_ROUNDS: Final = 2
 QUANTILE: Final = 0.25
-"""Quantile over rounds, as in the compiler's profiles: other load only ever adds time."""
+"""Quantile of times over the rounds, equal to that of the compiler's profiles. It is low because
+other load only adds time."""
 
 
 def measure_profile(
@@ -39,13 +41,13 @@ def measure_profile(
 ) -> Profile:
     """Time the source model and its segments on a backend, in seconds of ``clock``.
 
-    Measured on zeros, at the batch sizes of the bundle's own profile up to ``max_batch_size``: the
-    source model, and its segments one after another. The time of the chain beyond the source model
-    is attributed to the borders, which are the cuts between stages (it includes exits fused into
-    engines of segments, which makes predictions conservative). On a device, heads have no graph of
-    their own: their times are predicted, by their share of the source model's time in the
-    compiler's profile. So are the times of segments that cannot be run alone. BackendError if the
-    source model cannot be run.
+    The inputs are zeros, at the batch sizes of the bundle's own profile up to ``max_batch_size``.
+    The source model runs, and then its segments one after another. If the segments together take
+    longer than the source model, the excess is attributed to the borders (the cuts between stages).
+    The excess includes exits that are fused into engines of segments; this makes predictions
+    conservative. On a device, heads have no graph of their own. Their times are predicted from
+    their share of the source model's time in the compiler's profile. Times of segments that cannot
+    run alone are predicted in the same way. BackendError if the source model cannot be run.
     """
     sizes = [*(s for s in compiled.batch_sizes if s < max_batch_size), max_batch_size]
     unmodified = Pipeline(backend, make_plan(bundle, mode=Mode.OFF))
@@ -158,7 +160,7 @@ def _say_why(bundle: Bundle, error: BackendError) -> None:
 def _stages_ms(
     pipeline: Pipeline, slot: Slot, tensors: Mapping[str, NDArray[Any]], clock: Callable[[], float]
 ) -> list[float]:
-    """Time every stage of a batch that no sample leaves."""
+    """Time every stage of a batch from which no sample leaves, in milliseconds."""
     rounds = []
     for _ in range(WARM_UP_ROUNDS + ROUNDS):
         batch, times = slot.upload(tensors), []

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModelSplits(Protocol):
-    """The split of a model among streams that differ, as its deployments use it."""
+    """The split of a model among streams that differ; its deployments use the split."""
 
     @property
     def borders(self) -> frozenset[int]:
@@ -34,7 +34,7 @@ class ModelSplits(Protocol):
         ...
 
     def placement(self, stages: Plan, max_batch_size: int, overhead_s: float) -> Placement:
-        """Place the stages of a policy; ValueError if the splits do not end where stages do.
+        """Place the stages of a policy; ValueError if a split ends inside a stage.
 
         ``overhead_s`` is the time of each stage in addition to its graph.
         """
@@ -68,8 +68,8 @@ class StreamDevices(Protocol):
     ) -> StreamBackend:
         """Open the devices, to run stages of ``bundles`` with backends like ``local``.
 
-        No batch has more than ``max_rows`` rows. The devices take over ``local``: it is closed with
-        them, and also if they cannot be opened.
+        No batch has more than ``max_rows`` rows. The devices own ``local``: it is closed when they
+        are closed, and also if they cannot be opened.
 
         Raises:
             BackendError: The devices cannot run, or cannot be reached.

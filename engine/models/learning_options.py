@@ -11,7 +11,7 @@ from offramp.certify.binomial import least_to_split
 from offramp.certify.learn_then_test import level_of_each
 
 DEFAULT_DISAGREEMENT: Final = 0.01
-"""The constraint by default."""
+"""Default of the largest share of answers that may differ from the unmodified model's."""
 _MOST_SAMPLES: Final = 2**31 - 1
 _MOST_GIB: Final = 2**20
 
@@ -42,5 +42,5 @@ class LearnOptions:
 
 
 def least_samples(max_disagreement: float, confidence: float) -> int:
-    """Return the fewest recorded inputs that a promise can be certified with."""
+    """Return the smallest number of recorded inputs with which a promise can be certified."""
     return least_to_split(samples_needed(max_disagreement, level_of_each(confidence, copies=True)))

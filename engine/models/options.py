@@ -21,12 +21,12 @@ from offramp.engine.tensorrt.probe import parse_devices
 
 RUN_THROUGH = PolicyName("run-through")
 MOST_SHARE = 1 - 1e-9
-"""Largest confidence level or bound; nearer to 1, its remainder divided among many exits rounds to
-nothing."""
+"""Largest confidence level or bound; for a larger value, (1 - value) divided among many exits would
+be rounded to 0."""
 _INF = float("inf")
 _MOST_ROWS, MOST_THREADS, _MOST = 2**16, 2**12, 2**31 - 1
-"""Largest number of rows in a batch, of threads in a process, and of anything else that is counted:
-a larger one is a typing error, and would exhaust the machine before anything is served."""
+"""Largest number of rows in a batch, of threads in a process, and of everything else that options
+count. A larger number is a typing error, and would exhaust the machine's memory at the start."""
 SHARE_WEIGHTS = ("auto", "always", "never")
 """Choices of whether a bundle's models share one copy of their weights in memory."""
 ON_CPU = ("onnxruntime", "openvino")
@@ -63,19 +63,20 @@ class ModelOptions:
     """Service level objective: the deadline of requests without their own."""
     forced_exits: bool = True
     """True if a policy may force samples to leave at an exit below its threshold. Only policies
-    that choose a depth do so: slackfit, max-batch and max-accuracy to be in time, fixed and
-    cheapest always. Agreement of a forced exit is then the value measured at calibration, and the
-    promise does not hold."""
+    that choose an exit for a batch do so: slackfit, max-batch and max-accuracy to meet deadlines,
+    fixed and cheapest always. The promise does not hold for forced answers; their expected
+    agreement is the value measured at calibration."""
     weight: float = 1.0
-    """Share of the device relative to other models, while all are busy."""
+    """Weight of the model's share of the device, relative to other models' weights, while all are
+    busy."""
     controller: str = "certified"
     """One of :func:`controller_names`: ``certified`` moves thresholds and exits as far as the
     evidence allows, ``apparate`` moves them as published in Apparate, ``static`` only measures."""
     max_disagreement: float | None = None
     """The constraint: largest tolerated share of answers that differ from the unmodified model's;
-    ``None`` is the one that the bundle was compiled for."""
+    ``None`` is the share for which the bundle was compiled."""
     confidence: float = 0.95
-    """Confidence level of certificate and upper bound."""
+    """Confidence level of the certificate and of the upper bound of the disagreement."""
     audit_budget: float = 0.05
     """Largest share of all compute that audits may take (audit mode)."""
     ramp_budget: float | None = None
@@ -99,7 +100,7 @@ class ModelOptions:
     """True if the model learns exits, where the engine learns and the model is an ONNX file."""
 
     answer: str | None = None
-    """Output to serve of an ONNX file that has several; bundles have one already."""
+    """Output to serve, for an ONNX file that has several outputs; a bundle has only one."""
 
     task: str | None = None
     """Kind of the answer of an ONNX file, one of :data:`.TASK_KINDS`; ``None`` derives it from the
@@ -161,19 +162,21 @@ class EngineOptions:
     graphs: bool = True
     """True if backends on GPUs capture stages into CUDA graphs."""
     engine_build_minutes: float = 0.0
-    """Minutes per hour, in the long run, in which engines are built while serving, for stages that
-    control started to use; 0 builds none, and such stages run as chains of segments."""
+    """Minutes per hour, in the long run, that may be spent on building engines while serving.
+    Engines are built for stages that control started to use; with 0, such stages run as chains of
+    segments."""
     streams: int = 1
-    """Number of batches that run at the same time, of any models; 1 means one for each GPU of
-    ``device``."""
+    """Number of batches that run at the same time, over all models; 1 means one batch for each GPU
+    of ``device``."""
     devices: StreamDevices | None = None
     """Devices that run the streams, one each; ``None`` runs them in this process."""
     threads: int | None = None
     """Intra-op threads of each stream; ``None`` divides the cores among the streams. Workers on
     other hosts set their own number."""
     parallel_below: int | None = None
-    """PAME's τ_b: a new batch starts next to running ones once each has fewer samples than this;
-    ``None`` starts one on any idle stream, unless ``max_violations`` limits it."""
+    """PAME's τ_b: a new batch starts next to running batches only if each of these has fewer
+    samples than this. With ``None`` a batch starts on any idle stream, unless ``max_violations``
+    limits this."""
     max_violations: float | None = None
     """PAME's τ_l: tolerated share of samples that are late, which sets τ_b."""
     keep_state: bool = True
@@ -238,7 +241,7 @@ class EngineOptions:
             )
 
     def check_cores(self) -> None:
-        """Raise OptionsError for more threads than cores where stages run on the CPU."""
+        """Raise OptionsError if stages run on the CPU with more threads than cores."""
         cores, streams = available_cores(), self._streams_here
         if streams * self.threads_per_stream() > cores:
             raise OptionsError(
@@ -257,7 +260,7 @@ class EngineOptions:
         return BuildBudget(share=share) if share else None
 
     def threads_per_stream(self) -> int:
-        """Return the requested threads, or an equal share of the cores (at least one)."""
+        """Return the number of threads that was set, or an equal share of the cores."""
         return self.threads or max(1, available_cores() // max(1, self._streams_here))
 
     @property
@@ -269,7 +272,7 @@ class EngineOptions:
 def refuse_unless(
     options: object, allowed: Callable[[float], bool], expected: str, *names: str
 ) -> None:
-    """Raise ValueError for fields of options with a forbidden value; ``None`` is allowed."""
+    """Raise ValueError if a named field has a forbidden value; ``None`` is allowed."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not allowed(value):

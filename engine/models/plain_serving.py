@@ -1,7 +1,7 @@
 """Serving of a bundle whose exits may not answer: in mode off, or one sample at a time.
 
-These are bundles of ONNX files as they are, of models without a profitable exit, and of dry runs,
-whose exits were made on random inputs.
+Such bundles come from unchanged ONNX files, from models without a profitable exit, and from dry
+runs, whose exits were made on random inputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def served_mode(manifest: Manifest, mode: Mode, *, uncertified: bool = False) -> Mode:
-    """Return the mode that a model is served in: off, if it has no exits that may answer.
+    """Return the mode in which a model is served: off if no exit of the model may answer.
 
     Exits of a dry run may answer if this is allowed although nothing is certified
     (``uncertified``).
@@ -43,7 +43,7 @@ def options_for(name: str, manifest: Manifest, options: EngineOptions) -> Engine
 
 
 def notes_on(name: str, manifest: Manifest, options: EngineOptions) -> tuple[str, ...]:
-    """Return sentences on how such a bundle is served, without full stops."""
+    """Return sentences, without full stops, on how a model whose exits may not answer is served."""
     if manifest.calibration.random_inputs:
         answered = (
             "the unmodified model is served, in mode off; --uncertified-exits lets exits answer"

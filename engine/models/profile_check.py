@@ -1,10 +1,11 @@
 """The check whether a bundle's profile holds on this CPU, when the bundle is loaded.
 
-A bundle is profiled where it is compiled. Another CPU is not only faster or slower: the relative
-cost of heads and of borders (cuts between stages) differs, and so does whether exits pay. So the
-source model and the stages run in turns for a second or two (at least a few times, which takes
-longer for slow models), at a few batch sizes without exits, and the profile is scaled part by part
-to the measured times. The measurement is stored by CPU, next to the bundle (it is not part of it).
+A bundle is profiled where it is compiled. On another CPU, not only the speed differs: heads and
+borders (cuts between stages) have another relative cost, and an exit that pays on one CPU may not
+pay on another. Therefore the source model and the stages run in turns for a second or two, at a few
+batch sizes; no sample leaves at an exit. Each runs at least a few times, which takes longer for
+slow models. The profile is then scaled, part by part, to the measured times. The measurement is
+stored by CPU in a file next to the bundle.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ LIMIT_S = 1.5
 """Time limit for the rounds of a model, without loading its sessions."""
 _EFFORT = Effort(least=4, most=40, seconds=0.5 * LIMIT_S, half_width=0.01)
 _RUNS = 2.5 * (_EFFORT.least + 3)
-"""Runs of the source model that the least effort takes at a batch size, including warm-up; a round
-runs it, and the stages, which take somewhat longer."""
+"""Time of the smallest possible measurement at one batch size, in runs of the source model,
+including warm-up. A round runs the source model and the stages, which take somewhat longer."""
 _LEAST_SHARE = 1e-6
-"""Assumed least share of the model's time that a stage has, so that the share can be scaled."""
+"""Smallest share of the model's time that a stage is assumed to have, so that the share can be
+scaled."""
 _KEPT = 16
-"""Number of machines that are remembered."""
+"""Largest number of machines whose measurements are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class MeasuredTimes:
     batch_size: int
     source_ms: float
     stages: tuple[float, ...]
-    """Time of each stage, as a share of the source model's in the same round."""
+    """Time of each stage, as a share of the source model's time in the same round."""
 
 
 def profile_here(
@@ -108,8 +110,9 @@ def measure(
 ) -> tuple[list[MeasuredTimes], tuple[str, ...]]:
     """Run the source model and the stages of a plan in turns, at a few batch sizes.
 
-    Returns the measured times, and the ways in which the machine was disturbed. ``cpu_clock`` is
-    the backend's, if it has one: where workers run the stages, theirs counts.
+    Returns the measured times, and the ways in which the machine was disturbed. ``cpu_clock``
+    measures processor time. It is the backend's clock, if the backend has one: if workers run the
+    stages, the processor time of the workers counts.
     """
     if cpu_clock is None:
         cpu_clock = getattr(backend, "cpu_clock", time.process_time)
@@ -169,7 +172,7 @@ def _timers(
     inputs: Mapping[str, NDArray[Any]],
     clock: Callable[[], float],
 ) -> list[Timer]:
-    """Return timers of the source model and the stages, each with its inputs if no row leaves."""
+    """Return timers of the source model and the stages, each with the inputs of a whole batch."""
     batch: TensorBatch = slot.upload(inputs)
     timers: list[Timer] = [partial(_step_ms, loaded, (0, 0), slot, batch, clock)]
     staged = loaded[1]
@@ -188,7 +191,7 @@ def _step_ms(
     batch: TensorBatch,
     clock: Callable[[], float],
 ) -> float:
-    """Time one stage of the source model's pipeline or of the staged one."""
+    """Time one stage of one of the two pipelines (source model, stages), in milliseconds."""
     place, index = at
     pipeline = loaded[place]
     started_s = clock()
@@ -203,11 +206,12 @@ def scaled(
 
     ``source_begins`` is the first segment of the source model.
 
-    At each measured size, the source model is scaled by its own time, and segments by the change of
-    their stage's share. Between measured sizes, factors are interpolated over the logarithm of the
-    size; beyond them, the nearest factors apply. Heads and borders are scaled by the excess of all
-    stages over the model, over all sizes together, since it is a small difference of large times.
-    In a cascade the source model is a stage, and the quantised model is known from its stages only.
+    At each measured size, the time of the source model is scaled to its measured time, and the
+    times of segments by the change of their stage's share. Between measured sizes, factors are
+    interpolated over the logarithm of the size; outside of them, the nearest factors apply. Heads
+    and borders are scaled by the excess of all stages over the model. One factor holds for all
+    sizes, because the excess is a small difference of large times. In a cascade the source model is
+    a stage, and the times of the quantised model are known only from its stages.
     """
     sizes = np.log2(compiled.batch_sizes)
     known = np.log2([s.batch_size for s in seen])
@@ -250,14 +254,14 @@ class _Factors:
 
     source: float
     stages: tuple[float, ...]
-    """Ratio for the segments of each stage, as shares of the source model's time."""
+    """Ratio for the segments of each stage; their times are shares of the source model's time."""
     expected: float
     """Profiled time of heads and borders, as a share of the source model's time."""
     beyond: float
-    """Excess time of all stages over the model; noise can make it negative, but not in a
-    cascade."""
+    """Measured excess time of all stages over the source model, as a share of the source model's
+    time. Noise can make the excess negative, except in a cascade."""
     unseen: float = 1.0
-    """The ratio for segments of the quantised model that are in no stage."""
+    """Ratio for segments of the quantised model that belong to no stage."""
 
 
 def _factors(compiled: Profile, plan: Plan, seen: MeasuredTimes, *, is_cascade: bool) -> _Factors:
@@ -339,7 +343,7 @@ def read_kept(
 
 
 def write_kept(path: Path, here: dict[str, str], profile: Profile) -> None:
-    """Store a measurement, replacing the whole file; on failure it is measured again later."""
+    """Store a measurement, replacing the whole file; after a failure it is repeated later."""
     kept = dict(list(_kept(path).items())[-_KEPT + 1 :])
     kept[_key(here)] = {"machine": here, "profile": to_plain(profile)}
     try:

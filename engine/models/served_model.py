@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 MERGING: Final = PolicyName("refill")
 """Policy for a split model, if the requested one cannot serve it."""
 _TIMED_RUNS = 5
-"""Number of timed runs; the fastest is the machine's speed relative to the profile."""
+"""Number of timed runs; the fastest one sets the machine's speed relative to the profile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,8 @@ class ServedModel:
     evidence: EndEvidence | None = None
     """Evidence about the served engines, if they have another precision than the bundle."""
     lengths: LengthRules = field(default_factory=LengthRules)
-    """Rules for samples of different length: which share a batch, and which lengths are new."""
+    """Rules on lengths: which samples of different length share a batch, and which lengths are new.
+    """
     limits: ValueLimits = field(default_factory=ValueLimits)
     """Values of inputs that the model accepts."""
     bundle: str = ""
@@ -111,7 +112,7 @@ class ServedModel:
     exits: int = 0
     """Number of the bundle's exits; 0 where none runs (mode off)."""
     state_bundle: Path | None = None
-    """Path of the bundle, where extensions keep exit statistics next to it across restarts;
+    """Path of the bundle, if extensions keep exit statistics in a file next to it across restarts;
     ``None`` keeps none."""
     split_by: DeploymentMaker | None = None
     """Maker of deployments for other plans, where the model is split among devices."""
@@ -130,7 +131,7 @@ class ServedModel:
         *,
         splits: ModelSplits | None = None,
     ) -> Self:
-        """Prepare the stages, warm up every batch size, and measure their speed here.
+        """Prepare the stages, warm them up at every batch size, and measure their speed here.
 
         ``parallel`` is the device's limit on parallel batches; ``splits`` is the plan of the
         cluster whose devices run the streams. BackendError if a stage cannot be loaded,
@@ -223,7 +224,7 @@ class ServedModel:
 
 
 def merging_options(name: str, options: ModelOptions) -> ModelOptions:
-    """Return options with a policy that merges at splits; OptionsError if that is impossible."""
+    """Return options with a policy that merges at splits; OptionsError if no such policy fits."""
     chosen = options.scheduling
     if chosen.name in ("fixed", "cheapest"):
         raise OptionsError(
@@ -299,7 +300,7 @@ def warm_slots(backend: Backend, models: Mapping[str, ServedModel], streams: int
 
 
 def _arithmetic(bundle: Bundle, backend: Backend) -> dict[str, str]:
-    """Return the arithmetic of the answers: observations hold for no other arithmetic."""
+    """Return facts on the arithmetic of the answers; observations hold only for equal facts."""
     certified = {"certified": bundle.evidence.records.sha256} if bundle.evidence else {}
     return {"backend": backend.name, "engines": bundle.arithmetic, **certified}
 
@@ -358,7 +359,7 @@ def _speed(
     slot: Slot,
     sizes: Collection[int],
 ) -> float:
-    """Warm up (the first run at a size allocates), and return observed over predicted time.
+    """Warm up (the first run at a size allocates), and return observed divided by predicted time.
 
     Where slots share nothing, only timed sizes are run: :func:`warm_slots` warms the serving ones.
     """

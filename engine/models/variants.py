@@ -26,7 +26,7 @@ _CHOOSING = "slackfit, max-batch, max-accuracy, cheapest or fixed:EXIT@VARIANT"
 def variants_to_serve(
     bundle: Bundle, mode: Mode, options: ModelOptions, *, is_split: bool
 ) -> tuple[Bundle, ...]:
-    """Return the bundle as each of its variants that may serve, starting with number 1.
+    """Return one bundle for each variant that may serve, starting with number 1.
 
     ``is_split`` is whether a plan splits the model among workers. Logs why none serves.
     """
@@ -87,17 +87,18 @@ def log_dominated(bundle: Bundle, chosen: Collection[int]) -> None:
 
 
 def mode_of_variants(mode: Mode) -> Mode:
-    """Return the mode of batches of variants, where the full model runs in ``mode``.
+    """Return the mode of variants' batches, if the full model runs in ``mode``.
 
-    In release mode they leave, as in audit mode: a variant is chosen when there is no time for the
-    full model, as an exit is forced, and running the full model after it would take that time. Its
-    answers are no evidence about the observed exits, and audits compare a share of them.
+    In release mode, too, samples leave after a variant's answer, as in audit mode. A variant is
+    chosen when there is no time for the full model, and running the full model after it would take
+    that time. A variant's answers are no evidence about the observed exits; audits compare a share
+    of the answers.
     """
     return Mode.AUDIT if mode is Mode.RELEASE else mode
 
 
 def as_fast_as(here: Profile, compiled: Profile, of_variant: Profile) -> Profile:
-    """Return a variant's profile, scaled by the full model's time on this machine."""
+    """Return a variant's profile, scaled like the full model's from ``compiled`` to ``here``."""
     factors = np.array(here.source_ms) / np.interp(
         here.batch_sizes, compiled.batch_sizes, compiled.source_ms
     )

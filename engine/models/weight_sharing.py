@@ -1,9 +1,9 @@
-"""The choice of the models of a bundle that share one copy of their weights in memory.
+"""Decides which models of a bundle share one copy of their weights in memory.
 
-Sharing saves memory and costs time, so the operator decides (``--share-weights``). By default, it
-costs only time that was measured to be small: the full model keeps packed weights, as it produces
-the answers that variants are measured by, and a variant shares if that took at most
-:data:`MOST_MORE_TIME` longer when the bundle was compiled.
+Sharing saves memory and costs time, so the operator decides (``--share-weights``). By default,
+weights are shared only where this costs little time. The full model keeps packed weights, because
+its answers are the reference for variants. A variant shares weights if this made it at most
+:data:`MOST_MORE_TIME` slower when the bundle was compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offramp.engine.stages.plan import StageSpec
 _log = logging.getLogger(__name__)
 
 MOST_MORE_TIME: Final = 0.1
-"""Largest additional share of a variant's time that sharing may cost by default."""
+"""Largest additional time that sharing may cost by default, as a share of the variant's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,10 @@ class WeightSharing:
     """The form of the weights of each of a bundle's models in memory."""
 
     forms: tuple[WeightForm, ...]
-    """Form by variant; 0 is the full model."""
+    """Form of the weights by variant; 0 is the full model."""
     audits: WeightForm
-    """Form of the full model after a variant, which runs a few samples for comparison."""
+    """Form of the full model's weights when it runs after a variant, for the audit of a few
+    samples."""
     time_ratios: Mapping[int, float]
     """Measured time with shared weights over time with packed weights, by sharing variant."""
 
@@ -48,7 +49,7 @@ class WeightSharing:
         return replace(spec, weight_form=form)
 
     def slowed(self, profile: Profile, variant: int) -> Profile:
-        """Return a variant's profile, measured with packed weights, for its form of weights."""
+        """Convert a variant's profile, measured with packed weights, to its form of weights."""
         ratio = self.time_ratios.get(variant, 1.0)
         if ratio == 1:
             return profile

@@ -5,7 +5,8 @@ disagreement of the end with the float32 model was bounded once, when the engine
 (:class:`~offramp.bundle.engines.PrecisionEvidence`). The same applies where a dynamically quantised
 model answers some samples differently in other batches
 (:class:`~.schema.batch_effect.BatchEffect`): exits are compared with the end of the same batch.
-Users see the sum of both; it holds with the confidence that remains of both levels.
+Users see the sum of both disagreements. The sum holds with a lower confidence: the risks (1 -
+confidence) of both bounds are added.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ EndEvidence: TypeAlias = PrecisionEvidence | BatchEffect
 
 
 def end_evidence(bundle: Bundle) -> EndEvidence | None:
-    """Return the evidence on the model's end that reduces a bundle's promise, if any."""
+    """Return the evidence that the model's end disagrees with the source model, if there is any."""
     return bundle.evidence or bundle.manifest.batch_effect
 
 
 def whole_status(status: ControlStatus, evidence: EndEvidence | None) -> ControlStatus:
-    """Return a status for the float32 model; the estimate adds two shares that may overlap."""
+    """Return a status relative to the float32 model; it adds two shares that may overlap."""
     if evidence is None:
         return status
     level = both_hold(status.confidence_level)
@@ -45,7 +46,7 @@ def whole_status(status: ControlStatus, evidence: EndEvidence | None) -> Control
 
 
 def whole_policy(policy: ExitPolicy, evidence: EndEvidence | None) -> ExitPolicy:
-    """Return a policy whose promise is for the float32 model."""
+    """Return a policy whose promise is relative to the float32 model."""
     promise = policy.promise
     if evidence is None or promise is None:
         return policy

@@ -26,7 +26,7 @@ class WrappedFiles:
     """Bundles of ONNX files, wrapped one at a time; used by one thread."""
 
     def __init__(self) -> None:
-        """Create nothing yet: most engines serve no ONNX file."""
+        """Start without a folder: most engines serve no ONNX file."""
         self._folder: Path | None = None
         self._lock: FileLock | None = None
         self._count = 0
@@ -41,11 +41,11 @@ class WrappedFiles:
         return output
 
     def holds(self, bundle: Path) -> bool:
-        """Return whether a bundle is one of these."""
+        """Return whether a bundle is in this folder."""
         return self._folder is not None and bundle.parent.parent == self._folder
 
     def remove(self, bundle: Path) -> None:
-        """Remove a bundle if it is one of these."""
+        """Remove a bundle if it is in this folder."""
         if self.holds(bundle):
             shutil.rmtree(bundle.parent, ignore_errors=True)
 

@@ -28,8 +28,8 @@ class OnnxFileError(EngineError):
 def is_onnx_file(path: Path) -> bool:
     """Return whether a path to serve is an ONNX file rather than a bundle, which is a folder.
 
-    Every regular file counts as one, and so does a missing file called ``.onnx``: reading it raises
-    the error.
+    Every regular file counts as an ONNX file. A missing file whose name ends in ``.onnx`` counts,
+    too, so that reading it raises the error.
     """
     return path.is_file() or (path.suffix == SUFFIX and not path.is_dir())
 
@@ -40,9 +40,9 @@ async def wrap(
     """Write the bundle of an ONNX file to ``output``, which must not exist.
 
     ``answer`` names the output to serve, which a file with several outputs needs; ``task`` is the
-    kind of the answer, or ``None`` to derive it from its shape. The libraries of custom operators
-    that this process uses are used there too. The process ends with this one, or when the caller is
-    cancelled; ``output`` is a whole bundle or absent.
+    kind of the answer, or ``None`` to derive it from the answer's shape. A new process does the
+    work, with the same libraries of custom operators as this process. The new process ends when
+    this process ends, or when the caller is cancelled; ``output`` is then a whole bundle or absent.
 
     Raises:
         OnnxFileError: The file cannot be wrapped, a package is missing, or no process starts.
@@ -75,7 +75,7 @@ def _arguments(path: Path, output: Path, answer: str | None, task: str | None) -
 
 
 def _reason(path: Path, status: int, said: str) -> str:
-    """Return the compiler's own error, which names the file, or how its process ended."""
+    """Return the compiler's error, which names the file, or how its process ended."""
     if said.startswith(_PREFIX):
         return said.removeprefix(_PREFIX).replace(str(path.absolute()), str(path))
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -1,7 +1,8 @@
 """Answers of exits that wait for the comparison with the model's end.
 
-Where answers are compared as classes, each answer has its code immediately. Where answers agree if
-they are near each other, agreement is known only at the end: until then the values are kept.
+If answers are compared as classes, each answer has its code immediately. If answers agree when
+their values are near each other, agreement is known only at the model's end; until then the values
+are kept.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TakesCodes(Protocol):
 
 
 class AnswerLog(Protocol):
-    """Passes the answers to samples on to a recorder."""
+    """Receives the answers to samples, and passes their codes to a recorder."""
 
     def begin(self, sample_ids: SampleIds, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Keep what the comparison needs of the inputs [n, …] of starting samples [n]."""
@@ -91,7 +92,7 @@ class _Codes:
 
 
 class _Waiting(NamedTuple):
-    """A sample in progress: its mask, and its answers by exit."""
+    """A sample in progress: the mask of its inputs, and its answers by exit."""
 
     mask: NDArray[Any] | None
     said: dict[int, NDArray[Any]]

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Departures:
-    """Rows that were answered while some exits were in use, by the exit where they left.
+    """Numbers of rows (samples) by the exit where they left, for one set of exits in use.
 
     A row counts once, when it is answered. Retries, stages after the answer (audits, release mode)
     and rows without an answer do not count.
@@ -17,9 +17,11 @@ class Departures:
     exits: tuple[int, ...]
     """Exits in use, in depth order, including those in shadow mode, where no row leaves."""
     left: tuple[int, ...]
-    """[exits + 1]: rows that left at each exit, sure enough; the last is the model's end."""
+    """[exits + 1]: rows that left at each exit with enough confidence; the last is the model's end.
+    """
     forced: tuple[int, ...]
-    """[exits + 1]: rows that were forced to leave there without being sure enough."""
+    """[exits + 1]: rows that were forced to leave at each exit, with less confidence than its
+    threshold."""
 
     def __sub__(self, before: Departures) -> Departures:
         """Return the counts since ``before``, of the same exits."""
@@ -30,14 +32,14 @@ class Departures:
         )
 
     def decided(self) -> tuple[int, ...]:
-        """Rows that each exit decided about, [exits]: all that left there or deeper."""
+        """[exits]: for each exit, rows about which it decided: rows that left there or deeper."""
         here = [sure + forced for sure, forced in zip(self.left, self.forced, strict=True)]
         return tuple(accumulate(reversed(here)))[::-1][:-1]
 
     def went_on(self) -> tuple[int, ...]:
-        """Rows that each exit decided to let go on, [exits].
+        """[exits]: for each exit, rows that did not reach its threshold.
 
-        Rows that were forced to leave count as going on, and do not count for deeper exits.
+        Rows that were forced to leave at an exit count for this exit, but not for deeper exits.
         """
         pairs = zip(self.decided(), self.left[:-1], strict=True)
         return tuple(decided - left for decided, left in pairs)

@@ -1,12 +1,12 @@
 """The input guard: inputs unlike the calibration data are excluded from the evidence.
 
-Thresholds were certified, and are tested while serving, on the answers to samples. Any client could
-send noise, make the controller find that samples have changed, and so switch exits off for all
-clients. Therefore a sample is no evidence if an element is not a finite number (where the
-calibration data had none such), or is far outside their range. No exit answers it: it runs to the
-model's end, where its answer is the unmodified model's (unless a scheduling policy ends its batch
-earlier, which is marked as forced). Noise within the range still counts, as it may be the intended
-load; the drift alarm detects it, and it may switch exits off.
+Thresholds are tested while serving on the answers to samples. A client that sends noise could make
+the controller believe that inputs have changed; the controller would then switch exits off for all
+clients. Therefore a sample is no evidence if an element is far outside the range of the calibration
+data, or is not a finite number although all calibration data were finite. No exit answers such a
+sample: it runs to the model's end and gets the unmodified model's answer. (A scheduling policy may
+end its batch earlier; the answer is then marked as forced.) Noise within the range still counts,
+because it may be the intended load; the drift alarm detects such noise, and may switch exits off.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ MARGIN: Final = 0.5
 
 
 class InputGuard:
-    """Separates samples within the calibration range, element by element, from others.
+    """Detects samples with an element outside the calibration range of this element.
 
-    Where a mask counts their lengths, a sample that is shorter or longer than all calibration
-    samples is out of range too, without a margin.
+    If a mask input determines the length of samples, a sample that is shorter or longer than all
+    calibration samples is out of range, too; the length has no margin.
     """
 
     def __init__(self, ranges: InputRanges) -> None:

@@ -26,9 +26,9 @@ class LearningStatus:
     size_bytes: int = 0
     """Size of the recording, in bytes."""
     attempts: int = 0
-    """Compilations started since the server started."""
+    """Number of compilations that were started since the server started."""
     failures: int = 0
-    """Compilations that failed in a row."""
+    """Number of compilations that failed in a row."""
     step: int = 0
     """Step of the running compilation, from 1; 0 without one."""
     steps: int = 0

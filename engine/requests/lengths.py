@@ -1,11 +1,12 @@
 """Samples of different length: batch keys, padding, and the detection of new lengths.
 
 Where the compiler found that padding changes no answer by more than rounding, samples of nearly
-equal length share a bucket, and a batch is padded to its longest sample. A bucket spans
-:data:`STEP` lengths: a sample that joins a batch is padded by fewer positions, and saves another
-run of the model, which reads all weights again (for a MiniLM on two cores, a run took as long as
-about 20 positions; ``benchmarks/lengths.py``). Under policies that merge the remainders of several
-batches, a batch is padded to the end of its bucket, so that all batches of a bucket have one shape.
+equal length share a bucket, and a batch is padded to its longest sample. A bucket contains
+:data:`STEP` lengths, so a sample is padded by fewer positions than that. The padding costs less
+than another run of the model, which would read all weights again: for a MiniLM on two cores,
+another run took as long as about 20 positions (``benchmarks/lengths.py``). Under policies that
+merge the remainders of several batches, a batch is padded to the end of its bucket, so that all
+batches of a bucket have one shape.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ STEP: Final = 8
 
 Arrays: TypeAlias = Mapping[str, NDArray[Any]]
 BatchKey: TypeAlias = tuple[tuple[int, ...], ...]
-"""Shapes of a sample by input, in the order of input names; padded where that is allowed."""
+"""Shapes of a sample by input, in the order of input names; padded shapes where padding is allowed.
+"""
 
 
 class Added(NamedTuple):
@@ -35,13 +37,13 @@ class Added(NamedTuple):
     samples: int
     """Number of samples that were padded."""
     positions: int
-    """Number of positions added to them, in total."""
+    """Number of positions that were added to these samples, in total."""
 
 
 class LengthRules:
-    """The symbolic sizes of a model: its paddings, and the lengths in the calibration data.
+    """Rules for a model's symbolic sizes: allowed padding, and lengths in the calibration data.
 
-    ``whole_buckets`` pads to the end of a bucket; ``pads`` is whether anything is padded.
+    With ``whole_buckets``, samples are padded to the end of their bucket.
     """
 
     def __init__(

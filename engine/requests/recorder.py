@@ -1,9 +1,9 @@
-"""The record of the answers of exits and model to served samples, until a controller reads it.
+"""Records the answers of exits and of the model to served samples, until a controller reads them.
 
-The streams' threads write it as samples pass, without a lock: every sample has its own place, by
-its sample id, in preallocated buffers. One other thread reads it, in the order in which samples
-were started, up to the first that is still in progress. If samples were read as they finish, those
-that leave would be counted before those that are audited.
+The streams' threads write the record without a lock: every sample has its own place in preallocated
+buffers, by its sample id. One other thread reads the record, in the order in which samples were
+started, up to the first sample that is still in progress. If samples were read in the order in
+which they finish, samples that leave early would be counted before audited samples.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from offramp.certify import MODEL_END, UNKNOWN, Observations
 from offramp.engine.control.evidence_window import EvidenceWindow, Origin
 
 CAPACITY: Final = 1 << 14
-"""Number of samples in the ring; a power of two."""
+"""Number of samples in the ring buffer; a power of two."""
 _MOST_AT_ONCE: Final = 1 << 12
 """Largest number of samples in one read."""
 _NOBODY: Final = -1
@@ -44,7 +44,7 @@ class AnswerRing:
     def compared(
         self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
     ) -> None:
-        """Record the codes of an exit's answers, now that they are known."""
+        """Record the codes of an exit's earlier answers, which are known only now."""
         slots, mine = self._own(sample_ids)
         self._prediction[exit_index, slots] = prediction[mine]
 
@@ -54,7 +54,7 @@ class AnswerRing:
         self._final[slots] = prediction[mine]
 
     def _own(self, sample_ids: SampleIds) -> tuple[SampleIds, NDArray[np.bool_]]:
-        """Return the slots of samples that still own theirs, and which samples those are.
+        """Return the slots of the samples that still own a slot, and a mask of these samples.
 
         A very slow sample, whose slot was reused, must not write into another sample's slot.
         """
@@ -64,12 +64,12 @@ class AnswerRing:
 
 
 class Recorder(AnswerRing):
-    """A ring of samples by sample id, with random decisions on which are audited; at first all are.
+    """A ring of samples by sample id; it decides at random which are audited (at first all).
 
-    ``exits`` is K, all exits of the bundle, in use or not; ``seed`` is for the random decisions,
-    ``None`` takes one from the system; ``capacity`` is a power of two. ``window`` decides which
-    samples are evidence; others are not audited, unless ``release``: then all samples run to the
-    end.
+    ``exits`` is K, the number of exits of the bundle, in use or not. ``seed`` is for the random
+    decisions; ``None`` uses a random seed. ``capacity`` is a power of two. ``window`` decides which
+    samples are evidence. Other samples are not audited, except with ``release``: then all samples
+    run to the model's end.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Recorder(AnswerRing):
         self.left_out = 0
         """Samples that are no evidence because their inputs are out of range."""
         self.discounted = 0
-        """Samples that are no evidence because of equal ones, or too many of the same source."""
+        """Samples that are no evidence: equal samples came before, or one source sent too many."""
         self._window = window or EvidenceWindow()
         self._admitting = threading.Lock()
         """Held while the window decides, as several streams use it."""
@@ -113,7 +113,7 @@ class Recorder(AnswerRing):
     def start(self, sample_ids: SampleIds, version: int, *, forced: bool = False) -> None:
         """Record samples [n] that start under a policy version, and decide which are audited.
 
-        ``forced`` is whether they will have to leave before the model's end.
+        ``forced`` is whether the samples will have to leave before the model's end.
         """
         # A sample that is retried so late that its slot was reused is left out.
         sample_ids = sample_ids[self._sample_id[sample_ids & self._mask] <= sample_ids]
@@ -142,7 +142,7 @@ class Recorder(AnswerRing):
     def record_variant_samples(self, sample_ids: SampleIds, audit_probability: float) -> None:
         """Record samples that a variant answers: they are no evidence about the policy's exits.
 
-        Their audits are decided again.
+        Whether they are audited is decided again, with ``audit_probability``.
         """
         slots, _ = self._own(sample_ids)
         self._aside[slots] = True
@@ -179,7 +179,7 @@ class Recorder(AnswerRing):
         self._prediction[exit_index, slots] = prediction[mine]
 
     def answered(self, sample_ids: SampleIds, exit_index: int, forced: NDArray[np.bool_]) -> None:
-        """Record samples that an exit answered; ``forced`` [n] are below its threshold."""
+        """Record samples that an exit answered; ``forced`` [n] marks those below its threshold."""
         slots, mine = self._own(sample_ids)
         self._answered_at[slots] = exit_index
         self._forced[slots] |= forced[mine]
@@ -198,7 +198,7 @@ class Recorder(AnswerRing):
     def take(self) -> Observations | None:
         """Return the results of the next samples, in the order in which they were started.
 
-        ``None`` if the next one is still in progress. Only one thread may read.
+        ``None`` if the next sample is still in progress. Only one thread may read.
         """
         self._skip_overwritten()
         expected = np.arange(self._read, self._read + min(_MOST_AT_ONCE, self._mask + 1))

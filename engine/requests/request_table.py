@@ -29,7 +29,7 @@ from offramp.engine.scheduling.decisions import Rows
 _log = logging.getLogger(__name__)
 
 _MEMORY = 1 / 32
-"""Weight of one delivery in the running means."""
+"""Weight of one delivery of answers in the running means of the delay."""
 _MOST, _LEAST_BOUND_S = 2.0, 1e-3
 
 
@@ -63,8 +63,9 @@ class RequestAnswers:
 class Request:
     """A request in the engine: inputs, answers so far, and futures for its caller.
 
-    The executor owns it (under its lock) from submission until it is completed, then the event
-    loop does; ``followup`` and ``final`` stay the executor's until the former is resolved.
+    The executor owns the request (under its lock) from submission until it is completed; then the
+    event loop owns it. ``followup`` and ``final`` belong to the executor until ``followup`` is
+    resolved.
     """
 
     number: int
@@ -103,7 +104,7 @@ class Request:
     error: EngineError | None = None
     """Reason why there will be no answer."""
     withdrawn: bool = False
-    """True if its caller left."""
+    """True if the caller no longer waits."""
     unseen: int = 0
     """Number of samples of a length that calibration never had."""
 
@@ -123,13 +124,13 @@ class Request:
 class CompletionQueue:
     """Passes completed requests from the streams' threads to the event loop.
 
-    The loop is woken once for any number of requests. The queue is filled and the loop woken under
-    the executor's lock. The loop never waits for that lock: otherwise a stream's thread would have
-    to let the loop run.
+    The loop is woken once for any number of requests. Streams' threads fill the queue and wake the
+    loop while they hold the executor's lock. The loop takes requests without this lock; if it
+    waited for the lock, a stream's thread would have to let the loop run first.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """Start empty; ``clock`` is the executor's."""
+        """Start empty; ``clock`` is the executor's clock, in seconds."""
         self._clock = clock
         self._woken_s = 0.0
         self._delay_s = 0.0
@@ -199,7 +200,7 @@ class RequestTable:
         self._clock = clock
         self._open: dict[int, Request] = {}
         self.traced: set[int] = set()
-        """Numbers of requests with a timeline, and of some that have ended."""
+        """Numbers of the requests with a timeline; some of these requests may have ended."""
         self._followed: dict[int, Request] = {}
         """Answered requests whose callers wait for samples that run on."""
 
@@ -239,9 +240,10 @@ class RequestTable:
     ) -> None:
         """Store a stage's answers to n samples of a request, if it is still open.
 
-        ``rows`` [n] are within the request, ``values`` [n, classes]. ``exit_index`` is the exit of
-        ``variant`` that answered, or ``MODEL_END``. ``forced`` [n] marks samples below its
-        threshold that leave to be in time; ``following`` is the number of samples that run on.
+        ``rows`` [n] are the samples' positions in the request, ``values`` [n, classes] their
+        answers. ``exit_index`` is the exit of ``variant`` that answered, or ``MODEL_END``.
+        ``forced`` [n] marks samples below the exit's threshold that leave to meet a deadline;
+        ``following`` is the number of samples that run on.
         """
         request, count = self._open.get(number), len(confidence)
         if request is None:
@@ -275,7 +277,7 @@ class RequestTable:
         values: NDArray[Any],
         confidence: NDArray[np.float32],
     ) -> None:
-        """Store the end's answers to answered samples of a request, if its caller needs them."""
+        """Store the model end's answers to answered samples, if the caller needs them."""
         request = self._followed.get(number) or self._open.get(number)
         if request is not None and request.final is not None:
             request.final.fill(rows, values, confidence)
@@ -289,7 +291,7 @@ class RequestTable:
             self._follow_up(request)
 
     def withdraw(self, number: int) -> bool:
-        """Record that a caller left; return whether its request is open."""
+        """Record that a caller no longer waits; return whether its request is still open."""
         request = self._open.get(number)
         if request is None:
             return False
@@ -302,7 +304,7 @@ class RequestTable:
         self._followed.pop(number, None)
 
     def drop(self, dropped: Iterable[Dropped], failure: EngineError | None = None) -> None:
-        """Count samples that leave without an answer; ``failure`` is the reason of failed ones."""
+        """Count samples that leave without an answer; ``failure`` is the error, if any."""
         for item in dropped:
             request = self._open.get(item.request)
             if request is None:
@@ -339,7 +341,7 @@ class RequestTable:
             self._complete(request)
 
     def _complete(self, request: Request) -> None:
-        """Pass a request to its caller, unless the caller left."""
+        """Pass a request to its caller, if the caller still waits."""
         if request.withdrawn:
             return
         if request.error is None:
@@ -347,7 +349,7 @@ class RequestTable:
         self._completions.add(request.future, request)
 
     def _follow_up(self, request: Request) -> None:
-        """Pass on the final answers once all are complete."""
+        """Pass the final answers to the caller once all are complete."""
         if request.following == 0 and self._followed.pop(request.number, None) is not None:
             self._completions.add(request.followup, request)
 
@@ -365,7 +367,7 @@ class RequestTable:
 
 
 def _lost_by(request: Request) -> DropCause:
-    """Return why an answer is useless: its whole request was dropped before."""
+    """Return why the whole request of an answer was dropped before the answer came."""
     if request.withdrawn:
         return DropCause.CANCELLED
     late = isinstance(request.error, DeadlineExceededError)

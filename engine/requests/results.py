@@ -28,10 +28,11 @@ class EngineResult:
     confidences: NDArray[np.float32]
     """[n]: confidence of the answer, 0 to 1."""
     forced: NDArray[np.bool_]
-    """[n]: whether the sample was forced out there, below the exit's threshold, to be in time."""
+    """[n]: whether the sample was forced to leave at its exit, below the threshold, to meet a
+    deadline."""
     policy_version: int
     variants: NDArray[np.int16]
-    """[n]: variant that answered, whose exits ``exits`` counts; 0 is the full model."""
+    """[n]: variant that answered; 0 is the full model. ``exits`` are exits of this variant."""
     details: Mapping[str, str] = field(default_factory=dict)
     """Further parameters of the response, by name."""
 
@@ -59,7 +60,7 @@ class ResultKind(StrEnum):
 
     @property
     def partial(self) -> bool:
-        """True if it adds to the earlier results, rather than replaces them."""
+        """True if this result adds to the earlier results; ``False`` if it replaces them."""
         return self in (ResultKind.PART, ResultKind.LAST)
 
 
@@ -91,7 +92,7 @@ class StreamResult(EngineResult):
 
     @classmethod
     def second(cls, answer: Answer, request: Request) -> Self:
-        """Return the second answer: the first, with the model's own answers where known."""
+        """Return the second answer: the first, updated with the model's own answers where known."""
         first, final = request.first, request.final
         assert first.values is not None
         assert final is not None
@@ -143,7 +144,7 @@ class ModelInfo:
     decoupled: bool = False
     """True if a request on a stream gets any number of parts, unless it asks otherwise."""
     answer: Answer | None
-    """The model's answer; ``None`` for a kind that only the model's engine knows."""
+    """The model's answer; ``None`` for a kind of answer that only the model's engine knows."""
     platform: str
     """Platform name, for instance ``offramp_onnxruntime-cpu``."""
     max_batch_size: int

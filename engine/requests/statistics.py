@@ -37,7 +37,7 @@ class Histogram:
     counts: tuple[int, ...]
     """Counts by bucket, one more than ``bounds``: the last is above all of them."""
     total: float
-    """Sum of the observations."""
+    """Sum of the observed values."""
 
     @property
     def count(self) -> int:
@@ -68,7 +68,8 @@ class StageStatistics:
     label: str
     """Name: ``exit 3`` or ``final``."""
     threshold: float
-    """Least confidence to leave with; ``NEVER`` where no sample leaves (any more)."""
+    """Smallest confidence with which a sample leaves; ``NEVER`` if no sample leaves here (any
+    more)."""
     answered: int
     """Number of samples that left here with an answer."""
     forced: int
@@ -81,11 +82,11 @@ class StageStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantStatistics:
-    """The counts of a variant of the model, a subnet of it."""
+    """The counts of a variant (a subnet) of the model."""
 
     name: str
     answered: int
-    """Number of samples that it answered."""
+    """Number of samples that the variant answered."""
     forced: int
     """Number of these that no certificate covers."""
     audited: int
@@ -93,7 +94,7 @@ class VariantStatistics:
     disagreed: int
     """Number of the audited samples whose answers differ."""
     agreement: float
-    """Share of samples that the whole subnet answered like the full model at calibration."""
+    """Share of the calibration samples that the whole subnet answers like the full model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class CountersSnapshot:
     failed: dict[str, int]
     """Samples without an answer, by cause (:data:`FAILURE_CAUSES`), where there are any."""
     failed_requests: int = 0
-    """Requests that ended with an error, or that their callers withdrew."""
+    """Number of requests that ended with an error, or that their callers withdrew."""
     retried: int
     """Samples of failed batches that were retried."""
     queued: int
@@ -123,9 +124,9 @@ class CountersSnapshot:
     """Samples of batches that were resumed elsewhere after losing their worker, counted each
     time."""
     auditing: int = 0
-    """Samples that have their answer and run on, for feedback."""
+    """Samples that have their answer and run on to the model's end, to compare the answers."""
     lost_feedback: int = 0
-    """Samples whose feedback was lost: their batch failed, or it was not read in time."""
+    """Samples whose comparison was lost: their batch failed, or the result was not read in time."""
     out_of_range: int = 0
     """Samples that no exit answered because their inputs are unlike those of calibration."""
     discounted: int = 0
@@ -135,11 +136,11 @@ class CountersSnapshot:
     padded: int = 0
     """Samples that were padded to share a batch, counted each time."""
     padded_positions: int = 0
-    """Positions that were added to them."""
+    """Positions (of sequences) by which samples were padded."""
     variants: tuple[VariantStatistics, ...] = ()
     """Variants that may serve in addition to the full model."""
     departures: tuple[Departures, ...] = ()
-    """Answers of the full model by the exits in use; each set of exits once."""
+    """Numbers of the full model's answers, by exit, for each set of exits that was in use."""
     queue_s: Histogram
     """Seconds from submission to first dispatch, per request part."""
     latency_s: Histogram
@@ -169,7 +170,8 @@ class ModelStatistics(CountersSnapshot):
     streams_in_service: int
     workers: int = 0
     workers_in_service: int = 0
-    """Worker processes that run the stages, and the available ones; 0 if this process runs them."""
+    """Number of worker processes that run the stages, and number of these that are available; 0 if
+    this process runs the stages."""
     worker_restarts: int = 0
     """Number of workers that were started to replace a lost one."""
     restarts: int
@@ -186,7 +188,7 @@ class ModelStatistics(CountersSnapshot):
 
 
 Place: TypeAlias = tuple[int, int]
-"""A variant, and one of its exits, or ``MODEL_END``."""
+"""A variant, and one of the variant's exits or ``MODEL_END``."""
 
 
 def _depth(place: Place) -> tuple[int, bool, int]:
@@ -214,7 +216,7 @@ class HistogramCounter:
 
 
 class StageCounters:
-    """Counts the events of one exit, or the end, of a variant, over all plans."""
+    """Counts the events of one exit of a variant (or of the variant's end), over all plans."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -247,7 +249,7 @@ class DepartureCounters:
         self._forced = [0] * len(self._places)
 
     def count(self, exit_index: int, rows: int, forced: int) -> None:
-        """Count ``rows`` that are answered at an exit or the end, ``forced`` of them."""
+        """Count ``rows`` that leave at an exit or at the end; ``forced`` of them were forced."""
         place = self._places[exit_index]
         self._left[place] += rows - forced
         self._forced[place] += forced
@@ -266,8 +268,9 @@ class Counters:
     def __init__(self, variants: Sequence[str] = ()) -> None:
         self._variants = tuple(variants)
         self.stages: dict[Place, StageCounters] = {}
-        """Counters by variant, and the exit that the stage ends with: ``MODEL_END`` for the model's
-        own answer. For a variant, the end is the full model, which audits run."""
+        """Counters by variant and exit at the end of the stage; ``MODEL_END`` is the model's own
+        answer. For a variant, ``MODEL_END`` is the answer of the full model, which runs for audits.
+        """
         self._departures: dict[tuple[int, ...], DepartureCounters] = {}
         self.requests = 0
         self.samples = 0
@@ -317,7 +320,7 @@ class Counters:
         discounted: int = 0,
         variants: Sequence[VariantStatistics] = (),
     ) -> CountersSnapshot:
-        """Return the counts so far, with those of scheduler and recorder at the same time."""
+        """Return the counts so far, together with counts of the scheduler and the recorder."""
         in_depth_order = sorted(self.stages, key=_depth, reverse=True)
         stages = tuple(self.stages[place].snapshot() for place in in_depth_order)
         return CountersSnapshot(

@@ -36,7 +36,7 @@ class ValueLimits:
 
 
 def _or(value: float | None, otherwise: float) -> float:
-    """Return a bound in the type that compares fastest with integers in Python."""
+    """Return a bound, as an int if possible: Python compares it faster with integers."""
     if value is None:
         return otherwise
     return int(value) if float(value).is_integer() else value

@@ -1,8 +1,9 @@
 """The agreement of a variant with the full model, measured while it serves.
 
-Subnets answer outside the promise unless they are certified, so no controller uses them; their
-agreement is measured nevertheless. A random share of the samples that a variant answers runs on
-through the full model, and the two answers are compared (:mod:`.comparison`).
+The promise does not cover a subnet's answers unless the subnet is certified, so no controller uses
+its answers as evidence. Their agreement is measured nevertheless. A random share of the samples
+that a variant answers runs on through the full model, and the two answers are compared
+(:mod:`.comparison`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from offramp.certify import MODEL_END, UNKNOWN
 from offramp.engine.requests.recorder import CAPACITY, AnswerRing, SampleIds
 
 AUDITED_SHARE: Final = 0.02
-"""Share of a variant's answers after which the sample runs on: small, as variants serve when there
-is no time for the full model."""
+"""Share of a variant's samples that run on through the full model. It is small, because variants
+serve when there is no time for the full model."""
 
 
 class AuditCounts(NamedTuple):
@@ -37,7 +38,7 @@ class VariantAudits(AnswerRing):
     def __init__(self, exits: int) -> None:
         super().__init__(exits, CAPACITY)
         self.counts = AuditCounts(0, 0)
-        """Counts, replaced as a whole; written by one thread at a time."""
+        """Counts, replaced as a whole tuple; written by one thread at a time."""
 
     def start(self, sample_ids: SampleIds) -> None:
         """Record samples [n] that start."""

@@ -1,4 +1,4 @@
-"""Sans-I/O scheduling: which stage runs on which samples, when.
+"""Scheduling without I/O: decides which stage runs on which samples, and when.
 
 The server's executor, the simulator and the tests drive the same objects.
 """

@@ -1,20 +1,20 @@
 """Admission control: requests that would only be dropped later are refused before they are queued.
 
 Under overload a policy drops what it cannot serve in time, which keeps the device's goodput high.
-But by then each such request has cost its arrays, a place in the queue and an error response, on
-the CPU cores that front end and streams need: at twice the capacity, most of that work was wasted.
-An early refusal costs almost nothing.
+But each dropped request has already cost its arrays, a place in the queue and an error response, on
+the CPU cores that the front end and the streams need. At twice the capacity, most of that work was
+wasted. An early refusal costs almost nothing.
 
 The share to refuse is that of adaptive throttling (Beyer et al., Site Reliability Engineering,
 2016, chapter 21): where ``kept`` of the ``arrived`` recent samples were answered, the probability
 is max(0, (arrived − K · kept) / (arrived + 1)). So K times the capacity is admitted, whether the
-device, the front end or another process limits it, and a single late sample after a pause refuses
-few others. K > 1 keeps enough load for policies to choose faster settings, and detects when more
-can be served. As long as the policy drops no sample, no request is refused.
+device, the front end or another process limits the capacity. After a pause, a single late sample
+causes few refusals. K > 1 admits enough load that policies choose faster settings, and that a
+higher capacity is detected. As long as the policy drops no sample, no request is refused.
 
-A request that the queue does not endanger is not refused either: its slack exceeds the time that
-the samples before it take at the recent rate. Before it are samples of its priority and of higher
-ones.
+A request is not refused either if the queue does not endanger it: its slack exceeds the time that
+the samples before it take at the recent rate. These are the waiting samples of its own priority and
+of higher priorities.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ MEMORY_S: Final = 0.25
 HEADROOM: Final = 1.1
 """K: samples admitted for each answered one."""
 PATIENCE: Final = 2.0
-"""Slack from which the queue does not endanger a request, as a multiple of the queue's time."""
+"""The queue does not endanger a request whose slack is at least this multiple of the queue's time.
+"""
 _LEAST: Final = 1e-3
-"""Decayed number of lost samples below which none counts as lost."""
+"""If the decayed number of lost samples is below this, no sample counts as lost."""
 
 
 class AdmissionControl:
-    """Counts recent samples, and decides whether to admit more; seeded, so it is repeatable."""
+    """Counts recent samples, and decides whether to admit more; repeatable, because seeded."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)  # noqa: S311 - a share, no secret
@@ -45,7 +46,7 @@ class AdmissionControl:
 
     @property
     def overloaded(self) -> bool:
-        """True if any samples were lost recently."""
+        """True if any samples were dropped or refused recently."""
         return self._lost > 0.0
 
     def keep(self, samples: int, now_s: float) -> None:
@@ -59,7 +60,7 @@ class AdmissionControl:
         self._lost += samples
 
     def refuses(self, samples: int, slack_s: float, ahead: int, now_s: float) -> bool:
-        """Return whether to refuse samples with ``slack_s`` left if ``ahead`` others come first."""
+        """Return whether to refuse samples with ``slack_s`` left and ``ahead`` others in front."""
         if not (self._lost and ahead) or slack_s == math.inf:
             return False
         self._fade(now_s)

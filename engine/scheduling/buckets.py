@@ -15,7 +15,7 @@ class Queueable(Protocol):
     """An item that may be consumed while it is queued."""
 
     left: int
-    """Amount that is left; at 0 the item is consumed, and skipped."""
+    """Amount of the item that is left; at 0 the item is consumed, and is skipped."""
 
 
 _T = TypeVar("_T", bound=Queueable)
@@ -25,9 +25,9 @@ class SortedQueue(Generic[_T]):
     """A priority queue: O(1) for items that arrive in order, O(log n) for others.
 
     Requests with equal time limits arrive in the order of their deadlines, so nearly all are
-    appended to a deque; only the others are pushed on a heap. Consumed items are removed when they
-    reach the front, or all together when they are the majority: memory stays proportional to the
-    items left.
+    appended to a deque; only requests out of this order are pushed on a heap. Consumed items are
+    removed when they reach the front, or all together when they are the majority. Memory stays
+    proportional to the number of items left.
     """
 
     def __init__(self) -> None:
@@ -79,14 +79,14 @@ class Bucket:
     """The samples of one batch key that wait for stage 0, most urgent first."""
 
     def __init__(self, batch_key: Hashable, *, aged: bool) -> None:
-        """Start empty; ``aged`` if :meth:`oldest_s` will be used."""
+        """Start empty; ``aged`` must be true if :meth:`oldest_s` will be used."""
         self.batch_key = batch_key
         self.size = 0
         """Number of waiting samples."""
         self.latest_s = 0.0
-        """Upper bound of the times at which they are due."""
+        """Upper bound of the times at which the waiting samples are due."""
         self.lowest_priority = 0
-        """Lower bound of their priorities."""
+        """Lower bound of the waiting samples' priorities."""
         self._by_urgency: SortedQueue[Submission] = SortedQueue()
         self._by_age: SortedQueue[Submission] | None = SortedQueue() if aged else None
         # Marks of BucketIndex:
@@ -141,7 +141,7 @@ class Bucket:
         return head[1]
 
     def oldest_s(self) -> float:
-        """Return the submission time of the oldest waiting sample; it must not be empty."""
+        """Return the submission time of the oldest waiting sample; the bucket must not be empty."""
         assert self._by_age is not None, "this bucket does not track ages"
         head = self._by_age.head()
         assert head is not None, "an empty bucket has no oldest submission"
@@ -195,7 +195,7 @@ class BucketIndex:
             self._time(bucket)
 
     def next(self, now_s: float) -> Bucket | float:
-        """Return the bucket to serve, or the time of the next one (infinity if none waits)."""
+        """Return the bucket to serve, or the time when one is ready (infinity if none waits)."""
         timers = self._timers
         while timers and timers[0][0] <= now_s:
             _, _, bucket = heapq.heappop(timers)
@@ -241,7 +241,7 @@ class BucketIndex:
             self._ready_limit = 2 * len(self._ready) + 64
 
     def _time(self, bucket: Bucket) -> None:
-        """Set the bucket's only timer; an existing one expires early and is then set again."""
+        """Set the bucket's timer; an existing timer stays: it expires early, then is set again."""
         if not bucket.timed:
             bucket.timed = True
             due_s = bucket.oldest_s() + self._max_delay_s

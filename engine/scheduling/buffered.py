@@ -52,7 +52,8 @@ class BufferedBucket:
 
     batch_key: Hashable
     variant: int = 0
-    """Variant of the samples; others have other weights, and cannot share a batch."""
+    """Variant of the samples; different variants have different weights, and cannot share a batch.
+    """
     batches: list[BufferedBatch] = field(default_factory=list)
     size: int = 0
     due_s: float = float("inf")
@@ -72,7 +73,7 @@ class BufferedBucket:
                 self.add(buffered)
 
     def most_urgent(self, limit: int) -> list[NDArray[np.bool_]]:
-        """Return a mask for each batch: its samples among the ``limit`` most urgent ones."""
+        """Return for each batch a mask of its samples that are among the ``limit`` most urgent."""
         due_s = np.concatenate([buffered.due_s for buffered in self.batches])
         priorities = np.concatenate([buffered.samples.priorities for buffered in self.batches])
         chosen = np.zeros(self.size, np.bool_)
@@ -88,10 +89,10 @@ class BufferedQueue:
     size: int = 0
     """Number of waiting samples."""
     deadline_s: float = float("inf")
-    """Lower bound of their deadlines."""
+    """Lower bound of the waiting samples' deadlines."""
     discarded: list[int] = field(default_factory=list)
-    """Numbers of buffered batches without waiting samples; a scheduler has one list for all its
-    queues, and empties it."""
+    """Numbers of buffered batches that have no waiting samples any more. A scheduler has one list
+    for all its queues; the scheduler empties it."""
 
     def buffer(
         self, samples: RowSet, batch_key: Hashable, number: int, now_s: float, variant: int = 0

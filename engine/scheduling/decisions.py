@@ -1,9 +1,9 @@
 """The vocabulary of scheduling: plain decisions, without clock, threads or tensors.
 
 The executor, the simulator and the tests call ``next(stream, now)`` whenever a stream is idle, and
-pass ``update`` the rows that were sure enough; all consequences are in a :class:`StepOutcome`. All
-times are absolute seconds of one monotonic clock. A sample is identified by its request and its row
-in the request.
+pass to ``update`` the rows whose confidence reached the threshold. All consequences are in a
+:class:`StepOutcome`. All times are absolute seconds of one monotonic clock. A sample is identified
+by its request and its row in the request.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Key: TypeAlias = tuple[Any, ...]
 """Sort key, compared as a tuple, smallest first; the last element is unique."""
 
 Rows: TypeAlias = NDArray[np.intp]
-"""Positions in a batch, in ascending order."""
+"""Positions of rows in a batch, in ascending order."""
 _NO_ROWS: Rows = np.empty(0, np.intp)
 
 
@@ -48,16 +48,17 @@ class DropCause(StrEnum):
     EXPIRED = "expired"
     """The deadline passed."""
     INFEASIBLE = "hopeless"
-    """The deadline had not passed, but could not be met, or only at the cost of other samples."""
+    """The deadline had not passed, but could not be met, or only by making others late."""
     CANCELLED = "cancelled"
     """The caller left."""
     FAILED = "backend_error"
-    """The execution failed, alone or with no time left, or another part of the request failed."""
+    """The sample's execution failed, alone or without time for a retry; or another part of its
+    request failed."""
 
 
 @dataclass(slots=True, eq=False)
 class Submission:
-    """A request of some samples, all for stage 0, and the number that still waits."""
+    """A request of some samples for stage 0, and the number of samples that still wait."""
 
     request: int
     """Unique; never reused."""
@@ -76,7 +77,7 @@ class Submission:
 
 
 class RowSet(NamedTuple):
-    """The samples of a batch as a struct of arrays [n]; never modified in place."""
+    """The samples of a batch, as arrays [n] of their properties; never modified in place."""
 
     requests: NDArray[np.int64]
     """Request of each row; rows of one request are adjacent, except in merged batches."""
@@ -106,7 +107,7 @@ class RowSet(NamedTuple):
         return len(self.answered) - int(np.count_nonzero(self.answered))
 
     def by_request(self) -> Iterator[RowSet]:
-        """Yield one set for each request."""
+        """Yield one row set for each request."""
         for request in dict.fromkeys(self.requests.tolist()):
             yield self.take(np.flatnonzero(self.requests == request))
 
@@ -116,7 +117,7 @@ class RowSet(NamedTuple):
         return bool((self.requests == self.requests[0]).all())
 
     def dropped(self, cause: DropCause) -> list[Dropped]:
-        """Return reports that all rows leave; answered rows are not reported."""
+        """Return reports that all rows leave unanswered; answered rows are not reported."""
         requests, counts = np.unique(self.requests[~self.answered], return_counts=True)
         pairs = zip(requests.tolist(), counts.tolist(), strict=True)
         return [Dropped(request, count, cause) for request, count in pairs]
@@ -128,12 +129,12 @@ def concatenate(parts: Sequence[RowSet]) -> RowSet:
 
 
 class Piece(NamedTuple):
-    """Rows of a batch that was buffered at a split, and is now part of a merged batch."""
+    """Rows of a buffered batch that are now part of a merged batch."""
 
     number: int
     """Number of the buffered batch: :attr:`StepOutcome.buffered`."""
     positions: Rows
-    """Row numbers in that batch when it was buffered."""
+    """Positions of the rows in the buffered batch when it was buffered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +157,22 @@ class StepOutcome(NamedTuple):
     released: Rows = _NO_ROWS
     """Rows that have their answer now, forced or not."""
     given_up: Rows = _NO_ROWS
-    """Rows that leave without an answer: late or withdrawn; also in ``dropped`` and ``lost``."""
+    """Rows that leave without an answer, late or withdrawn; also reported in ``dropped`` and
+    ``lost``."""
     survivors: Rows = _NO_ROWS
-    """Rows that go on to the next stage, including those that run on for feedback only."""
+    """Rows that go on to the next stage, including answered rows that run on for feedback."""
     buffered: int | None = None
-    """Number under which to keep tensors until ``discarded`` contains it: the survivors' tensors if
-    they wait at the split, or the inputs of the stage of an interrupted batch."""
+    """Number under which to keep tensors until ``discarded`` contains this number. The tensors are
+    those of survivors that wait at a split, or the stage inputs of an interrupted batch."""
     ended: Rows = _NO_ROWS
     """Rows that were released at an earlier stage and have run to the deepest stage."""
     dropped: Sequence[Dropped] = ()
-    """Samples, started or not, that left without an answer."""
+    """Samples that left without an answer, whether they were started or not."""
     lost: Sequence[RowSet] = ()
-    """Started samples that left before the model's end, including answered ones: they produce no
-    more results."""
+    """Started samples that left before the model's end and produce no more results; some of them
+    may have an answer."""
     discarded: Sequence[int] = ()
-    """Numbers of kept tensors that are not needed after the run just decided."""
+    """Numbers of kept tensors that are not needed after the run that was just decided."""
     model: str = ""
     """Model of the samples, where a device's ``next`` reports them."""
 
@@ -192,7 +194,7 @@ class SchedulerFullError(Exception):
 
 
 class Run(NamedTuple):
-    """The decision to run ``stage`` on some samples, as rows of one batch, in their order."""
+    """The decision to run ``stage`` on some samples: the rows of one batch, in this order."""
 
     batch: int
     """Number of the batch, the same at all its stages."""
@@ -201,10 +203,10 @@ class Run(NamedTuple):
     deepest: int
     """Stage where all remaining samples must leave; none of them runs beyond it."""
     pieces: tuple[Piece, ...] = ()
-    """Buffered batches that this one is merged from, in the order of its rows; empty for a new
-    batch (stage 0) and for one that continues from the previous stage."""
+    """Parts of buffered batches from which this batch is merged, in the order of its rows. Empty
+    for a new batch (stage 0), and for a batch that continues from the previous stage."""
     plan: int = 0
-    """Number of the plan that the batch was started under."""
+    """Number of the stage plan with which the batch was started."""
     variant: int = 0
     """Variant of the model that the batch runs, from start to end; 0 is the full model."""
     outcomes: tuple[StepOutcome, ...] = ()

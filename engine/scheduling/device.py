@@ -1,10 +1,10 @@
-"""Several models share the streams of one device: the choice of the next model.
+"""Chooses the next model, where several models share the streams of one device.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996) over the busy seconds of streams: the model
-that has used least of the device, relative to its weight, is served first. A model that was idle
-continues at the level of the others: unused time is not saved up, so a burst of one model never
-locks the others out. Batches are not preempted. Earliest deadline first across models was rejected:
-the model with the tightest deadlines would take the whole device.
+that has used the device for the shortest time, relative to its weight, is served first. A model
+that was idle starts again with the same used time as the other models: unused time is not saved up,
+so a burst of one model never blocks the others. Batches are not preempted. Earliest deadline first
+across models was rejected: the model with the tightest deadlines would take the whole device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Share:
     used_s: float = 0.0
     """Stream seconds that it has used, divided by its weight; comparable among busy models."""
     busy: bool = False
-    """True if it has samples anywhere."""
+    """True if the model has waiting or running samples."""
 
 
 class DeviceScheduler:
@@ -57,7 +57,7 @@ class DeviceScheduler:
         for name, model in models.items():
             self.add(name, model, weight=(weights or {}).get(name, 1.0))
         self._running: dict[int, _Share] = {}
-        """Share of the model whose batch is on each stream."""
+        """:class:`_Share` of the model whose batch runs, by stream."""
         self._started_s: dict[int, float] = {}
 
     def add(self, name: str, model: ModelScheduler, *, weight: float = 1.0) -> None:
@@ -151,7 +151,7 @@ class DeviceScheduler:
         return self._running.pop(stream).scheduler.interrupted(stream, now_s)
 
     def suspend(self, stream: int, model: str | None = None) -> None:
-        """Take a stream out of service, for one or all models; it must have no batch of these."""
+        """Take a stream out of service for one model or all; no batch of these may run on it."""
         if model is None:
             self._suspended.add(stream)
         for share in self._shares.values():

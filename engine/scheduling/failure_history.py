@@ -1,9 +1,9 @@
 """History of requests that failed because of their own data, and limits on new batches.
 
-A request that fails takes its batch with it, and the whole batch runs again, in halves. That costs
-little while it is rare. Where a considerable share of requests fails, fewer requests share a batch:
-group testing (Dorfman, 1943) pays only while most groups have no failing member. Requests that
-failed alone get a second try as long as some second tries succeed.
+If a request fails, its whole batch fails and runs again, in halves. That costs little while
+failures are rare. If a considerable share of requests fails, fewer requests share a batch: group
+testing (Dorfman, 1943) pays only while most groups have no failing member. Requests that failed
+alone get a second try as long as some second tries succeed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Final
 _MEMORY: Final = 1 / 64
 """Weight of one request in the share of failing requests."""
 _EXPECTED: Final = 0.125
-"""Mean number of failing requests in a batch above which fewer requests share one. A failing batch
-of eight costs up to three times its own time (``tests/unit/scheduling/test_failing_requests.py``).
+"""If a batch contains more failing requests than this in the mean, fewer requests share a batch. A
+failing batch of eight costs up to three times its own time
+(``tests/unit/scheduling/test_failing_requests.py``).
 """
 _LEAST_SHARE: Final = 1e-3
-"""Share of failing requests below which none counts as failing."""
+"""If the share of failing requests is below this, no request counts as failing."""
 _IN_VAIN: Final = 3
-"""Failed second tries in a row after which at most one is pending."""
+"""After this number of failed second tries in a row, at most one second try is pending."""
 _ANY_NUMBER: Final = 2**31
 
 
@@ -47,7 +48,7 @@ class FailureHistory:
         self._in_vain = 0 if succeeded else self._in_vain + 1
 
     def allows_try(self, *, waiting: bool) -> bool:
-        """Return whether to retry a request that failed alone; ``waiting``: another one waits."""
+        """Return whether to retry a request that failed alone; ``waiting`` if another waits."""
         return self._in_vain < _IN_VAIN or not waiting
 
     def _set(self, share: float) -> None:

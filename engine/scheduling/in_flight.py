@@ -1,4 +1,4 @@
-"""The started samples of a model: in batches, at splits, before a retry or a resumption."""
+"""The started samples of a model: running, or waiting at a split, for a retry or a resumption."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 _LATE: Final = frozenset({DropCause.EXPIRED, DropCause.INFEASIBLE})
 _NO_ROWS: Rows = np.empty(0, np.intp)
 _LOSSES_OF_HALVES: Final = 2
-"""Number of workers that each half of a batch may lose, if the batch failed by losing some."""
+"""Number of workers that each half of a batch may lose, if the batch failed because it lost
+workers."""
 _MOST_UNBLAMED: Final = 3
-"""Number of times that a batch's tensors may be lost before that counts as its failure."""
+"""Number of times that a batch's tensors may be lost; another loss counts as a failure of the
+batch."""
 
 
 class InFlight:
@@ -46,7 +48,8 @@ class InFlight:
         self.retries: list[ScheduledBatch] = []
         """Failed batches, or halves of them, to retry from stage 0."""
         self.interrupted: list[ScheduledBatch] = []
-        """Batches whose worker was lost, to resume at their stage; each waits as one piece."""
+        """Batches whose worker was lost, to be resumed at their stage; none is divided while it
+        waits."""
         self.plans: list[ServedPlan] = []
         """Plans, oldest first; new batches start under the last."""
         self.failures = FailureHistory()
@@ -55,7 +58,7 @@ class InFlight:
         self.suspended: set[int] = set()
         """Streams that are out of service."""
         self._cancelled: dict[int, DropCause] = {}
-        """Withdrawn requests with running samples."""
+        """Withdrawn requests that still have running samples, each with the cause."""
         self.late = 0
         """Number of samples dropped for lack of time; the owner resets it."""
         self._dropped: list[Dropped] = []
@@ -75,7 +78,7 @@ class InFlight:
         queue: SampleQueue,
         placed: PlacedPlan | None = None,
     ) -> ServedPlan:
-        """Start new batches under a plan from now on; it takes over the queue."""
+        """Start new batches with a plan from now on; the plan takes over the queue."""
         before = self.plans[-1].placed if self.plans else None
         if placed is not None:
             placed.follow(before, len(self.streams))
@@ -136,10 +139,10 @@ class InFlight:
     def fail(self, stream: int, now_s: float, *, blamed: bool = True) -> int:
         """Queue the batch of a stream for retries, in halves; return the number of their samples.
 
-        After a failure in a shared batch, most requests are well, so each half may run immediately.
-        A request that failed alone waits for all others, and fails for good the next time. If
-        neither batch nor stream is ``blamed``, this does not count as a failure, up to
-        :data:`_MOST_UNBLAMED` times.
+        After a failure of a shared batch, most of its requests are not the cause, so each half may
+        run immediately. A request that failed alone waits for all others, and is not retried after
+        its next failure. If not ``blamed``, neither batch nor stream caused the failure: it does
+        not count as one, up to :data:`_MOST_UNBLAMED` times.
         """
         batch = self.batches[stream]
         if not blamed:
@@ -177,7 +180,7 @@ class InFlight:
         return sum(len(samples.requests) for samples in requests)
 
     def _suspect_until_s(self, batch: ScheduledBatch, now_s: float) -> float:
-        """Return the end of the wait of a request that failed alone: now, if its samples queue."""
+        """Return until when a request that failed alone waits: now, if it has queued samples."""
         own = self.plans[-1].waiting.queue.holds(int(batch.samples.requests[0]))
         return now_s if own else now_s + PATIENCE_S
 
@@ -219,7 +222,7 @@ class InFlight:
         return int(np.count_nonzero(staying))
 
     def take_interrupted(self, may_run: Callable[[ScheduledBatch], bool]) -> ScheduledBatch | None:
-        """Take the batch that was interrupted first among those that may run, if any."""
+        """Take the interrupted batch that has waited longest among batches that may run, if any."""
         batch = next(filter(may_run, self.interrupted), None)
         if batch is None:
             return None
@@ -251,7 +254,7 @@ class InFlight:
     def _shrink(
         self, batch: ScheduledBatch, exited: NDArray[np.bool_], now_s: float
     ) -> StepOutcome:
-        """Decide about each row where all released rows leave."""
+        """Decide about each row of a batch; all released rows leave the batch."""
         before = len(exited)
         leaving = before
         if batch.stage < batch.deepest:
@@ -279,7 +282,7 @@ class InFlight:
         runs_on: NDArray[np.bool_],
         now_s: float,
     ) -> StepOutcome:
-        """Decide about each row where some rows run on after their answer."""
+        """Decide about each row of a batch, if some rows run on after their answer."""
         samples = batch.samples
         if batch.stage == batch.deepest:
             released, ended = (~samples.answered).nonzero()[0], samples.answered.nonzero()[0]
@@ -305,7 +308,7 @@ class InFlight:
         return StepOutcome(released, dropped, staying.nonzero()[0])
 
     def cancel(self, request: int, cause: DropCause) -> None:
-        """Withdraw a request: waiting samples leave now, running ones after their stage."""
+        """Withdraw a request: waiting samples leave now, running samples after their stage."""
         self._drop_buffered(lambda buffer: buffer.remove(request), cause)
         self._drop_retries(lambda samples: samples.requests == request, cause)
         self._drop_interrupted(lambda samples: samples.requests == request, cause)
@@ -335,7 +338,7 @@ class InFlight:
         return rows
 
     def lose(self, samples: RowSet, cause: DropCause = DropCause.FAILED) -> None:
-        """Report started samples that leave before their end."""
+        """Report started samples that leave before the model's end."""
         self.drop(samples.dropped(cause))
         self._lost.append(samples)
 
@@ -388,7 +391,7 @@ class InFlight:
                 self._shorten(batch, ~leaving)
 
     def _shorten(self, batch: ScheduledBatch, staying: NDArray[np.bool_]) -> None:
-        """Keep only some rows of an interrupted batch waiting."""
+        """Remove all but the staying rows from an interrupted batch that waits."""
         rows, ((number, positions),) = np.flatnonzero(staying), batch.pieces
         if len(rows):
             batch.samples = batch.samples.take(rows)
@@ -403,6 +406,6 @@ class InFlight:
 
 
 def halves(requests: Sequence[RowSet]) -> list[RowSet]:
-    """Join the samples of requests into two batches with equally many requests, or into one."""
+    """Join requests' samples into two batches of equally many requests, or into one batch."""
     middle = (len(requests) + 1) // 2
     return [concatenate(part) for part in (requests[:middle], requests[middle:]) if part]

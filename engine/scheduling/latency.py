@@ -12,13 +12,13 @@ from offramp.certify import MODEL_END, FloatArray
 from offramp.engine.scheduling.stage_table import Shrinking, StageTable
 
 _MEMORY = 1 / 32
-"""Weight of one observation in the running means."""
+"""Weight of one observed time in the running means."""
 _DEVIATIONS = 2.0
 """Number of mean absolute deviations added to the mean for a prediction with a margin."""
 _PATIENCE = 256
-"""Number of samples dropped in a row, without any run, after which predictions are distrusted."""
+"""If this number of samples is dropped in a row, without any run, predictions are not trusted."""
 _FASTEST, _SLOWEST = 1 / 16, 16.0
-"""Bounds of the correction: an observation beyond them has another cause."""
+"""Bounds of the correction factor: an observation outside of them has another cause than speed."""
 
 
 def stage_seconds(
@@ -28,14 +28,14 @@ def stage_seconds(
     *,
     overhead_s: float = 0.0,
 ) -> tuple[tuple[float, ...], ...]:
-    """Predict the stages of a plan, in order, at every batch size up to ``max_batch_size``.
+    """Predict the seconds of a plan's stages, in order, at batch sizes up to ``max_batch_size``.
 
     Each stage is given by its first and last segment, and the exit that it ends with (or ``None``,
-    or ``MODEL_END``). Between the sizes of the profile, times are interpolated; beyond the largest,
-    they are extrapolated with the last slope. ``overhead_s`` is the additional time per stage of
-    the executor, for any batch size. Returns [stages][max_batch_size + 1] seconds by batch size;
-    index 0 is 0. One stage with all segments of the source model costs the source model's time;
-    each stage with an exit costs its head and one border (a cut between stages) more.
+    or ``MODEL_END``). Between the sizes of the profile, times are interpolated; above the largest
+    size, times are extrapolated with the last slope. ``overhead_s`` is the additional time per
+    stage of the executor, for any batch size. Returns [stages][max_batch_size + 1] seconds by batch
+    size; index 0 is 0. One stage with all segments of the source model costs the source model's
+    time; each stage with an exit costs its head and one border (a cut between stages) more.
     """
     table = []
     for first, last, exit_ in stages:
@@ -48,7 +48,7 @@ def stage_seconds(
 
 
 def _at_sizes(profiled: Sequence[int], seconds: FloatArray, largest: int) -> list[float]:
-    """Interpolate without any fall: a smaller batch can always be padded to a larger one."""
+    """Interpolate without decreasing times: a small batch can be padded to a larger one."""
     known, values = [0, *profiled], [0.0, *np.maximum.accumulate(seconds).tolist()]
     wanted = np.arange(largest + 1)
     slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
@@ -63,14 +63,15 @@ class Latencies:
     """The predicted seconds of a model's stages; the caller serialises the calls.
 
     One factor, ``speed``, corrects all predictions: the running mean of observed times divided by
-    that of predicted ones. A profile comes from the machine that compiled, and no profile contains
-    the cost of a batch outside its graph (forming it, copies, Python). Such a cost may double the
-    time of a short stage and hardly changes that of a long one, so stages are weighted by their
-    predicted time.
+    the running mean of predicted times. A profile comes from the machine that compiled the bundle,
+    and no profile contains the cost of a batch outside of its graph (forming the batch, copies,
+    Python). Such a cost may double the time of a short stage, but hardly changes the time of a long
+    stage; so stages are weighted by their predicted time.
 
-    ``stages``, ``going_on`` and ``unanswered`` are those of the full model's :class:`StageTable`;
-    ``smaller`` are the tables of its variants 1, 2 …, for the same batch sizes (SuperServe 4.1:
-    l_φ(B)). The correction belongs to the machine, so observations of one variant apply to all.
+    ``stages``, ``going_on`` and ``unanswered`` are the arguments of the full model's
+    :class:`StageTable`; ``smaller`` are the tables of the model's variants 1, 2 …, for the same
+    batch sizes (SuperServe 4.1: l_φ(B)). The correction belongs to the machine, so observations of
+    one variant apply to all.
     """
 
     def __init__(
@@ -93,14 +94,14 @@ class Latencies:
                 "for all"
             )
         self.speed = 1.0
-        """Observed over predicted time; above 1 is slower."""
+        """Observed divided by predicted time; above 1, stages are slower than predicted."""
         self.spread = 0.0
-        """Mean absolute deviation of a stage's observed time from its usual one, divided by the
+        """Mean absolute deviation of a stage's observed time from its usual time, divided by its
         predicted time."""
         self._predicted_s = 0.0
         """Mean predicted time of a stage; 0 before the first observation."""
         self._stage_speeds = [[0.0] * table.stages for table in self.variants]
-        """Mean speed of each stage of each variant; 0 before its first observation."""
+        """Mean ``speed`` of each stage of each variant; 0 before the stage's first observation."""
         self._given_up = 0
         """Samples dropped since a stage was last observed."""
         self._usual_speed = 1.0
@@ -118,7 +119,7 @@ class Latencies:
         return tuple(tuple(row) for row in self.variants[0].seconds)
 
     def predicts_as(self, other: Latencies) -> bool:
-        """Return whether both are made from the same profiled seconds of all variants."""
+        """Return whether ``other`` is made from the same profiled seconds, for all variants."""
         return [t.seconds for t in self.variants] == [t.seconds for t in other.variants]
 
     def last(self, variant: int) -> int:
@@ -127,15 +128,15 @@ class Latencies:
 
     @property
     def latency_margin(self) -> float:
-        """The factor on predictions where being late is worse than being early.
+        """Factor on predictions for decisions in which late is worse than early.
 
-        As in TCP's retransmission timeout (RFC 6298): the mean plus some deviations. A batch whose
-        mean time equals the slack would be late every other time.
+        It is the mean plus some deviations, as in TCP's retransmission timeout (RFC 6298). A batch
+        whose mean time equals the slack would be late every other time.
         """
         return self.speed + _DEVIATIONS * self.spread
 
     def calibrate(self, speed: float) -> None:
-        """Set :attr:`speed`, observed over predicted time, before the first request."""
+        """Set :attr:`speed` (observed divided by predicted time) before the first request."""
         self.speed = self._usual_speed = min(max(speed, _FASTEST), _SLOWEST)
 
     def stage_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
@@ -143,7 +144,7 @@ class Latencies:
         return self.variants[variant].seconds[stage][batch_size] * self.speed
 
     def wasted_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
-        """Return the seconds that a batch costs beyond its share of a full batch's time."""
+        """Return the seconds by which a batch exceeds its share of a full batch's time."""
         full = self.max_batch_size
         seconds = self.variants[variant].seconds[stage]
         share_s: float = seconds[full] * batch_size / full
@@ -167,7 +168,7 @@ class Latencies:
     def largest_shrinking_batch(self, slack_s: float) -> int:
         """Return the largest batch whose mean time to the full model's answer fits the slack.
 
-        At least 1 as long as a single row could leave at some exit in time; 0 if it could not.
+        It is at least 1 if a single row can leave at some exit in time, and 0 otherwise.
         """
         slack_s /= self.latency_margin
         if slack_s < self.shrinking.earliest_s:
@@ -182,7 +183,7 @@ class Latencies:
         variant: int = 0,
         unanswered: tuple[int, int] | None = None,
     ) -> None:
-        """Record how many rows went on from a stage: see :meth:`StageTable.observe`."""
+        """Record how many rows of a batch went on after a stage: see :meth:`StageTable.observe`."""
         self.variants[variant].observe(stage, before, survivors, unanswered)
 
     def observe(self, stage: int, batch_size: int, elapsed_s: float, variant: int = 0) -> None:
@@ -210,9 +211,9 @@ class Latencies:
     def invalidate(self) -> None:
         """Record that a sample was dropped because of a prediction.
 
-        If every sample is dropped, no stage is observed. Wrong predictions (from a time when the
-        machine was busy with something else) would then persist. So after many drops without an
-        observation, predictions move back towards the usual speed.
+        If every sample is dropped, no stage is observed. Wrong predictions, from a time when the
+        machine was busy with something else, would then stay. Therefore, after many drops without
+        an observation, predictions move back towards the usual speed.
         """
         self._given_up += 1
         if self._given_up <= _PATIENCE:

@@ -1,4 +1,4 @@
-"""Parallel batch scheduling: whether a new batch may start next to running ones (PAME 4.2, 7.8)."""
+"""Parallel batch scheduling: whether a new batch may start while others run (PAME 4.2, 7.8)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from __future__ import annotations
 class ParallelLimit:
     """PAME's limit τ_b: a batch may start if each running batch has fewer rows than this.
 
-    A small batch leaves the device half idle, a large one does not: a second batch would make both
-    late. The threshold is ``fixed`` by the user, or follows from the tolerated share of samples
-    that are late (``max_violations``, PAME's violation ratio τ_l): after every ``WINDOW`` samples
-    with a deadline it falls by one if more than τ_l of them were late, and rises by one if less
-    than half of τ_l were (PAME 7.8 sweeps it by hand: throughput and latency both grow with it). It
-    starts above the largest batch of any model, where it limits nothing, and is at least 1, where
-    batches run one after another. With neither option, a batch may start on any idle stream.
+    A small batch leaves the device half idle. A large batch does not; next to it, a second batch
+    would make both late. The user sets τ_b (``fixed``), or it follows from the tolerated share of
+    samples that are late (``max_violations``, PAME's violation ratio τ_l). Then, after every
+    ``WINDOW`` samples with a deadline, τ_b falls by one if more than τ_l of these were late, and
+    rises by one if less than half of τ_l were late. (PAME 7.8 varies τ_b by hand: throughput and
+    latency both grow with it.) τ_b starts above the largest batch of any model, where it limits
+    nothing. It is at least 1; at 1, batches run one after another. With neither option, a batch may
+    start on any idle stream.
 
     All models share one limit. With several ``devices``, the streams are assigned to them in turn,
     and only batches on the same device count.
     """
 
     WINDOW = 256
-    """Samples with a deadline between two steps."""
+    """Number of samples with a deadline between two changes of τ_b."""
 
     def __init__(
         self,
@@ -46,16 +47,16 @@ class ParallelLimit:
 
     @property
     def adapts(self) -> bool:
-        """True if it needs :meth:`observe` for late samples."""
+        """True if the limit adapts to late samples, and so needs calls of :meth:`observe`."""
         return self._max_violations is not None
 
     @property
     def limits(self) -> bool:
-        """True if a batch may have to wait for it."""
+        """True if a batch may have to wait because of the limit."""
         return self.value < self._most
 
     def running(self, stream: int, rows: int) -> None:
-        """Set the number of rows of a stream's batch; 0 is no batch."""
+        """Set the number of rows in a stream's batch; 0 means no batch."""
         if rows:
             self._running[stream] = rows
         else:
@@ -72,9 +73,9 @@ class ParallelLimit:
         )
 
     def shares_failures(self, stream: int, other: int) -> bool:
-        """Return whether a failure on a stream may occur on another for the same reason.
+        """Return whether a failure on a stream may occur on another stream for the same reason.
 
-        True for the stream itself; with several devices, for all streams on the same one.
+        True for the stream itself, and with several devices, for all streams on the same device.
         """
         return stream == other or (self._devices > 1 and self._share_device(stream, other))
 

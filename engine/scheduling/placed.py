@@ -1,4 +1,4 @@
-"""A placed plan for streams that differ in the stages that they prefer, hold and may take."""
+"""A stage plan for streams that differ in the stages that they prefer, hold and may take."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from offramp.engine.scheduling.stragglers import ReplicaStatus, StragglerMonitor
 class KindPolicy(NamedTuple):
     """Policy and latencies for streams of one kind of device.
 
-    Each kind has its own, so that slack is computed with the times of the deciding stream, and
-    observations of a slow kind do not change the predictions for a fast one.
+    Each kind has its own latencies. So slack is computed with the times of the deciding stream, and
+    observations of a slow kind do not change the predictions for a fast kind.
     """
 
     policy: Policy
@@ -49,14 +49,14 @@ class PlacedPlan:
         kinds: Mapping[str, KindPolicy],
         continued_stages: Sequence[frozenset[int]],
     ) -> None:
-        """Serve a placement with the policies of its kinds; their tables must have equal sizes.
+        """Serve a placement with policies by kind; their latency tables must have equal sizes.
 
         ``continued_stages`` is the result of :meth:`Placement.continued_stages`.
         """
         sizes = {kind: k.latencies.max_batch_size for kind, k in kinds.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(
-                f"tables reach up to batches of {sizes}; use the same batch sizes for all"
+                f"latency tables reach up to batches of {sizes}; use the same batch sizes for all"
             )
         self.placement = placement
         self.latencies = {kind: k.latencies for kind, k in kinds.items()}
@@ -65,7 +65,7 @@ class PlacedPlan:
         self._kinds = [kinds[stream.kind] for stream in placement.streams]
         self._starting = {stream.kind for stream in placement.streams if 0 in stream.prefers}
         self.stragglers = StragglerMonitor([stream.kind for stream in placement.streams])
-        """Monitor of its streams; consecutive plans share one."""
+        """Monitor of the streams; consecutive plans share one monitor."""
         self._waiting = Waiting(SampleQueue(0, full=1), ())
         self._views: dict[frozenset[int], Waiting] = {}
         self._empty = BufferedQueue()
@@ -93,7 +93,7 @@ class PlacedPlan:
         self.placement = replace(self.placement, streams=streams)
 
     def holders(self) -> list[list[int]]:
-        """Return the streams that have the weights of each stage: [stages]."""
+        """Return, for each stage, the streams that have its weights: [stages]."""
         streams = range(len(self.placement.streams))
         stages = range(self.placement.stages)
         return [[n for n in streams if self.holds(n, stage)] for stage in stages]
@@ -115,7 +115,7 @@ class PlacedPlan:
         return stage in self._continued_stages[stream]
 
     def show(self, waiting: Waiting) -> None:
-        """Set the waiting samples of this plan from now on."""
+        """Set the waiting samples that this plan serves from now on."""
         self._waiting = waiting
         self._views.clear()
 
@@ -134,7 +134,8 @@ class PlacedPlan:
     def observe(self, stream: int, run: TimedRun, now_s: float, *, merged: bool) -> None:
         """Record the time of a run on a stream.
 
-        Stolen runs are ignored: they may include moving the rows, and other kinds predict them.
+        Stolen runs are ignored: their time may include moving the rows, and is predicted by another
+        kind of device.
         """
         mine, latencies = self.placement.streams[stream], self._kinds[stream].latencies
         if mine.prefers and run.stage not in mine.prefers:
@@ -148,7 +149,7 @@ class PlacedPlan:
             self.stragglers.observe(stream, run.elapsed_s / predicted_s, now_s)
 
     def may_shed(self, stream: int, others: Collection[int]) -> bool:
-        """Return whether samples too late for a stream are so for all others that start batches.
+        """Return whether samples too late here are too late for all others that start batches.
 
         ``others`` are all other streams in service.
         """
@@ -159,8 +160,8 @@ class PlacedPlan:
     def wake_s(self, stream: int, now_s: float) -> float:
         """Return the latest time at which a stream without work must ask again.
 
-        Samples that wait for other streams may expire, and a probe may become due. A probe that is
-        already due waits for work, not for a time.
+        By then, samples that wait for other streams may expire, or a probe of the stream may become
+        due. A probe that is already due waits for work, not for a time.
         """
         buffered_s = (queue.deadline_s for queue in self._waiting.buffered if queue.size)
         queued_s = self._waiting.queue.next_expiry_s()
@@ -172,12 +173,13 @@ class PlacedPlan:
     ) -> Iterator[Waiting]:
         """Yield the waiting samples that a stream considers first, and then those it may steal.
 
-        If the stream's own batch may still grow, a full batch that it may steal goes first:
-        otherwise splits with too many devices would run half-empty batches while others are late.
+        If the stream's own batch may still grow, a full batch that the stream may steal is
+        considered first. Otherwise splits with too many devices would run half-empty batches while
+        other splits are late.
 
         ``others`` are all other streams in service. A stage that an idle stream prefers is not
-        stolen. A straggler may take stages that no idle stream of usual status prefers; an
-        excluded one may take stages that no other stream in service can run, and its own stages
+        stolen. A straggler may take stages that no idle stream of normal status prefers. An
+        excluded stream may take stages that no other stream in service can run, and its own stages
         when a probe is due.
         """
         mine, monitor = self.placement.streams[stream], self.stragglers
@@ -198,7 +200,7 @@ class PlacedPlan:
             yield self._view(stages)
 
     def _whole_s(self, stream: int) -> float:
-        """Return the currently expected seconds of one row to the model's end on a stream."""
+        """Return the seconds that one row is expected to take to the model's end on a stream."""
         latencies = self._kinds[stream].latencies
         return latencies.span_s(0, latencies.stages - 1, 1)
 

@@ -1,9 +1,9 @@
 """Placements: stages that each stream prefers and holds, its speed, and links between streams.
 
-E3 assigns each split of a model its own devices (3.2, 3.3); integer numbers of devices and wrong
-forecasts leave some of them idle. Here a plan is a preference: a stream serves its own split first,
-and without work there takes waiting samples of other stages whose weights it holds (work stealing),
-unless a stream that prefers them is idle too.
+E3 assigns each split of a model its own devices (3.2, 3.3); because numbers of devices are whole
+and forecasts may be wrong, some devices stay idle. Here a plan is a preference: a stream serves its
+own split first. Without work there, it takes waiting samples of other stages whose weights it holds
+(work stealing), unless a stream that prefers these stages is idle, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from offramp.bundle.schema.serde import check_numbers
 class DeviceLink:
     """The link between replicas of adjacent splits, T_x of the paper's 3.2.1.
 
-    In plans, all rows that pass from one split to the next share one link, for any number of
+    In plans, all rows that pass from one split to the next share one link, whatever the number of
     replicas.
     """
 
@@ -42,20 +42,20 @@ NO_DELAY: Final = DeviceLink()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
-    """A kind of equal devices, and how long stages take on one of them."""
+    """A kind of equal devices, and the seconds that stages take on one device of this kind."""
 
     name: str
     speed: float = 1.0
     """Seconds relative to the model's table: 2 takes twice as long."""
     seconds: tuple[tuple[float, ...], ...] = ()
-    """[stages][max_batch_size + 1]: the kind's own table, before ``speed``; empty is the
-    model's."""
+    """[stages][max_batch_size + 1]: the kind's own table, before it is multiplied by ``speed``; if
+    empty, the model's table is used."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "speed", above=0)
 
     def own_s(self, table: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return this kind's seconds in the shape of ``table``, which is the model's own."""
+        """Return this kind's own seconds; ``table`` is the model's table, of equal shape."""
         own = self.seconds or table
         if (len(own), len(own[0])) != (len(table), len(table[0])):
             raise ValueError(
@@ -84,7 +84,7 @@ class Placement:
     streams: tuple[StreamPlacement, ...]
     kinds: tuple[DeviceKind, ...]
     row_bytes: tuple[float, ...] = ()
-    """[stages]: bytes of a row that is moved to each stage; empty means none."""
+    """[stages]: bytes of a row that moves to each stage; if empty, moving takes no bytes."""
     link: DeviceLink = NO_DELAY
     """Link between any two streams whose kinds have no link of their own."""
     links: tuple[tuple[str, str, DeviceLink], ...] = ()
@@ -131,7 +131,7 @@ class Placement:
         return any(len(stream.prefers) < self.stages for stream in self.streams)
 
     def preferred(self, streams: Iterable[int]) -> frozenset[int]:
-        """Return the stages that any of these streams prefers."""
+        """Return all stages that at least one of these streams prefers."""
         return frozenset().union(*(self.streams[stream].prefers for stream in streams))
 
     def kind_of(self, stream: int) -> DeviceKind:
@@ -147,11 +147,11 @@ class Placement:
         return self.link.seconds(size_bytes)
 
     def expected_s(self, kind: str, table: Sequence[Sequence[float]]) -> list[list[float]]:
-        """Return the expected seconds of stages for rows of a kind's streams.
+        """Return the expected seconds of all stages, for batches that start on a kind's streams.
 
-        The result is [stages][max_batch_size + 1]. Stages that these streams prefer run there;
-        other stages run on the slowest kind that prefers them, and include moving the rows where a
-        split begins.
+        The result is [stages][max_batch_size + 1]. Stages that these streams prefer run on them.
+        Other stages run on the slowest kind that prefers them; where a split begins, moving the
+        rows is included.
         """
         own = {k.name: k.own_s(table) for k in self.kinds}
         mine = self.preferred([n for n, s in enumerate(self.streams) if s.kind == kind])
@@ -169,9 +169,9 @@ class Placement:
     def continued_stages(self, table: Sequence[Sequence[float]]) -> list[frozenset[int]]:
         """Return, for each stream, the stages that a batch goes on to on the same stream.
 
-        Among the stages that a stream holds, these are all inside a split, and the first of another
-        split if the stream is not slower than some stream that prefers it: moving the rows would be
-        useless.
+        Of the stages that a stream holds, a batch goes on to all stages inside a split. It goes on
+        to the first stage of another split if the stream is not slower than some stream that
+        prefers this stage: moving the rows would be useless.
         """
         own = {kind.name: kind.own_s(table) for kind in self.kinds}
         slowest_s = [

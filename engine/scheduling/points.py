@@ -1,4 +1,4 @@
-"""Operating points: latency and agreement of answering every sample by a variant and an exit."""
+"""Operating points: a variant and the deepest exit for its samples, with latency and agreement."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ class OperatingPoint:
     """
 
     deepest: int
-    """Deepest stage that runs; the last one for the unrestricted variant."""
+    """Deepest stage that runs; the last stage if the variant is unrestricted."""
     exit: int
-    """Index into ``Manifest.exits``; ``MODEL_END`` for the last."""
+    """Exit of the deepest stage: an index into ``Manifest.exits``; ``MODEL_END`` for the last
+    stage."""
     agreement: float
     """Share of the answers that equal the unmodified model's, measured at calibration."""
     variant: int = 0
-    """Variant; 0 is the full model, to which the promise applies. Answers of others are outside it,
-    unless their exits are certified for it."""
+    """Variant; 0 is the full model, to which the promise applies. The promise covers answers of
+    another variant only if the variant's exits are certified for it."""
 
     @property
     def worth(self) -> float:
-        """Agreement; infinite for the full model to its end."""
+        """Agreement; infinite for the full model that runs to its end."""
         return math.inf if self.variant == 0 and self.exit == MODEL_END else self.agreement
 
 
@@ -69,8 +70,9 @@ def pareto_front(
     """Return the points that no other point dominates, fastest first (SuperServe 4.1, fig. 6a).
 
     A point dominates another if it takes no longer, as profiled for the largest batch, and agrees
-    at least as often; of equal points the lower variant and stage is kept. Points of the full model
-    never dominate each other: the deeper one forces fewer answers, so the promise covers more.
+    at least as often; of equal points, the point with the lower variant and stage is kept. Points
+    of the full model never dominate each other: a deeper point forces fewer answers, so the promise
+    covers more of them.
     """
 
     def seconds(point: OperatingPoint) -> float:
@@ -89,13 +91,13 @@ def pareto_front(
 def operating_points(
     exits: Sequence[tuple[int, int, float]], records: Mapping[str, NDArray[Any]], *, forced: bool
 ) -> tuple[OperatingPoint, ...]:
-    """Measure the agreement of "force the exit at depth d" of the full model, on its records.
+    """Measure how often the full model agrees if all samples must leave at a stage, on its records.
 
-    Samples that are sure enough at an earlier exit have left there, as in serving. ``exits`` are
-    (stage, exit, threshold) of each stage that has an exit, and of the last, whose exit is
-    ``MODEL_END``. ``records`` are a bundle's (``confidence``, ``prediction`` [exits, samples],
-    ``final_prediction`` and ``split`` [samples]); their certify split is used, because nothing was
-    trained on it. If exits may not be ``forced``, only the last point is returned.
+    Samples that reach the threshold of an earlier exit have left there, as in serving. ``exits``
+    are (stage, exit, threshold) of each stage that has an exit, and of the last, whose exit is
+    ``MODEL_END``. ``records`` are the bundle's arrays (``confidence``, ``prediction`` [exits,
+    samples], ``final_prediction`` and ``split`` [samples]); their certify split is used, because
+    nothing was trained on it. If exits may not be ``forced``, only the last point is returned.
     """
     chosen = records["split"] == CERTIFY
     final = records["final_prediction"][chosen]
@@ -124,7 +126,7 @@ def going_on(
 ) -> list[float]:
     """Return the share of each stage's rows that went on at calibration: [stages].
 
-    Exits and records are as in :func:`operating_points`; from a stage without an exit all go on.
+    Arguments are as in :func:`operating_points`; all rows of a stage without an exit go on.
     """
     chosen = records["split"] == CERTIFY
     staying = np.ones(int(chosen.sum()), np.bool_)

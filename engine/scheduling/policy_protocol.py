@@ -29,14 +29,14 @@ class Start(NamedTuple):
 
     @property
     def may_grow(self) -> bool:
-        """True if the batch may be fuller a little later."""
+        """True if the batch can be fuller if it starts a little later."""
         return self.bucket.size < self.limit
 
 
 class Merge(NamedTuple):
-    """The choice to merge buffered survivors into a batch and run their next stage.
+    """The choice to merge buffered survivors of a bucket into a batch and run their next stage.
 
-    A bucket holds samples of one variant only.
+    A bucket has samples of one variant only.
     """
 
     stage: int
@@ -44,11 +44,11 @@ class Merge(NamedTuple):
     limit: int
     """Largest number of samples in the batch."""
     urgent: bool = False
-    """True if it has no time left to wait for a fuller batch."""
+    """True if the samples have no time left to wait for a fuller batch."""
 
     @property
     def may_grow(self) -> bool:
-        """True if the batch may be fuller a little later, and still in time."""
+        """True if the batch can be fuller if it starts a little later, and still be in time."""
         return self.bucket.size < self.limit and not self.urgent
 
 
@@ -77,7 +77,7 @@ class Waiting:
         return Waiting(SampleQueue(0, full=1), self.buffered, self.suspended)
 
     def ready(self, now_s: float) -> Bucket | Wait | Idle:
-        """Return the bucket for the next batch, or how long to wait for one."""
+        """Return the bucket for the next batch, or the decision how long to wait for one."""
         bucket = self.queue.ready(now_s)
         if isinstance(bucket, Bucket):
             return bucket

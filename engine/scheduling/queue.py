@@ -18,12 +18,12 @@ from offramp.engine.scheduling.decisions import (
 )
 
 PATIENCE_S = 1.0
-"""Assumed time limit of requests without a deadline, for their order only: they are never refused
-as late, and requests with deadlines cannot overtake them for ever."""
+"""Assumed time limit of requests without a deadline, in seconds. It is used only to order requests:
+those without a deadline are never refused as late, and are not overtaken for ever."""
 _NEVER = float("inf")
 _RANKS = 8
-"""Largest absolute priority in counts by priority; larger ones count as this. Clients choose
-priorities, so their number is unbounded."""
+"""Largest absolute priority in counts by priority; a larger priority counts as this one. Clients
+choose priorities, so their number is unbounded."""
 _KEPT_BUCKETS = 64
 """Largest number of empty buckets that are kept for later samples. Clients choose batch keys, so
 their number is unbounded."""
@@ -46,7 +46,7 @@ class SampleQueue:
         self._aged = max_delay_s > 0.0
         self._by_deadline: SortedQueue[Submission] = SortedQueue()
         self.first_deadline_s = _NEVER
-        """Lower bound of all deadlines: nothing expires before."""
+        """Lower bound of all deadlines: no sample expires before this time."""
         self._by_rank = [0] * (2 * _RANKS + 1)
         """Number of waiting samples by priority."""
         self._sequence = 0
@@ -123,11 +123,11 @@ class SampleQueue:
         return _NEVER if head is None else float(head[0][0])
 
     def ready(self, now_s: float) -> Bucket | float:
-        """Return the bucket for the next batch, or the time of one (infinity: none)."""
+        """Return the bucket for the next batch, or the time when one is ready (infinity: none)."""
         return self._index.next(now_s) if self.size else _NEVER
 
     def take(self, bucket: Bucket, limit: int, requests: int = 2**31) -> RowSet:
-        """Take up to ``limit`` samples of a bucket, of up to ``requests`` requests, by urgency."""
+        """Take up to ``limit`` samples of up to ``requests`` requests, most urgent first."""
         taken, timed = bucket.take(limit, requests), 0
         for submission, _, size in taken:
             self.size -= size

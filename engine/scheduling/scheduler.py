@@ -1,26 +1,26 @@
-"""The mechanism: one model's queue, batches and retries, under any policy and plan.
+"""The scheduler of one model: its queue, batches and retries, under any policy and plan.
 
-Sans I/O and deterministic; the caller serialises the calls. Its guarantees, for all choices of the
-policy: every sample is released exactly once, or dropped with a cause; no sample runs a stage
-twice, except after a failure or an interruption; batches keep within the limit; within a priority
-the earliest deadline is served first; memory is proportional to waiting and running samples.
+It has no I/O and is deterministic; the caller serialises the calls. For all choices of the policy
+it guarantees: every sample is released exactly once, or dropped with a cause; no sample runs a
+stage twice, except after a failure or an interruption; batches keep within the limit; within a
+priority the earliest deadline is served first; memory is proportional to waiting and running
+samples.
 
 A batch whose worker is lost is interrupted: it is resumed at its current stage, before all other
-batches, on the first stream that asks, because the results of its earlier stages are kept. It is
-executed at least once, and answered exactly once.
+batches, on the first stream that asks. The results of its earlier stages are kept. The stage may be
+executed more than once; each sample is answered exactly once.
 
 A released sample leaves the batch, unless it is to run on for feedback (release and audit mode).
 Then it continues to the deepest stage with the others, without a deadline, and is the first to be
 dropped after a failure. A batch with only answered samples yields at the end of a stage to waiting
-samples, and continues when nothing else can run; at most as many rows as one batch may have wait
-like this. Apparate runs such batches to their end first (3.1), so waiting samples wait for
-feedback.
+samples, and continues when nothing else can run; the rows that wait like this are at most as many
+as in one batch. Apparate runs such batches to their end first (3.1), so other samples wait longer.
 
 A hot swap activates another plan for batches that start from then on; nothing waits for the swap,
-and no batch is split by it. Samples that run, are buffered at a split or are retried keep the
-stages and thresholds that they were started with, and are served before new ones; samples that wait
-for stage 0 start under the new plan. So a sample is always answered under one policy, which the
-evidence about that policy assumes.
+and the swap divides no batch. Samples that run, are buffered at a split or are retried keep the
+stages and thresholds with which they were started, and are served before new samples. Samples that
+wait for stage 0 start under the new plan. So one policy answers a sample; the evidence about a
+policy assumes this.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ from offramp.engine.scheduling.queue import SampleQueue
 from offramp.engine.scheduling.served_plan import ScheduledBatch, ServedPlan
 
 MOST_LOSSES: Final = 5
-"""Number of lost workers at which a batch counts as the cause, and has failed."""
+"""If a batch has lost this number of workers, it counts as the cause, and fails."""
 
 
 class ModelScheduler:
     """The scheduler of one model: it decides what the streams of its device run, numbered from 0.
 
     ``parallel`` is the device's limit on parallel batches; ``plan`` is the number of the first plan
-    (:attr:`Run.plan`). Where streams differ (:mod:`.placement`), ``placed`` chooses for each.
+    (:attr:`Run.plan`). Where streams differ (:mod:`.placement`), ``placed`` chooses for each
+    stream.
     """
 
     def __init__(
@@ -93,17 +94,17 @@ class ModelScheduler:
     def hot_swap(
         self, plan: int, policy: Policy, latencies: Latencies, placed: PlacedPlan | None = None
     ) -> None:
-        """Start batches under another plan from now on; its number must never have been used.
+        """Start batches under another plan from now on; its number must be new.
 
-        ValueError if it is placed and earlier plans were not (or not placed and they were), or if
-        it is placed on other streams.
+        ValueError if this plan is placed and the earlier plans are not, or the reverse, or if it is
+        placed on other streams.
         """
         self._current = self._in_flight.add_plan(plan, policy, latencies, self._queue, placed)
         self.placed = placed
 
     @property
     def plan(self) -> int:
-        """Number of the plan that batches start under from now on."""
+        """Number of the plan with which batches start from now on."""
         return self._current.number
 
     @property
@@ -128,7 +129,7 @@ class ModelScheduler:
 
     @property
     def busy(self) -> bool:
-        """True if it has samples anywhere."""
+        """True if any samples wait or run."""
         return self.waiting or bool(self._in_flight.batches)
 
     @property
@@ -153,11 +154,11 @@ class ModelScheduler:
         ahead = self._queue.ahead(priority)
         if self._admission.refuses(samples, slack_s, ahead, now_s):
             raise SchedulerFullError(
-                f"{ahead} samples wait before it, and too many were late recently"
+                f"{ahead} samples wait in front, and too many samples were late recently"
             )
 
     def submit(self, submission: Submission, now_s: float) -> StepOutcome:
-        """Queue a request's samples; SchedulerFullError if not all fit: then none is queued."""
+        """Queue a request's samples; SchedulerFullError, with none queued, if not all fit."""
         self._expire(now_s)
         try:
             self._queue.push(submission, now_s)
@@ -167,9 +168,9 @@ class ModelScheduler:
         return self._in_flight.report()
 
     def cancel(self, request: int, cause: DropCause = DropCause.CANCELLED) -> StepOutcome:
-        """Withdraw a request: waiting samples leave now, running ones after their stage.
+        """Withdraw a request: waiting samples leave now, running samples after their stage.
 
-        O(samples in flight): a request does not know where its samples are.
+        This takes O(samples in flight): a request does not know where its samples are.
         """
         dropped = self._queue.remove(request, cause)
         if dropped is not None:
@@ -211,8 +212,8 @@ class ModelScheduler:
     ) -> StepOutcome:
         """Record that the run of ``stream`` ended, and decide the next step of each row.
 
-        ``exited`` [n] are rows that were sure enough; ``runs_on`` [n] are rows that run on after
-        they were released, ``None`` for no row.
+        ``exited`` [n] marks rows whose confidence reached the threshold; ``runs_on`` [n] marks rows
+        that run on after they are released, ``None`` if no row does.
         """
         batch = self._in_flight.batches[stream]
         samples, before = batch.samples, len(exited)
@@ -251,11 +252,12 @@ class ModelScheduler:
     def failed(self, stream: int, now_s: float, *, blamed: bool = True) -> StepOutcome:
         """Record that the batch of ``stream`` failed, if it has one.
 
-        Its requests are retried from the start, half of them at a time, so that a failing request
-        is isolated and fails alone; on another stream where one is in service. A request that
-        failed alone is retried once when nothing else waits. A request that fails alone twice, or
-        has no time left, is dropped as ``FAILED``. Without ``blamed``, only its tensors were lost:
-        its requests are retried on any stream, and the failure does not count.
+        The batch's requests are retried from the start, half of them at a time, so that a failing
+        request is isolated and fails alone. They are retried on another stream if one is in
+        service. A request that failed alone is retried once, when nothing else waits. A request
+        that fails alone twice, or has no time left, is dropped as ``FAILED``. If not ``blamed``,
+        only the batch's tensors were lost: its requests are retried on any stream, and the failure
+        does not count.
         """
         self._fail(stream, now_s, blamed=blamed)
         return self._in_flight.report()
@@ -268,8 +270,8 @@ class ModelScheduler:
     def interrupted(self, stream: int, now_s: float) -> StepOutcome:
         """Record that the worker of ``stream`` was lost during its run, if it has one.
 
-        The outcome's ``buffered`` is ``None`` if nothing is resumed: no sample needs it any more,
-        or it was interrupted :data:`MOST_LOSSES` times, and has failed.
+        The outcome's ``buffered`` is ``None`` if the batch is not resumed: none of its samples is
+        needed any more, or it was interrupted :data:`MOST_LOSSES` times and so has failed.
         """
         if (batch := self._in_flight.batches.get(stream)) is None:
             return NOTHING
@@ -327,7 +329,10 @@ class ModelScheduler:
         return wait_until(until_s)
 
     def _resume(self, stream: int, *, yielding: bool) -> ScheduledBatch | None:
-        """Take an interrupted batch: one that yields to waiting samples, or one that does not."""
+        """Take an interrupted batch, if there is one.
+
+        ``yielding`` selects batches that yield to waiting samples; otherwise batches that do not.
+        """
         if not self._in_flight.interrupted:
             return None
         return self._in_flight.take_interrupted(
@@ -337,14 +342,14 @@ class ModelScheduler:
         )
 
     def _yields(self, batch: ScheduledBatch) -> bool:
-        """Return whether a batch can wait: no request and no plan change waits for it."""
+        """Return whether a batch can wait, because no request and no plan change waits for it."""
         return batch.only_feedback and batch.plan is self._current
 
     def _yields_to_waiting(self, batch: ScheduledBatch) -> bool:
-        """Return whether a batch pauses here, as other samples wait for an answer.
+        """Return whether a batch pauses at this stage because other samples wait for an answer.
 
-        At most as many rows as a batch may have are paused: they hold memory, and under overload
-        their number would grow without limit.
+        The number of paused rows is at most that of the largest batch: they use memory, and under
+        overload their number would grow without limit.
         """
         if not self._queue.size or batch.plan.placed is not None or not self._yields(batch):
             return False
@@ -352,7 +357,7 @@ class ModelScheduler:
         return bool(waiting + len(batch.samples.requests) <= self.latencies.max_batch_size)
 
     def _may_take(self, batch: ScheduledBatch, stream: int) -> bool:
-        """Return whether a stream may run a batch; not where it failed, if another stream can."""
+        """Return whether a stream may run a batch; the batch avoids a stream where it failed."""
         placed, able = batch.plan.placed, self._in_flight.others(stream)
         if placed is not None:
             if not placed.holds(stream, batch.stage):
@@ -366,7 +371,7 @@ class ModelScheduler:
     def _next_retry(
         self, plan: ServedPlan | None, stream: int, now_s: float
     ) -> ScheduledBatch | None:
-        """Take the first retry of a plan, or of any, that this stream may run by now."""
+        """Take the first retry of a plan (or of any plan) that this stream may run now."""
         for retry in self._in_flight.retries:
             waits = retry.suspect_until_s is not None and retry.suspect_until_s > now_s
             if plan in (None, retry.plan) and not waits and self._may_take(retry, stream):
@@ -375,7 +380,7 @@ class ModelScheduler:
         return None
 
     def _choose(self, plan: ServedPlan, stream: int, now_s: float) -> ScheduledBatch | Wait | Idle:
-        """Choose among waiting samples; in a placed plan, those of the stream's stages go first."""
+        """Choose among waiting samples; in a placed plan, the stream's own stages go first."""
         if (placed := plan.placed) is None:
             choice = self._ask(plan.policy, plan.waiting, now_s)
             if not isinstance(choice, Start | Merge):
@@ -419,7 +424,7 @@ class ModelScheduler:
         self._parallel.running(stream, 0)
 
     def _expire(self, now_s: float) -> None:
-        """Drop waiting samples that are too late; nearly always there are none."""
+        """Drop waiting samples that are too late; nearly always, no sample is."""
         if now_s >= self._queue.first_deadline_s:
             self._in_flight.drop(self._queue.expire(now_s))
         if self._in_flight.waiting:
@@ -427,7 +432,7 @@ class ModelScheduler:
         self._admit_less(now_s)
 
     def _admit_less(self, now_s: float) -> None:
-        """Report dropped samples since the last call to admission."""
+        """Report to admission control the samples that were dropped since the last call."""
         if self._in_flight.late:
             self._admission.lose(self._in_flight.late, now_s)
             self._in_flight.late = 0

@@ -1,4 +1,4 @@
-"""A plan that batches run under, and the batches themselves: their common state."""
+"""A stage plan that serves batches, and the batches themselves."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class ServedPlan:
     latencies: Latencies
     """Predictions for its stages, corrected by observations."""
     waiting: Waiting
-    """Samples that its policy may choose from: for an old plan, only those at its splits."""
+    """Samples from which the policy may choose; for an old plan, only samples at its splits."""
     placed: PlacedPlan | None = None
-    """Policies and latencies per stream, where streams differ; used instead of the ones above."""
+    """Policies and latencies by stream, if streams differ; used instead of ``policy`` and
+    ``latencies``."""
 
     def form(self, start: Start, requests: int) -> ScheduledBatch:
         """Form the new batch that its policy chose, of up to ``requests`` requests."""
@@ -37,9 +38,9 @@ class ServedPlan:
     def runs_on(self, stream: int, batch: ScheduledBatch, before: int, survivors: int) -> bool:
         """Return whether the survivors of a batch continue immediately to their next stage.
 
-        In a placed plan they never do where other streams should run that stage. Elsewhere they do
-        until their empty places have cost as much as a merge would: the ski-rental rule, for an
-        unknown duration.
+        In a placed plan they do not continue if other streams should run that stage. Otherwise they
+        continue until the empty places of the batch have cost as much as a merge would cost (the
+        ski-rental rule for an unknown duration).
         """
         stage, retry = batch.stage - 1, batch.by_itself
         if self.placed is None:
@@ -80,10 +81,10 @@ class ServedPlan:
 
 @dataclass(slots=True, eq=False)
 class ScheduledBatch:
-    """A batch on a stream, or one to retry; its samples leave gradually."""
+    """A batch that runs on a stream, or waits for a retry; its samples leave gradually."""
 
     plan: ServedPlan
-    """Plan that its samples were started under, and end under."""
+    """Stage plan of the batch's samples, from their start to their end."""
     stage: int
     samples: RowSet
     batch_key: Hashable
@@ -92,33 +93,33 @@ class ScheduledBatch:
     variant: int
     """Variant that its samples run, from start to end, including retries."""
     pieces: tuple[Piece, ...] = ()
-    """Buffered batches that it was just merged from."""
+    """Parts of buffered batches from which this batch was just merged."""
     by_itself: bool = False
     """True for a retry, which is never merged with other batches at splits."""
     failed_on: int | None = None
-    """Stream that its samples failed on before, if any."""
+    """Stream on which the samples failed before, if any."""
     suspect_until_s: float | None = None
-    """For a request that failed alone: time until which its second try waits for all others."""
+    """For a request that failed alone: time until which its retry waits for all other samples."""
     losses: int = 0
-    """Number of workers lost while they ran it."""
+    """Number of workers that were lost while they ran the batch."""
     number: int = 0
-    """Number that it receives when a stream takes it."""
+    """Number of the batch, which it gets when a stream takes it."""
     wasted_s: float = 0.0
-    """Cost of its empty places since it was formed."""
+    """Seconds that the empty places of the batch have cost since it was formed."""
     executing: bool = False
     started_s: float = 0.0
     earliest_s: float = field(init=False)
-    """Lower bound of its samples' deadlines."""
+    """Lower bound of the samples' deadlines."""
 
     def __post_init__(self) -> None:
         self.earliest_s = min(self.samples.deadlines_s.tolist())
 
     @property
     def only_feedback(self) -> bool:
-        """True if all its samples have their answer, and run on for feedback only."""
+        """True if all samples of the batch have their answer, and run on for feedback only."""
         return bool(self.samples.answered.all())
 
     def as_run(self) -> Run:
-        """Return the run for the stream that took it."""
+        """Return the run for the stream that took the batch."""
         number, plan = self.number, self.plan.number
         return Run(number, self.stage, self.samples, self.deepest, self.pieces, plan, self.variant)

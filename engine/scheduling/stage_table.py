@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 _ROWS_REMEMBERED = 512
-"""Rows over which the share of rows that go on is averaged."""
+"""Number of rows over which the share of rows that go on is averaged."""
 _UNUSED_EXIT_SHARE = 0.999
-"""Least share of rows going on at which an exit counts as unused."""
+"""An exit counts as unused if at least this share of its rows goes on."""
 _REBUILD_EVERY = 64
-"""Observed stages between two updates of the costs of shrinking batches."""
+"""Number of observed stages between two updates of the costs of shrinking batches."""
 
 
 class Shrinking(NamedTuple):
@@ -22,7 +22,7 @@ class Shrinking(NamedTuple):
     """
 
     answer_s: Sequence[float]
-    """[max_batch_size + 1]: mean time until a row has its answer; rising."""
+    """[max_batch_size + 1]: mean time until a row has its answer; it rises with the batch size."""
     busy_s: Sequence[Sequence[float]]
     """[stages][max_batch_size + 1]: busy time of the stream until the end of a stage."""
     earliest_s: float
@@ -32,11 +32,11 @@ class Shrinking(NamedTuple):
 class StageTable:
     """The profiled seconds of one variant's stages, uncorrected.
 
-    ``seconds`` is [stages][max_batch_size + 1] by batch size, rising; else ValueError. ``going_on``
-    is [stages], the share of the rows of a stage that go on to the next one where the policy lets
-    them (``None``: all), corrected by observations. ``unanswered`` is the share of rows without an
-    answer that go on without one; ``None``: equal to ``going_on``, as where no row runs on after
-    its answer.
+    ``seconds`` is [stages][max_batch_size + 1] and rises with the batch size; otherwise ValueError.
+    ``going_on`` [stages] is the share of a stage's rows that go on to the next stage if the policy
+    allows it (``None``: all); it is corrected by observations. ``unanswered`` [stages] is the share
+    of rows without an answer that go on without an answer; ``None`` sets it to ``going_on``, which
+    is right if no row runs on after its answer.
     """
 
     def __init__(
@@ -69,9 +69,10 @@ class StageTable:
     def observe(
         self, stage: int, before: int, survivors: int, unanswered: tuple[int, int] | None = None
     ) -> None:
-        """Record how many rows went on from a stage by its exit, before late rows are dropped.
+        """Record how many rows went on after a stage's exit, before late rows are dropped.
 
-        ``unanswered`` counts rows without an answer before and after it; ``None``: the same rows.
+        ``unanswered`` is the number of rows without an answer before and after the exit; ``None``
+        means ``before`` and ``survivors``.
         """
         self._move(self.going_on, stage, before, survivors)
         self._move(self.unanswered, stage, *(unanswered or (before, survivors)))
@@ -82,7 +83,7 @@ class StageTable:
 
     @staticmethod
     def _move(shares: list[float], stage: int, before: int, after: int) -> None:
-        """Move the share of a stage towards the observed one."""
+        """Move the share of a stage towards the observed share."""
         if before:
             weight = min(before / _ROWS_REMEMBERED, 1.0)
             shares[stage] += weight * (after / before - shares[stage])

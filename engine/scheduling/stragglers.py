@@ -17,9 +17,10 @@ from typing import Final
 FACTOR: Final = 2.0
 """Run time from which a replica is a straggler, as a multiple of the median of its kind."""
 WINDOW: Final = 16
-"""Number of runs that are evaluated, and after which the status of a replica may change."""
+"""Number of last runs that are evaluated, and of runs between two status changes of a replica."""
 PAUSE_S: Final = 1.0
-"""Pause before the probe batch of an excluded replica; doubled after each slow one."""
+"""Pause before the probe batch of an excluded replica, in seconds; doubled after each slow probe.
+"""
 LONGEST_PAUSE_S: Final = 64.0
 
 
@@ -28,18 +29,18 @@ class ReplicaStatus(IntEnum):
 
     USUAL = 0
     REDUCED = 1
-    """Only stages that no idle replica of usual status prefers."""
+    """The replica gets only stages that no idle replica of normal status prefers."""
     EXCLUDED = 2
-    """Only stages that no other replica can run, and an occasional probe batch."""
+    """The replica gets only stages that no other replica can run, and occasional probe batches."""
 
 
 @dataclass(slots=True, eq=False)
 class _Replica:
     kind: str
     ratios: deque[float]
-    """Observed over predicted seconds of its last runs."""
+    """Observed divided by predicted seconds, for the replica's last runs."""
     since_change: int = 0
-    """Number of runs since its status changed."""
+    """Number of runs since the replica's status changed."""
     status: ReplicaStatus = ReplicaStatus.USUAL
     pause_s: float = PAUSE_S
     probe_s: float = 0.0
@@ -50,13 +51,13 @@ class _Replica:
 
 
 class StragglerMonitor:
-    """Compares the run times of replicas with others of their kind; sans I/O.
+    """Compares the run times of replicas with others of their kind; without I/O.
 
-    A replica's time is the median over its last ``window`` runs of observed over predicted seconds,
-    so that different stages and sizes are comparable. A replica is slow if its time is more than
-    ``factor`` times the lower median of its kind. A slow replica is reduced by one status after
-    every window. An excluded one is probed after a pause: a batch that is not slow restores the
-    reduced status, and a window of such runs restores the usual one.
+    A replica's time is the median, over its last ``window`` runs, of observed divided by predicted
+    seconds; so different stages and batch sizes are comparable. A replica is slow if its time is
+    more than ``factor`` times the lower median of its kind. The status of a slow replica falls by
+    one after every window. An excluded replica is probed after a pause: a batch that is not slow
+    restores the reduced status, and a window of such runs restores the normal status.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class StragglerMonitor:
         return replica.probe_s if replica.status is ReplicaStatus.EXCLUDED else math.inf
 
     def observe(self, stream: int, ratio: float, now_s: float) -> None:
-        """Record the ratio of a run's observed seconds to its predicted ones."""
+        """Record the ratio of a run's observed seconds to its predicted seconds."""
         replica = self._replicas[stream]
         if replica.status is ReplicaStatus.EXCLUDED:
             self._judge_probe(replica, ratio, now_s)
@@ -113,7 +114,7 @@ class StragglerMonitor:
             replica.ratios.append(ratio)
 
     def _slow(self, replica: _Replica, ratio: float) -> bool:
-        """Return whether a ratio is slow compared with the others of its kind."""
+        """Return whether a replica's ratio is slow compared with other replicas of its kind."""
         others = [
             statistics.median(other.ratios)
             for other in self._replicas

@@ -12,8 +12,9 @@
     bench        device memory and a stream of a check
     results      results of checks, the environment, and the report
 
-The reference is a bundle's segments one after the other in plain ONNX Runtime on the CPU, numpy for
-the kernels, and, for operations that only move rows, the backend's own tensors, bit for bit.
+Results are compared with references. For stages, the reference is the bundle's segments, which run
+one after the other in plain ONNX Runtime on the CPU. For kernels, it is numpy. For operations that
+only move rows, it is the backend's own tensors, bit for bit.
 """
 
 from offramp.engine.self_check.check_results import CheckVerdict, SelfCheckReport

@@ -20,7 +20,7 @@ from offramp.engine.cuda.stream import DeviceKernels
 from offramp.engine.kernels.kernel_arguments import Launch
 
 UNTOUCHED = 0xC3
-"""Content of memory that has not been written."""
+"""Byte that fills memory before kernels write to it."""
 
 
 class DeviceBench:

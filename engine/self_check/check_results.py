@@ -1,7 +1,7 @@
 """Results of a self-check: claims and facts of each check, the environment, and the report.
 
-The environment is the device and its driver, and the facts of the machine that every measurement
-has.
+The environment is the device with its driver, and the facts about the machine that all measurements
+report.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CheckSkippedError(Exception):
 
 
 class TimeLimit:
-    """Time limit of a check: its first case always runs, others while time is left.
+    """Time limit of a check: the first case always runs, other cases run while time is left.
 
     ``clock`` returns seconds.
     """
@@ -64,7 +64,7 @@ class TimeLimit:
         return max(0.0, self._end_s - self._clock())
 
     def cases(self, cases: Iterable[_T]) -> Iterator[_T]:
-        """Yield cases while there is time, and count the others."""
+        """Yield cases while there is time, and count the omitted cases."""
         for index, case in enumerate(cases):
             if index and not self.left_s:
                 self.left_out += 1
@@ -74,17 +74,18 @@ class TimeLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One claim, about a bundle's stages or the backend itself."""
+    """A check of one claim, about a bundle's stages or the backend itself."""
 
     name: str
     asserts: str
     """The claim, in one line."""
     run: Callable[[TimeLimit], Facts]
-    """Measures; raises CheckFailedError or CheckSkippedError. Any other exception is a failure."""
+    """Function that measures, and raises CheckFailedError or CheckSkippedError. Any other exception
+    is a failure, too."""
     bundle: str | None = None
-    """Name of the model whose stages are run; ``None`` if none is."""
+    """Name of the model whose stages are run; ``None`` if the check runs no stages."""
     share: float = 1.0
-    """Share of the time for all checks, relative to the others."""
+    """Share of the time for all checks, relative to the shares of other checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class CheckResult:
     seconds: float
 
     def line(self) -> str:
-        """Describe it in one line."""
+        """Describe the result in one line."""
         what = self.reason or self.asserts
         if self.verdict is CheckVerdict.PASSED and "largest_difference" in self.facts:
             worst, allowed = self.facts["largest_difference"], self.facts.get("allowed")
@@ -113,7 +114,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelfCheckReport:
-    """All results, and their environment."""
+    """All results of a self-check, and its environment."""
 
     environment: Mapping[str, Any]
     results: tuple[CheckResult, ...]
@@ -122,7 +123,7 @@ class SelfCheckReport:
 
     @property
     def passed(self) -> bool:
-        """``True`` if no check failed, and some passed."""
+        """``True`` if no check failed, and at least one passed."""
         verdicts = {result.verdict for result in self.results}
         return CheckVerdict.PASSED in verdicts and CheckVerdict.FAILED not in verdicts
 

@@ -25,7 +25,7 @@ from offramp.engine.self_check.check_results import CheckFailedError, Facts, Tim
 _RTOL = 1e-5
 """Relative tolerance of confidences: both sides add float32 values in different orders."""
 _ROW_BYTES = (4096, 2064, 100, 17, 3, 1)
-"""Row sizes of every kind of alignment."""
+"""Row sizes in bytes, with every kind of alignment."""
 _ROWS = (1, 2, 33, 300, 1025)
 """Batch sizes from less than a warp to more than the largest block."""
 _CLASSES = (10, 1, 2, 1000, 5000)
@@ -47,12 +47,12 @@ _EDGES = (
 
 
 class _Found(NamedTuple):
-    """Results of a stage end."""
+    """Results of the kernels at a stage's end."""
 
     confidence: NDArray[np.float32]
     survivors: NDArray[np.int32]
     copied: tuple[NDArray[np.uint8], ...]
-    """Target of every tensor, [rows, row_bytes]."""
+    """Target memory of every tensor, [rows, row_bytes]."""
 
 
 class _Scores(NamedTuple):
@@ -85,7 +85,7 @@ def check_exit_check_kernel(bench: DeviceBench, limit: TimeLimit) -> Facts:
 
 
 def check_compaction_kernel(bench: DeviceBench, limit: TimeLimit) -> Facts:
-    """Compare compacted and gathered rows with numpy, for no, all, one and some rows."""
+    """Compare compacted and gathered rows with numpy, if none, all, one or some rows are kept."""
     facts: Facts = {"launches": 0, "rows": 0}
     rng = np.random.default_rng(0)
     for rows, pattern in limit.cases(product(reversed(_ROWS), range(6))):
@@ -223,7 +223,7 @@ def _hold_reduction(scores: _Scores, found: _Found, facts: Facts) -> None:
 
 
 def _hold_survivors(scores: _Scores, found: _Found, threshold: float, facts: Facts) -> None:
-    """Compare survivors by the kernel's own confidences; a threshold may equal one of these."""
+    """Check survivors against the kernel's own confidences; one may equal the threshold."""
     goes_on = ~(found.confidence >= np.float32(threshold))
     expected = np.flatnonzero(goes_on)
     if found.survivors.tolist() != expected.tolist():

@@ -21,9 +21,9 @@ _PROCESS = Path("/proc/self")
 _QUARTERS = 4
 _LOOKS = 3
 _MOST_ROUNDS = 250
-"""Largest number of rounds in a quarter."""
+"""Largest number of rounds in a quarter of a check."""
 _LEAST_RESIDENT_BYTES = 4 << 20
-"""Least total growth that exceeds the noise of the host's allocators."""
+"""Smallest total growth, in bytes, that exceeds the noise of the host's allocators."""
 _WARM_UPS = 3
 """Runs of every batch size: the third one launches a graph."""
 _CYCLES = 3
@@ -115,7 +115,7 @@ def check_close(backend: Backend, subjects: Sequence[CheckSubject], _limit: Time
 
 
 def _rounds(subject: CheckSubject, limit: TimeLimit, round_s: float) -> int:
-    """Return the number of rounds in a quarter: at least two of each batch size."""
+    """Return the number of rounds in a quarter of a check: at least two of each batch size."""
     fitting = int(limit.left_s / max(round_s, 1e-6)) // _QUARTERS
     return max(2 * len(subject.sizes), min(fitting, _MOST_ROUNDS))
 
@@ -146,7 +146,7 @@ def _refuse_growth(seen: Sequence[ResourceUsage], what: str, facts: Facts) -> No
 
 
 def _growing(seen: Sequence[ResourceUsage]) -> dict[str, list[int]]:
-    """Return the resources that grew at each measurement, by name."""
+    """Return the resources that grew at every measurement, by name, with their values."""
     found = {}
     for name in ResourceUsage._fields:
         values = [getattr(usage, name) for usage in seen]

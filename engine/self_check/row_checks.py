@@ -44,9 +44,9 @@ def check_select(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_merge(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Buffer rows of two slots and merge some: all must be present, part after part.
+    """Buffer rows of two slots and merge some of them: the merged batch must have all, in order.
 
-    Buffered rows must outlive the next upload of their slot, and the slot.
+    Buffered rows must stay valid after the next upload to their slot, and after the slot is closed.
     """
     facts: Facts = {"merges": 0, "rows": 0}
     count = subject.max_rows
@@ -85,7 +85,7 @@ def check_merge(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def _check_survivors(subject: CheckSubject, stage: int, facts: Facts) -> None:
-    """Select the rows that stay after an exit, as serving does."""
+    """Select the rows that stay after an exit, in the same way as serving does."""
     count = subject.max_rows
     with subject.slot() as slot:
         batch = subject.before(slot, take(subject.samples, slice(0, count)), stage)
@@ -118,14 +118,14 @@ def _row_sets(count: int) -> list[Rows]:
 
 
 def _some_of(count: int, index: int) -> Rows:
-    """Return all rows of some parts, and some of others."""
+    """Return all rows of some parts (buffered batches), and some rows of other parts."""
     return np.arange(count) if index % 2 else np.arange(0, count, 2)
 
 
 def _fitting(
     parts: list[TensorBatch], taken: list[Rows], most: int
 ) -> tuple[list[tuple[TensorBatch, Rows]], int]:
-    """Return as many rows of the parts, in order, as a batch may have, and the number left."""
+    """Return as many rows of the parts, in order, as fit a batch, and the number of rows left."""
     fitting, rest = [], 0
     for part, rows in zip(parts, taken, strict=True):
         kept = rows[:most]
@@ -157,7 +157,7 @@ def _hold(
     found: _Tensors,
     facts: Facts,
 ) -> None:
-    """Compare kept rows with those of the whole, bit for bit."""
+    """Compare kept rows with the same rows of the whole batch, bit for bit."""
     if len(kept) != len(rows):
         raise CheckFailedError(f"{where}: {len(rows)} rows requested, {len(kept)} returned", facts)
     for name, array in whole.items():

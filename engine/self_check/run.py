@@ -43,7 +43,7 @@ check always warms up and runs its first case."""
 _LOADING: Final = 10
 """Multiple of :data:`SECONDS` after which loading one bundle counts as hanging."""
 _CPU_TOLERANCE: Final = 1e-4
-"""Tolerance of stages on the CPU, whose sums have another order in one graph."""
+"""Tolerance of stages on the CPU: in one graph, sums are computed in another order."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ def _load(
     options: EngineOptions,
     _: TimeLimit,
 ) -> Facts:
-    """Prepare the stages that would be served; the subject is added if that succeeds."""
+    """Prepare the stages that would be served, and add the bundle to ``subjects``."""
     options = options_for(name, bundle.manifest, options)
     bundle = backend.as_computed(bundle)
     plan = make_plan(bundle, bundle.policy, options.mode)
@@ -220,8 +220,9 @@ def _load(
 def tolerance_of(bundle: Bundle, backend: Backend, options: EngineOptions) -> float:
     """Return the tolerance of a stage against the segments in float32, relative to its scale.
 
-    It is at least the tolerance that slicing was verified with. In half precision and below it
-    includes the rounding of the engine and of its graph, each as much as a build allows.
+    The tolerance is at least that of the compiler's check of the cut model. In half precision and
+    below it includes the rounding of the engine and the rounding of its graph; each is as large as
+    a build allows.
     """
     verified = bundle.manifest.verified_tolerance
     if backend.on_cpu:
@@ -239,7 +240,7 @@ class _Runner:
     def __init__(self, print_line: PrintLine, hang_timeout_s: float) -> None:
         self.results: list[CheckResult] = []
         self.hanging: str | None = None
-        """Name of the check that does not end."""
+        """Name of the check that hangs; ``None`` if none does."""
         self._print_line = print_line
         self._hangs_after_s = hang_timeout_s
 

@@ -39,7 +39,7 @@ _NO_SUCH_INPUT = "there is no such input"
 
 
 def check_slots(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Compare two parallel slots with one after the other."""
+    """Compare the results of two slots in parallel with those of one slot after the other."""
     facts: Facts = {"slots": SLOTS, "rounds": 0, "allowed": subject.tolerance}
     worst = 0.0
     work = [_work(subject, number) for number in range(SLOTS)]
@@ -95,7 +95,7 @@ def check_graphs(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_restart(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Fail a batch, close the slot and open another: valid batches must be answered as before."""
+    """Fail a batch, close the slot, open another: valid batches must get the same answers."""
     facts: Facts = {"allowed": subject.tolerance, "starts": 0}
     inputs = take(subject.samples, slice(0, min(2, subject.max_rows)))
     broken = {_NO_SUCH_INPUT: np.zeros((1, 1), np.float32)}
@@ -126,7 +126,7 @@ def _fail_on_purpose(
 
 
 def _work(subject: CheckSubject, number: int) -> list[Inputs]:
-    """Return batches of a slot with different samples; sizes recur, so that graphs are launched."""
+    """Return batches with different samples for a slot; sizes repeat, so graphs are launched."""
     sizes = [subject.max_rows, max(1, subject.max_rows // 2)]
     batches = []
     for index in range(_BATCHES):
@@ -178,7 +178,7 @@ def _run_at_once(subject: CheckSubject, work: list[list[Inputs]]) -> list[list[l
 def _departures_differ(
     where: str, found: list[Departure], wanted: list[Departure], facts: Facts
 ) -> float:
-    """Return the largest difference of answers; CheckFailedError if departures differ."""
+    """Return the largest difference of answers; CheckFailedError if the leaving rows differ."""
     exits = [[(d.stage, d.rows.tolist()) for d in each] for each in (found, wanted)]
     if exits[0] != exits[1]:
         raise CheckFailedError(
@@ -200,10 +200,10 @@ def _two_batches(subject: CheckSubject, size: int) -> tuple[Inputs, Inputs]:
 def _tell_apart(
     second: list[StageAnswer], first: list[StageAnswer], subject: CheckSubject, facts: Facts
 ) -> None:
-    """Skip the check if both batches have similar answers: stale inputs would go unnoticed."""
+    """Skip the check if both batches have similar answers: old inputs would not be noticed."""
     apart = max(difference(a.answer, b.answer) for a, b in zip(second, first, strict=True))
     facts["apart"] = max(apart, facts.get("apart", 0.0))
     if apart <= 10 * subject.tolerance:
         raise CheckSkippedError(
-            f"answers to different samples differ by only {apart:.1e}: stale ones would look alike"
+            f"answers to different samples differ by only {apart:.1e}: old ones would look alike"
         )

@@ -33,7 +33,8 @@ from offramp.engine.self_check.subject import (
 from offramp.engine.stages.plan import StageSpec
 
 _CONFIDENCE_RTOL = 1e-5
-"""Relative tolerance: both sides add float32 values in different orders, as in kernel tests."""
+"""Relative tolerance of confidences: the backend and numpy add float32 values in different orders.
+"""
 _BROKEN_ROWS = 2
 _ONE = Scales.fixed(1.0)
 
@@ -94,10 +95,10 @@ def check_carry(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_confidence(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Compare every confidence with its own answer, also for inputs that are not finite.
+    """Recompute every confidence from its answer and compare, also for inputs that are not finite.
 
-    An answer with NaN, or with infinite logits, must not be able to leave. Exits whose confidence
-    is not a function of their answer, for instance a replayed one, are skipped.
+    An answer with NaN, or with infinite logits, must not be able to leave. An exit is skipped if
+    its confidence is not a function of its answer, for instance if it is replayed.
     """
     broken = subject.maker.broken(min(_BROKEN_ROWS, subject.max_rows))
     cases: dict[str, Inputs] = {} if broken is None else {"not finite": broken}
@@ -147,7 +148,7 @@ def _follows(subject: CheckSubject, spec: StageSpec) -> bool:
 
 
 def check_thresholds(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Use thresholds equal to a confidence: these rows leave, those with a lower one stay."""
+    """Set thresholds equal to confidences: such rows must leave, and less confident rows stay."""
     exits = [spec for spec in subject.plan.stages if spec.answer is not None and not spec.final]
     if not exits:
         raise CheckSkippedError("the policy has no exits")
@@ -191,10 +192,10 @@ def check_thresholds(subject: CheckSubject, limit: TimeLimit) -> Facts:
 
 
 def check_batch_mates(subject: CheckSubject, limit: TimeLimit) -> Facts:
-    """Run samples alone, among others and among broken ones: their answers must be equal."""
+    """Run samples alone, among others and among broken samples: answers must be equal."""
     count = subject.max_rows
     if count < 2:
-        raise CheckSkippedError("the largest batch is of one row")
+        raise CheckSkippedError("the largest batch has one row")
     facts: Facts = {"allowed": subject.tolerance, "with": []}
     worst = 0.0
     target = take(subject.samples, slice(0, 1))
@@ -233,7 +234,7 @@ def _row_difference(alone: list[StageAnswer], together: list[StageAnswer], place
 
 
 def _batches(subject: CheckSubject) -> list[tuple[int, NDArray[np.intp]]]:
-    """Return sizes with the rows to run: drawn ones, then range ends; largest batch first."""
+    """Return batch sizes and the samples to run: random samples, then range ends; largest first."""
     batches = [(size, np.arange(size)) for size in reversed(subject.sizes)]
     ends = np.arange(subject.drawn_rows, subject.sample_count)
     size = min(len(ends), subject.max_rows)
@@ -245,7 +246,7 @@ def _check_form(
 ) -> None:
     if len(answer) != rows or confidence.shape != (rows,) or confidence.dtype != np.float32:
         raise CheckFailedError(
-            f"stage {spec.index} answers {rows} rows by {answer.dtype} {list(answer.shape)} with "
+            f"stage {spec.index} answers {rows} rows with {answer.dtype} {list(answer.shape)} and "
             f"confidences {confidence.dtype} {list(confidence.shape)}"
         )
 

@@ -1,12 +1,13 @@
 """A bundle on a backend, for checks: prepared stages, inputs, and reference results.
 
 Some inputs are random, some at the ends of their ranges, and some broken (NaN, infinity). A bundle
-has no samples, only facts from calibration: shapes, and mostly the least and the greatest element.
-If these are missing, the graph shows the length of the tables that integers index.
+has no samples, only facts from calibration: shapes, and for most inputs the smallest and the
+largest element. If these elements are missing, the graph shows the length of the tables that
+integer inputs index.
 
 The reference is the bundle's segments, one after the other, in plain ONNX Runtime on the CPU, with
-one session a file, unchanged. None of the backends' graph changes (fused stages, blocked layouts,
-added confidences, other precisions) is applied.
+one session for each unchanged file. The graph changes of backends (fused stages, blocked layouts,
+added confidences, other precisions) are not applied.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class TrueStage(NamedTuple):
 class CheckSubject:
     """A bundle's stages on a backend; used by one check at a time.
 
-    Its samples are ``max_rows`` (at least 7) random ones, followed by those at the ends of the
+    Its samples are ``max_rows`` (at least 7) random samples, followed by samples at the ends of the
     inputs' ranges.
     """
 
@@ -72,7 +73,7 @@ class CheckSubject:
     tolerance: float
     """Allowed difference from the reference, relative to an element's scale."""
     threads: int = 1
-    """Threads of the reference."""
+    """Number of threads of the reference."""
 
     @cached_property
     def maker(self) -> InputMaker:
@@ -156,7 +157,7 @@ class CheckSubject:
         return batch
 
     def answers(self, slot: Slot, inputs: Mapping[str, NDArray[Any]]) -> list[StageAnswer]:
-        """Run a batch through all stages; return the results of those that answer."""
+        """Run a batch through all stages; return the answers of the stages that have one."""
         found = []
         for spec, (answer, confidence, _) in self.follow(slot, inputs):
             if answer is not None:
@@ -164,7 +165,7 @@ class CheckSubject:
         return found
 
     def pipeline(self, thresholds: Sequence[float] | None = None) -> Pipeline:
-        """Return the stages in leave mode, with the policy's thresholds or others, one a stage."""
+        """Return the stages in leave mode; ``thresholds``, one a stage, replace the policy's."""
         given = [spec.threshold for spec in self.plan.stages] if thresholds is None else thresholds
         specs = tuple(
             replace(spec, threshold=float(np.float32(threshold)))
@@ -175,9 +176,10 @@ class CheckSubject:
 
     @cached_property
     def some_exiting(self) -> Pipeline:
-        """The stages with thresholds in the widest gap between confidences, so that some leave.
+        """Return the stages with thresholds at which some samples leave.
 
-        No rounding moves a sample over such a threshold.
+        Each threshold is in the widest gap between two confidences, so rounding moves no sample
+        over it.
         """
         return self.pipeline([_separating_threshold(stage) for stage in self.truth])
 
@@ -195,8 +197,9 @@ def _separating_threshold(stage: TrueStage) -> float:
 def difference(found: NDArray[Any], wanted: NDArray[Any], scales: Scales | None = None) -> float:
     """Return the largest difference over elements that are finite in ``wanted``.
 
-    It is relative to ``scales``, by default those of ``wanted``. The result is infinite if only
-    ``found`` is not finite, or has another shape; it is 0 if there is nothing to compare.
+    The difference is relative to ``scales``, by default the scales of ``wanted``. The result is
+    infinite if only ``found`` is not finite, or has another shape; it is 0 if there is nothing to
+    compare.
     """
     if found.shape == wanted.shape:
         wanted = wanted.astype(np.float64)
@@ -205,7 +208,7 @@ def difference(found: NDArray[Any], wanted: NDArray[Any], scales: Scales | None 
 
 
 def confidence_scale(answers: NDArray[Any]) -> Scales:
-    """Return the scale of confidences: a softmax passes on its logits' absolute error."""
+    """Return the scale of confidences: absolute errors of logits pass through a softmax."""
     return Scales.fixed(max(1.0, Scales.of(answers).ordinary))
 
 
@@ -239,7 +242,7 @@ class InputMaker:
         self._ends = {tensor.name: _ends(bundle, tensor) for tensor in self._inputs}
 
     def drawn(self, rows: int) -> Inputs:
-        """Return random samples, uniform between the ends of each input."""
+        """Return random samples, uniform in the range of each input."""
         rng = np.random.default_rng(0)
         return {
             tensor.name: self._fitted(tensor, rng.random((rows, *self._shapes[tensor.name])))
@@ -247,7 +250,7 @@ class InputMaker:
         }
 
     def extreme_inputs(self) -> Inputs:
-        """Return three samples: all elements the least, all the greatest, and both alternately."""
+        """Return three samples: all elements are smallest, all are largest, or they alternate."""
         made = {}
         for tensor in self._inputs:
             shape = self._shapes[tensor.name]
@@ -259,7 +262,7 @@ class InputMaker:
     def broken(self, rows: int) -> Inputs | None:
         """Return random samples whose first elements are NaN, or infinite in every second sample.
 
-        ``None`` if no input takes such elements.
+        ``None`` if the dtype of no input allows such elements.
         """
         made, floating = self.drawn(rows), False
         for tensor in self._inputs:
@@ -271,7 +274,7 @@ class InputMaker:
         return made if floating else None
 
     def _fitted(self, tensor: TensorSpec, shares: NDArray[np.float64]) -> NDArray[Any]:
-        """Convert shares of the way from one end to the other to elements of an input."""
+        """Convert shares of an input's range, 0 to 1, to elements of the input."""
         low, high = self._ends[tensor.name]
         dtype = np.dtype(tensor.dtype)
         if dtype.kind == "f":
@@ -318,7 +321,7 @@ def _table_lengths(bundle: Bundle, name: str) -> Iterator[int]:
 
 
 def _lengths_in(graph: Any, names: set[str]) -> Iterator[int]:
-    """Yield the lengths of a part's tables; operators that pass indices on extend ``names``."""
+    """Yield the lengths of a graph's tables; add tensors that pass indices on to ``names``."""
     tables = {tensor.name: tensor.dims[0] for tensor in graph.initializer if tensor.dims}
     for node in graph.node:  # in the order of execution
         if node.op_type in _HANDING_ON and node.input[0] in names:
@@ -328,7 +331,7 @@ def _lengths_in(graph: Any, names: set[str]) -> Iterator[int]:
 
 
 _ROWS = 8
-"""Rows of a run, few enough to limit memory."""
+"""Number of rows in a run of the reference, which limits its memory."""
 
 
 class ChainedReference:

@@ -11,14 +11,14 @@ from offramp.engine.serving.model_runtime import ModelRuntime
 from offramp.engine.serving.stream_health import StreamHealth
 
 NOT_LIVE_AFTER_S: Final = 60.0
-"""Time without any model in service after which the process should be restarted."""
+"""Seconds without any model in service after which the process should be restarted."""
 
 
 class Availability:
     """Availability of the executor's models, by key; the caller holds the executor's lock.
 
-    :meth:`serves` and :attr:`live` may be read without it. ``models`` is the executor's mapping,
-    which changes when models are added or removed.
+    :meth:`serves` and :attr:`live` may be used without the lock. ``models`` is the executor's
+    mapping, which changes when models are added or removed.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class Availability:
         self.stopped = False
         """True once requests are refused permanently."""
         self.refusal: EngineError | None = None
-        """Reason why no request is accepted, temporarily; permanently once ``stopped``."""
+        """Reason why no request is accepted at the moment (permanently once ``stopped``)."""
         self.refusals: dict[str, EngineError] = {}
         """Reasons why a model accepts no request at the moment, by model."""
         self._out_since_s = math.inf
-        """Time since which no model is served; infinity while one is."""
+        """Time since which no model is served; infinity while a model is served."""
 
     def serves(self, key: str) -> bool:
         """Return whether requests are accepted, and streams in service can run every stage."""
@@ -45,7 +45,7 @@ class Availability:
         return self.refusal is None and key not in self.refusals and all(served)
 
     def is_warm(self, key: str) -> bool:
-        """Return whether streams run an added model, once each stream in service has tried it.
+        """Return whether each stream in service has tried an added model, and any runs it.
 
         Also True while no stream is in service: streams warm up all models when they start.
         """
@@ -55,7 +55,7 @@ class Availability:
 
     @property
     def live(self) -> bool:
-        """True if a model is served, or was until recently; false after too long without one."""
+        """True if a model is served, or was served less than :data:`NOT_LIVE_AFTER_S` ago."""
         return self._clock() - self._out_since_s < NOT_LIVE_AFTER_S
 
     def end(self) -> None:
@@ -73,7 +73,7 @@ class Availability:
             self._out_since_s = self._clock()
 
     def take_requests(self) -> None:
-        """Accept requests again for models with streams to run them."""
+        """Accept requests again for models that streams in service can run."""
         if not self.stopped and not any(map(self.is_given_up, self._models)):
             self.refusal = None
         for key in [k for k in self.refusals if not self.is_given_up(k, k)]:
@@ -81,7 +81,7 @@ class Availability:
         self.note()
 
     def is_given_up(self, needed_by: str, key: str = "") -> bool:
-        """Return whether the streams of a stage, or a model on them, are not worth waiting for."""
+        """Return whether requests should not wait for a stage's streams, or for a model on them."""
         return any(self.health.given_up(s, key) for s in self._needed(needed_by))
 
     def forget(self, key: str) -> None:
@@ -91,7 +91,7 @@ class Availability:
         self.take_requests()
 
     def _needed(self, key: str) -> Iterator[Sequence[int]]:
-        """Yield groups of streams; each group needs one in service to run every stage."""
+        """Yield groups of streams; to run every stage, each group needs one stream in service."""
         placed = self._models[key].scheduler.placed
         if placed is None:
             yield range(self.health.streams)

@@ -1,10 +1,10 @@
 """The loop that drives the controllers of an engine, in parallel with the streams.
 
 One thread reads observations, a few dozen times per second and for all models, and activates new
-policies. Slow work runs elsewhere: tunings in their own process (:mod:`.common.job_runner`), stages
-for newly used exits in a thread that assembles and warms them up, missing engines of such stages in
-``eecompile build`` (:mod:`.engine_upgrades`). No stream ever waits for any of them: until a
-deployment is ready, batches start under the active one.
+policies. Slow work runs elsewhere. Tuning runs in its own process (:mod:`.common.job_runner`).
+Stages for newly used exits are assembled and warmed up in a thread. Missing engines of such stages
+are built by ``eecompile build`` (:mod:`.engine_upgrades`). No stream ever waits for this work:
+until a deployment is ready, batches start under the active deployment.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from offramp.engine.serving.swapping import activate
 _log = logging.getLogger(__name__)
 
 PERIOD_S: Final = 0.05
-"""Period between two looks: it bounds the delay of an alarm, and a look costs much less time."""
+"""Seconds between two polls of the controllers: the longest delay of an alarm. A poll takes much
+less time."""
 _SAVE_EVERY: Final = 200
-"""Number of looks between two saves of a controller's state: ten seconds."""
+"""Number of polls between two saves of a controller's state: ten seconds."""
 _PREPARED_S: Final = 10.0
-"""Longest time that :meth:`ControlLoop.remove` waits for stages in preparation."""
+"""Longest time in seconds that :meth:`ControlLoop.remove` waits for stages in preparation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class _State:
     """True if another model answers requests to its name from now on."""
     job: tuple[Job, Future[Any]] | None = None
     building: tuple[tuple[int, ...], ModelSplits | None, Future[None]] | None = None
-    """Exits whose stages are being prepared, and the splits they are for."""
+    """Exits whose stages are being prepared, and the splits for which they are prepared."""
     refused: set[tuple[int, ...]] = field(default_factory=set)
     """Sets of exits that could not be activated."""
     renewing: tuple[frozenset[str], Future[None]] | None = None
@@ -64,7 +65,7 @@ class _State:
     not_renewed: set[str] = field(default_factory=set)
     """Engines that were built, and could not be loaded."""
     status: ControlStatus
-    """Status at the last look, available without waiting."""
+    """Status at the last poll, available without waiting."""
     looks: int = 0
     saved_version: int
     """Version of the policy in the saved state: a policy that an alarm revoked must not return."""
@@ -75,8 +76,8 @@ class ControlLoop(PeriodicLoop):
     """Passes observations to controllers and activates their policies, until stopped.
 
     Models without control are ignored. Models are identified by the executor's key; the key of the
-    first ones is their name. ``jobs`` runs tunings, ``upgrades`` builds engines; both are closed
-    with the loop.
+    models at the start is their name. ``jobs`` runs tunings, ``upgrades`` builds engines; both are
+    closed with the loop.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ControlLoop(PeriodicLoop):
         }
         """States by key; only the holder of :attr:`_turn` may change them."""
         self._turn = threading.Lock()
-        """Held while the loop looks at all models, and while one is added or removed."""
+        """Held while the loop polls all models, and while a model is added or removed."""
         self._builder = ThreadPoolExecutor(1, thread_name_prefix="assembling")
 
     def start(self) -> None:
@@ -123,8 +124,8 @@ class ControlLoop(PeriodicLoop):
     def add(self, key: str, name: str, model: ServedModel) -> None:
         """Control one more model, which the executor already has; blocks briefly.
 
-        It continues from its saved state. If the model that it replaces uses the same state file,
-        that state is saved first, and the file belongs to the new model from then on.
+        The model's controller continues from its saved state. If the replaced model uses the same
+        state file, its state is saved first, and from then on the file belongs to the new model.
         """
         if model.control is None:
             return
@@ -146,8 +147,8 @@ class ControlLoop(PeriodicLoop):
     def remove(self, key: str, *, save: bool = True) -> None:
         """Stop controlling a model, and save what was learned; blocks for seconds at most.
 
-        It must have nothing in flight, and the executor must still have it. Without ``save``, the
-        model that used the same file before gets it back.
+        The model must have nothing in flight, and the executor must still have it. If not ``save``,
+        the state file goes back to the model that used it before.
         """
         with self._turn:
             if (state := self._states.pop(key, None)) is None:
@@ -175,7 +176,7 @@ class ControlLoop(PeriodicLoop):
         state.control.deployments.cancel()
 
     def status(self, model: str) -> ControlStatus:
-        """Return a controller's status at the last look."""
+        """Return a controller's status at the last poll."""
         return self._states[model].status
 
     def pause_s(self) -> float:
@@ -183,7 +184,7 @@ class ControlLoop(PeriodicLoop):
         return self._period_s
 
     def poll(self) -> None:
-        """Look at every model once."""
+        """Poll every model once."""
         self._upgrade_failures.run(self._upgrades.step)
         with self._turn:
             for state in self._states.values():
@@ -230,7 +231,7 @@ class ControlLoop(PeriodicLoop):
                 controller.finish(wanted, None)
 
     def _activate(self, state: _State) -> None:
-        """Start batches under the controller's policy, as soon as its stages are prepared."""
+        """Start batches under the controller's policy, once the policy's stages are prepared."""
         deployments = state.control.deployments
         wanted = state.control.controller.policy
         exits = tuple(active.exit for active in wanted.active)
@@ -339,9 +340,10 @@ def _state_of(key: str, name: str, options: ModelOptions, control: ModelControl)
 
 
 def rehearse(controller: Controller, kept: Mapping[str, Any]) -> None:
-    """Restore a state on a copy of the controller, and read everything that the loop reads of it.
+    """Restore a state in a copy of the controller, and read everything that the loop reads.
 
-    So a state that fails halfway, or restores unreadable values, leaves the controller unchanged.
+    If the restoration fails halfway, or restores values that cannot be read, the controller itself
+    stays unchanged.
     """
     trial = copy.deepcopy(controller)
     trial.restore(kept)
@@ -354,7 +356,7 @@ def rehearse(controller: Controller, kept: Mapping[str, Any]) -> None:
 
 
 def with_exits(policy: ExitPolicy, exits: tuple[int, ...]) -> ExitPolicy | None:
-    """Return the policy on other exits, if its answers stay the same; else ``None``.
+    """Return the policy with other exits if its answers stay the same; otherwise ``None``.
 
     Added exits run in shadow mode; removed exits must not answer anything.
     """

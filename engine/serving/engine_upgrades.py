@@ -1,9 +1,9 @@
 """Engines built while serving, for stages that control started to use.
 
 Until a stage has an engine, it runs as a chain of the engines of its segments. A deployment knows
-the missing engines (:attr:`.Pipeline.missing`), :class:`.BuildDecisions` decides when to build
-them, and the index of the bundle's engines shows those that exist, by any builder.
-``eecompile build`` is a separate process, as the compiler is not part of a server.
+the missing engines (:attr:`.Pipeline.missing`), and :class:`.BuildDecisions` decides when to build
+them. The index of the bundle's engines lists all existing engines, whoever built them. ``eecompile
+build`` runs as a separate process, because a server does not contain the compiler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from offramp.engine.stages.backend_protocol import MissingEngine
 _log = logging.getLogger(__name__)
 
 LOOK_S: Final = 30.0
-"""Time between two reads of the index of a bundle's engines; any process may have built some."""
+"""Seconds between two reads of the index of a bundle's engines: other processes may build engines.
+"""
 
 
 class EngineBuild(Protocol):
@@ -57,7 +58,7 @@ class EngineUpgrades:
         self._decisions = None if budget is None else BuildDecisions(budget, clock())
         self._build: tuple[BuildRequest, EngineBuild, float] | None = None
         self._missing: dict[str, tuple[MissingEngine, ...]] = {}
-        """Missing engines by model, at the last look."""
+        """Missing engines by model, at the last call of :meth:`check_missing`."""
         self._next_look_s: dict[str, float] = {}
         self._logged: set[str] = set()
         """Models for which the log already states that nothing can be built."""
@@ -73,7 +74,7 @@ class EngineUpgrades:
             self._begin(self._decisions, request, now_s)
 
     def check_missing(self, model: str, missing: Sequence[MissingEngine]) -> bool:
-        """Record the active deployment's missing engines; return whether any exists now."""
+        """Record the active deployment's missing engines; return whether any of them exists now."""
         now_s, unchanged = self._clock(), self._missing.get(model, ()) == tuple(missing)
         if unchanged and now_s < self._next_look_s.get(model, now_s):
             return False
@@ -137,7 +138,7 @@ class EngineUpgrades:
 
 
 def command_for(engine: MissingEngine, units: Sequence[str]) -> list[str]:
-    """Return the arguments of ``eecompile`` that build engines where one is missing."""
+    """Return the arguments of ``eecompile`` that build ``units`` for the device of ``engine``."""
     return [
         "build", str(engine.bundle.absolute()), "--device", engine.device,
         "--precision", engine.precision, "--units", ",".join(units), "--beside-serving",

@@ -1,10 +1,10 @@
 """Observation of a model's batches, separate from answering them.
 
-Some samples are evidence about a model's answers: a controller learns from them, variants are
-audited by them, and both need an exit's answer in addition to the model's own.
+Some samples are evidence about a model's answers: controllers learn from these samples, and audits
+compare variants on them. Both need the answer of an exit and the model's own answer.
 :class:`.ModelRuntime` reports to a :class:`BatchObserver` for every batch: its start, the result of
-each stage, and the decisions on its rows. An observer may keep samples in the model, but never
-answers any.
+each stage, and the decisions on its rows. An observer may make samples run on, but never answers a
+sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offramp.engine.stages.pipeline import StageStep
 from offramp.engine.stages.plan import StageSpec
 
 Parts: TypeAlias = Sequence[tuple[Request, slice | Rows]]
-"""Parts of a starting batch: requests, and their rows in it."""
+"""Parts of a starting batch: requests, and the rows of each request that are in the batch."""
 SampleIds = NDArray[np.int64]
 
 
@@ -47,12 +47,12 @@ class EvidenceCounts(NamedTuple):
 class BatchObserver(Protocol):
     """Observes the batches of one model.
 
-    :meth:`concluded` and :meth:`lost` are called under the executor's lock, the others without it:
-    they may only access data of the samples of their run.
+    :meth:`concluded` and :meth:`lost` are called under the executor's lock. The other methods are
+    called without the lock, and may only access data of the samples of their run.
     """
 
     def starts(self, run: Run, *, policy_version: int, forced: bool) -> None:
-        """Record samples that start; ``forced`` if they have to leave before the end."""
+        """Record samples that start; ``forced`` if they have to leave before the model's end."""
 
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Receive the inputs [n, …] of samples that start, and their requests."""
@@ -60,10 +60,10 @@ class BatchObserver(Protocol):
     def observe_stage(
         self, run: Run, step: StageStep, stage: StageSpec
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
-        """Receive the result of a stage.
+        """Receive the result of a stage; return it, corrected, and which rows run on.
 
-        Returns the step, in which samples that must stay do not exit, and the rows that run on once
-        they are answered; ``None`` if none does.
+        In the returned step, samples that must stay do not exit. The mask [n] marks the rows that
+        run on once they are answered; ``None`` if no row does.
         """
 
     def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
@@ -114,7 +114,7 @@ def observer_of(model: ServedModel) -> BatchObserver:
 
 
 class AnswerEvidence:
-    """Records the answers of exits and model for a controller, and audits variants.
+    """Records answers of the exits and of the model for a controller, and audits variants.
 
     ``variant_exits`` are the numbers of exits of the variants below the full model; ``guard``
     decides which inputs are in range.
@@ -141,7 +141,7 @@ class AnswerEvidence:
             self._audits[run.variant - 1].start(run.sample_ids)
 
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
-        """Exclude samples from the evidence that are out of range, or equal to recent ones."""
+        """Exclude samples from the evidence that are out of range or equal to recent samples."""
         self._logs[run.variant].begin(run.sample_ids, inputs)
         is_evidence = np.full(len(run.sample_ids), not run.variant)
         if self._guard is not None:

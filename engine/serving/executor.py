@@ -1,4 +1,4 @@
-"""The executor of a device: the interface of its models and streams for the event loop's thread.
+"""The executor of a device: through it, the event loop's thread uses the models and streams.
 
 Each stream has its own thread (:mod:`.stream_thread`), for all models of the device. Schedulers,
 open requests and counters are guarded by one lock, held for microseconds. The completion queue
@@ -35,14 +35,15 @@ from offramp.engine.stages.backend_protocol import Backend, Slot
 _log = logging.getLogger(__name__)
 
 _JOIN_LIMIT_S = 10.0
-"""Longest time that :meth:`Executor.stop` waits for a running stage."""
+"""Longest time in seconds that :meth:`Executor.stop` waits for a running stage."""
 
 
 class Executor:
     """Runs models on the streams of one device; :meth:`start` starts their threads.
 
-    It takes ownership of the scheduler, and of ``slots`` [streams], open and warm ones for the
-    streams' first starts. Models are identified by a key; the key of the first ones is their name.
+    The executor owns the scheduler, and ``slots`` [streams], which are open and warm for the
+    streams' first starts. Models are identified by a key; the key of the models at the start is
+    their name.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Executor:
         open_slot: Callable[[int], Slot] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``open_slot`` opens the slot of a stream, where slots differ."""
+        """``open_slot`` opens the slot of a stream, if slots differ."""
         self._backend = backend
         self._scheduler = scheduler
         self._clock = clock
@@ -98,8 +99,8 @@ class Executor:
     def add(self, key: str, name: str, model: ServedModel) -> None:
         """Serve one more model, under a new key; messages show its name.
 
-        Where slots share nothing, streams warm it up first: :meth:`is_warm`. DrainingError if the
-        executor was stopped.
+        If slots share nothing, each stream warms up the model first: see :meth:`is_warm`.
+        DrainingError if the executor was stopped.
         """
         with self._lock:
             if self._available.stopped:
@@ -112,7 +113,7 @@ class Executor:
             self._changed.notify_all()
 
     def is_warm(self, key: str) -> bool:
-        """Return whether streams run an added model; raise the reason if none can."""
+        """Return whether streams run an added model; raise the reason if no stream can."""
         with self._lock:
             if (refusal := self._available.refusals.get(key)) is not None:
                 raise copy_of(refusal)
@@ -121,7 +122,7 @@ class Executor:
     def is_idle(self, key: str) -> bool:
         """Return whether no request and no audit of a model is in flight.
 
-        Audits that no stream can run any more do not count.
+        An audit does not count if no stream can run it any more.
         """
         with self._lock:
             model = self._models[key]
@@ -140,7 +141,7 @@ class Executor:
             return model.snapshot()
 
     def admit(self, model: str, samples: int, slack_s: float, priority: int) -> None:
-        """Raise QueueFullError for a request that an overloaded model should not queue."""
+        """Raise QueueFullError if the model is overloaded and should not queue a request."""
         runtime = self._models[model]
         if not runtime.scheduler.overloaded:  # nearly always; checked without the lock
             return
@@ -209,7 +210,7 @@ class Executor:
         return self._models[model].scheduler.placed
 
     def open_old_plans(self, model: str) -> None:
-        """Allow any stream to run older plans' samples: the usual streams may never return."""
+        """Allow any stream to run samples of older plans, whose own streams may never return."""
         with self._lock:
             self._models[model].open_old_plans()
             self._changed.notify_all()
@@ -224,7 +225,7 @@ class Executor:
         return self._models[model].current
 
     def flush(self, model: str | None = None) -> None:
-        """Dispatch waiting samples of a model, or of all, immediately from now on."""
+        """Dispatch samples of a model (or of all) immediately from now on, in any batch size."""
         with self._lock:
             self._scheduler.flush(model)
             self._changed.notify_all()
@@ -235,7 +236,7 @@ class Executor:
 
     @property
     def live(self) -> bool:
-        """True if a model is served, or was until recently; false after too long without one."""
+        """True if a model is served, or was served until recently (:attr:`.Availability.live`)."""
         return self._available.live
 
     def pending(self) -> int:

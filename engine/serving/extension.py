@@ -14,7 +14,7 @@ from offramp.engine.stages.backend_protocol import Backend
 class BackgroundTask(Protocol):
     """A task in parallel with the streams of an engine, for all its models; never blocks a stream.
 
-    Models are identified by the executor's key; the key of the first ones is their name.
+    Models are identified by the executor's key; the key of the models at the start is their name.
     """
 
     def start(self) -> None:
@@ -26,17 +26,17 @@ class BackgroundTask(Protocol):
         ...
 
     def add(self, key: str, name: str, model: ServedModel) -> None:
-        """Handle one more model, which the executor already has; may block for a second."""
+        """Add a model to the task; the executor already has it. May block for a second."""
         ...
 
     def retire(self, key: str) -> None:
-        """Record that another model answers requests to a model's name from now on."""
+        """Record that another model has taken over this model's name."""
         ...
 
     def remove(self, key: str, *, save: bool = True) -> None:
         """Remove a model; blocks briefly.
 
-        Without ``save``, the model that used the same files before gets them back.
+        If not ``save``, the files go back to the model that used them before.
         """
         ...
 
@@ -55,5 +55,5 @@ class EngineExtension(Protocol):
         backend: Backend,
         options: EngineOptions,
     ) -> Mapping[str, BackgroundTask]:
-        """Return the tasks for an engine, by the names of their statistics."""
+        """Return the background tasks for an engine, by the names of their statistics."""
         ...

@@ -35,7 +35,7 @@ from offramp.engine.stages.plan import StageSpec, exit_label
 _log = logging.getLogger(__name__)
 
 Pieces: TypeAlias = tuple[tuple[Future[TensorBatch], Rows], ...]
-"""Pieces that a batch is merged from: buffered tensors of any stream, and their rows."""
+"""Pieces of a merged batch: buffered tensors of any stream, and the rows of them to use."""
 
 
 class ModelRuntime:
@@ -60,15 +60,16 @@ class ModelRuntime:
         self.table = RequestTable(name, counters, completions, clock)
         self._observer = observer_of(model)
         self._buffered: dict[int, Future[TensorBatch]] = {}
-        """Tensors that wait at splits; each is available once its stream has copied it."""
+        """Tensors that wait at splits, by number; each future is done once its stream has copied
+        them."""
         self._deployments: dict[int, Deployment] = {}
-        """Deployments by number, with running or waiting batches."""
+        """Deployments that have running or waiting batches, by number."""
         self._departures: dict[int, DepartureCounters] = {}
         """Counters of each deployment; deployments of the same exits share them."""
         self._placed: dict[int, PlacedPlan | None] = {model.deployment.number: scheduler.placed}
         """Placed plan of each deployment, if streams differ."""
         self.current = model.deployment
-        """Deployment that batches start under from now on."""
+        """Deployment with which batches start from now on."""
         self._activate(model.deployment)
 
     def hot_swap(self, deployment: Deployment, chosen: PlanPolicy) -> None:
@@ -86,7 +87,7 @@ class ModelRuntime:
                 placed.open_to_all()
 
     def under(self, run: Run) -> Deployment:
-        """Return the deployment that a run was started under."""
+        """Return the deployment with which the batch of a run was started."""
         return self._deployments[run.plan]
 
     def pipeline_of(self, run: Run) -> Pipeline:
@@ -122,11 +123,11 @@ class ModelRuntime:
         )
 
     def take_pieces(self, run: Run) -> Pieces:
-        """Return the buffered tensors that a run is merged from, before they are discarded."""
+        """Return the buffered tensors from which a run is merged, before they are discarded."""
         return tuple((self._buffered[p.number], p.positions) for p in run.pieces)
 
     def requests_of(self, run: Run, now_s: float) -> list[tuple[Request, slice | Rows]]:
-        """Return the requests of a batch that starts, and their rows in it.
+        """Return the requests of a batch that starts, each with its rows in the batch.
 
         DrainingError if a request was closed in the meantime.
         """
@@ -167,7 +168,7 @@ class ModelRuntime:
         self._observer.reads(run, parts, inputs)
 
     def observe(self, run: Run, step: StageStep) -> tuple[StageStep, NDArray[np.bool_] | None]:
-        """Observe a stage's result; return the valid step, and the rows that run on if answered."""
+        """Observe a stage's result; return the corrected step, and which answered rows run on."""
         return self._observer.observe_stage(run, step, self._stage_of(run))
 
     def conclude(
@@ -221,7 +222,7 @@ class ModelRuntime:
                 request.timeline.audited |= answered + left > samples
 
     def _count_departures(self, run: Run, step: StageStep, exit_index: int, released: Rows) -> None:
-        """Count rows that have their answer now; only a run's deepest stage forces any."""
+        """Count rows that have their answer now; only a run's deepest stage forces rows out."""
         if rows := len(released):
             forced = 0
             if run.stage == run.deepest:
@@ -243,9 +244,9 @@ class ModelRuntime:
             self.cancel(number, DropCause.FAILED)
 
     def interrupt(self, outcome: StepOutcome, failure: EngineError) -> Future[TensorBatch] | None:
-        """Reserve a buffer for the tensors of a batch, if it is resumed.
+        """Reserve a buffer for the tensors of an interrupted batch, if the batch will be resumed.
 
-        Else it has failed too often, with ``failure`` as the reason.
+        Otherwise it has failed too often, with ``failure`` as the reason.
         """
         kept = self._keep(outcome)
         self.table.counters.resumed = self.scheduler.resumed
@@ -257,7 +258,7 @@ class ModelRuntime:
         self.follow(self.scheduler.cancel(number, cause))
 
     def fail_all(self, refusal: EngineError, cause: str) -> None:
-        """Fail and withdraw every open request; its samples are counted under ``cause``."""
+        """Fail and withdraw all open requests; their samples are counted under ``cause``."""
         for number in self.table.fail_all(refusal, cause):
             self.cancel(number)
         self.table.deliver()
@@ -343,7 +344,10 @@ class ModelRuntime:
 
 
 def _by_request(run: Run, positions: Rows) -> Iterator[tuple[int, slice | Rows, slice | Rows]]:
-    """Yield the requests of some rows of a run: number, positions of its rows, rows within it."""
+    """Yield the requests of some rows of a run.
+
+    Each is its number, the positions of its rows in the run, and the rows' numbers in the request.
+    """
     if not len(positions):
         return
     numbers = run.requests[positions].tolist()
@@ -353,7 +357,7 @@ def _by_request(run: Run, positions: Rows) -> Iterator[tuple[int, slice | Rows, 
 
 
 def _neighbours(requests: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of runs of equal numbers."""
+    """Yield the bounds of each sequence of equal request numbers."""
     start = 0
     for stop, number in enumerate(requests):
         if number != requests[start]:
@@ -364,9 +368,9 @@ def _neighbours(requests: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _as_index(rows: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """Return row numbers as a slice, and so a view, if they are consecutive.
+    """Return row numbers as a slice if they are consecutive: it indexes arrays without a copy.
 
-    They are consecutive unless survivors of earlier stages are retried.
+    Row numbers are consecutive unless survivors of earlier stages are retried.
     """
     first, last, count = int(rows[0]), int(rows[-1]), len(rows)
     if count == 1 or (last - first + 1 == count and (rows[1:] > rows[:-1]).all()):

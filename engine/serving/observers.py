@@ -12,7 +12,8 @@ _log = logging.getLogger(__name__)
 
 InputObserver: TypeAlias = Callable[[Mapping[str, NDArray[Any]], NDArray[Any]], None]
 """Function that is called with the input arrays of an answered request, by name, and with its first
-answers, [n, …], as the model's graph outputs them; neither may be changed."""
+answers, [n, …], in the form of the model graph's output. The function must not change the arrays.
+"""
 
 
 class InputObservers:
@@ -28,7 +29,7 @@ class InputObservers:
             self._observers[name] = observer
 
     def show(self, name: str, inputs: Mapping[str, NDArray[Any]], answers: NDArray[Any]) -> None:
-        """Pass an answered request's inputs to its observer; one that raises is removed."""
+        """Pass an answered request's inputs to its observer; remove the observer if it raises."""
         if (observer := self._observers.get(name)) is None:
             return
         try:

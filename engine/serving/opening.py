@@ -28,11 +28,11 @@ _T = TypeVar("_T")
 
 
 class LoadedModel(NamedTuple):
-    """A model that was loaded while others are served."""
+    """A model that was loaded while other models are served."""
 
     model: ServedModel
     release: Callable[[], None]
-    """Function that removes its temporary files, once nothing runs the model any more."""
+    """Function that removes the model's temporary files; called once nothing runs the model."""
 
 
 class OpenedModels(NamedTuple):
@@ -44,7 +44,7 @@ class OpenedModels(NamedTuple):
     slots: Sequence[Slot]
     """Open and warm slots, for the streams' first starts."""
     wrapped: WrappedFiles
-    """Bundles of models that are ONNX files; the caller closes it after the backend."""
+    """Bundles of models that are ONNX files; the caller closes this object after the backend."""
 
 
 async def open_models(
@@ -145,8 +145,8 @@ async def load_model(
 ) -> LoadedModel:
     """Load, check and warm up a bundle or an ONNX file while others are served, in threads.
 
-    It is served with the options of ``name`` unless ``of_model`` is set, and in another ``mode`` if
-    that is set. Raises the errors of :meth:`.Engine.open`.
+    The model is served with the options of ``name``, or with ``of_model`` if set; and in the
+    engine's mode, or in ``mode`` if set. Raises the errors of :meth:`.Engine.open`.
     """
     check_names({name: path})
     _log.info("%s: loading %s", name, path)
@@ -163,7 +163,7 @@ async def load_model(
 
 
 def check_names(models: Mapping[str, Path]) -> None:
-    """Raise OptionsError for names that no message and no page can show."""
+    """Raise OptionsError for a name that messages and pages cannot show."""
     for name, path in models.items():
         if not name or not name.isprintable():
             raise OptionsError(
@@ -179,7 +179,7 @@ def _largest_batch(models: Iterable[str], options: EngineOptions) -> int:
 
 
 def _open_held(path: Path) -> Bundle:
-    """Open a bundle, and hold its files: another may replace it at its path while it is served."""
+    """Open a bundle, and hold its files: its path may get another bundle while it is served."""
     return Bundle.open(path).held()
 
 
@@ -210,7 +210,7 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
 def _load_split(
     name: str, bundle: Bundle, backend: Backend, options: EngineOptions, parallel: ParallelLimit
 ) -> ServedModel:
-    """Load a model, split among the devices of the streams if it has exits to run.
+    """Load a model; if it has exits to run, it is split among the devices of the streams.
 
     If a device cannot load its part, the next best split is tried.
     """
@@ -237,7 +237,7 @@ def _close_after_failure(backend: Backend) -> None:
 
 
 async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
-    """Call in a thread; if cancelled, wait for its end, as its resources are released next."""
+    """Call a function in a thread; if cancelled, wait for its end before resources are released."""
     future = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
     try:
         return await asyncio.shield(future)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 _STOP_S: Final = 10.0
-"""Longest time that :meth:`PeriodicLoop.end` waits for a running look."""
+"""Longest time in seconds that :meth:`PeriodicLoop.end` waits for a running :meth:`poll`."""
 
 
 class PeriodicLoop(ABC):
@@ -21,11 +21,11 @@ class PeriodicLoop(ABC):
 
     @abstractmethod
     def poll(self) -> None:
-        """Look once: the repeated work of the thread. It must not raise."""
+        """Do the repeated work of the thread once; it must not raise."""
 
     @abstractmethod
     def pause_s(self) -> float:
-        """Return the seconds until the next look."""
+        """Return the seconds until the next poll."""
 
     @property
     def begun(self) -> bool:
@@ -38,11 +38,11 @@ class PeriodicLoop(ABC):
             self._thread.start()
 
     def halt(self) -> None:
-        """Start no more looks; returns immediately."""
+        """Start no more polls; returns immediately."""
         self._stopped.set()
 
     def end(self) -> None:
-        """Start no more looks, and wait for a running one; blocks for seconds at most."""
+        """Start no more polls, and wait for a running poll; blocks for seconds at most."""
         self.halt()
         if self.begun:
             self._thread.join(_STOP_S)
@@ -53,7 +53,7 @@ class PeriodicLoop(ABC):
 
 
 class FailureLog:
-    """Logs the first of consecutive failures; serving continues unchanged."""
+    """Logs only the first of consecutive failures; serving continues unchanged."""
 
     def __init__(self, logger: logging.Logger, message: str, *arguments: object) -> None:
         """``message`` and its arguments are logged with the traceback."""

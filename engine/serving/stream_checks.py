@@ -36,7 +36,7 @@ class UnhealthyStreamError(Exception):
 class ModelChecks:
     """Decides which models each stream runs; called by the streams' threads.
 
-    ``changed`` is the executor's condition; all other arguments are the executor's too.
+    ``changed`` is the executor's condition; the executor owns the other arguments, too.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class ModelChecks:
         self._clock = clock
 
     def start(self, stream: int, slot: Slot, *, suspected: bool, cold: bool) -> None:
-        """Put a stream into service, for all models that pass; StartFailedError if none does.
+        """Put a stream into service for all models that pass; StartFailedError if none passes.
 
-        A suspected slot runs known-good batches first, a cold one is warmed up.
+        A ``suspected`` slot runs known-good batches first; a ``cold`` slot is warmed up.
         """
         with self._lock:
             models = dict(self._models)  # others may be added later
@@ -82,8 +82,9 @@ class ModelChecks:
     def check(self, stream: int, slot: Slot, model: ModelRuntime) -> None:
         """Run known-good batches of the model that failed on a suspected slot.
 
-        If it fails and another model passes, the slot excludes the failing one. If none passes, it
-        raises UnhealthyStreamError. So bad requests restart no slot, which would have to warm up.
+        If the model fails and another model passes, the slot excludes the failing model. If no
+        model passes, UnhealthyStreamError is raised. So bad requests do not restart a slot, which
+        would have to warm up again.
         """
         failure = failure_of(ServedModel.probe, model, slot)
         with self._lock:
@@ -101,7 +102,7 @@ class ModelChecks:
                 self._health.passed(stream, self._clock(), model.key)
 
     def require_warm_up(self, stream: int, key: str) -> None:
-        """Require a stream to warm up a model before it runs it; the lock is held."""
+        """Require a stream to warm up a model before running it; the lock is held."""
         self._health.model_added(stream, key, self._clock())
         self._scheduler.suspend(stream, key)
 

@@ -1,4 +1,4 @@
-"""The health of streams: those in service, and the time of retries after failures."""
+"""The health of streams: which streams are in service, and when failed streams are retried."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from dataclasses import dataclass
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 10.0
 TRUST_S = 1.0
-"""Time for which a stream that passed is not suspected, unless it fails too often in a row."""
+"""Seconds for which a stream that passed a known-good batch is not suspected, unless it fails too
+often in a row."""
 MOST_IN_A_ROW = 16
-"""Failures in a row after which it is suspected nevertheless."""
+"""Number of failures in a row after which such a stream is suspected nevertheless."""
 GIVE_UP_AFTER = 5
-"""Failed starts in a row, of every stream, after which waiting requests fail."""
+"""If every stream has failed to start this number of times in a row, waiting requests fail."""
 
 
 class StreamHealth:
     """Counts the consecutive failures of each stream; not locked.
 
-    A failure is most often caused by the request itself. From the second in a row on, the stream
-    is suspected: it has to run a known-good batch. Only a stream that fails at that is restarted,
-    and taken out of service while it cannot start; it is retried after a pause that doubles each
-    time. If one model fails and another passes, only the failing one is excluded. A stream that
-    passes is trusted for :data:`TRUST_S`, so that any number of bad requests neither stops it nor
-    keeps it busy with known-good batches. A stream whose worker process was lost is out of service
-    until it has another one.
+    A failure is most often caused by the request itself. From the second failure in a row on, the
+    stream is suspected: it has to run a known-good batch. Only a stream that fails at this batch is
+    restarted. While it cannot start, it is out of service; its start is repeated after a pause that
+    doubles each time. If one model fails and another passes, only the failing one is excluded. A
+    stream that passes is trusted for :data:`TRUST_S`, so that any number of bad requests neither
+    stops it nor keeps it busy with known-good batches. A stream whose worker process was lost is
+    out of service until it has a new worker.
     """
 
     def __init__(self, streams: int) -> None:
@@ -34,15 +35,15 @@ class StreamHealth:
         """Consecutive failed batches, by stream and model; no entry for 0."""
         self._failed_starts = [0] * streams
         self._trusted_until_s: dict[tuple[int, str], float] = {}
-        """Time until which a stream is not suspected, as it passed a known-good batch of a
-        model."""
+        """Time until which a stream is not suspected, because it passed a model's known-good batch.
+        """
         self._proven: set[tuple[int, str]] = set()
-        """Streams and models with a success since the stream started, known-good batches
-        included."""
+        """Pairs of stream and model with a success since the stream started; known-good batches
+        count."""
         self._lost = [False] * streams
         """True for streams without a worker."""
         self._faults: dict[tuple[int, str], _Fault] = {}
-        """Models that fail at a known-good batch on a stream, while others run there."""
+        """Models that fail at a known-good batch on a stream while other models run there."""
         self.losses = 0
         """Number of workers lost during a stage."""
         self.restarts = 0
@@ -66,7 +67,7 @@ class StreamHealth:
         return all(count >= GIVE_UP_AFTER for count in tries)
 
     def model_failed(self, stream: int, model: str, now_s: float) -> float:
-        """Count a failed check of a model; return the seconds until its next one."""
+        """Count a failed check of a model; return the seconds until the next check."""
         fault = self._faults[stream, model] = self._fault(stream, model)
         pause_s = _pause_s(fault.tries)
         fault.tries, fault.due_s = fault.tries + 1, now_s + pause_s
@@ -77,7 +78,7 @@ class StreamHealth:
         self._faults[stream, model] = _Fault(due_s=now_s, cold=True)
 
     def is_cold(self, stream: int, model: str, *, tried: bool = False) -> bool:
-        """Return whether a stream must warm up a model; after a failed try, only if ``tried``."""
+        """Return whether a stream must warm up a model; after a failed try, only with ``tried``."""
         fault = self._fault(stream, model)
         return fault.cold and (tried or not fault.tries)
 
@@ -103,7 +104,7 @@ class StreamHealth:
         return min((f.due_s for (s, _), f in self._faults.items() if s == stream), default=math.inf)
 
     def due(self, stream: int, now_s: float) -> list[str]:
-        """Return the models to be retried on a stream now."""
+        """Return the models that must be retried on a stream now."""
         return [m for (s, m), f in self._faults.items() if s == stream and f.due_s <= now_s]
 
     def _fault(self, stream: int, model: str) -> _Fault:
@@ -116,7 +117,7 @@ class StreamHealth:
         return count > (MOST_IN_A_ROW if trusted else 1)
 
     def is_batch_fault(self, stream: int, now_s: float, model: str = "") -> bool:
-        """Return whether the last failure is the batch's own: other batches run there."""
+        """Return whether the batch itself caused the last failure: other batches run there."""
         alone = self._failures.get((stream, model)) == 1 and (stream, model) in self._proven
         return alone or now_s < self._trusted_until_s.get((stream, model), -math.inf)
 
@@ -126,20 +127,20 @@ class StreamHealth:
         self.losses += 1
 
     def succeeded(self, stream: int, model: str = "") -> None:
-        """Reset a stream's failures at a model: it has just answered samples of it."""
+        """Reset a stream's failures at a model: it has just answered samples of this model."""
         self._proven.add((stream, model))
         if self._failures:
             self._failures.pop((stream, model), None)
 
     def start_failed(self, stream: int) -> float:
-        """Count a failed start; return the seconds to pause before the next one."""
+        """Count a failed start; return the seconds to pause before the next start."""
         pause_s = _pause_s(self._failed_starts[stream])
         self._failed_starts[stream] += 1
         self.restarts += 1
         return pause_s
 
     def passed(self, stream: int, now_s: float, model: str = "") -> None:
-        """Reset a stream's failures at a model: it passed a known-good batch of it."""
+        """Reset a stream's failures at a model: it passed a known-good batch of this model."""
         self.succeeded(stream, model)
         self._trusted_until_s[stream, model] = now_s + TRUST_S
 
@@ -160,9 +161,9 @@ class _Fault:
     due_s: float = 0.0
     """Time of the next retry."""
     cold: bool = False
-    """True if it was added while the stream ran, and never ran there."""
+    """True if the model was added while the stream ran, and never ran on the stream."""
 
 
 def _pause_s(failures: int) -> float:
-    """Return the pause after some failures in a row: it doubles up to a limit."""
+    """Return the pause in seconds after some failures in a row: it doubles up to a limit."""
     return min(FIRST_PAUSE_S * 2.0 ** min(failures, 32), LONGEST_PAUSE_S)

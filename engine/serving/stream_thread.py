@@ -1,15 +1,15 @@
 """The thread of a stream, which runs the scheduler's decisions, and its restarts.
 
-One thread per stream, with its own slot, for all models of the device; the backend releases the GIL
+Each stream has one thread and one slot, for all models of the device. The backend releases the GIL
 while it executes.
 
-A stage that raises fails its own batch only: the scheduler retries its requests, half of them at a
-time, on another stream where one is in service, and only requests that fail alone get an error. A
-stream that fails twice in a row has to run known-good batches, and restarts if it fails at these
+A stage that raises fails its own batch only: the scheduler retries the batch's requests, half of
+them at a time, on another stream if one is in service. Only requests that fail alone get an error.
+A stream that fails twice in a row has to run known-good batches, and restarts if it fails at these
 (:mod:`.stream_health`). A stream whose worker process is lost restarts immediately, and its batch
 continues at the same stage on any free stream: this is not a failure of the batch. If all streams
-stay out of service, waiting requests fail until one returns. A thread that fails for any other
-reason takes the models out of service and fails all waiting requests.
+stay out of service, waiting requests fail until a stream is in service again. A thread that fails
+for any other reason takes the models out of service and fails all waiting requests.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _log = logging.getLogger(__name__)
 LOGGED_EVERY_S = 10.0
 """Time between two log lines about batches that fail in the same way."""
 _LONGEST_WAIT_S = 60.0
-"""Longest time until a stream asks again; ``Condition.wait`` has an upper bound of its own."""
+"""Longest time in seconds until a stream asks for work again: ``Condition.wait`` does not accept
+infinity."""
 
 
 class _InterruptedError(Exception):
-    """A stream lost its worker, and its batch was returned to be resumed."""
+    """A stream lost its worker, and its batch was returned to the scheduler, to be resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +67,13 @@ class SharedByStreams:
     available: Availability
     checks: ModelChecks
     changed: threading.Condition
-    """Condition that a stream without work waits for."""
+    """Condition for which a stream without work waits."""
     announce: Callable[[], None]
-    """Wakes a stream for new work; all streams if they differ, as not every one may run it."""
+    """Wakes a stream for new work; if streams differ, all streams, because not each may run the
+    work."""
     ended: threading.Condition
-    """Condition that a pausing stream waits for: work is announced to streams in service only."""
+    """Condition for which a pausing stream waits; new work is announced only to streams in service.
+    """
     lines: LineLimit
     """Limit on log lines about batches that fail."""
     clock: Callable[[], float]
@@ -88,7 +91,7 @@ class StreamThread(threading.Thread):
     """Runs one stream, numbered from 0, until ``shared.available.stopped``."""
 
     def __init__(self, stream: int, models: str, shared: SharedByStreams) -> None:
-        """``models`` are names for the thread's name."""
+        """Make the thread; ``models`` are the models' names, for the name of the thread."""
         super().__init__(name=f"{models}-stream-{stream}", daemon=True)
         self._stream, self._shared = stream, shared
         self._lock, self._changed, self._clock = shared.changed, shared.changed, shared.clock
@@ -96,10 +99,10 @@ class StreamThread(threading.Thread):
         self._available, self._health = shared.available, shared.available.health
         self._checks = shared.checks
         self._pieces: Pieces = ()
-        """Buffered tensors that the run just decided is merged from."""
+        """Buffered tensors from which the run that was just decided is merged."""
 
     def run(self) -> None:
-        """Start the stream, again after failures, until stopped."""
+        """Start the stream, and start it again after failures, until it is stopped."""
         suspected = False
         try:
             while not self._available.stopped:
@@ -117,7 +120,7 @@ class StreamThread(threading.Thread):
                 )
 
     def _live(self, *, suspected: bool) -> bool:
-        """Run from one start of the stream to the next; return whether it is suspected then.
+        """Run from one start of the stream to the next; return whether it is then suspected.
 
         StartFailedError if it cannot start.
         """
@@ -133,7 +136,7 @@ class StreamThread(threading.Thread):
                 _log.exception("stream %d: a slot could not be closed", self._stream)
 
     def _open_slot(self) -> tuple[Slot, bool]:
-        """Take an open slot, or open one; return it, and whether it is warm."""
+        """Take an open slot, or open one; return the slot, and whether it is warm."""
         with self._lock:
             if (warm := self._shared.warm_slots.pop(self._stream, None)) is not None:
                 return warm, True
@@ -197,8 +200,8 @@ class StreamThread(threading.Thread):
     def _next(self, *, within_batch: bool) -> tuple[ModelRuntime, Run] | None:
         """Wait until the scheduler has a run for this stream.
 
-        ``None`` if it is stopped, or if a model that it excluded is due for a retry, which would
-        overwrite the tensors of a batch.
+        ``None`` if the stream is stopped, or if it must retry a model that it excluded (not
+        ``within_batch``: a retry would overwrite the tensors of the batch).
         """
         with self._lock:
             while not self._available.stopped:

@@ -1,4 +1,4 @@
-"""Activation of a policy: its deployment is made, and batches start under it from then on."""
+"""Activation of a policy: its deployment is made, and new batches start with this deployment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def activate(
 ) -> Deployment:
     """Start a model's batches under a policy, with prepared stages.
 
-    ValueError if they do not fit the scheduling policy; then nothing changes.
+    ValueError if the stages do not fit the scheduling policy; then nothing changes.
     """
     with deployments.swapping:
         deployment = deployments.make(policy, executor.deployment(model))
@@ -38,8 +38,8 @@ def serve_by(
 ) -> Deployment:
     """Start a model's batches with other splits, under the active policy.
 
-    ValueError if the splits do not fit its stages, or the stages the scheduling policy; then
-    nothing changes.
+    ValueError if the splits do not fit the policy's stages, or if the stages do not fit the
+    scheduling policy; then nothing changes.
     """
     with deployments.swapping:
         before, deployments.splits = deployments.splits, splits

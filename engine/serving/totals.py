@@ -1,4 +1,4 @@
-"""Totals over the versions of a model: counters must not fall when one replaces another."""
+"""Totals over the versions of a model: counters must not fall when one version replaces another."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def totals_of(statistics: ModelStatistics) -> CountersSnapshot:
 def add_counts(earlier: CountersSnapshot, now: CountersSnapshot) -> CountersSnapshot:
     """Return the sum of the counts of two versions; exits and variants are matched by label.
 
-    Values that are not counts, for instance thresholds, are those of the later version. Departures
-    are left out, as they are counted by sets of exits of one bundle.
+    Values that are not counts, for instance thresholds, are taken from the later version.
+    Departures are left out, because they are counted by sets of exits of one bundle.
     """
     return CountersSnapshot(
         stages=_add_stages(earlier.stages, now.stages),

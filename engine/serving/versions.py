@@ -1,8 +1,8 @@
 """Versions of the served models: one version answers each name, until another replaces it.
 
 A model is loaded while others are served, and takes over its name in one step of the event loop.
-Earlier requests, and their audits, end with the version that accepted them; then that version is
-removed. So no request is lost, answered twice, or answered by two versions.
+Earlier requests, and their audits, are finished by the version that accepted them; then that
+version is removed. So no request is lost, answered twice, or answered by two versions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offramp.engine.stages.plan import Mode
 _log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.01
-"""Time between two checks whether a version is warm, or has nothing in flight any more."""
+"""Seconds between two checks whether a version is warm, or has nothing in flight any more."""
 
 
 class ModelLoading(Protocol):
@@ -55,14 +55,14 @@ class ModelVersion:
     """Unique key for executor, control and batch profiles."""
     model: ServedModel
     release: Callable[[], None] = lambda: None
-    """Function that removes its temporary files, once nothing runs the version any more."""
+    """Function that removes the version's temporary files; called once nothing runs the version."""
 
 
 class ModelVersions:
     """The versions of all models of an engine; used on the event loop's thread.
 
-    The first versions are already served: executor, control and batch profiles use their names as
-    keys. ``load`` loads further ones; without it none can be replaced.
+    The first versions are already served; executor, control and batch profiles use their names as
+    keys. ``load`` loads further versions; without it, no version can be replaced.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ModelVersions:
         self._numbers = dict.fromkeys(models, 1)
         """Number of the last version, by name."""
         self._ends = False
-        """True once nothing is loaded or unloaded any more."""
+        """True once versions are not loaded or unloaded any more."""
         self._turn = asyncio.Lock()
         """Held while a model is loaded, so that models are loaded one at a time."""
         self._finishing: dict[str, ModelVersion] = {}
@@ -159,11 +159,11 @@ class ModelVersions:
                   took_s, number)  # fmt: skip
 
     def end(self) -> None:
-        """Replace nothing from now on; a replacement in progress is cancelled."""
+        """Replace no version from now on; a replacement in progress is cancelled."""
         self._ends = True
 
     async def close(self) -> None:
-        """End, and wait until nothing is in progress; then the loops may be stopped."""
+        """End, and wait until no replacement is in progress; then the loops may be stopped."""
         self.end()
         async with self._turn:
             pass
@@ -205,7 +205,7 @@ class ModelVersions:
             raise
 
     def _finish(self, version: ModelVersion) -> None:
-        """Finish the requests of a version that gets no new ones, and then remove it."""
+        """Finish the requests of a version that gets no new requests, then remove the version."""
         self._finishing[version.key] = version
         for task in self._background:
             task.retire(version.key)
@@ -231,9 +231,9 @@ class ModelVersions:
         _log.info("%s: version %d was removed", version.name, version.number)
 
     def _keep_counts(self, name: str, counts: CountersSnapshot) -> None:
-        """Add a removed version's counts to its name's; drop all counts of an unserved name.
+        """Add a removed version's counts to its name's; drop all of them if the name is not served.
 
-        A model repository has a name for each version that ever existed.
+        Counts are dropped because a model repository has a name for each version that ever existed.
         """
         if name in self.current or any(each.name == name for each in self._finishing.values()):
             earlier = self._earlier.get(name)

@@ -1,1 +1,1 @@
-"""Plans of stages, by exits and thresholds; the protocols of backends; the pipeline of stages."""
+"""Stage plans, made from exits and thresholds; protocols of backends; pipelines of stages."""

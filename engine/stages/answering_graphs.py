@@ -1,4 +1,4 @@
-"""Graphs that answer a sample at every exit and the end, for records and comparisons."""
+"""Graphs that answer a sample at every exit and at the model's end, for records and comparisons."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from offramp.engine.stages.plan import ModelStructure
 
 
 def answering_graphs(structure: ModelStructure, read: ReadPart) -> tuple[bytes, ...]:
-    """Join all segments and exits, used or not, to answer a sample at every exit and the end.
+    """Join all segments and exits, used or not, to answer at every exit and at the model's end.
 
-    Returns one graph; for a cascade two: the graph with all exits, and the source model, whose
-    opset may differ.
+    Returns one graph, or two for a cascade: the graph with all exits, and the source model, which
+    may have another opset.
     """
     outputs = [name for e in structure.exits for name in (e.output, e.confidence)]
     exits = [e.file for e in structure.exits]

@@ -2,14 +2,14 @@
 
 A *slot* executes one stage at a time, on the thread that owns it (on CUDA: a stream with its
 contexts and buffers). The backend decides where a batch of tensors is stored; scheduler and
-executor only know its number of rows and which of them go on.
+executor only know the batch's number of rows, and which rows go on.
 
 Ownership: ``upload`` may alias the arrays passed to it; they must not change until the batch is
 done. Results of ``run``, ``select`` and ``merge`` are valid until the slot's next ``upload`` or
 ``merge``, or until the stage after next. Results of ``buffer``, the answer and the confidence
 arrays belong to the caller.
 
-Deliberately only a handful of methods (modelled on the trait of Hugging Face TEI): any class that
+The protocols have only a few methods, like the backend trait of Hugging Face TEI. Any class that
 passes ``tests/unit/engine/test_backend_conformance.py`` is a backend.
 """
 
@@ -36,7 +36,7 @@ Stage: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingEngine:
-    """An engine that would run a stage if it were built; until then a chain of others runs it."""
+    """An engine that is not built yet; until it is, a chain of other engines runs its stage."""
 
     unit: str
     """Name, for instance ``00-03-exit1``."""
@@ -45,7 +45,7 @@ class MissingEngine:
     """Device, for instance ``cuda:0``."""
     precision: Precision
     is_built: Callable[[], bool] = field(compare=False, repr=False)
-    """Returns whether it was built since, by the index alone; reads a file."""
+    """Function that returns whether the engine was built since; it reads only the index file."""
 
 
 class TensorBatch(Protocol):
@@ -55,7 +55,7 @@ class TensorBatch(Protocol):
 
 
 class StageResult(NamedTuple):
-    """The result of a stage for a batch of b rows. A tuple, since every stage makes one."""
+    """The result of a stage for a batch of b rows; a tuple, because it is created faster."""
 
     answer: NDArray[Any] | None
     """[b, classes]: the exit's or the model's answer, on the host; ``None`` if the stage has no
@@ -73,16 +73,16 @@ class Slot(Protocol):
         """Take the model's inputs, all of equal first dimension."""
 
     def run(self, stage: Stage, batch: TensorBatch, threshold: float | None = None) -> StageResult:
-        """Execute, and wait for the result with the GIL released.
+        """Execute a stage, and wait for the result with the GIL released.
 
-        Rows at or above ``threshold`` will probably not be selected next, so that the other rows
-        can be compacted in the meantime; the answer does not depend on it. ``None`` is the
-        threshold that the stage was prepared with. BackendError if execution failed: the slot stays
-        usable.
+        Rows whose confidence is at or above ``threshold`` will probably not be selected next, so
+        the slot may compact the other rows in the meantime; the answer does not depend on
+        ``threshold``. ``None`` is the threshold of the prepared stage. BackendError if execution
+        failed; the slot stays usable.
         """
 
     def select(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
-        """Keep these rows, in their order (survivor compaction)."""
+        """Return these rows of a batch, in their order (survivor compaction)."""
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> TensorBatch:
         """Copy these rows out of the slot's buffers.
@@ -117,21 +117,22 @@ class Backend(Protocol):
     def on_cpu(self) -> bool:
         """True if stages run on the CPU.
 
-        Then the bundle's profile applies, and a warm-up of one slot applies to all. On other
-        backends profiles are measured again, and every slot is warmed up before it serves.
+        On a CPU the bundle's profile applies, and a warm-up of one slot applies to all slots. On
+        other backends profiles are measured again, and every slot is warmed up before it serves.
         """
 
     def as_computed(self, bundle: Bundle) -> Bundle:
         """Return a bundle with the policy and records for the arithmetic of this backend.
 
         Bundles are certified in float32, or as a cascade; engines of other precisions have their
-        own policy. BackendError if that is damaged.
+        own policy. BackendError if that policy is damaged.
         """
 
     def sizes(self, most: int) -> Sequence[int]:
-        """Return the batch sizes up to ``most`` whose first run is slower than later ones, rising.
+        """Return the batch sizes up to ``most`` whose first run is slower than later runs.
 
-        This refers to the currently prepared stages; run these sizes before measuring or serving.
+        The sizes are in ascending order, for the currently prepared stages. Run them before
+        measuring or serving.
         """
 
     def prepare(self, spec: StageSpec) -> Stage:
@@ -141,7 +142,7 @@ class Backend(Protocol):
         """
 
     def missing(self, stage: Stage) -> MissingEngine | None:
-        """Return the engine that would run a stage faster if it were built; else ``None``.
+        """Return the engine that would run a stage faster if it were built; otherwise ``None``.
 
         A stage that is prepared again after the build runs as that engine.
         """
@@ -158,7 +159,7 @@ class SlotsByStream(Backend, Protocol):
     """A backend whose slots differ: each stream uses its own device."""
 
     def open_slot_of(self, stream: int) -> Slot:
-        """Open a slot on a stream's device, restarted if lost; BackendError if that fails."""
+        """Open a slot on a stream's device; a lost device is restarted. BackendError on failure."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""Sessions that are measured in comparison: loaded all together, or one at a time if large.
+"""Sessions whose times are compared: all are loaded together, or one at a time if they are large.
 
-A session packs the weights of matrix products into its own copy. Source model and stages together
-need up to four such copies. Of a large model, one session is loaded at a time, which costs
-reloading in every round.
+A session packs the weights of matrix products into its own copy. The source model and the stages
+together need up to four such copies. For a large model, only one session is loaded at a time; it
+must be loaded again in every round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 from offramp.bundle.graph_weights import filled_size
 
 TOGETHER_BYTES: Final = 2**29
-"""Size of a model's weights up to which several sessions of it are loaded together."""
+"""Largest size of a model's weights, in bytes, with which several sessions are loaded together."""
 
 _T = TypeVar("_T")
 
@@ -27,7 +27,7 @@ class Loaded(Generic[_T]):
     """Objects that are slow to load and need much memory: all loaded, or one at a time."""
 
     def __init__(self, makers: Sequence[Callable[[], _T]], *, together: bool) -> None:
-        """Load all if ``together``, else each one on access."""
+        """Load all objects if ``together``; otherwise load each object when it is accessed."""
         self._makers, self.together = makers, together
         self._made = [make() for make in makers] if together else []
         self._last: tuple[int, _T] | None = None

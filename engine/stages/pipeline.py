@@ -1,7 +1,7 @@
 """A plan's stages as prepared by a backend, and the step that runs one of them on a batch.
 
-Executor and benchmarks use the same step, so that measured stages equal served ones (the executor's
-own time is only part of a served request's time).
+Executor and benchmarks use the same step, so that measured and served stages are equal. (Only a
+served request's time includes the time of the executor itself.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StageStep(NamedTuple):
 
 
 class Departure(NamedTuple):
-    """Rows that left a batch together."""
+    """Rows that left a batch at the same exit, and their answers."""
 
     stage: int
     rows: Rows
@@ -54,8 +54,8 @@ class Departure(NamedTuple):
 class Pipeline:
     """A plan's prepared stages; shared by all slots.
 
-    Preparing takes seconds, and raises BackendError if a stage cannot be loaded. ``prepare``
-    replaces the backend's own method, to reuse prepared stages.
+    Preparing takes seconds, and raises BackendError if a stage cannot be loaded. ``prepare`` is
+    called instead of the backend's method, to reuse prepared stages.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Pipeline:
                 rows, batch = rows[staying], slot.select(batch, staying)
 
     def warm_up(self, slot: Slot, tensors: Mapping[str, NDArray[Any]]) -> None:
-        """Run one batch through every stage without exits (this allocates memory for its size).
+        """Run one batch through every stage; no row leaves. This allocates memory for its size.
 
         BackendError if a stage fails, or its answer does not have the model's form.
         """
@@ -125,7 +125,7 @@ class Pipeline:
 
 
 def _check_form(spec: StageSpec, result: StageResult, rows: int) -> None:
-    """Raise BackendError for an answer whose form later code does not expect."""
+    """Raise BackendError if an answer has a shape or dtype that later code does not expect."""
     answer, confidence, _ = result
     if answer is None:
         return

@@ -2,8 +2,8 @@
 
 A stage runs between two adjacent active exits: the segments between them as one graph, with the
 exit fused in (:mod:`.graphs.assembly`). In a cascade the source model is the last segment, and
-starts from the model's inputs: a stage that ends with its answer is that segment alone, and
-segments of the quantised model after the last exit do not run.
+starts from the model's inputs. The stage that ends with the source model's answer is this segment
+alone; segments of the quantised model after the last exit do not run.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from offramp.engine.graphs.external_weights import WeightForm, is_text
 
 
 class Mode(StrEnum):
-    """The serving modes: what happens to a sample that is sure enough at an exit."""
+    """The serving modes: what happens to a sample that reaches the threshold of an exit."""
 
     LEAVE = "leave"
     """The sample leaves the batch, and its further compute is saved (PAME, E3)."""
     AUDIT = "audit"
-    """The sample leaves, except with a known probability: then it runs on after its answer, so that
-    agreement is measured while nearly all the compute is saved."""
+    """The sample leaves, or with a known, small probability runs on after its answer. So agreement
+    is measured, while nearly all the compute is saved."""
     RELEASE = "release"
     """The answer is sent immediately, and the sample always runs on (Apparate)."""
     OFF = "off"
@@ -62,7 +62,7 @@ class LightGraph(NamedTuple):
 
     model: bytes
     weights: Path | None
-    """Folder of that file; ``None`` if the graph refers to none."""
+    """Folder of the weight file; ``None`` if the graph refers to no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,13 @@ class StageSpec:
     """Index into ``Manifest.exits`` of the exit at the stage's end; ``MODEL_END`` if it ends with
     the model's own answer, ``None`` without any answer."""
     load: Callable[[], bytes]
-    """Returns the stage's ONNX graph; called by the backend when it prepares the stage. A
-    :class:`StageGraph`, if it is made from a bundle's files only."""
+    """Returns the stage's ONNX graph; called by the backend when it prepares the stage. It is a
+    :class:`StageGraph` if the graph is made from a bundle's files only."""
     inputs: tuple[str, ...]
     """Tensors that the graph reads."""
     carried: tuple[str, ...]
     """Tensors that later stages read: cut tensors first, then graph inputs that pass through. There
-    are no cut tensors where the next stage starts from the model's inputs."""
+    are no cut tensors if the next stage starts from the model's inputs."""
     given: tuple[str, ...] = ()
     """Tensors of ``carried`` that the graph produces; others pass through."""
     answer: str | None
@@ -104,23 +104,25 @@ class StageSpec:
     form: AnswerForm
     task: AnswerTask = CLASSIFICATION
     criterion: Criterion = PROBABILITY
-    """Criterion of the confidence on the host, where ``confidence`` does not provide it."""
+    """Criterion that computes the confidence on the host, if the graph has no ``confidence``
+    output."""
     threshold: float
-    """Least confidence to leave with, a float32 value (the policy's threshold rounded up, so that
-    no row leaves below it); 0 in the last stage, where every row leaves."""
+    """Smallest confidence with which a row leaves. It is the policy's threshold, rounded up to
+    float32, so that no row leaves below the threshold; 0 in the last stage, where every row leaves.
+    """
     unmodified: bool = False
     """True if the graph is the source model's own."""
     weight_form: WeightForm = WeightForm.PACKED
-    """Form of the stage's weights in memory, where the backend maps them from the bundle."""
+    """Form of the stage's weights in memory, if the backend maps weights from the bundle."""
     bundle: Bundle | None = field(default=None, compare=False, repr=False)
-    """The stage's bundle, for backends that use more of it than graphs; ``None`` before it
-    exists."""
+    """The stage's bundle, for backends that use more of it than graphs; ``None`` while the compiler
+    has not written it."""
 
     def load_light(self) -> LightGraph:
         """Return the stage's graph without the weights that the bundle stores in a file.
 
-        A runtime that maps them from there keeps them once for all graphs. Raises the errors of
-        ``load``, which returns the same graph with all its weights.
+        A runtime that maps the weights from this file keeps them in memory once for all graphs.
+        Raises the errors of ``load``, which returns the same graph with all its weights.
         """
         bundle, graph = self.bundle, self.load
         if bundle is not None and isinstance(graph, StageGraph):
@@ -136,7 +138,7 @@ class StageSpec:
 
     @property
     def answered_by(self) -> int:
-        """Exit of the stage's answer, or ``MODEL_END``; there must be an answer."""
+        """Exit that gives the stage's answer, or ``MODEL_END``; the stage must have an answer."""
         assert self.exit is not None, f"stage {self.index} gives no answer"
         return self.exit
 
@@ -144,7 +146,7 @@ class StageSpec:
     def unit(self) -> tuple[int, int, int | None]:
         """First and last segment, and the fused exit, if any: the parts of the graph.
 
-        In a cascade, graphs of one unit may differ in whether they output the cut tensor.
+        In a cascade, graphs of one unit may differ: some output the cut tensor, others do not.
         """
         fused = None if self.exit == MODEL_END else self.exit
         return self.first_segment, self.last_segment, fused
@@ -185,7 +187,7 @@ class Plan:
 
 
 def exit_label(exit_index: int) -> str:
-    """Return ``exit 3`` or ``final``: the name of an exit or the end in metrics and reports."""
+    """Return the name of an exit, or of the model's end, in metrics: ``exit 3`` or ``final``."""
     return "final" if exit_index == MODEL_END else f"exit {exit_index}"
 
 
@@ -199,7 +201,7 @@ def make_plan(
     """Plan the stages between the active exits of ``policy`` (default: the bundle's own).
 
     If the model is split among devices, a stage also ends after each segment of ``borders``; in
-    mode off nothing is split.
+    mode off, stages do not end there.
     """
     policy = bundle.policy if policy is None else policy
     if mode is Mode.OFF:
@@ -221,9 +223,9 @@ def plan_stages(
 ) -> tuple[StageSpec, ...]:
     """Plan the stages between exits, in depth order; ``read`` returns the content of a part's file.
 
-    If an exit's decision depends on earlier ones, all exits up to the last of ``active`` run. After
-    segments of ``borders`` without such an exit, stages end without an answer. Borders after the
-    last exit of a cascade's copy are ignored, as that part does not run.
+    If an exit's decision depends on earlier exits, all exits up to the last exit in ``active`` run.
+    After segments of ``borders`` that have no such exit, stages end without an answer. Borders
+    after the last exit of a cascade's quantised model are ignored, because that part does not run.
     """
     if structure.answer.criterion.depends_on_earlier and active:
         active = all_up_to(active)
@@ -240,7 +242,7 @@ def plan_stages(
 
 
 def all_up_to(active: Sequence[ActiveExit]) -> tuple[ActiveExit, ...]:
-    """Add all missing exits before the last one, at ``NEVER``."""
+    """Add all missing exits before the last active exit, with threshold ``NEVER``."""
     thresholds = {a.exit: a.threshold for a in active}
     exits = range(max(thresholds) + 1)
     return tuple(ActiveExit(exit=e, threshold=thresholds.get(e, NEVER)) for e in exits)
@@ -249,8 +251,8 @@ def all_up_to(active: Sequence[ActiveExit]) -> tuple[ActiveExit, ...]:
 def make_chained_plan(bundle: Bundle) -> Plan:
     """Plan every segment of the source model as its own stage, without exits.
 
-    The answers equal those of one graph, up to rounding of sums in another order, at the cost of
-    every cut. In a cascade the source model is one segment.
+    The answers equal those of one graph, except that sums are rounded in another order. Every cut
+    costs time. In a cascade the source model is one segment.
     """
     stages = _of(bundle, chain_stages(bundle.manifest, bundle.read))
     return Plan(stages=stages, policy_version=0, mode=Mode.OFF)
@@ -323,7 +325,7 @@ def make_stage(
     carried: tuple[str, ...],
     threshold: float,
 ) -> StageSpec:
-    """Plan the stage of segments ``first`` to ``last`` that ends with an exit, or the model's end.
+    """Plan the stage of segments ``first`` to ``last``, which ends with an exit or the model's end.
 
     ``carried`` are the tensors that later stages read; the graph outputs those that it computes.
     """
@@ -360,10 +362,10 @@ def make_stage(
 
 
 def carried_over(structure: ModelStructure, segment: int, then: int) -> tuple[str, ...]:
-    """Return the tensors alive after a segment, if segment ``then`` is the next that runs.
+    """Return the tensors that are needed after a segment, if segment ``then`` runs next.
 
-    Cut tensors and graph inputs that later segments read; there are no cut tensors where ``then``
-    starts from the model's inputs.
+    These are cut tensors and graph inputs that later segments read. There are no cut tensors if
+    ``then`` starts from the model's inputs.
     """
     readers = [s.inputs for s in structure.segments[then:]]
     readers += [e.inputs for e in structure.exits if e.after_segment >= then]

@@ -1,4 +1,4 @@
-"""The precision of a bundle, and checks on which hardware may serve it."""
+"""The precision of a bundle, and checks whether the hardware here may serve the bundle."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _log = logging.getLogger(__name__)
 def require_plain(manifest: Manifest, path: Path) -> None:
     """Raise BackendError for a cascade with a copy for CPUs, on a GPU.
 
-    Its int8 parts were chosen for CPUs; a GPU would compute them as float32, and slower. A copy
-    that was trained with its exits was tested on CPUs only. A variant is an ordinary float32 model.
+    A cascade's int8 parts were chosen for CPUs; a GPU would compute them as float32, and slower. A
+    copy that was trained with its exits was tested on CPUs only. A variant is an ordinary float32
+    model.
     """
     if manifest.precision != "fp32":
         raise BackendError(
@@ -31,10 +32,10 @@ def require_plain(manifest: Manifest, path: Path) -> None:
 
 
 def warn_of_saturation(name: str, manifest: Manifest, here: CpuFeatures, mode: Mode) -> None:
-    """Warn if int8 saturates on this CPU and did not on the one that certified, or vice versa.
+    """Warn if int8 sums saturate on this CPU but not on the certifying CPU, or vice versa.
 
-    x86 CPUs without VNNI add products of bytes in 16 bits, which saturates with 8-bit weights;
-    other CPUs do not. If the bundle does not name its CPU, it is assumed to have VNNI.
+    x86 CPUs without VNNI add products of bytes in 16 bits; with 8-bit weights, such sums saturate.
+    On other CPUs they do not. If the bundle does not name its CPU, it is assumed to have VNNI.
     """
     there = manifest.cpu
     saturated = bool(there and there.saturates)
@@ -54,21 +55,21 @@ def warn_of_saturation(name: str, manifest: Manifest, here: CpuFeatures, mode: M
 
 
 _EXACT = 1e-4
-"""Largest relative difference that float32 segments are verified to."""
+"""Largest relative difference that the compiler's check allows float32 segments."""
 
 
 def is_rounded(manifest: Manifest) -> bool:
-    """Return whether parts are computed below float32 precision, which runtimes round differently.
+    """Return whether parts of the model are computed below float32 precision.
 
-    True for a cascade, and for a model that is itself quantised or of half precision: its segments
-    were verified within the tolerance of rounding.
+    Runtimes round such parts differently. True for a cascade, and for a model that is itself
+    quantised or of half precision: its segments were verified with a larger tolerance.
     """
     verified = manifest.verified_tolerance
     return manifest.precision != "fp32" or manifest.batch_effect is not None or verified > _EXACT
 
 
 def warn_of_other_kernels(name: str, manifest: Manifest, backend: str, mode: Mode) -> None:
-    """Warn if another runtime than the certifying one computes below float32 precision."""
+    """Warn if another runtime than the certifying runtime computes below float32 precision."""
     if not is_rounded(manifest) or mode is Mode.OFF or backend != "openvino-cpu":
         return
     _log.warning(

@@ -1,4 +1,4 @@
-"""Parts of TensorRT that building engines (in the compiler) and running them share.
+"""Code for TensorRT, shared by the compiler (builds engines) and the server (runs engines).
 
 ::
 
@@ -12,5 +12,5 @@
 
 No module here imports ``tensorrt`` or ``pycuda`` before it is needed, so that all can be imported
 on a machine without a GPU. Call :func:`offramp.engine.tensorrt.probe.require` first: without a
-driver ``tensorrt`` ends the whole process instead of raising an error.
+driver, ``tensorrt`` ends the whole process instead of raising an error.
 """

@@ -49,7 +49,7 @@ _NUMPY = {
     "BF16": np.uint16,
 }
 """Arrays' types by names of ``tensorrt.DataType``. numpy has no bfloat16: uint16 holds its bits.
-INT64 and BF16 exist since 10."""
+INT64 and BF16 exist since TensorRT 10."""
 _BFLOAT16 = "BF16"
 
 
@@ -84,7 +84,7 @@ def major() -> int:
 def _release(text: str) -> tuple[int, int]:
     numbers = re.match(r"(\d+)\.(\d+)", text)
     if numbers is None:
-        raise BackendError(f"TensorRT's version {text!r} is not one, expected MAJOR.MINOR")
+        raise BackendError(f"TensorRT's version is {text!r}, expected MAJOR.MINOR")
     return int(numbers[1]), int(numbers[2])
 
 
@@ -94,8 +94,8 @@ def _release(text: str) -> tuple[int, int]:
 def network_flags() -> int:
     """Return the flags for ``Builder.create_network``.
 
-    8.6 needs a flag to treat the first axis as the batch; 10 needs one to take types from the
-    graph, instead of choosing them; 11 always does both, and has no flag for the first.
+    TensorRT 8.6 needs a flag to treat the first axis as the batch. Version 10 needs a flag to take
+    types from the graph, instead of choosing them. Version 11 always does both.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -109,9 +109,9 @@ def network_flags() -> int:
 def allow_precision(config: trt.IBuilderConfig, precision: str) -> None:
     """Allow the arithmetic of ``precision``: ``fp32``, ``tf32``, ``fp16`` or ``int8``.
 
-    TF32 is on by default in all versions, and rounds factors to 10 bits: it is cleared unless
-    requested. The graph has the types; only 8.6 needs flags to use them, and refuses a float16 or a
-    Q/DQ graph without.
+    TF32 is on by default in all versions, and rounds factors to 10 bits; it is switched off unless
+    requested. The graph states the types. Only TensorRT 8.6 needs flags to use these types, and
+    refuses a float16 or Q/DQ graph without the flags.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -128,21 +128,19 @@ def allow_precision(config: trt.IBuilderConfig, precision: str) -> None:
 def keep_float32(
     config: trt.IBuilderConfig, network: trt.INetworkDefinition, precision: str, half_suffix: str
 ) -> None:
-    """Restrict 8.6 to float32 at all places where an fp16 graph has it: in exits, sums and powers.
+    """Restrict TensorRT 8.6 to float32 where an fp16 graph has float32: in exits, sums and powers.
 
-    10 and later take all types from the graph. 8.6 may compute any layer in float16 if the flag
-    FP16 is set. Its network reports float32 as the type of a layer's computation, and of a cast's
-    output, until the engine is built. So the graph's own names identify float16 tensors: those that
-    end with ``half_suffix``. Between two named tensors the parser may add layers, whose outputs it
-    names: these are followed from a float16 tensor on.
+    Version 10 and later take all types from the graph. Version 8.6 may compute any layer in float16
+    if the flag FP16 is set. Its network reports float32 as the type of a layer's computation, and
+    of a cast's output, until the engine is built. So float16 tensors are found by their names in
+    the graph, which end with ``half_suffix``. Between two named tensors the parser may add layers
+    and name their outputs; such layers are followed from a float16 tensor on. An earlier method
+    used the types of the casts; with it, all fp16 engines of ResNet-101 and BERT-base on an H200
+    were as slow and as large as fp32 engines. The names have not been tested on a GPU yet.
 
-    Before, the types of the casts were used, and on an H200 all fp16 engines of ResNet-101 and
-    BERT-base were as slow and as large as those of fp32. The names have not been tested on a GPU
-    yet.
-
-    int8 needs none of this: with explicit Q/DQ pairs 8.6 quantises nothing else, the flag FP16 is
-    not set, and between the pairs the graph is float32 unless int8 is wanted. ``precision`` is that
-    of :func:`allow_precision`; the network is as the parser left it.
+    An int8 graph needs no restriction: with explicit Q/DQ pairs, 8.6 quantises nothing else, the
+    flag FP16 is not set, and outside of the pairs the graph is float32. ``precision`` is the
+    argument of :func:`allow_precision`; the network is as the parser made it.
     """
     if major() >= 10 or precision != "fp16":
         return
@@ -163,7 +161,7 @@ def keep_float32(
 
 
 def _free_outputs(layer: trt.ILayer) -> list[int]:
-    """Return the indices of outputs of type float32 that 8.6 might compute in float16."""
+    """Return the indices of float32 outputs that TensorRT 8.6 might compute in float16."""
     if major() >= 10:
         return []
     import tensorrt as trt  # noqa: PLC0415
@@ -194,10 +192,11 @@ def _reads_half(layer: trt.ILayer, halves: set[str], half_suffix: str) -> bool:
 
 
 def use_own_kernels_only(config: trt.IBuilderConfig) -> None:
-    """Use no kernels of cuBLAS and cuDNN, as 10 does by default, and 11 always.
+    """Use no kernels of cuBLAS and cuDNN.
 
-    8.6 uses them where they are faster. Engines then need these libraries at run time, in addition
-    to libnvinfer, and 8.6's package does not include them.
+    This is the default of TensorRT 10, and always so in 11. Version 8.6 uses these kernels where
+    they are faster; its engines then need both libraries at run time, and its package does not
+    include them.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -208,9 +207,10 @@ def use_own_kernels_only(config: trt.IBuilderConfig) -> None:
 
 
 def share_profiles(config: trt.IBuilderConfig) -> None:
-    """Allow several contexts of an engine to use one profile at the same time, as 10 does.
+    """Allow several contexts of an engine to use one profile at the same time.
 
-    8.6 refuses the second one unless the engine was built with this option.
+    TensorRT 10 always allows this. Version 8.6 refuses the second context unless the engine was
+    built with this option.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -219,7 +219,7 @@ def share_profiles(config: trt.IBuilderConfig) -> None:
 
 
 def has_progress() -> bool:
-    """Return whether builds report progress, and can be ended early (10 and later)."""
+    """Return whether builds report progress and can be ended early (TensorRT 10 and later)."""
     return major() >= 10
 
 
@@ -233,8 +233,8 @@ def watch_progress(
     """Register callbacks for a build's phases; no effect if :func:`has_progress` is false.
 
     ``started`` gets the number of steps of a phase, ``stepped`` the index of the finished step; if
-    it returns false, the build ends. The returned object must be kept until builder, network and
-    config are released.
+    ``stepped`` returns false, the build ends. The returned object must be kept until builder,
+    network and config are released.
     """
     if not has_progress():
         return None
@@ -259,9 +259,9 @@ def watch_progress(
 
 
 def parser_errors(parser: trt.OnnxParser, node_of: Callable[[int], str]) -> list[str]:
-    """Return the parser's errors; 10 and later know a node's name and operator.
+    """Return the parser's errors, with the name and operator of the node.
 
-    8.6 knows only its index, which ``node_of`` converts to operator and name.
+    TensorRT 8.6 reports only the node's index; ``node_of`` converts the index to operator and name.
     """
     found = []
     for index in range(parser.num_errors):
@@ -285,7 +285,8 @@ def parser_errors(parser: trt.OnnxParser, node_of: Callable[[int], str]) -> list
 def context_without_memory(engine: trt.ICudaEngine) -> trt.IExecutionContext:
     """Return an execution context without scratch memory: see :func:`give_memory`.
 
-    8.6 has a method for it, 10 and later a strategy. BackendError if TensorRT returns none.
+    TensorRT 8.6 has a method for this, 10 and later an allocation strategy. BackendError if
+    TensorRT returns none.
     """
     import tensorrt as trt  # noqa: PLC0415
 
@@ -303,8 +304,8 @@ def context_without_memory(engine: trt.ICudaEngine) -> trt.IExecutionContext:
 def scratch_bytes(engine: trt.ICudaEngine, profile: int) -> int:
     """Return the scratch memory that a context needs with a profile, in bytes.
 
-    10.1 and later know it for each profile; 10.0 under a name that 11 lacks; 8.6 only the largest
-    of all profiles.
+    TensorRT 10.1 and later report it for each profile. Version 10.0 does, too, by a function that
+    11 lacks. Version 8.6 reports only the largest value of all profiles.
     """
     if hasattr(engine, "get_device_memory_size_for_profile_v2"):
         return int(engine.get_device_memory_size_for_profile_v2(profile))
@@ -316,9 +317,9 @@ def scratch_bytes(engine: trt.ICudaEngine, profile: int) -> int:
 def give_memory(context: trt.IExecutionContext, address: int, size_bytes: int) -> None:
     """Set a context's scratch memory, which two parallel contexts must not share.
 
-    The context was made by :func:`context_without_memory`, its profile and shapes are set. The
-    address is a multiple of 256. At least :func:`scratch_bytes` must be passed: 8.6 and 10.0 do not
-    check it.
+    The context must come from :func:`context_without_memory`, with its profile and shapes set. The
+    address must be a multiple of 256, and the size at least :func:`scratch_bytes`: TensorRT 8.6 and
+    10.0 do not check the size.
     """
     if hasattr(context, "set_device_memory"):
         context.set_device_memory(address, size_bytes)
@@ -330,7 +331,7 @@ def give_memory(context: trt.IExecutionContext, address: int, size_bytes: int) -
 
 
 def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
-    """Return the dtype of arrays with a tensor's bytes (bfloat16: uint16); not for FP8, INT4."""
+    """Return the dtype of arrays with a tensor's bytes (uint16 for bfloat16; FP8, INT4: error)."""
     found = _NUMPY.get(dtype.name)
     if found is None:
         raise BackendError(
@@ -342,8 +343,9 @@ def numpy_dtype(dtype: trt.DataType) -> np.dtype[Any]:
 def to_tensor(array: NDArray[Any], dtype: trt.DataType) -> NDArray[Any]:
     """Return an array as a tensor's bytes, contiguous.
 
-    8.6 has no 64-bit integers: its parser makes such inputs 32-bit ones. BackendError if the values
-    do not fit the tensor's type, or are of another kind.
+    TensorRT 8.6 has no 64-bit integers: its parser converts such inputs to 32 bits. BackendError if
+    the values do not fit the tensor's type, or are of another kind, for instance floats instead of
+    integers.
     """
     if dtype.name == _BFLOAT16:
         return _bfloat16_bits(array)

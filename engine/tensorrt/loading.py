@@ -1,6 +1,6 @@
-"""Engines that are loaded for serving: weights once, one context per slot and profile.
+"""Engines that are loaded for serving: one copy of the weights, one context per slot and profile.
 
-All of it runs in the device's context, within ``with driver.current():``.
+All functions must be called in the device's CUDA context, within ``with driver.current():``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class EngineLibrary:
         self._driver = driver
         self._lock = Lock()
         self._taken: dict[str, SharedEngine] = {}
-        """Engines by hash of the plan."""
+        """Engines by the hash of their plan (the serialised engine)."""
 
     def take(self, found: StoredEngine) -> SharedEngine:
-        """Load an engine, unless it is loaded already; it must be returned.
+        """Load an engine, or use the loaded one; the caller must give it back.
 
         BackendError if its file is missing or altered, or TensorRT cannot load it.
         """
@@ -52,7 +52,7 @@ class EngineLibrary:
             return shared
 
     def close(self) -> None:
-        """Check that all engines were returned."""
+        """Check that all engines were given back."""
         if self._taken:
             raise BackendError(f"{len(self._taken)} engines are still in use")
 
@@ -67,9 +67,10 @@ class EngineLibrary:
 
 
 class SharedEngine:
-    """An engine that stages and slots share: each has its own contexts.
+    """An engine that stages and slots share; each of them has its own contexts.
 
-    It is loaded immediately; ``give_back`` is called when a stage does not need it any more.
+    The engine is loaded immediately; ``give_back`` is called when a stage does not need it any
+    more.
     """
 
     def __init__(self, found: StoredEngine, driver: Driver, give_back: Callable[[], None]) -> None:
@@ -81,8 +82,8 @@ class SharedEngine:
 class LoadedEngine:
     """An engine in device memory, with its inputs and outputs; thread-safe.
 
-    The hash of its plan was checked. BackendError if TensorRT refuses it, or it differs from its
-    entry in the store.
+    The hash of its plan was checked before. BackendError if TensorRT refuses the engine, or the
+    engine differs from its entry in the store.
     """
 
     def __init__(self, plan: bytes, entry: EngineEntry, driver: Driver) -> None:
@@ -92,7 +93,7 @@ class LoadedEngine:
         self._runtime: trt.Runtime | None = runtime
         self._engine: trt.ICudaEngine | None = engine
         self.inputs, self.outputs = tensor_names(engine)
-        """Names of its input tensors, and of its output tensors."""
+        """Names of the engine's input tensors, and of its output tensors."""
         self.dtypes: dict[str, np.dtype[Any]] = {
             name: compat.numpy_dtype(engine.get_tensor_dtype(name))
             for name in (*self.inputs, *self.outputs)
@@ -122,9 +123,9 @@ class LoadedEngine:
         return max(shapes, key=math.prod)
 
     def context(self, profile: int, driver: Driver, stream: Stream) -> EngineContext:
-        """Make a context for a profile, without scratch memory; its work is enqueued on ``stream``.
+        """Make a context for a profile, without scratch memory, whose work runs on ``stream``.
 
-        BackendError if TensorRT refuses, for instance if memory is short.
+        BackendError if TensorRT refuses this, for instance for lack of memory.
         """
         if self._engine is None:
             raise BackendError(f"engine {self.entry.unit} was released")
@@ -139,7 +140,7 @@ class LoadedEngine:
         return made
 
     def close(self) -> None:
-        """Release it; its contexts must be closed before."""
+        """Release the engine; its contexts must be closed before."""
         self._engine = None  # before its runtime
         self._runtime = None
 
@@ -154,9 +155,9 @@ class LoadedEngine:
 
 
 class EngineContext:
-    """An engine with one of its profiles in one slot, made by :meth:`LoadedEngine.context`.
+    """An execution context of an engine, for one profile and one slot.
 
-    Used by one thread at a time.
+    Made by :meth:`LoadedEngine.context`; used by one thread at a time.
     """
 
     def __init__(self, engine: LoadedEngine, context: trt.IExecutionContext) -> None:
@@ -167,14 +168,14 @@ class EngineContext:
         """Last shapes of all inputs and outputs."""
 
     def give_memory(self, address: int, size_bytes: int) -> None:
-        """Set its scratch memory, whose content is not needed between runs."""
+        """Set the context's scratch memory; its content is not needed between runs."""
         compat.give_memory(self._live(), address, size_bytes)
 
     def take_shapes(self, inputs: Shapes) -> Shapes:
-        """Set the shapes of its inputs, if they have changed; return those of its outputs.
+        """Set the shapes of the inputs, if they have changed; return the shapes of the outputs.
 
-        They must be within its profile. BackendError if TensorRT refuses them, or an output's shape
-        depends on data.
+        The shapes must be within the context's profile. BackendError if TensorRT refuses them, or
+        an output's shape depends on data.
         """
         engine, known = self._loaded, self.shapes
         if known and all(inputs[name] == known[name] for name in engine.inputs):
@@ -203,7 +204,7 @@ class EngineContext:
         return shapes
 
     def enqueue(self, addresses: Mapping[str, int], stream: Stream) -> None:
-        """Enqueue one run with the last shapes, on the stream that it was made for."""
+        """Enqueue one run with the last shapes, on the stream for which the context was made."""
         context, known = self._live(), self._addresses
         with errors_of_tensorrt() as errors:
             for name in self._loaded.dtypes:
@@ -217,7 +218,7 @@ class EngineContext:
                 raise refused(f"run engine {self._loaded.entry.unit}", errors)
 
     def close(self) -> None:
-        """Release it; the host has waited for its work. May be called again."""
+        """Release the context; the host must have waited for its work. May be called again."""
         self._context = None
 
     def _live(self) -> trt.IExecutionContext:
@@ -229,9 +230,9 @@ class EngineContext:
 
 
 def deserialize(plan: bytes, what: str) -> tuple[trt.Runtime, trt.ICudaEngine]:
-    """Load a serialised engine into the current CUDA context; its runtime must outlive it.
+    """Load a serialised engine into the current CUDA context; the runtime must outlive it.
 
-    ``what`` names it in errors.
+    ``what`` names the engine in errors.
     """
     import tensorrt as trt  # noqa: PLC0415
 

@@ -31,8 +31,9 @@ from offramp.engine.stages.plan import StageSpec
 _LOG = logging.getLogger(__name__)
 
 PREFERRED: Final[tuple[Precision, ...]] = ("int8", "fp16", "tf32", "fp32")
-"""Order of preference. A bundle has a precision other than fp32 only if it was requested, and its
-build reported its effect on answers, or was refused. So the lowest built precision is served."""
+"""Precisions in order of preference. A bundle has another precision than fp32 only if this
+precision was requested; the build reported its effect on answers, or failed. So the lowest built
+precision is served."""
 
 TOLERANCES: Final[Mapping[Precision, float]] = {
     "fp32": 1e-3,  # other order of sums, through all layers of a model
@@ -40,13 +41,13 @@ TOLERANCES: Final[Mapping[Precision, float]] = {
     "fp16": 2e-2,  # each side rounds elsewhere: rounding less, or sums too, differed by 0.011
     "int8": 0.15,  # roundings to either side of a step add up: two kernels on a CPU differ by 0.044
 }
-"""Allowed difference, relative to the scale of each value. A wrong engine differs far more: a
-missing layer or a swapped input changes most of an output."""
+"""Largest difference that is allowed, relative to the scale of each value. A wrong engine differs
+far more: a missing layer or a swapped input changes most of an output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlace:
-    """The GPU and TensorRT that engines run on, for messages and the store."""
+    """The GPU and TensorRT version that run engines, for messages and for the store of engines."""
 
     gpu: str
     compute_capability: tuple[int, int]
@@ -101,8 +102,8 @@ class StoredEngine:
 def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
     """Open the store of the engines that run at a place; BackendError if there are none.
 
-    A bundle that is served already keeps its first precision (:func:`as_computed`), regardless of
-    later builds, because its policy is certified for that one.
+    A bundle that is already served keeps its first precision (:func:`as_computed`), whatever is
+    built later, because its policy is certified for this precision.
     """
     built = place.served(bundle.path)
     if bundle.arithmetic:
@@ -128,11 +129,11 @@ def open_store(bundle: Bundle, place: EnginePlace) -> EngineStore:
 def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...]:
     """Return the engines of a stage: one engine, or one for every segment.
 
-    BackendError if the bundle has neither; the message has the command that builds them.
+    BackendError if the bundle has neither; the message has the command that builds the engines.
     """
     bundle = spec.bundle
     if bundle is None:
-        raise BackendError(f"stage {spec.index} is of no bundle, so there are no engines for it")
+        raise BackendError(f"stage {spec.index} belongs to no bundle, so it has no engines")
     store = open_store(bundle, place)
     if bundle.number and store.index.target.precision in ROUNDED:
         raise BackendError(
@@ -163,7 +164,7 @@ def find_engines(spec: StageSpec, place: EnginePlace) -> tuple[StoredEngine, ...
 def missing_engine(
     spec: StageSpec, place: EnginePlace, found: Sequence[StoredEngine]
 ) -> MissingEngine | None:
-    """Return the engine that would run a stage which a chain runs now; else ``None``."""
+    """Return the missing engine of a stage that a chain of engines runs now; otherwise ``None``."""
     bundle = spec.bundle
     if bundle is None or len(found) < 2:
         return None
@@ -211,7 +212,7 @@ def as_computed(bundle: Bundle, place: EnginePlace) -> Bundle:
 
 
 class _Finder:
-    """Searches one store for units, and records why some were not found."""
+    """Searches one store for engines of units, and records why some were not found."""
 
     def __init__(self, bundle: Bundle, store: EngineStore) -> None:
         self._bundle = bundle

@@ -1,8 +1,8 @@
 """Check that everything that TensorRT needs is present; one line names what is missing.
 
-It runs before any long work, and before ``tensorrt`` is imported: without a driver
-``tensorrt.Runtime()`` ends the whole process (seen in 8.6 and 11.4). So the driver is called
-through ctypes, no CUDA context is made, and the packages are searched for but not imported.
+The check runs before any long work, and before ``tensorrt`` is imported: without a driver,
+``tensorrt.Runtime()`` ends the whole process (seen in 8.6 and 11.4). Therefore the driver is called
+through ctypes, no CUDA context is made, and the packages are searched for, but not imported.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Device:
     """A GPU, as its driver describes it."""
 
     index: int
-    """Number among the GPUs that this process may use (``CUDA_VISIBLE_DEVICES``)."""
+    """Number of the GPU among those that this process may use (``CUDA_VISIBLE_DEVICES``)."""
     name: str
     """Name of the GPU, for instance ``NVIDIA H200``."""
     compute_capability: tuple[int, int]
-    """Major and minor, for instance (9, 0)."""
+    """Compute capability, major and minor number, for instance (9, 0)."""
     driver_version: tuple[int, int]
     """Newest CUDA version that the driver runs, major and minor, for instance (13, 0)."""
     total_bytes: int
@@ -51,7 +51,7 @@ class Device:
 
     @property
     def architecture(self) -> str:
-        """Architecture that kernels are compiled for, for instance ``sm_90``."""
+        """Architecture for which kernels are compiled, for instance ``sm_90``."""
         return f"sm_{self.compute_capability[0]}{self.compute_capability[1]}"
 
 
@@ -64,7 +64,7 @@ def parse_device(device: str) -> int:
 
 
 def parse_devices(devices: str) -> tuple[int, ...]:
-    """Return the numbers of GPUs in ``cuda:0,cuda:1``, in their order; or of a single one."""
+    """Return the numbers of the GPUs in ``cuda:0,cuda:1`` or ``cuda:0``, in this order."""
     found: list[int] = []
     for name in devices.split(","):
         try:
@@ -85,7 +85,7 @@ def parse_devices(devices: str) -> tuple[int, ...]:
 def find_device(index: int) -> Device:
     """Describe a GPU; makes no CUDA context on it.
 
-    BackendError if there is no driver, it does not start, or it has no GPU of that number.
+    BackendError if there is no driver, the driver does not start, or it has no GPU of that number.
     """
     driver = _load_driver()
     _start(driver)
@@ -112,7 +112,7 @@ def find_device(index: int) -> Device:
 
 
 def missing(index: int = 0) -> list[str]:
-    """Return what is missing for TensorRT on a GPU, the first obstacle first."""
+    """Return what TensorRT lacks on a GPU, in the order in which it must be fixed."""
     return _look(index)[1]
 
 
@@ -124,8 +124,9 @@ def missing_packages() -> list[str]:
 def require(device: str) -> Device:
     """Describe a GPU, such as ``cuda:0``, on which TensorRT can be used.
 
-    Only their import shows whether the packages load: :func:`offramp.engine.tensorrt.compat.load`.
-    BackendError if something is missing; one line has all of it, and the remedy.
+    Whether the packages can be imported is not checked: see
+    :func:`offramp.engine.tensorrt.compat.load`. BackendError if something is missing; one line
+    names everything that is missing, and the remedy.
     """
     found, obstacles = _look(parse_device(device))
     if found is None or obstacles:

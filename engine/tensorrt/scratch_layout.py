@@ -4,8 +4,8 @@
 
     | TensorRT's, of one engine at a time | cut tensor | the next | unread answers |
 
-The two cut tensors alternate along a chain of engines. The unread answers are those of exits inside
-a stage.
+The two places for cut tensors are used in turns along a chain of engines. Unread answers are
+answers of exits inside a stage, which nothing reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offramp.engine.tensorrt.loading import LoadedEngine
 class ScratchLayout:
     """Offsets of a chain's tensors in a slot's scratch memory.
 
-    ``wanted`` are outputs of the last engine that the slot has memory for.
+    ``wanted`` are the outputs of the last engine for which the slot has memory.
     """
 
     def __init__(self, engines: Sequence[LoadedEngine], wanted: set[str]) -> None:
@@ -29,7 +29,8 @@ class ScratchLayout:
         self._inner: list[dict[str, int]] = []
         """Offsets, by name, of every engine's tensors in scratch memory."""
         self.engine_bytes = aligned(max(1, *(e.scratch_bytes for e in engines)))
-        """Bytes for TensorRT itself, at the beginning; never 0, so that it has an address."""
+        """Bytes for TensorRT itself, at the beginning; never 0, so that TensorRT gets an address.
+        """
         cut_bytes = max(
             (aligned(max(1, e.size_bytes[n])) for e, n in self._chained.items()), default=0
         )
@@ -56,7 +57,7 @@ class ScratchLayout:
 
 
 def _chained(engines: Sequence[LoadedEngine]) -> dict[LoadedEngine, str]:
-    """Return the output of each engine that the next one reads."""
+    """Return, for each engine, the output that the next engine reads."""
     found = {}
     earlier: set[str] = set()
     for engine, follower in itertools.pairwise(engines):
@@ -64,8 +65,8 @@ def _chained(engines: Sequence[LoadedEngine]) -> dict[LoadedEngine, str]:
         goes_on = len(shared) == 1 and earlier.isdisjoint(follower.inputs)
         if not goes_on or engine.dtypes[shared[0]] != follower.dtypes[shared[0]]:
             raise BackendError(
-                f"engine {follower.entry.unit} cannot follow where {engine.entry.unit} ends "
-                "with one tensor: build one engine for the whole stage (--parts stages)"
+                f"engine {follower.entry.unit} cannot continue from one tensor of engine "
+                f"{engine.entry.unit}: build one engine for the whole stage (--parts stages)"
             )
         found[engine] = shared[0]
         earlier.update(engine.outputs)

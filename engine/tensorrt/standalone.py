@@ -1,8 +1,8 @@
 """An engine that is run alone, to verify it after its build, or to time it (``tools/gpu``).
 
-Serving works differently (persistent buffers and contexts, no unnecessary copies); this is the
-shortest way from host arrays to host arrays. All of it runs in the calling thread's CUDA context:
-see :mod:`offramp.engine.cuda.primary_context`.
+Serving works differently: with persistent buffers and contexts, and without unnecessary copies.
+This module is the simplest way from host arrays to host arrays. All functions use the calling
+thread's CUDA context: see :mod:`offramp.engine.cuda.primary_context`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 def run_plan(
     plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int = 0
 ) -> dict[str, NDArray[Any]]:
-    """Load an engine, run it once, and release it; return all outputs, bfloat16 ones as float32.
+    """Load an engine, run it once, and release it; return all outputs (bfloat16 as float32).
 
-    The plan is of this GPU and this version of TensorRT; ``profile`` is the index of one that holds
-    the inputs' shapes. Additional inputs are allowed, because TensorRT may drop inputs that no
-    layer reads. 64-bit integers are narrowed if the engine has 32-bit ones. BackendError if it
-    cannot be loaded or run, or an input is missing or does not fit.
+    ``plan`` must be built for this GPU and this version of TensorRT; ``profile`` is the index of a
+    profile that allows the inputs' shapes. Additional inputs are allowed, because TensorRT may drop
+    inputs that no layer reads. 64-bit integers are converted if the engine has 32-bit integers.
+    BackendError if the engine cannot be loaded or run, or if an input is missing or does not fit.
     """
     with StandaloneEngine(plan) as engine:
         return engine.run(inputs, profile)
@@ -43,11 +43,12 @@ def run_plan(
 def time_plans(
     plans: Sequence[tuple[bytes, Mapping[str, NDArray[Any]], int]], *, rounds: int
 ) -> list[float]:
-    """Time engines in alternation: seconds on the device for each, medians of interleaved rounds.
+    """Time engines in turns; return the median seconds on the device for each engine.
 
-    Each engine is given as a plan, its inputs, and the index of a profile that holds these. All are
-    loaded and run once before, so that other work of the GPU affects all equally. Copies are not
-    counted. BackendError if one cannot be loaded or run.
+    Each engine is passed as a plan, its inputs, and the index of a profile that allows these
+    inputs. All engines are loaded and run once before, and each round runs every engine, so that
+    other work of the GPU affects all equally. Copies are not counted. BackendError if an engine
+    cannot be loaded or run.
     """
     with ExitStack() as stack:
         ready = []
@@ -70,7 +71,7 @@ class StandaloneEngine:
         started = time.perf_counter()
         runtime, engine = deserialize(plan, "the engine")
         self.load_s = time.perf_counter() - started
-        """Measured seconds of loading."""
+        """Seconds that loading took."""
         self._runtime: trt.Runtime | None = runtime
         self._engine: trt.ICudaEngine | None = engine
         self.inputs, self.outputs = tensor_names(engine)
@@ -83,12 +84,12 @@ class StandaloneEngine:
         self.close()
 
     def close(self) -> None:
-        """Release the engine; the context that it was loaded in must be current."""
+        """Release the engine; the CUDA context in which it was loaded must be current."""
         self._engine = None  # before its runtime
         self._runtime = None
 
     def run(self, inputs: Mapping[str, NDArray[Any]], profile: int = 0) -> dict[str, NDArray[Any]]:
-        """Run once; see :func:`run_plan`."""
+        """Run the engine once; see :func:`run_plan`."""
         lacking = [name for name in self.inputs if name not in inputs]
         if lacking:
             raise BackendError(f"the engine needs {lacking}, but it was given {sorted(inputs)}")
@@ -102,9 +103,9 @@ class StandaloneEngine:
     ) -> Iterator[PreparedEngine]:
         """Yield a context and buffers for inputs of certain shapes; all is released at the end.
 
-        Several may be open at the same time, with different profiles: in TensorRT 8.6 only one
-        context at a time can use a profile. BackendError if the profile does not hold the shapes,
-        or memory is short.
+        Several contexts may be open at the same time, with different profiles: in TensorRT 8.6 only
+        one context at a time can use a profile. BackendError if the profile does not allow the
+        shapes, or memory is short.
         """
         import pycuda.driver as cuda  # noqa: PLC0415
 
@@ -136,7 +137,7 @@ class StandaloneEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTensor:
-    """An input or output in its own memory."""
+    """An input or output of an engine, in device memory of its own."""
 
     shape: tuple[int, ...]
     dtype: trt.DataType
@@ -161,7 +162,7 @@ class PreparedEngine:
         self._context: trt.IExecutionContext | None = context
 
     def run(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """Run once; see :func:`run_plan`."""
+        """Run the engine once; see :func:`run_plan`."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         self._live_context()  # before copying to freed memory
@@ -185,7 +186,7 @@ class PreparedEngine:
             raise refused("run the engine", errors)
 
     def time_s(self) -> float:
-        """Run once on the buffers' content, and wait; return seconds between events."""
+        """Run once on the buffers' content, and wait; return the seconds between CUDA events."""
         import pycuda.driver as cuda  # noqa: PLC0415
 
         start: cuda.Event = cuda.Event()
@@ -199,15 +200,16 @@ class PreparedEngine:
 
     @property
     def stream(self) -> cuda.Stream:
-        """Stream that it runs on; BackendError after it was released."""
+        """CUDA stream of the engine; BackendError after it was released."""
         if self._stream is None:
             raise _released()
         return self._stream
 
     def close(self) -> None:
-        """Release context and stream; nothing can be run afterwards.
+        """Release context and stream; the engine cannot run afterwards.
 
-        PyCUDA releases a stream with its last reference, and only while its context is current.
+        PyCUDA releases a stream with its last reference, and only while the stream's CUDA context
+        is current.
         """
         self._context = self._stream = None
 

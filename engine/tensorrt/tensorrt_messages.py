@@ -1,7 +1,8 @@
 """Routing of TensorRT's messages to :mod:`logging`, and of its errors to our exceptions.
 
-TensorRT uses its first logger for the rest of the process, regardless of later ones. So there is
-one logger, never freed, and code that needs the errors of an operation collects them.
+TensorRT uses its first logger for the rest of the process, and ignores later loggers. So there is
+one logger, which is never freed. Code that needs the errors of an operation collects them with
+:func:`errors_of_tensorrt`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _LEVELS = {
     "INFO": logging.DEBUG,
     "VERBOSE": logging.DEBUG,
 }
-"""Logging levels by TensorRT's severities; its "info" is usually called debugging."""
+"""Logging levels by TensorRT's severities; TensorRT's "info" is debugging elsewhere."""
 _MOST_ERRORS = 8
-"""Largest number of errors in a message. The first are the cause, the rest repeat it."""
+"""Largest number of errors in a message. The first errors are the cause, the others repeat it."""
 
 _collectors: list[list[str]] = []
 _lock = Lock()
@@ -37,7 +38,7 @@ _lock = Lock()
 def errors_of_tensorrt() -> Iterator[list[str]]:
     """Collect the errors that TensorRT reports during the block.
 
-    They come from all threads: TensorRT does not report the thread of an error.
+    The errors of all threads are collected: TensorRT does not report the thread of an error.
     """
     collected: list[str] = []
     with _lock:

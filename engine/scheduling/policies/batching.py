@@ -39,9 +39,9 @@ class RunThrough(NeverBuffers):
 
     Together with :class:`~offramp.engine.scheduling.parallel.ParallelLimit` (τ_b) this is PAME's
     parallel batch scheduling. PAME has no deadlines. With deadlines, the batch size is limited so
-    that the mean row is in time, given how batches shrink. A sample that could not even leave at
-    the first exit in time is dropped immediately, and so is one that would make others late (early
-    drop): otherwise goodput would collapse under overload.
+    that a row is in time in the mean, given how batches shrink. A sample that cannot even leave at
+    the first exit in time is dropped immediately. A sample that would make others late is dropped,
+    too (early drop). Otherwise goodput would collapse under overload.
     """
 
     name = "run-through"
@@ -68,7 +68,7 @@ class BatchFormer:
         self._early_drop = EarlyDrop((), streams)
 
     def form(self, queue: SampleQueue, bucket: Bucket, now_s: float) -> Start | LoadShedding:
-        """Start as many samples as the first one's slack allows, or drop the first one."""
+        """Start as many samples as the first sample's slack allows, or drop the first sample."""
         slack_s = bucket.most_urgent().deadline_s - now_s
         if slack_s == float("inf"):
             return Start(bucket, self._max_batch_size)

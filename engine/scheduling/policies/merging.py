@@ -9,19 +9,20 @@ from offramp.engine.scheduling.policies.batching import BatchFormer
 from offramp.engine.scheduling.policy_protocol import Choice, Merge, Waiting
 
 SLACK = 0.2
-"""Share added to the time that buffered samples still need (E3 4)."""
+"""Share that is added to the time that buffered samples still need (E3 4)."""
 CROWD = 4
-"""Number of samples at a split, in units of the largest batch, from which its fullest bucket runs,
-full or not: with many batch keys no bucket may ever be full, and waiting samples hold memory."""
+"""If samples for this number of largest batches wait at a split, its fullest bucket runs, full or
+not. With many batch keys, no bucket may ever become full, and waiting samples use memory."""
 
 
 class Refill:
     """Survivors wait at a split until the batch is full again (E3 3.3 and 4).
 
-    In this order: a split that can fill a batch, the deepest first; a split whose most urgent
-    sample has just enough time left; new samples; and without new samples, the split with the most
-    samples: a stream never stays idle to wait for a fuller batch. E3 assigns each split its own
-    devices; here every stream serves all splits, so that none is idle while another has work.
+    A stream serves, in this order: a split that can fill a batch, the deepest first; a split whose
+    most urgent sample has just enough time left; new samples; and without new samples, the split
+    with the largest number of samples. A stream never stays idle to wait for a fuller batch. E3
+    assigns each split its own devices; here every stream serves all splits, so that none is idle
+    while another has work.
     """
 
     name = "refill"
@@ -65,15 +66,15 @@ class Refill:
 class Rebatch(Refill):
     """A batch is split only where that pays (dynamic rebatching; DREX, arXiv 2512.15705).
 
-    Of b rows b′ leave. Refilling their places saves their share of the time t_d of the rest of the
-    model, and costs c, the time of merging (measured while serving): it pays if b′ > (c / t_d) · b.
-    Otherwise the survivors continue alone.
+    If b′ of b rows leave, refilling their places saves their share of t_d, the time of the rest of
+    the model. It costs c, the time of merging (measured while serving). Refilling pays if b′ > (c /
+    t_d) · b. Otherwise the survivors continue alone.
     """
 
     name = "rebatch"
 
     def runs_on(self, stage: int, before: int, survivors: int) -> bool:
-        """Continue where the gain of splitting is below its measured cost."""
+        """Continue with a batch if refilling it would gain less than its measured cost."""
         rest_s = self._latencies.span_s(stage + 1, self._latencies.stages - 1, before)
         if survivors >= self._max_batch_size:
             return True

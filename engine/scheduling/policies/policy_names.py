@@ -82,7 +82,7 @@ class PlanPolicy(NamedTuple):
     policy: Policy
     latencies: Latencies
     placed: PlacedPlan | None = None
-    """Policies per stream, where streams differ; used instead of the ones above."""
+    """Policies by stream, if streams differ; used instead of ``policy`` and ``latencies``."""
 
 
 def make_policy(
@@ -123,10 +123,10 @@ def make_scheduler(
 ) -> ModelScheduler:
     """Make the scheduler of a model whose latencies reach up to ``max_batch_size``.
 
-    Up to ``max_queue`` samples wait. They wait for fuller batches at most ``max_delay_s``, and not
-    at all under slack policies. ``parallel`` is the device's limit on parallel batches, ``plan``
-    the number of the first plan. ``placement`` assigns its stages to streams, if streams differ.
-    Raises the errors of :func:`make_policy` and :func:`place`.
+    At most ``max_queue`` samples wait. A sample waits for a fuller batch at most ``max_delay_s``,
+    and not at all under policies that choose by slack. ``parallel`` is the device's limit on
+    parallel batches, ``plan`` the number of the first plan. ``placement`` assigns the plan's stages
+    to streams, if streams differ. Raises the errors of :func:`make_policy` and :func:`place`.
     """
     policy, latencies, placed = policy_for(
         chosen, points, max_batch_size=max_batch_size, streams=streams, placement=placement
@@ -150,7 +150,7 @@ def policy_for(
 ) -> PlanPolicy:
     """Make the policy and predictions for the batches of a plan, placed or not.
 
-    ``before`` is the previous placed plan: observations are kept where predicted times are equal.
+    ``before`` is the previous placed plan: observed times are kept where predicted times are equal.
     Raises the errors of :func:`make_policy` and :func:`place`.
     """
     if placement is None or placement.is_shared:
@@ -170,8 +170,8 @@ def place(
 ) -> PlacedPlan:
     """Make a policy for each kind of device of a placement, with predictions for that kind.
 
-    ValueError if the policy never merges and a split would end a batch, if tables do not fit, and
-    as in :func:`make_policy`.
+    ValueError if batches would have to be merged at a split and the policy never merges, if tables
+    do not fit, or as in :func:`make_policy`.
     """
     if placement.is_split and not may_buffer(chosen):
         raise ValueError(
@@ -181,7 +181,7 @@ def place(
     full, *smaller = points.latencies.variants
     if placement.stages != full.stages:
         raise ValueError(
-            f"a placement of {placement.stages} stages, expected {full.stages} as the plan has"
+            f"the placement has {placement.stages} stages, expected {full.stages} like the plan"
         )
     kinds = {}
     for kind in placement.kinds:

@@ -1,9 +1,10 @@
 """Policies that choose batch size and operating point by the slack of the most urgent sample.
 
-All of them serve earliest deadline first, never wait for fuller batches, and drop a sample that
-would be late even alone at the fastest point that the policy may use: samples that cannot be in
-time must not delay those that can (SuperServe 4.2 and appendix B, Clockwork, E3 4). They drop early
-(:class:`~offramp.engine.scheduling.early_drop.EarlyDrop`); the papers leave this open.
+All of these policies serve the earliest deadline first and never wait for fuller batches. They drop
+a sample that would be late even alone at the fastest point that the policy may use: samples that
+cannot be in time must not delay others (SuperServe 4.2 and appendix B, Clockwork, E3 4). They also
+drop samples early (:class:`~offramp.engine.scheduling.early_drop.EarlyDrop`); the papers leave this
+open.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Setting(NamedTuple):
 
 
 class ArrivalRate:
-    """The rate in samples per second of arrivals over about the last ``MEMORY_S``."""
+    """The rate of arrivals, in samples per second, over about the last ``MEMORY_S`` seconds."""
 
     MEMORY_S = 0.1
     _SHORTEST_LOOK_S = 0.005
@@ -86,15 +87,15 @@ class SlackPolicy(NeverBuffers, ABC):
 
     @abstractmethod
     def setting(self, slack_s: float, wanted_rate: float = 0.0) -> Setting | None:
-        """Return the setting for a slack, which may be infinite; ``None`` if there is no time.
+        """Return the setting for a slack; ``None`` if no setting fits it.
 
-        ``slack_s`` is that of the most urgent sample. ``wanted_rate`` is the required rows per
-        second at a margin of 1: the arrival rate, or the rate that serves all waiting samples by
-        their last deadline, if that is higher.
+        ``slack_s`` is the slack of the most urgent sample, and may be infinite. ``wanted_rate`` is
+        the required rows per second at a margin of 1: the arrival rate, or the rate that serves all
+        waiting samples by their last deadline, if that is higher.
         """
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
-        """Start the most urgent bucket as its first sample's slack allows, or drop that sample."""
+        """Start the most urgent bucket with a setting for its first sample, or drop this sample."""
         bucket = waiting.ready(now_s)
         if not isinstance(bucket, Bucket):
             return bucket
@@ -141,12 +142,12 @@ class SlackPolicy(NeverBuffers, ABC):
                 yield self._until_s(setting)[setting.batch_size], self._rate(setting)
 
     def _rate(self, setting: Setting) -> float:
-        """Return rows per second of one stream, if samples leave as they did at calibration."""
+        """Return rows per second of one stream, if samples leave at exits as at calibration."""
         busy_s = self._busy_s[setting.variant][setting.deepest][setting.batch_size]
         return setting.batch_size / busy_s if busy_s else math.inf
 
     def _until_s(self, where: OperatingPoint | Setting) -> Sequence[float]:
-        """Return the seconds as profiled, by batch size: [max_batch_size + 1]."""
+        """Return the profiled seconds to the deepest stage's end: [max_batch_size + 1]."""
         return self._points.latencies.until_s(where.deepest, where.variant)
 
     def _largest_batch(self, where: OperatingPoint | Setting, slack_s: float) -> int:
@@ -156,7 +157,7 @@ class SlackPolicy(NeverBuffers, ABC):
 
 
 class MaxBatch(SlackPolicy):
-    """Policy: largest batch at the fastest point, then the best point for it (SuperServe A.5)."""
+    """Policy: largest batch at the fastest point, then this batch's best point (SuperServe A.5)."""
 
     name = "max-batch"
 
@@ -171,7 +172,7 @@ class MaxBatch(SlackPolicy):
 
 
 class MaxAccuracy(SlackPolicy):
-    """Policy: the best point that fits one sample, then its largest batch (SuperServe A.5)."""
+    """Policy: best point that fits one sample, then this point's largest batch (SuperServe A.5)."""
 
     name = "max-accuracy"
 
@@ -185,7 +186,7 @@ class MaxAccuracy(SlackPolicy):
 
 
 class Fixed(SlackPolicy):
-    """Policy: one point for all, in the largest batch in time (Clipper+, SuperServe 6.1)."""
+    """Policy: one point for all, with the largest batch in time (Clipper+, SuperServe 6.1)."""
 
     name = "fixed"
 
@@ -220,8 +221,8 @@ class Clockwork(Fixed):
 
     Times are predicted from the profile, as in Clockwork: with earliest deadline first, a batch
     within the most urgent sample's slack is in time for all others of its priority. A sample that
-    is in time only if it leaves early is tried alone: most do leave, and exits make the way to the
-    model's end slower than without them.
+    is in time only if it leaves early is tried alone: most samples do leave early, and with exits
+    the model's end is reached later than without.
     """
 
     name = "clockwork"

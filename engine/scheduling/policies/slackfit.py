@@ -1,4 +1,4 @@
-"""SlackFit as published, and ours: the batch size and depth that slack and queue allow."""
+"""SlackFit as published, and our version: they choose the batch size and depth by the slack."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from offramp.engine.scheduling.policies.slack import Setting, SlackPolicy
 from offramp.engine.scheduling.queue import SampleQueue
 
 BARE_BUCKETS: Final = 6
-"""Number of latency buckets of the published rule, which states that they are evenly sized, but not
-their number: here it is the number of subnets in figure 6. With few buckets, each contains a
-setting with a large batch. With 64, most contain a single one, and the rule answers a medium slack
-with a setting that is slow *and* small, and stays late (``benchmarks.superserve``)."""
+"""Number of latency buckets of the published rule. The paper states that buckets are evenly sized,
+but not how many there are; here it is the number of subnets in figure 6. With few buckets, each
+contains a setting with a large batch. With 64, most contain a single setting: for a medium slack
+the rule then chooses a slow setting with a *small* batch, and stays late
+(``benchmarks.superserve``)."""
 BUCKETS: Final = 64
-"""Number of buckets of our rule, which moves down from a bucket that does not keep up."""
+"""Number of latency buckets of our rule, which uses a lower bucket if one does not keep up."""
 
 
 class BareSlackFit(SlackPolicy):
@@ -25,9 +26,10 @@ class BareSlackFit(SlackPolicy):
     All settings (batch size: a power of two or the limit; operating point) are sorted into evenly
     sized buckets by the latency of a batch that no sample leaves early. The rule takes the highest
     bucket that is entirely within the slack, and its setting with the largest batch. Our choices
-    where the paper leaves it open: among equal batch sizes the higher agreement wins; an empty
-    bucket uses the next lower one that is not empty; and below the upper end of the lowest bucket,
-    the fastest setting is used if it fits. The choice of every bucket is computed in advance.
+    where the paper leaves it open: among equal batch sizes, the setting with the higher agreement
+    is used; instead of an empty bucket, the next lower bucket that is not empty is used; and for a
+    slack below the upper end of the lowest bucket, the fastest setting is used if it fits. The
+    choice of every bucket is computed in advance.
     """
 
     name = "slackfit-bare"
@@ -78,17 +80,16 @@ class BareSlackFit(SlackPolicy):
 class SlackFit(BareSlackFit):
     """SlackFit that keeps up with the queue, and uses the best point that leaves enough time.
 
-    Three things are ours. The number of buckets determines which settings compete, and the best
-    number differs between tables (see :data:`BARE_BUCKETS`). So there are many, and a bucket whose
-    choice cannot keep up with the queue is replaced by the next lower one that can, or by the one
-    closest to it. Its batch size is not a limit either: all rows that fit the slack at its point
-    run together, as the remaining rows would need their own batch.
-
-    The queue may also be shorter than that largest batch: the published rule then stops a single
-    sample early to fit 32. So its point is only the start of the search, and the best point is used
-    at which the waiting rows are in time and no other sample becomes late (:meth:`for_queue`).
-    ``benchmarks.depth`` compares it with the deepest setting that would have met the same
-    deadlines.
+    Three things differ from the published rule. First, the number of buckets determines which
+    settings compete, and the best number differs between latency tables (see :data:`BARE_BUCKETS`).
+    So there are many buckets, and if a bucket's setting cannot keep up with the queue, the next
+    lower bucket that can is used, or the bucket that comes closest. Second, the setting's batch
+    size is not a limit: all rows that fit the slack at its point run together, because the
+    remaining rows would need their own batch. Third, the queue may be shorter than the largest
+    batch: the published rule then stops a single sample early, as if 32 were waiting. So the
+    setting's point is only the start of a search for the best point at which the waiting rows are
+    in time and no other sample becomes late (:meth:`for_queue`). ``benchmarks.depth`` compares this
+    policy with the deepest setting that would have met the same deadlines.
     """
 
     name = "slackfit"
@@ -128,10 +129,11 @@ class SlackFit(BareSlackFit):
     ) -> Setting:
         """Return a better point where the bucket's batch leaves enough time for all others.
 
-        After the batch, the best rate must serve all remaining samples, and arrivals in the
-        meantime, before the first of them is due; then it must serve the arrivals of that time
-        before the first of these is due. Where not all rows of the bucket have enough time, fewer
-        may run, if that keeps up: otherwise it would split the queue into small batches.
+        After the batch, the best rate must serve all remaining samples, and samples that arrive in
+        the meantime, before the first of them is due. Then it must serve the samples that arrive
+        during that time before the first of these is due. If not all rows of the bucket have enough
+        time, fewer rows may run, but only if that keeps up with the queue: otherwise the queue
+        would be split into small batches.
         """
         points = self._points.points
         if setting.runs(points[-1]):
