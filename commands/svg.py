@@ -120,7 +120,7 @@ def axes(x: Scale, y: Scale, x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -
 
 
 def nice_step(span: float, most: int) -> float:
-    """Return the least of 1, 2, 2.5, 5 × 10^k that divides a span into at most ``most`` parts."""
+    """Return the smallest 1, 2, 2.5, 5 × 10^k that divides a span into at most ``most`` parts."""
     if not span > 0:
         return 1.0
     unit: float = 10.0 ** math.floor(math.log10(span / most))

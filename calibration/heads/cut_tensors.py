@@ -24,16 +24,16 @@ class CutTensor:
     """Sizes: the batch, then channels and map, or map and channels, or tokens and width, or a
     vector's width."""
     channels: int | None = None
-    """Dimension that holds the channels, or a token's width. ``None`` is the usual one for the
-    rank: the first after the batch for maps of two and three dimensions, else the last."""
+    """Dimension that holds the channels, or a token's width. ``None`` means the usual dimension for
+    the rank: the first after the batch for maps of two and three dimensions, else the last."""
     mask: str | None = None
     """Graph input [batch, tokens] that marks the tokens that count, if there is one."""
     mask_dtype: str = "int64"
     answers_last: bool = False
-    """True if the model answers by its last token that counts, as decoders do: their first token
-    sees no other."""
+    """True if the model answers by its last token that is not padding, like decoders: their first
+    token sees no other token."""
     is_answer: bool = False
-    """True if it is the quantised model's answer, which needs no head."""
+    """True if this tensor is the quantised model's answer, which needs no head."""
     beside: tuple[CutTensor, ...] = ()
     """Other tensors of the cut point, where it has several."""
 

@@ -36,7 +36,7 @@ the rounding of a second model."""
 EFFORT = Effort(least=8, most=40, seconds=4.0, half_width=0.01)
 """Effort for a kind; a model that takes seconds is timed in the fewest rounds."""
 _BATCH_MATES = 16
-"""Samples that are used to check that rows are independent."""
+"""Number of samples that are used to check that rows are independent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,8 @@ class ExitMove:
 
     exit: int
     to: int | None
-    """Candidate that replaced it; ``None`` if none before the next exit in use could."""
+    """Candidate that replaced the exit; ``None`` if no candidate before the next exit in use
+    could."""
     violations: float
     """Share of late batches that caused the move."""
 
@@ -55,7 +56,8 @@ class LateExit:
     violations: float
     """Share of late batches."""
     at: Position
-    """Position where its first stage begins; if ``rows`` is below 1, no row may arrive there."""
+    """Position where the first stage of this exit begins; if ``rows`` of the position is below 1,
+    no row may arrive there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ def adapt(
 
 
 def raising_path(load: RehearsalLoad, least: Sequence[ActiveExit]) -> FloatArray:
-    """Return thresholds from no exits down to ``least``: float64[levels, exits].
+    """Return levels of thresholds, from no exits down to ``least``: float64[levels, exits].
 
     On the way down the common path of the load's agreement curves, each exit stops at its threshold
     in ``least``. So thresholds rise only at exits whose confidence is less reliable now.

@@ -22,7 +22,7 @@ from offramp.engine.scheduling.latency import stage_seconds
 
 
 def is_late(ms: FloatArray, limit_ms: float) -> BoolArray:
-    """Return whether times exceed a limit by more than sums in another order may differ."""
+    """Return whether times exceed a limit by more than the rounding of their sums explains."""
     return np.asarray(ms > limit_ms * (1 + 1e-9))
 
 
@@ -50,8 +50,8 @@ class TimeMatrix:
     def column_of(self, rows: IntArray) -> IntArray:
         """Return the column for numbers of rows: the next larger one, so that no time is too short.
 
-        The paper does not define the column of a count between two columns. More rows than the
-        batch should have belong to the last column.
+        The paper does not define the column of a count between two columns. Batches that have more
+        rows than allowed belong to the last column.
         """
         return np.minimum(np.searchsorted(self.columns, rows), len(self.columns) - 1)
 

@@ -63,7 +63,7 @@ class TrainedBridge:
 
     proto: onnx.ModelProto
     principal: NDArray[np.float32]
-    """Principal values of the answers, [tune samples, principal values]."""
+    """Principal values of the answers (docs/tasks.md): [tune samples, principal values]."""
     agrees: NDArray[np.bool_]
     """[tune samples]: whether its answer agrees with the model's."""
     losses: Sequence[float]

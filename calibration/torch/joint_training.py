@@ -371,7 +371,7 @@ class JointState:
 
     path: Path
     digest: str
-    """Hash of everything that the training depends on: a file with another one is not read."""
+    """Hash of everything that the training depends on: a file with another hash is not read."""
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Replace the saved state; if that fails, log a warning, and training continues."""

@@ -285,7 +285,7 @@ class AgreementView:
     heading: str
     """Strength of the evidence, in two or three words."""
     statement: str
-    """Statement about the answers; sentences."""
+    """Statement about the answers, as one or more sentences."""
     alarming: bool
     """True if no evidence supports the exits in use, audits contradict them, or the data
     drifted."""

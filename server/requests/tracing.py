@@ -60,7 +60,7 @@ class RequestTrace:
 
     @property
     def queued_s(self) -> float:
-        """Start of the first batch; if the request was in none, its end."""
+        """Start of the first batch; the end of the request if it was in no batch."""
         stages = self.timeline.stages
         return stages[0].began_s if stages else self.ended_s
 
