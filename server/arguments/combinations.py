@@ -95,8 +95,8 @@ TABLE: Final = (
     Illegal(
         option="--learn",
         without=ONNX_FILE,
-        why="all models are bundles, which are served as they are; name the ONNX file that one was "
-        "compiled from, or leave it out",
+        why="all models are bundles, which are served as they are; name the ONNX file that a "
+        "bundle was compiled from, or leave it out",
     ),
     Illegal(
         option="--answer",
