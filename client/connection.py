@@ -42,7 +42,8 @@ class Tls:
     """Certificates for an encrypted connection to a server or proxy; all in PEM form."""
 
     root_certificates: bytes | None = None
-    """Authorities that may certify the server; ``None`` uses the system's."""
+    """Certificates of authorities that may certify the server; ``None`` uses the system's
+    authorities."""
     private_key: bytes | None = None
     """Private key of ``certificate_chain``, for servers that require client certificates."""
     certificate_chain: bytes | None = None

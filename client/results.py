@@ -90,7 +90,8 @@ class TensorMetadata:
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    """Sizes; -1 is a free size, as the first one, the batch, always is."""
+    """Sizes of the dimensions; -1 is a free size. The first dimension, the batch, is always
+    free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ def join(parts: Iterable[str]) -> Markup:
 
 
 def drawing(width: float, height: float, label: str, *children: str, top: float = 0.0) -> Markup:
-    """Return a drawing that scales with its column; ``label`` is for screen readers.
+    """Return a drawing that scales with its column of the page; ``label`` is for screen readers.
 
     Sizes are in pixels; ``top`` pixels are cut off at the top.
     """

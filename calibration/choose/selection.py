@@ -62,8 +62,8 @@ def net_savings_alone(
 def certifiable_errors(samples: int, max_disagreement: float, confidence_level: float) -> int:
     """Return the errors on the tuning split with which a policy may pass on the certify split.
 
-    This is the number of errors that can be certified on ``samples`` samples. It is at least half
-    of the bound ``max_disagreement``, since a small split can certify little.
+    This is the number of errors that can be certified on ``samples`` samples. But it is at least
+    half of the share ``max_disagreement`` of the samples, since a small split can certify little.
     """
     allowed = allowed_errors(samples, max_disagreement, confidence_level)
     return max(allowed, int(max_disagreement * samples / 2))

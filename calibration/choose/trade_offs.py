@@ -190,7 +190,7 @@ class RecordedVariant:
         deepest: int,
         judged: ExitRecords,
     ) -> Iterator[TradeOff]:
-        """Yield evaluations of thresholds [levels, exits], which never rise with the level."""
+        """Yield a trade-off for each level of thresholds [levels, exits], which never rise."""
         rows, samples = [*exits, deepest], len(judged.final_prediction)
         if not samples:
             return

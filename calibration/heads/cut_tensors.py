@@ -60,7 +60,7 @@ class CutTensor:
 
     @property
     def form(self) -> Form | None:
-        """Form of the cut; ``None`` if no kind of head can read it."""
+        """Form of the tensors of the cut point; ``None`` if no kind of head can read them."""
         return "set" if self.beside else self.own_form
 
     @property

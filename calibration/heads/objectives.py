@@ -52,7 +52,7 @@ class Objective(ABC):
         """Return the training targets for answers, [n, …]."""
 
     def judged_by(self, answers: FloatArray) -> Tensor:
-        """Return the targets that a head's epochs are compared by, [n, …]."""
+        """Return the targets by which the epochs of a head's training are compared, [n, …]."""
         return self.targets(answers)
 
     @abstractmethod

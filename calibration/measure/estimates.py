@@ -102,7 +102,7 @@ def stages_of(
     *,
     front_ms: Sequence[Sequence[float]] = (),
 ) -> StageCosts:
-    """Estimate the costs of borders.
+    """Estimate the costs of borders: switches from one stage to the next, after an exit.
 
     ``rounds``, by batch size, time the source model, then sets of active exits; the first set is
     all exits. ``sample_bytes``, float64[exits], is the size of the tensors that cross each exit's
@@ -178,7 +178,7 @@ def fit_borders(
     sample_bytes: FloatArray,
     scale_ms: FloatArray,
 ) -> BorderCosts:
-    """Fit border costs to the time that sets of exits add at all batch sizes.
+    """Fit :class:`BorderCosts` to the time that sets of exits add at all batch sizes.
 
     Weighted least squares, with the constraint that no cost is negative, and with Huber's weights,
     so that a batch size that was disturbed throughout does not decide.

@@ -31,10 +31,10 @@ from offramp.engine.common.timing import (
 )
 
 MOST_RATIO = 0.95
-"""Largest allowed ratio to float32's time at the largest batch size: smaller savings do not justify
-the rounding of a second model."""
+"""Largest allowed ratio of a kind's time to float32's at the largest batch size: smaller savings do
+not justify the rounding of a second model."""
 EFFORT = Effort(least=8, most=40, seconds=4.0, half_width=0.01)
-"""Effort for a kind; a model that takes seconds is timed in the fewest rounds."""
+"""Effort for timing a kind; a model that takes seconds is timed in the fewest rounds."""
 _BATCH_MATES = 16
 """Number of samples that are used to check that rows are independent."""
 
@@ -45,7 +45,7 @@ class KindMeasured:
 
     kind: CpuPrecision
     ratios: Mapping[int, Estimate]
-    """Time relative to float32's in the same round, with its interval, by batch size."""
+    """Time relative to the float32 model's in the same round, with its interval, by batch size."""
     agreement: float
     """Share of the samples whose largest class is the same as in float32."""
     samples: int

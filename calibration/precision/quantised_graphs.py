@@ -306,7 +306,7 @@ def _in_blocks(
 
 
 TOLERANCE = 1e-3
-"""Largest difference from rounding, relative to the scale of each number
+"""Largest difference of answers that counts as rounding, relative to the scale of each number
 (:mod:`~offramp.engine.answers.differences`). Float32 kernels add in an order that depends on the
 batch size, which changes the last bits (1e-7) and, where later tensors are rounded to 255 steps,
 sometimes an activation by one step. Scales that are computed over a batch change all

@@ -44,7 +44,7 @@ Ranges: TypeAlias = Mapping[str, float]
 
 
 class _Edge(NamedTuple):
-    """An input of an operator, which is quantised."""
+    """An input of an operator; this input is quantised."""
 
     node: int
     place: int

@@ -209,8 +209,9 @@ def _constant_pair(
 
 _BINS = 2048
 _VALUES = 2**16
-"""Largest number of values of a tensor in a batch that are counted, at even distances: more would
-not change the limits, and counting all of them took longer than running the model."""
+"""Largest number of values of a tensor in a batch that are counted for its histogram, at even
+distances: more would not change the limits, and counting all of them took longer than running the
+model."""
 _SHARES = np.linspace(1 / 16, 1, 61)
 """Shares of the whole range that are tried as limits."""
 

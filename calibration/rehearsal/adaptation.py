@@ -80,10 +80,12 @@ def adapt(
     *,
     allowed_errors: int | None = None,
 ) -> Adaptation:
-    """Adapt a policy, in depth order, to a new load of all exits of the bundle.
+    """Adapt a policy to a new load.
 
-    ``min_gain`` of the settings is not used. At most ``allowed_errors`` samples are answered
-    unlike the source model; by default as many as ``max_disagreement`` allows for the load.
+    ``active`` are the exits of the policy, in depth order; ``load`` has answers of all exits of the
+    bundle. ``min_gain`` of the settings is not used. At most ``allowed_errors`` samples are
+    answered unlike the source model; by default as many as ``max_disagreement`` allows for the
+    load.
     """
     rehearsal.check_load(load, times, settings)
     if allowed_errors is None:

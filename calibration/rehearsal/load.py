@@ -155,7 +155,7 @@ class RehearsalSettings:
     batch_size: int = 32
     """Rows of a batch at its start, n."""
     interval: int = 1
-    """Rows between two columns of the matrices, v."""
+    """Difference in rows between two neighbouring columns of the matrices, v."""
     batches: int = 1000
     """Number of batches drawn from the load, k."""
     max_disagreement: float = 0.01
@@ -181,7 +181,8 @@ class Candidate:
 
     exit: int
     threshold: float
-    """Threshold of its candidate configuration; ``NEVER`` if none keeps the precision."""
+    """Threshold of the candidate configuration of this exit (6.2); ``NEVER`` if none keeps the
+    precision."""
     moving_on: float
     """Share of the load that goes on after this exit."""
     disagreement: float
@@ -194,14 +195,14 @@ class Candidate:
     average_ms: float
     """Average two-stage latency of a row (equation 2)."""
     tail_ms: float
-    """Two-stage latency that all but the tolerated share of batches keep (6.4)."""
+    """Two-stage latency that batches keep, except for the tolerated share of late batches (6.4)."""
     mean_ms: float
     """Predicted mean latency of the load from the model's start, including all exits so far."""
     verdict: Verdict
     times_ms: tuple[float, ...]
-    """Row of the inference time matrix."""
+    """The exit's row of the inference time matrix, in milliseconds."""
     pattern: tuple[int, ...]
-    """Row of the batching pattern matrix: number of batches by rows that go on."""
+    """The exit's row of the batching pattern matrix: number of batches by rows that go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,13 +210,14 @@ class RehearsalStep:
     """One round of the search: both matrices, and the choice."""
 
     after_exit: int | None
-    """Exit chosen before; ``None`` at the model's start."""
+    """Exit that the previous step chose; ``None`` at the model's start."""
     rows: int
-    """Rows of the first stage: n, or the largest number that may go on after the previous exit."""
+    """Largest number of rows in the first stage: n, or the number that may go on after
+    ``after_exit``."""
     columns: tuple[int, ...]
-    """Rows of the second stage, by column."""
+    """Number of rows in the second stage, for each column of the matrices."""
     limit_ms: float
-    """Limit: time of the first stage's rows without a further exit."""
+    """Limit of two-stage times: the time of ``rows`` rows without a further exit."""
     mean_ms: float
     """Predicted mean latency of the load with the exits found before."""
     candidates: tuple[Candidate, ...]

@@ -28,12 +28,12 @@ def is_late(ms: FloatArray, limit_ms: float) -> BoolArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TimeMatrix:
-    """Two-stage times of some exits, for a batch of one size."""
+    """Two-stage times with each of some exits, for batches of one size."""
 
     columns: IntArray
     """int64[h + 1]: rows of the second stage, from 0 to the batch's size."""
     ms: FloatArray
-    """float64[exits, h + 1]; column 0 is the first stage alone."""
+    """Two-stage times, float64[exits, h + 1]; column 0 is the time of the first stage alone."""
     limit_ms: float
     """Time of the same batch without a further exit; no entry may exceed it."""
 

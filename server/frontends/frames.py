@@ -77,7 +77,7 @@ class FrameLink(asyncio.BufferedProtocol):
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._filled = 0
         self._sent_by_memory: set[int] = set()
-        """Descriptors that the other end has not mapped yet."""
+        """Descriptors of shared memory that the other end has not mapped yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""

@@ -292,7 +292,8 @@ LEAST_CONNECTIONS: Final = 16
 """A server starts only if at least this number of connections of each kind is possible."""
 
 MAX_HTTP_CONNECTIONS: Final = 256
-"""Largest number of open HTTP connections; a further one replaces the one that is idle longest."""
+"""Largest number of open HTTP connections; a further connection replaces the one that is idle
+longest."""
 
 HTTP_IDLE_S: Final = 20.0
 """Seconds without a request after which an HTTP connection is closed."""

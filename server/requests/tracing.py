@@ -49,7 +49,7 @@ class RequestTrace:
 
     parent: TraceParent | None
     began_s: float
-    """Start on the monotonic clock, as all times here."""
+    """Start of the request; all times of a trace are on the monotonic clock."""
     timeline: RequestTimeline = field(default_factory=RequestTimeline)
     ended_s: float = 0.0
     method: str = ""
