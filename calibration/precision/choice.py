@@ -144,8 +144,8 @@ def choose_kind(
     """
     if len(judged) < max(*batch_sizes, 2):
         raise ValueError(
-            f"{len(judged)} samples to compare the kinds on, expected at least as many as the largest "
-            f"batch has ({max(*batch_sizes, 2)}); pass more samples"
+            f"{len(judged)} samples to compare the kinds on, expected at least the number of "
+            f"rows of the largest batch ({max(*batch_sizes, 2)}); pass more samples"
         )
     source = TimedGraph(graph, threads)
     wanted = _classes(graph, answer, judged, threads)
