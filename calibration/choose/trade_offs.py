@@ -51,9 +51,9 @@ class TradeOff:
     cost: float
     """Mean time of a sample divided by the full model's, predicted from profiled parts."""
     agreement: float
-    """Counted share of samples answered like the full model."""
+    """Share of samples that get the full model's answer, counted on records."""
     accuracy: float | None
-    """Counted share of samples answered like their labels; ``None`` without labels."""
+    """Share of samples whose answer is their label, counted on records; ``None`` without labels."""
     early: float
     """Share of samples that leave before ``deepest``."""
 

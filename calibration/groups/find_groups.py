@@ -136,7 +136,7 @@ def film_blocks(position: Float32Array) -> IntArray:
 
 
 def _is_sorted(position: Float32Array) -> bool:
-    """Return whether rows only rise or only fall in some direction, or have no directions."""
+    """Return whether positions only rise or only fall in a direction, or have no direction."""
     steps = np.diff(position, axis=0)
     return bool(((steps >= 0).all(axis=0) | (steps <= 0).all(axis=0)).any() or not steps.shape[1])
 

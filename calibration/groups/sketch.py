@@ -240,9 +240,9 @@ _STEPS_OF_TWO: Final = 2
 """Number of steps from a distance at which pairs are counted to twice that distance."""
 _STEPS: Final = 34
 _MOST_GROWTH: Final = 0.25
-"""If the pairs within a distance are copies, doubling it adds at most this share of pairs. For
-numbers spread over one dimension the share is 1 (twice as many pairs); over more dimensions it is
-larger."""
+"""If the pairs within a distance are copies, doubling the distance adds at most this share of
+pairs. For numbers spread over one dimension the share is 1 (twice as many pairs); over more
+dimensions it is larger."""
 _LEAST_PAIRS: Final = 20
 _WIDE: Final = 4.0
 """Number of dimensions from which on two rows are not near each other by chance."""

@@ -27,7 +27,7 @@ QUERIES = (1, 4)
 """Numbers of learned attention queries that are tried."""
 MAX_FEATURES = 2048
 """Largest number of pooled values of a grid: with more, the hidden layer has over a megabyte of
-weights, and a batch of one has to wait until all of them are read."""
+weights, and a batch of one has to wait until all weights are read."""
 FAR_BELOW = -1e9
 """Value added to the scores of padding, so that a softmax ignores it."""
 

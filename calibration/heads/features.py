@@ -43,7 +43,8 @@ _PROJECTED_SAMPLES = 256
 """Largest number of samples from which components of tokens are estimated."""
 
 Projections: TypeAlias = Mapping[int, Preconditioner]
-"""Transformation of tokens to coordinates, by candidate; tokens of others are stored unchanged."""
+"""Transformation of tokens to coordinates, by candidate; tokens of other candidates are stored
+unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

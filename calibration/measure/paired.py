@@ -55,7 +55,7 @@ class StagedModel:
 def plain_session(model: bytes | str, threads: int) -> ort.InferenceSession:
     """Load a model, or a model file, with ONNX Runtime's defaults on the CPU.
 
-    Systems that are compared with the source model are loaded by the same function.
+    Systems that are compared with the source model are loaded by this function, too.
     """
     options = session_options()
     options.intra_op_num_threads = threads

@@ -34,7 +34,7 @@ LEVELS_OF_16_BITS = 64
 """Number of weight steps on each side of zero for CPUs that add pairs of products in int16: 2 × 255
 × 64 is below 2^15."""
 LEAST_OPSET = 13
-"""Oldest opset with per-channel scales, and axes of ``DequantizeLinear``."""
+"""Oldest opset in which ``DequantizeLinear`` has an axis, and so one scale for each channel."""
 
 
 class PrecisionError(Exception):
@@ -49,9 +49,9 @@ class Product:
     activation: str
     """Name of the input that is not constant; its last axis is multiplied."""
     weight: NDArray[np.float32]
-    """float32[inputs, outputs], with the transposition and scale of a ``Gemm`` applied."""
+    """Weights, float32[inputs, outputs], with the transposition and scale of a ``Gemm`` applied."""
     bias: NDArray[np.float32] | None
-    """float32[outputs] or an array that broadcasts to it; ``None`` without a bias."""
+    """Bias, float32[outputs] or an array that broadcasts to it; ``None`` without a bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -65,7 +65,7 @@ class Adaptation:
     """A policy that was adapted to a load, with all changes."""
 
     least: tuple[ActiveExit, ...]
-    """Exits after all moves, with their thresholds before these were raised."""
+    """Exits after all moves, with their thresholds before any threshold was raised."""
     moves: tuple[ExitMove, ...]
     """Moves in order."""
     rehearsal: Rehearsal

@@ -247,7 +247,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """The content of :data:`REHEARSAL`: the choice of a bundle's exits, and its forecast."""
+    """Content of :data:`REHEARSAL`: the choice of exits; a forecast of the certified policy."""
 
     rehearsal: Rehearsal
     """Rehearsal on the tuning split."""

@@ -28,7 +28,7 @@ def is_late(ms: FloatArray, limit_ms: float) -> BoolArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TimeMatrix:
-    """Two-stage times with each of some exits, for batches of one size."""
+    """Two-stage times with one more exit, for each of some exits and batches of one size."""
 
     columns: IntArray
     """int64[h + 1]: rows of the second stage, from 0 to the batch's size."""
