@@ -28,7 +28,8 @@ from offramp.client.results import GeneratedToken, InferResult, ModelMetadata, S
 from offramp.proto import messages
 
 _ENDED: Final = (grpc.aio.InternalError, asyncio.InvalidStateError)
-"""Errors of ``grpc.aio`` on sending over a call that has ended; they state no cause."""
+"""Errors that ``grpc.aio`` raises if a message is sent on a call that has ended; the errors state
+no cause."""
 
 
 class AsyncClient(ClientBase):
@@ -49,7 +50,7 @@ class AsyncClient(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> InferResult:
-        """Return the answers to n samples; arguments and errors as ``Client.infer``."""
+        """Return the answers to n samples; arguments and errors are those of ``Client.infer``."""
         request = build_request(model, inputs, outputs=outputs, priority=priority)
         return parse_response(await self._call(self._infer, request, timeout_s))
 
@@ -63,7 +64,7 @@ class AsyncClient(ClientBase):
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[InferResult, None]:
-        """Send many requests as ``Client.infer_many``; use ``contextlib.aclosing`` to end early."""
+        """Send requests like ``Client.infer_many``; use ``contextlib.aclosing`` to end early."""
         if concurrency < 1:
             raise ValueError(f"concurrency {concurrency} is below 1")
         in_flight: deque[asyncio.Task[InferResult]] = deque()
@@ -93,7 +94,7 @@ class AsyncClient(ClientBase):
     ) -> AsyncGenerator[StreamedResult, None]:
         """Yield early answers first, final ones when they arrive, as ``Client.infer_stream``.
 
-        Closing the iterator withdraws the request. A ``break`` leaves that to the garbage
+        Closing the iterator withdraws the request. A ``break`` leaves the closing to the garbage
         collector, so use ``contextlib.aclosing(client.infer_stream(...))`` to stop early.
         """
         request = build_request(
@@ -144,14 +145,14 @@ class AsyncClient(ClientBase):
                 yield generated_token(result)
 
     async def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
-        """Return inputs and outputs of a model; errors as :meth:`infer`."""
+        """Return inputs and outputs of a model; errors are those of :meth:`infer`."""
         request = messages.ModelMetadataRequest(name=model)
         return parse_metadata(await self._call(self._metadata, request, timeout_s))
 
     async def optional_inputs(
         self, model: str, *, timeout_s: float | None = None
     ) -> frozenset[str]:
-        """Return the names of inputs that requests may omit; errors as :meth:`infer`."""
+        """Return the names of inputs that requests may omit; errors are those of :meth:`infer`."""
         request = messages.ModelConfigRequest(name=model)
         return parse_optional(await self._call(self._config, request, timeout_s))
 

@@ -22,7 +22,7 @@ DEFAULT_TIMEOUT_S: Final = 30.0
 DEFAULT_MAX_MESSAGE_MIB: Final = 64
 DEFAULT_RETRIES: Final = 2
 MOST_RETRIES: Final = 4
-"""Limit of gRPC, which makes at most five attempts."""
+"""Largest number of retries, since gRPC makes at most five attempts."""
 FIRST_BACKOFF_S: Final = 0.1
 """Longest wait before the first retry; each wait is drawn at random below its limit, which doubles
 with each retry, up to :data:`LONGEST_BACKOFF_S`."""
@@ -42,7 +42,8 @@ class Tls:
     """Certificates for an encrypted connection to a server or proxy; all in PEM form."""
 
     root_certificates: bytes | None = None
-    """Authorities that may certify the server; ``None`` uses the system's."""
+    """Certificates of authorities that may certify the server; ``None`` uses the system's
+    authorities."""
     private_key: bytes | None = None
     """Private key of ``certificate_chain``, for servers that require client certificates."""
     certificate_chain: bytes | None = None
@@ -151,7 +152,7 @@ class ConnectionSettings:
     def stream_timeout_s(self, timeout_s: float | None) -> float | None:
         """Return the limit of a stream whose first answer is due after ``timeout_s``.
 
-        Later answers get as long as a call without its own limit.
+        Later answers get, in addition, the client's limit for calls.
         """
         return None if self.timeout_s is None else self.timeout_s + (timeout_s or 0.0)
 

@@ -54,11 +54,11 @@ def build_request(
     decoupled: bool = False,
     shared: SharedInputs | None = None,
 ) -> ModelInferRequest:
-    """Return an inference request; ``deadline_s``, from now, is ``None`` if it is the call's own.
+    """Return an inference request; its deadline is ``deadline_s`` from now, or the call's if None.
 
     On a stream, ``decoupled`` requests the early and the final answer as soon as they exist;
-    without it the server sends one answer, after those to all earlier requests. The inputs are in
-    the message, or in ``shared`` memory.
+    without it the server sends one answer, after the answers to all earlier requests. The inputs
+    are in the message, or in ``shared`` memory.
 
     Raises:
         InvalidInputError: An input's dtype cannot be sent, ``priority`` is negative, or ``inputs``

@@ -48,7 +48,7 @@ class DeadlineError(OfframpError):
 
 
 class ServerUnavailableError(OfframpError):
-    """The server is shutting down; try another one."""
+    """The server is shutting down; try another server."""
 
 
 class ConnectionFailedError(OfframpError):

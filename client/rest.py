@@ -92,7 +92,7 @@ class RestClient:
         timeout_s: float | None = None,
         priority: int = 0,
     ) -> InferResult:
-        """Return the answers to n samples; arguments and errors as ``Client.infer``."""
+        """Return the answers to n samples; arguments and errors are those of ``Client.infer``."""
         request = build_request(
             model, inputs, outputs=outputs, priority=priority, deadline_s=timeout_s
         )
@@ -104,7 +104,7 @@ class RestClient:
         return parse_response(read_body(answer.headers.get(HEADER_LENGTH), data))
 
     def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
-        """Return inputs and outputs of a model; errors as :meth:`infer`."""
+        """Return inputs and outputs of a model; errors are those of :meth:`infer`."""
         path = f"/v2/models/{quote(model, safe='')}"
         _, data = self._call("GET", path, None, {}, timeout_s)
         document = _document(data)

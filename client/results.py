@@ -30,8 +30,8 @@ class InferResult:
     details: Mapping[str, str] = field(default_factory=dict)
     """Other string parameters of the response, by name."""
     variants: NDArray[np.int16]
-    """[n]: variant of the model that answered, whose exits ``exits`` counts; 0 is the full model,
-    others are subnets of it."""
+    """[n]: number of the model's variant that answered; ``exits`` are indices of the exits of that
+    variant. 0 is the full model, other variants are its subnets."""
 
 
 class AnswerKind(StrEnum):
@@ -61,7 +61,7 @@ class StreamedResult(InferResult):
 
     @property
     def final(self) -> NDArray[np.bool_]:
-        """[n]: whether the answer is the unmodified model's; the others are those of exits."""
+        """[n]: whether the answer is the unmodified model's; else it is an exit's answer."""
         return self.exits < 0
 
 
@@ -72,7 +72,8 @@ class GeneratedToken:
     token: int
     """Token id."""
     text: str
-    """Text that the token adds; empty inside a character, or if the server has no tokenizer."""
+    """Text that the token adds; empty if the token ends inside a character, or if the server has no
+    tokenizer."""
     exit: int
     """Index of the exit that answered; -1 is the model's end."""
     confidence: float
@@ -89,7 +90,8 @@ class TensorMetadata:
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
-    """Sizes; -1 is a free size, as the first one, the batch, always is."""
+    """Sizes of the dimensions; -1 is a free size. The first dimension, the batch, is always
+    free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,7 +67,7 @@ class Client(ClientBase):
                 numpy's default: float64, int64).
             outputs: Names of the requested outputs; ``None`` requests all.
             timeout_s: Limit of this call, in seconds, and its deadline on the server. ``None``
-                waits for the client's limit, and leaves the deadline to the model's SLO.
+                waits up to the client's limit, and leaves the deadline to the model's SLO.
             priority: Triton's priority: 1 is served first; 0, the default, is level 5.
             shared: Memory from :meth:`shared_inputs` for the inputs.
 
@@ -152,7 +152,7 @@ class Client(ClientBase):
         There is one result, of kind ``answer``, unless exits answered some sample and the server
         compares it with the unmodified model: always in release mode, sometimes in audit mode. In
         that case the first result is ``early``, and a ``confirmation`` or ``correction`` follows,
-        unless the server loses it.
+        unless the server loses the final answer.
 
         ::
 
@@ -232,12 +232,12 @@ class Client(ClientBase):
                 yield generated_token(result)
 
     def metadata(self, model: str, *, timeout_s: float | None = None) -> ModelMetadata:
-        """Return inputs and outputs of a model; errors as :meth:`infer`."""
+        """Return inputs and outputs of a model; errors are those of :meth:`infer`."""
         request = messages.ModelMetadataRequest(name=model)
         return parse_metadata(self._call(self._metadata, request, timeout_s))
 
     def optional_inputs(self, model: str, *, timeout_s: float | None = None) -> frozenset[str]:
-        """Return the names of inputs that requests may omit; errors as :meth:`infer`."""
+        """Return the names of inputs that requests may omit; errors are those of :meth:`infer`."""
         request = messages.ModelConfigRequest(name=model)
         return parse_optional(self._call(self._config, request, timeout_s))
 
@@ -269,7 +269,7 @@ class Client(ClientBase):
 
 
 class _Alarm:
-    """Calls a function after a delay, unless stopped before; on its own thread."""
+    """Calls a function on a separate thread after a delay, unless it is stopped before."""
 
     def __init__(self, delay_s: float, action: Callable[[], object]) -> None:
         self.delay_s = delay_s

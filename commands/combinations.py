@@ -21,13 +21,14 @@ class Illegal:
 
     option: str
     other: str | None = None
-    """Option that excludes it."""
+    """Option that excludes ``option``."""
     without: str | None = None
-    """Option that it needs."""
+    """Option that ``option`` needs."""
     why: str
     """Reason and remedy; in the message they follow the names of the options."""
     when: Callable[[Mapping[str, object]], bool] | None = None
-    """A further condition on the values by flag that a spelling cannot express."""
+    """A further condition that a spelling cannot express; it is a function of the values by
+    flag."""
 
     def __post_init__(self) -> None:
         """Check that exactly one of ``other`` and ``without`` is given."""

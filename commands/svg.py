@@ -34,7 +34,7 @@ def join(parts: Iterable[str]) -> Markup:
 
 
 def drawing(width: float, height: float, label: str, *children: str, top: float = 0.0) -> Markup:
-    """Return a drawing that scales with its column; ``label`` is for screen readers.
+    """Return a drawing that scales with its column of the page; ``label`` is for screen readers.
 
     Sizes are in pixels; ``top`` pixels are cut off at the top.
     """
@@ -120,7 +120,7 @@ def axes(x: Scale, y: Scale, x_ticks: Sequence[Tick], y_ticks: Sequence[Tick]) -
 
 
 def nice_step(span: float, most: int) -> float:
-    """Return the least of 1, 2, 2.5, 5 × 10^k that divides a span into at most ``most`` parts."""
+    """Return the smallest 1, 2, 2.5, 5 × 10^k that divides a span into at most ``most`` parts."""
     if not span > 0:
         return 1.0
     unit: float = 10.0 ** math.floor(math.log10(span / most))

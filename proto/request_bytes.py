@@ -29,7 +29,8 @@ MAX_TYPED_BYTES: Final = 1024 * 1024
 Python object."""
 
 MAX_NAME_CHARS: Final = 1024
-"""Largest number of characters in a name: errors search the most similar name, in O(n²)."""
+"""Largest number of characters in a name: error messages search for the most similar name, in
+O(n²)."""
 
 SMALL_BYTES: Final = 2 * MAX_FIELDS
 """Size up to which messages cannot exceed :data:`MAX_FIELDS`, and are decoded without a walk."""
@@ -74,7 +75,7 @@ class InferMessage(NamedTuple):  # made for every request, in half the time of a
     """A request whose tensor elements are still in the received bytes."""
 
     head: ModelInferRequest
-    """The request without the parts below."""
+    """The request without the parts that the fields below hold."""
     raw_contents: Sequence[memoryview | bytes]
     floats: Mapping[int, PackedFloats] = _NO_FLOATS
     """Packed floats by the input's index."""
@@ -87,7 +88,7 @@ class MessageParts(NamedTuple):
 
     head: bytes
     raw_contents: Sequence[memoryview] = ()
-    """Raw contents; if empty, they are in the head."""
+    """Raw contents; if empty, all contents are in the head."""
     floats: Mapping[int, PackedFloats] = _NO_FLOATS
     slow: bool = False
     """True if decoding would block an event loop, and belongs on a thread."""

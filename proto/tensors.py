@@ -126,8 +126,8 @@ def decode_tensors(
         floats: Typed contents that are not in the message, by the tensor's index.
 
     Returns:
-        Arrays by name, in the same order. Raw contents and floats become read-only views, unless
-        their address is not a multiple of the element's size.
+        Arrays by name, in the same order. Raw contents and floats become read-only views if
+        their address is a multiple of the element's size; otherwise they are copied.
 
     Raises:
         TensorError: A name appears twice, a datatype or shape is invalid, or the number of elements
@@ -288,7 +288,7 @@ def _floats(
 
 
 def _aligned(array: NDArray[Any]) -> NDArray[Any]:
-    """Return the array, copied unless its address is a multiple of the element's size."""
+    """Return the array; copy it if its address is not a multiple of the element's size."""
     return array if array.flags.aligned else array.copy()
 
 

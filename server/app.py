@@ -344,7 +344,7 @@ def _warn_if_open(options: ServerOptions) -> None:
 async def _leave(
     engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, stop: StopSignals
 ) -> int:
-    """Report not ready, answer for a while, send clients away, and close the connections."""
+    """Report not ready, answer for a while, ask clients to leave, and close the connections."""
     engine.leave()
     await endpoint.leaving()
     delay_s = options.drain_delay_s if stop.patient else 0.0
@@ -365,7 +365,7 @@ async def _leave(
 async def _drain(
     engine: ServedEngine, endpoint: GrpcEndpoint, options: ServerOptions, delay_s: float
 ) -> bool:
-    """Wait until load balancers notice, send clients away, and finish the requests in flight.
+    """Wait until load balancers notice, ask clients to leave, and finish the requests in flight.
 
     Return whether this was done in time.
     """

@@ -1,1 +1,1 @@
-"""Choice of exits and thresholds from recorded answers, and the reasons if none is in use."""
+"""Choice of exits and thresholds from recorded answers, and the reasons if no exit is in use."""

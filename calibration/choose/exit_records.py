@@ -30,14 +30,15 @@ class ExitRecords:
     """[exits, samples]: codes of the answers (:mod:`~offramp.engine.answers.agreement`); for
     classification they are the classes."""
     final_prediction: NDArray[np.int32]
-    """[samples], the source model's codes: an exit's code equals it where the answers agree."""
+    """[samples]: codes of the source model's answers. An exit's code equals the model's code where
+    the two answers agree."""
     final_confidence: NDArray[np.float32]
     """Confidence of the source model in its answers, [samples]."""
     labels: NDArray[np.int64] | None
     """Labels of the samples, [samples]; ``None`` if the data has none."""
     ranges: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 2)))
     """[exits + 1, 2]: smallest and largest finite value of the answers of each exit, and of the
-    model; [0, 2] where they are not known, as bundles do not store them."""
+    model; shape [0, 2] if the ranges are not known, as in records that are read from a bundle."""
     copies: NDArray[np.int64] | None = None
     """[samples]: number of rows of the data that each sample represents; ``None`` means one row
     each."""
@@ -66,9 +67,9 @@ class ExitRecords:
 def worst_of(records: Sequence[ExitRecords]) -> ExitRecords:
     """Return the worst case over records of the same samples in batches of other sizes.
 
-    The model's answers are those of the first. An exit's confidence is the largest in any of them,
-    and it differs from the model if it does in any of them. So a bound that holds for these records
-    holds for each of the given ones.
+    The model's answers are those of the first records. An exit's confidence is its largest
+    confidence in any of the records, and the exit disagrees with the model if it does so in any of
+    them. A bound that holds for the result therefore holds for each of the given records.
     """
     worst = replace(records[0])
     for other in records[1:]:
@@ -97,7 +98,7 @@ def record_answers(
     confidences, in depth order. ``progress`` is called with the size of each finished batch. A
     ``DataError`` if the model fails on a sample, or its answer is not finite; a ``CriterionError``
     if a user's criterion fails. A criterion that depends on earlier exits gets the answers of all
-    of them, as while serving.
+    earlier exits, as it does when the model is served.
     """
     shape = (len(exit_outputs), len(dataset))
     records = ExitRecords(
@@ -134,7 +135,7 @@ def record_answers(
 
 
 def _widen(records: ExitRecords, answers: Sequence[NDArray[Any]]) -> None:
-    """Widen the ranges by the answers of a batch, of each exit and of the model."""
+    """Extend the ranges of each exit and of the model by the answers of a batch."""
     for place, values in enumerate(answers):
         finite = values[np.isfinite(values)]
         if finite.size:

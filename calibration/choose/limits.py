@@ -1,4 +1,4 @@
-"""Reasons why no exit is active: the limit that prevents it, its value, and how to raise it."""
+"""Reasons why no exit is active: the limit that prevents exits, and how to raise this limit."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _BETTER_HEADS = (
 
 
 def measured_loss(measured: Measured, batch_size: int) -> str | None:
-    """Return the limit if exits were measured to take more time than they save; else ``None``.
+    """Return a message if exits were measured to take more time than they save; else ``None``.
 
-    The decision uses the batch size that is nearest to the one that exits were chosen for.
+    The message is about the measured batch size that is nearest to ``batch_size``, for which exits
+    were chosen.
     """
     at = measured.nearest(batch_size)
     if at.busy.value - at.busy.half_width <= 1:
@@ -51,7 +52,11 @@ class PolicyTerms:
     """Batch size that savings are predicted at."""
 
     def tested(self, *, copies: bool) -> PolicyTerms:
-        """Return the terms of a single test; there are two tests if the data have equal rows."""
+        """Return these terms with the confidence level of one test.
+
+        There are two tests if rows of the data are equal (``copies``); they share the risk of an
+        error.
+        """
         level = level_of_each(self.confidence_level, copies=copies)
         return replace(self, confidence_level=level)
 
@@ -181,7 +186,7 @@ def _costs(
 
 
 def limit_of_samples(samples: int, terms: PolicyTerms) -> str | None:
-    """Return that certify samples are too few for any policy; ``None`` if they are enough."""
+    """Return a message if the certify split is too small for any policy; else ``None``."""
     if terms.allowed_errors(samples) >= 0:
         return None
     needed = samples_needed(terms.max_disagreement, terms.confidence_level)
@@ -203,7 +208,7 @@ def limit_of_certificate(
 
     ``active`` is at least one exit; ``path``, float64[levels, active], has their thresholds from
     conservative to aggressive; ``certify`` has records of all exits on the certify split;
-    ``strata`` are its classes that have a separate bound.
+    ``strata`` are the classes of the certify split that have a separate bound.
     """
     rows = list(active)
     confidence, agrees = certify.confidence[rows], certify.agrees[rows]
@@ -245,7 +250,7 @@ def limit_of_certificate(
 
 
 def _samples_for(error_rate: float, terms: PolicyTerms) -> int | None:
-    """Return about how many certify samples pass with an error rate; ``None`` if no number does."""
+    """Return about how many certify samples a policy with ``error_rate`` needs to pass."""
     samples = 100
     while error_rate < terms.max_disagreement and samples < _MOST_SAMPLES:
         if error_rate * samples <= terms.allowed_errors(samples):

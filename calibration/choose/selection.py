@@ -62,8 +62,8 @@ def net_savings_alone(
 def certifiable_errors(samples: int, max_disagreement: float, confidence_level: float) -> int:
     """Return the errors on the tuning split with which a policy may pass on the certify split.
 
-    This is the number that could be certified on as many samples, or half the bound if that is
-    more, since a small split can certify little.
+    This is the number of errors that can be certified on ``samples`` samples. But it is at least
+    half of the share ``max_disagreement`` of the samples, since a small split can certify little.
     """
     allowed = allowed_errors(samples, max_disagreement, confidence_level)
     return max(allowed, int(max_disagreement * samples / 2))
@@ -72,7 +72,7 @@ def certifiable_errors(samples: int, max_disagreement: float, confidence_level: 
 class Candidates:
     """Sets of exits that may be chosen, and the outcome of each on the tuning split.
 
-    Counts do not depend on costs, and are cached.
+    Counts of answers do not depend on costs, and are cached.
     """
 
     def __init__(
@@ -97,7 +97,10 @@ class Candidates:
         self._counts: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
     def counts(self, active: tuple[int, ...]) -> NDArray[np.int64]:
-        """Count answers at exits and end on levels that may pass: int64[levels, active + 1]."""
+        """Count the answers at each exit and at the model's end: int64[levels, active + 1].
+
+        There is one row for each level of the threshold path of ``active`` that may pass.
+        """
         if active not in self._counts:
             rows = list(active)
             path, confidence = self._path[:, rows], self._confidence[rows]
@@ -111,7 +114,7 @@ class Candidates:
         return self._counts[active]
 
     def savings(self, active: tuple[int, ...], cost: CostModel) -> float:
-        """Predict the largest savings of a policy on the common path of some exits, as a share."""
+        """Predict the largest savings on the common path of exits, as a share of the time."""
         if not active:
             return 0.0
         saved = savings_of(self.counts(active), cost.latency_ms(list(active)), cost.source_ms)
@@ -120,14 +123,15 @@ class Candidates:
     def choose(self, cost: CostModel, *, max_overhead: float | None = None) -> tuple[int, ...]:
         """Return the exits that are expected to save most time together, in depth order.
 
-        The cost of exits for samples that take none is part of that sum, at the share of these
-        samples. It is a price, not a limit, so that noise in measurements moves the choice only to
-        a set that saves nearly as much. Each exit must add :data:`MIN_GAIN` to the savings; the
-        result may be empty.
+        Exits also cost time for samples that leave at no exit. This cost is part of the predicted
+        time. It is not a limit, so noise in measurements can only move the choice to a set that
+        saves nearly as much. Each exit must add :data:`MIN_GAIN` to the savings; the result may be
+        empty.
 
-        The search drops, adds and exchanges single exits while that helps. It runs twice: from no
-        exit, and from the set that remains of all exits when the least useful one is dropped
-        repeatedly while that helps. The better result counts, the smaller set where they are equal.
+        The search drops, adds and exchanges single exits while that helps. The search runs twice:
+        first from no exit, then from the set that remains after the least useful of all exits has
+        been dropped repeatedly while that helps. The better result is returned; if both are equally
+        good, the smaller set is returned.
 
         ``cost`` is that of all exits at the reference batch size. ``max_overhead`` limits the share
         of the source model's time that exits certainly add where no sample exits (Apparate's ramp
@@ -187,8 +191,8 @@ def certified_policy(
     ``path`` [levels, active] has the thresholds of the ``active`` exits, fixed without the certify
     split. ``confidence`` and ``agrees`` are [exits, samples] of that split, for all exits.
     ``copies`` [samples] is the number of rows that each sample represents, if not one. ``strata``
-    are its classes, if ``max_class_disagreement`` bounds them. The certificate holds with
-    probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
+    are the classes of the certify split, if ``max_class_disagreement`` bounds them. The certificate
+    holds with probability ``confidence_level``, 1 − α; ``cost`` predicts the savings.
 
     The policy has no active exits if no level passed or nothing is saved. With ``whole`` it has all
     exits of ``active``; those that the certificate leaves unused are at ``NEVER``.

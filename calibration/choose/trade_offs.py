@@ -3,7 +3,7 @@
 A model can be made faster by exits (Apparate 3, E3 2), by subnets (SuperServe 3), or by both: every
 subnet with its own exits. Here all three are evaluated with the same records and profiles, so that
 they can be compared. Answers are *counted* on recorded samples; time is *predicted* from profiled
-parts. Neither paper has both.
+parts. Neither paper combines exits with subnets.
 """
 
 from __future__ import annotations
@@ -25,33 +25,35 @@ from offramp.engine.control.costs import CostModel
 TradeOffKind: TypeAlias = Literal["exits", "subnets", "both", "handing-on"]
 TRADE_OFF_KINDS: Final[tuple[TradeOffKind, ...]] = ("exits", "subnets", "both", "handing-on")
 """Ways to make a model faster: the full model's exits; subnets without exits; the full model and
-every subnet, each with its exits; subnets with exits, where the last exit, the subnet's answer,
-passes samples with too little confidence on to the full model."""
+every subnet, each with its exits; subnets with exits that hand samples on: the last exit, which is
+the subnet's answer, passes samples with too little confidence to the full model."""
 BOUNDS: Final = (0.002, 0.01, 0.05)
 """Bounds on disagreement for which sets of exits are chosen."""
 _CONFIDENCE_LEVEL: Final = 0.95
 _LEVELS: Final = 60
 """Number of levels of a path that are evaluated."""
 _ALIKE: Final = 0.99
-"""Share of equal answers from which on records count as being of the same samples."""
+"""Two sets of records are of the same samples if at least this share of the full model's answers is
+equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeOff:
-    """A variant of a model with thresholds, and the last part that runs."""
+    """A variant of a model with thresholds and the exit where it ends; its time and quality."""
 
     variant: int
     """Number of the variant; 0 is the full model."""
     active: tuple[ActiveExit, ...]
-    """Exits in use, in depth order; all remaining samples leave at ``deepest``, threshold 0."""
+    """Exits in use, in depth order; all remaining samples leave at ``deepest``, where the threshold
+    is 0."""
     deepest: int
     """Exit where the variant ends; ``MODEL_END`` if it ends with the full model."""
     cost: float
     """Mean time of a sample divided by the full model's, predicted from profiled parts."""
     agreement: float
-    """Counted share of samples answered like the full model."""
+    """Share of samples that get the full model's answer, counted on records."""
     accuracy: float | None
-    """Counted share of samples answered like their labels; ``None`` without labels."""
+    """Share of samples whose answer is their label, counted on records; ``None`` without labels."""
     early: float
     """Share of samples that leave before ``deepest``."""
 
@@ -110,14 +112,14 @@ class RecordedVariant:
 
     @property
     def own_exits(self) -> int:
-        """Number of exits before its end."""
+        """Number of exits before the variant's end."""
         return self.cost.exits - (1 if self.variant else 0)
 
     def exit_sets(self) -> tuple[tuple[int, ...], ...]:
         """Return sets of exits to try: those in use, each exit alone, the best set per bound.
 
-        They are chosen on the tuning split, in comparison with the variant's end: errors that an
-        exit shares with that end do not reduce agreement.
+        The sets are chosen on the tuning split. Exits are compared with the variant's end, so an
+        error that both make does not reduce the agreement.
         """
         count, tune = self.own_exits, self.tune
         sets = {tuple(e for e in self.in_use if e < count), *((e,) for e in range(count))}
@@ -147,10 +149,11 @@ class RecordedVariant:
     def along_paths(
         self, judged: ExitRecords, *, sets: Sequence[tuple[int, ...]], deepest: int | None = None
     ) -> Iterator[TradeOff]:
-        """Yield evaluations of levels on the tuning split's paths of some sets of exits.
+        """Yield a trade-off for every level of the threshold paths of some sets of exits.
 
-        Each exit of a set, and the variant's end, is tried as the deepest one; if ``deepest`` is
-        passed, only that one, after all exits of the set.
+        The paths are fixed on the tuning split, and the trade-offs are counted on ``judged``. Each
+        exit of a set, and the variant's end, is tried as the deepest exit. If ``deepest`` is
+        passed, only that exit is tried, after all exits of the set.
         """
         for exits in sets:
             path = np.empty((1, 0))
@@ -187,7 +190,7 @@ class RecordedVariant:
         deepest: int,
         judged: ExitRecords,
     ) -> Iterator[TradeOff]:
-        """Yield evaluations of thresholds [levels, exits], which never rise with the level."""
+        """Yield a trade-off for each level of thresholds [levels, exits], which never rise."""
         rows, samples = [*exits, deepest], len(judged.final_prediction)
         if not samples:
             return
@@ -274,14 +277,14 @@ def agreement_quality(point: TradeOff) -> float:
 
 
 def accuracy_quality(point: TradeOff) -> float:
-    """Return the quality of a trade-off's answers as accuracy; as agreement without labels."""
+    """Return a trade-off's quality as accuracy, or as agreement if there are no labels."""
     return point.agreement if point.accuracy is None else point.accuracy
 
 
 def front_of(
     points: Iterable[TradeOff], worth: QualityMeasure = agreement_quality
 ) -> tuple[TradeOff, ...]:
-    """Return the points that no other point dominates, by rising cost and ``worth``."""
+    """Return the points that no other point dominates, by rising cost and rising ``worth``."""
     front: list[TradeOff] = []
     for point in sorted(points, key=lambda p: (p.cost, -worth(p), p.variant, len(p.active))):
         if not front or worth(point) > worth(front[-1]):

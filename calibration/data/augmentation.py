@@ -5,9 +5,9 @@ labels are needed. Only training uses augmented samples; exits are tuned and cer
 so the promise does not depend on how realistic augmented samples are.
 
 Measured on the Fashion-MNIST example (certified share of time saved on test data, seven candidate
-exits, predicted from costs): none .749; shifts and flips .749; mixup .774; mixup of shifted and
-flipped images .768; the two kinds of mixup together .785, but with one more pass of the source
-model. So mixup is used, once; it also needs no knowledge of images.
+exits, predicted from costs): no augmentation .749; shifts and flips .749; mixup .774; mixup of
+shifted and flipped images .768; the two kinds of mixup together .785, but with one more pass of the
+source model. So mixup is used, once; it also needs no knowledge of images.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def method_for(specs: Sequence[TensorSpec]) -> Method | None:
     """Choose how samples of a model can be made from others; ``None`` where no method fits.
 
     Continuous inputs are floats, and uint8 of three dimensions or more; tokens are integers
-    [batch, tokens]. All inputs must be of one kind: in a model that reads both, the inputs of a
-    sample belong together, but would be joined in different ways.
+    [batch, tokens]. All inputs must be of one kind: if a model reads both kinds, the inputs of one
+    sample belong together, but each kind would be joined in a different way.
     """
     kinds = [(np.dtype(spec.dtype), len(spec.shape)) for spec in specs]
     if all(dtype.kind == "f" or (dtype == np.uint8 and rank > 2) for dtype, rank in kinds):
@@ -52,7 +52,7 @@ def makes_sense(method: Method, dataset: Dataset) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AugmentedSamples:
-    """Samples made from two real ones each, computed when they are read."""
+    """Samples that are each made from two real samples, computed when they are read."""
 
     base: Dataset
     method: Method
@@ -112,10 +112,10 @@ class AugmentedSamples:
         return (np.rint(mixed) if first.dtype.kind == "u" else mixed).astype(first.dtype)
 
     def _spliced(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
-        """Join one sample's tokens before a random position to the other's tokens from there on.
+        """Join one sample's tokens before a random position to the other's tokens after it.
 
-        All inputs of a pair are cut at the same place, within the first one's length: up to the
-        last token that is not padding in any input.
+        All inputs of a pair are cut at the same position. The position is within the length of the
+        first sample, where padding at the end of all inputs does not count.
         """
         first, other = (self.base.column(name, of[rows]) for of in (self.first, self.partner))
         inputs = np.stack([self.base.column(n, self.first[rows]) for n in self.base.inputs])

@@ -85,7 +85,7 @@ class NpzSource:
         *,
         keys: Collection[str] = (),  # noqa: ARG002
     ) -> ArraysAndHash:
-        """Map the arrays, if they are large; compressed ones are unpacked to scratch space."""
+        """Map the arrays, if they are large; unpack compressed arrays to scratch space."""
         try:
             with open_regular(self.path) as file:
                 single = file.read(6) == b"\x93NUMPY"

@@ -268,8 +268,8 @@ class DataSplit:
     """Split that heads, active exits and the path of policies are chosen on; it has one row per
     group."""
     certify: Dataset
-    """Split that the path is tested on; nothing else ever uses it. It has one row per group, as the
-    promise is about distinct samples."""
+    """Split that the path of policies is tested on; it is used for nothing else. It has one row per
+    group, as the promise is about distinct samples."""
     groups: Groups
     """Groups of all rows."""
 
@@ -297,9 +297,10 @@ def split(
 
 
 def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int) -> DataSplit:
-    """Split a data set at random; ``sizes`` groups train and tune, all others certify.
+    """Split a data set at random, by its groups.
 
-    The same data, groups, sizes and seed produce the same parts.
+    ``sizes`` are the numbers of groups in ``train`` and in ``tune``; all other groups are in
+    ``certify``. The same data, groups, sizes and seed produce the same parts.
     """
     order = groups.shuffled(seed)
     train, tune, certify = (np.sort(rows) for rows in np.split(order, np.cumsum(sizes)))

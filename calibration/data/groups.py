@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from offramp.calibration.data.row_values import IntArray, RowValues
 
 _MOST_IGNORED: Final = 0.01
-"""Up to this share of joined rows, samples are tested once, as if each were one row: a few
+"""Largest share of joined rows that is ignored. Each sample then counts as one row, since a few
 coincidences must not make a certificate much more expensive."""
 
 
@@ -20,7 +20,7 @@ class Overlaps:
     """Values of windows over a series, from which overlaps are found."""
 
     window: IntArray
-    """[rows]: the window that each row is, or equals (nearly)."""
+    """[rows]: index of the window that each row is, or that it (nearly) equals."""
     values: RowValues
     """Values of the windows."""
 
@@ -34,7 +34,7 @@ class Groups:
     representative: IntArray
     """[groups]: the row that counts for each group, rising."""
     overlaps: Overlaps | None = None
-    """Values that rows of neighbouring groups share, if they are windows over a series."""
+    """Values that rows of neighbouring groups share, if the rows are windows over a series."""
     found: tuple[str, ...] = ()
     """Reasons why rows were joined, each with the number of rows, as phrases for messages."""
 
@@ -79,7 +79,7 @@ class Groups:
         return self.rows - len(self) > _MOST_IGNORED * self.rows
 
     def copies(self, rows: NDArray[np.intp]) -> IntArray | None:
-        """Return the number of rows in the group of each row; ``None`` if it may be ignored."""
+        """Return the size of the group of each row; ``None`` if :attr:`repeats` is false."""
         return np.bincount(self.number)[self.number[rows]] if self.repeats else None
 
     def members(self, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
@@ -104,8 +104,8 @@ class Groups:
 
         The representative that remains is the one in the middle, in the order of the file: in a
         series it is farthest from the neighbouring groups. With ``shared``, float64[groups], it is
-        the one with the smallest value. ``reason`` has a placeholder for the number of rows that no
-        longer count separately.
+        instead the representative of the group with the smallest value. ``reason`` has a
+        placeholder for the number of rows that no longer count separately.
         """
         count = len(label)
         keys = (np.arange(count), label) if shared is None else (np.arange(count), shared, label)
@@ -129,7 +129,7 @@ class Groups:
 
 
 def components(count: int, first: IntArray, second: IntArray) -> IntArray:
-    """Return the connected component of each of ``count`` nodes: the least node in it.
+    """Return the connected component of each of ``count`` nodes, named by its smallest node.
 
     ``first`` and ``second`` are the ends of the links.
     """

@@ -21,10 +21,11 @@ class GroupKey:
     def take(
         self, arrays: dict[str, NDArray[Any]], inputs: Collection[str]
     ) -> NDArray[np.int64] | None:
-        """Return numbers for the array's values, int64[n]; remove it from ``arrays`` if no input.
+        """Return the array's values as numbers, int64[n], and remove the array from ``arrays``.
 
-        ``None`` if it is missing and not needed. ValueError if it is missing and needed, or does
-        not have one integer or text for each sample.
+        An array that is also an input is not removed. The result is ``None`` if the array is
+        missing and not needed. ValueError if it is missing and needed, or does not have one integer
+        or text for each sample.
         """
         if self.key not in arrays:
             if not self.needed:

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 
 LEAST_VALUES: Final = 8
-"""Least number of values that two overlapping rows share."""
+"""Two rows overlap only if they share at least this number of values."""
 LEAST_SHARE: Final = 0.3
-"""Least share of values that two overlapping rows have in common, of those of the shorter row."""
+"""Two rows overlap only if they share at least this part of the values of the shorter row."""
 
 
 class RowValues(NamedTuple):
@@ -40,9 +40,9 @@ class RowValues(NamedTuple):
     ) -> NDArray[np.float64]:
         """Return the share of common values at different positions of two rows: float64[pairs].
 
-        The share is 0 if they are fewer than ``least``. ``count`` is the number of all rows. Common
-        values at the same position do not show a series: for example, the columns of one user in a
-        table of purchases.
+        The share is 0 if the two rows have fewer than ``least`` such values. ``count`` is the
+        number of all rows. Common values at the same position do not show a series: for example,
+        the columns of one user in a table of purchases.
         """
         starts = np.searchsorted(self.row, np.arange(count + 1))
         sizes = np.diff(starts)
@@ -63,7 +63,10 @@ class RowValues(NamedTuple):
         return np.where(common >= least, common / smaller, 0.0)
 
     def overlapping(self, others: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Return whether each row overlaps with any of ``others``: bool[rows]; both [rows]."""
+        """Return whether each row overlaps with any of ``others``.
+
+        ``others`` and the result are bool[rows].
+        """
         of_others = np.unique(self.value[others[self.row]])
         place = np.minimum(np.searchsorted(of_others, self.value), max(len(of_others) - 1, 0))
         common = of_others[place] == self.value if len(of_others) else np.zeros(len(place), bool)

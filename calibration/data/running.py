@@ -29,7 +29,7 @@ _UNUSUAL = 1024
 
 Graphs: TypeAlias = bytes | Sequence[bytes]
 """One graph, or several with different output names: the graphs of a cascade may have different
-opsets, which one graph cannot."""
+opsets, but one graph has only one opset."""
 
 
 class _Part(NamedTuple):
@@ -115,9 +115,9 @@ def check_unusual(
 ) -> None:
     """Run a model on samples with NaN or infinity in an input, :data:`_UNUSUAL` at most.
 
-    If the graph handles such values, with an imputer or an additive mask, these are samples like
-    others. Otherwise the data are broken, which raises ``DataError``. ``graph`` returns the model's
-    bytes.
+    If the graph handles such values, with an imputer or an additive mask, these samples are used
+    like all others. Otherwise the data are broken, and ``DataError`` is raised. ``graph`` returns
+    the model's bytes.
     """
     rows = dataset.not_finite()
     if not len(rows):

@@ -88,7 +88,7 @@ class SampleWriter:
             raise DataError(f"{where}: arrays differ in length: {lengths}; every sample needs all")
 
     def finish(self) -> ArraysAndHash:
-        """Return the arrays by name, and the SHA-256 of all but keys; DataError if empty."""
+        """Return the arrays by name, and the SHA-256 of all except keys; DataError if empty."""
         if not self.samples:
             raise DataError(f"{self.name}: there are no samples in it")
         digest = hashlib.sha256()
@@ -113,7 +113,7 @@ def hash_arrays(arrays: Mapping[str, NDArray[Any]], *, keys: Collection[str] = (
 
 
 class _HeldColumn:
-    """A column of labels or keys: it is small, and texts may have other lengths in each batch."""
+    """An array of labels or keys: it is small; lengths of its texts may vary between batches."""
 
     def __init__(self, first: NDArray[Any]) -> None:
         self.first = first[:0].copy()
@@ -141,7 +141,7 @@ class _HeldColumn:
 
 
 class _StoredColumn:
-    """A column of an input: it is in memory while it is small, then in a scratch file."""
+    """An array of an input: it is in memory while it is small, then in a scratch file."""
 
     def __init__(self, first: NDArray[Any], writer: SampleWriter) -> None:
         self.first = first[:0].copy()

@@ -1,9 +1,9 @@
 """Finds rows that are not independent samples; each group of rows counts as one sample.
 
-:func:`find_groups` applies the most certain reason first: rows with the same key of the user, equal
-rows, near copies, then rows in series. Series are of two kinds: windows over a series that share
-values, anywhere in the file (:func:`overlapping_windows`), and consecutive rows that are similar,
-as frames of a film are (:func:`film_blocks`).
+:func:`find_groups` applies the most certain reason first: rows with the same value of the user's
+key, equal rows, near copies, then rows in series. Series are of two kinds: windows over a series
+that share values, anywhere in the file (:func:`overlapping_windows`), and consecutive rows that are
+similar, as frames of a film are (:func:`film_blocks`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from offramp.calibration.groups.sketch import (
 )
 
 _LEAST_COPIES: Final = 0.001
-"""Least share of rows that must be nearly equal to others before any are joined: fewer do not
-change a certificate, and large sets of pictures contain some."""
+"""Nearly equal rows are joined only if at least this share of all rows has a near copy: fewer do
+not change a certificate, and large sets of pictures contain some."""
 
 
 def find_groups(dataset: Dataset, *, within: float) -> Groups:
     """Partition the rows of a data set into groups that count as one sample each.
 
-    The steps join, each among the representatives of the step before: rows with one number in
+    Each step joins representatives that the step before left: rows with the same number in
     ``dataset.group``, equal rows, nearly equal rows (:mod:`.sketch`), overlapping windows, and
     similar consecutive rows. The same data produce the same groups. With ``within`` 0 only the
     first two steps run: the user asserts that other rows are independent.
@@ -81,21 +81,22 @@ def _in_series(rows: RowSketch, groups: Groups) -> Groups:
 
 
 _FAR_LAGS: Final = (23, 29, 37, 43, 53, 61)
-"""Lags that measure the distance between rows of one neighbourhood of the file; primes, so that no
-period is a divisor of several of them."""
+"""Lags that measure the distance between rows of one neighbourhood of the file; primes, so that a
+period in the file divides at most one of them."""
 _COMPARED_LAGS: Final = (67, 71, 73)
 """Lags whose distances are compared with those of lag 1, to decide whether the order matters."""
 _NEAR: Final = 0.7
-"""Share of the neighbourhood's distance below which two rows are similar: a correlation above
-1/2."""
+"""Two rows are similar if their distance is below this share of the neighbourhood's distance, which
+means a correlation above 1/2."""
 _LEAST_EXCESS: Final = 0.1
-"""Least share of rows that are similar to the next one, beyond the share that is so by chance."""
+"""Rows are a film only if the share of rows that are similar to the next row exceeds the share
+expected by chance by at least this much."""
 _LEAST_ROWS: Final = 4 * max(_COMPARED_LAGS)
 _DECAYED: Final = 0.9
 """Share of the largest distance at which rows of a film no longer count as similar."""
 _BLOCK_LAGS: Final = 2
-"""Length of a block, in lags at which similarity has decayed: the row in its middle has this
-distance from both of its ends."""
+"""Length of a block, as a multiple of the lag at which similarity has decayed: the row in the
+middle of a block is then at this lag from both ends."""
 
 _LEAST_PAIRS: Final = 8
 """Smallest number of pairs from which a median distance is computed."""
@@ -107,9 +108,9 @@ def film_blocks(position: Float32Array) -> IntArray:
     Rows are similar if the distance to the next one is below 0.7 of the distances to rows 23 to 61
     places away. Distances between random rows are no measure: in a file sorted by class the next
     row is nearer than a random one, but so is the 61st, and the samples are as independent as in
-    any other order. Rows count as a film only if they are similar to the next one more often (by a
-    tenth of all rows) than to the 70th, which happens by chance in data of few dimensions, and only
-    if they are not sorted by the only number that they have.
+    any other order. Rows count as a film only if they are similar to the next row more often (by a
+    tenth of all rows) than to the 70th, since in data of few dimensions rows are also similar by
+    chance. Rows that have only one number, and are sorted by it, are no film.
 
     A run of similar rows is one block, or several if it is longer than twice the lag at which the
     distance reaches nine tenths of its largest value: a long film of one scene has several parts
@@ -135,7 +136,7 @@ def film_blocks(position: Float32Array) -> IntArray:
 
 
 def _is_sorted(position: Float32Array) -> bool:
-    """Return whether rows only rise or only fall in some direction, or have no directions."""
+    """Return whether positions only rise or only fall in a direction, or have no direction."""
     steps = np.diff(position, axis=0)
     return bool(((steps >= 0).all(axis=0) | (steps <= 0).all(axis=0)).any() or not steps.shape[1])
 
@@ -179,7 +180,7 @@ def _decay_lag(position: Float32Array, run: IntArray) -> int:
 
 
 def _cut(run: IntArray, length: int) -> IntArray:
-    """Cut runs into blocks of about equal length, at least ``length`` if the run is so long."""
+    """Cut runs into blocks of about equal length, at least ``length`` if the run is that long."""
     label = np.empty(len(run), np.int64)
     starts = np.append(np.flatnonzero(np.diff(run, prepend=-1)), len(run))
     count = 0
@@ -193,7 +194,7 @@ def _cut(run: IntArray, length: int) -> IntArray:
 _MOST_BY_CHANCE: Final = 0.05
 """If random rows have a larger median share of values in common, values do not show overlaps."""
 _MOST_LEFT: Final = 0.1
-"""Largest mean share of values that representatives may have in common with others."""
+"""Joining ends when representatives have at most this mean share of values in common."""
 _ROUNDS: Final = 6
 """Largest number of rounds that join windows. Each round about halves the number of samples."""
 
@@ -212,12 +213,12 @@ class WindowLabels:
 def overlapping_windows(rows: RowSketch, chosen: IntArray) -> WindowLabels | None:
     """Label windows over a series that overlap, anywhere in the file.
 
-    A window's value with the smallest hash is probably also that of its neighbours, with a
-    probability that grows with the overlap (Broder 1997); so windows with the same such value get
-    one label, as a part of the series. Further rounds join parts, until their representatives have
-    little in common. Values must distinguish rows: the result is ``None`` if random rows share more
-    than a twentieth of their values, as pictures of 256 shades do. Windows must share three tenths
-    of their values, and at least eight.
+    The value with the smallest hash is often the same in a window and its neighbours, with a
+    probability that grows with the overlap (Broder 1997). Windows with the same such value
+    therefore get one label: they are one part of the series. Further rounds join parts, until their
+    representatives have little in common. Values must distinguish rows: the result is ``None`` if
+    random rows share more than a twentieth of their values, as pictures of 256 shades do. Windows
+    must share three tenths of their values, and at least eight.
     """
     known = _telling_values(rows, chosen)
     if known is None:
@@ -270,7 +271,7 @@ def _telling_values(rows: RowSketch, chosen: IntArray) -> RowValues | None:
 
 
 def _by_least_value(values: RowValues, count: int) -> IntArray:
-    """Join overlapping rows whose least value is the same; int64[count], from 0 on."""
+    """Label overlapping rows alike if their smallest value is the same; int64[count], from 0 on."""
     row, first = np.unique(values.row, return_index=True)
     least = values.value[first]
     order = np.argsort(least, kind="stable")

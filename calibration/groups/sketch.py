@@ -23,20 +23,21 @@ UInt64Array = NDArray[np.uint64]
 Float32Array = NDArray[np.float32]
 
 DIRECTIONS: Final = 32
-"""Dimensions of a position. Distances are kept within some 12 % (Johnson and Lindenstrauss
-1984)."""
+"""Dimensions of a position. Random projections keep distances within about 12 % (Johnson and
+Lindenstrauss 1984)."""
 VALUES: Final = 64
 """Approximate number of values that are kept of a row."""
 _SAMPLED_ROWS: Final = 256
-"""Rows from which the scale of each number is estimated, in chunks."""
+"""Number of rows from which the scale of each number is estimated, in chunks."""
 _CHUNK_ROWS: Final = 16
 _LEAST_SCALE, _LEAST_SCALE_OF_MANY = 0.25, 1.0
-"""Least scale of a number, as a share of the median one, for rows with one dimension and with more
-(pictures, sound). A pixel that is nearly always black must not make two shots of one scene
+"""Smallest scale of a number, as a share of the median scale: for rows with one dimension, and with
+more (pictures, sound). A pixel that is nearly always black must not make two shots of one scene
 different, while the columns of a table have separate scales."""
 _BATCH_NUMBERS: Final = 2**22
 _RUN: Final = 8
-"""Consecutive integers that form one value: single ones occur everywhere, phrases do not."""
+"""Number of consecutive integers that form one value: single integers occur everywhere, phrases do
+not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,7 +55,8 @@ class RowSketch:
     value_row: NDArray[np.int64]
     """[values]: row of each value that is kept, rising."""
     value: UInt64Array
-    """[values]: hashes of values, the same in all rows; within a row rising, each once."""
+    """[values]: hashes of values; equal values have equal hashes in all rows. Within a row hashes
+    rise, and each occurs once."""
     value_place: NDArray[np.int64]
     """[values]: position of each value in its row."""
     width: int
@@ -62,7 +64,7 @@ class RowSketch:
 
 
 def sketch(dataset: Dataset) -> RowSketch:
-    """Read all rows once, and a few of them twice."""
+    """Return facts about all rows; all rows are read once, and a few of them twice."""
     rows = len(dataset)
     first = dataset.take(slice(1))
     measured = {name: array for name, array in first.items() if _is_measured(array)}
@@ -146,10 +148,10 @@ def _projections(dataset: Dataset, measured: Mapping[str, NDArray[Any]]) -> dict
 
 
 def _scales(flat: NDArray[np.float64], least: float) -> NDArray[np.float64]:
-    """Return the spread of each number, float64[numbers], at least a share of the median one.
+    """Return each number's spread, float64[numbers], at least ``least`` times the median spread.
 
-    It is the median of the standard deviations of chunks, which a few outliers do not change; the
-    mean if most chunks have none, as for a number that is rarely set.
+    It is the median of the standard deviations of chunks, which a few outliers do not change; it is
+    their mean if most chunks have no spread, as for a number that is rarely set.
     """
     chunks = np.array_split(flat, max(len(flat) // _CHUNK_ROWS, 1))
     spread = np.stack([chunk.std(axis=0) for chunk in chunks])
@@ -161,7 +163,7 @@ def _scales(flat: NDArray[np.float64], least: float) -> NDArray[np.float64]:
 
 
 def _finite(array: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int8] | None]:
-    """Replace values that are not finite by 0; return flags of these, or ``None`` without any."""
+    """Replace values that are not finite by 0; return flags of the replaced values, or ``None``."""
     if array.dtype.kind != "f" or np.isfinite(array).all():
         return array, None
     flags = (np.isnan(array) + 2 * np.isposinf(array) + 4 * np.isneginf(array)).astype(np.int8)
@@ -187,7 +189,7 @@ def _values(batch: Mapping[str, NDArray[Any]]) -> _PlacedValues:
     """Return rows, hashes and positions of values; equal values have equal hashes.
 
     Values are single floats, and every run of eight integers. In each row the values with the
-    smallest hashes are kept, so that two rows keep the same ones of their common values.
+    smallest hashes are kept, so that two rows tend to keep the same common values.
     """
     rows, hashes, places, before = [], [], [], 0
     width = sum(array[0].size for array in batch.values())
@@ -230,22 +232,22 @@ def _mixed(bits: UInt64Array) -> UInt64Array:
 
 
 _PAIRS: Final = 4096
-"""Random pairs whose median distance is the typical one."""
+"""Number of random pairs whose median distance is the typical distance."""
 _ASKED, _FEWEST_ASKED, _COMPARED = 256, 64, 2**24
-"""Number of rows whose distances to all others are computed: the largest and the smallest number.
-It is reduced if the pairs would exceed the third number."""
+"""Largest and smallest number of rows whose distances to all other rows are computed. The number is
+reduced if there would be more than ``_COMPARED`` pairs."""
 _STEPS_OF_TWO: Final = 2
-"""Steps in which the distance at which pairs are counted doubles."""
+"""Number of steps from a distance at which pairs are counted to twice that distance."""
 _STEPS: Final = 34
 _MOST_GROWTH: Final = 0.25
-"""If the pairs within a distance are copies, doubling it adds at most this share of pairs. For
-numbers spread over one dimension the share is 1 (twice as many pairs); over more dimensions it is
-larger."""
+"""If the pairs within a distance are copies, doubling the distance adds at most this share of
+pairs. For numbers spread over one dimension the share is 1 (twice as many pairs); over more
+dimensions it is larger."""
 _LEAST_PAIRS: Final = 20
 _WIDE: Final = 4.0
 """Number of dimensions from which on two rows are not near each other by chance."""
 _MOST_SHARE: Final = 0.05
-"""Largest mean share of all rows that are copies of a row: larger groups are classes."""
+"""Largest mean number of copies of a row, as a share of all rows: larger groups are classes."""
 _TABLES, _CELL_DIRECTIONS, _CELL_WIDTH = 10, 8, 6.0
 """Number of hash tables, directions that each divides space by, width of cells in distances."""
 _AT_ONCE: Final = 2**22
@@ -266,8 +268,8 @@ def near_copies(position: Float32Array, fixed: UInt64Array, within: float) -> In
     """Label rows that are nearer to each other than independent samples are, int64[rows].
 
     No two of the rows are equal. Two are nearly equal if they have the same ``fixed`` hash and
-    their distance is at most the result of :func:`_copy_distance`, which is at most ``within`` of
-    the typical one.
+    their distance is at most the result of :func:`_copy_distance`, which is at most ``within``
+    times the typical distance.
     """
     scale = typical_distance(position)
     limit = 0.0 if not scale else _copy_distance(position / scale, within)
@@ -283,10 +285,10 @@ def _copy_distance(position: Float32Array, within: float) -> float:
     distances. Samples of a continuous distribution do not: the number of pairs within a distance
     grows at least in proportion to it (their correlation dimension is at least 1; Grassberger and
     Procaccia 1983). So there is a gap above the distance of copies, even in data of few dimensions
-    that are so dense that single distances are no evidence. 0 if there is no gap. In many
-    dimensions independent rows are never near, so there may be a gap although no pair was found
-    below it: the search that follows then finds rare copies. Groups that contain a large share of
-    the rows are not copies but tight classes.
+    that are so dense that single distances are no evidence. The result is 0 if there is no gap. In
+    many dimensions independent rows are never near, so there may be a gap although no pair was
+    found below it: the search that follows then finds rare copies. Groups that contain a large
+    share of the rows are not copies but tight classes.
     """
     distances = 2 * within / 2 ** (np.arange(_STEPS) / _STEPS_OF_TWO)
     pairs, drawn = _count_pairs(position, distances)
@@ -314,7 +316,10 @@ def _is_wide(position: Float32Array) -> bool:
 def _count_pairs(
     position: Float32Array, distances: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], int]:
-    """Count pairs of some rows with all others within falling distances; return the rows too."""
+    """Count the pairs of a row with any other row within each of some falling distances.
+
+    The first rows of the pairs are a random choice; their number is returned too.
+    """
     rng = np.random.default_rng(2)
     rows = len(position)
     most = min(max(_COMPARED // rows, _FEWEST_ASKED), _ASKED, rows)
@@ -336,8 +341,8 @@ def _near_pairs(
     """Return the pairs within ``limit``, or enough of them to connect the same rows.
 
     Locality-sensitive hashing (Datar, Immorlica, Indyk, Mirrokni 2004): rows in one cell of a
-    random grid are candidates, and consecutive ones in it are compared. A pair has no cell in
-    common in any table with a probability of about one in a thousand.
+    random grid are candidates, and consecutive candidates of a cell are compared. With a
+    probability of about one in a thousand, the two rows of a pair share no cell in any table.
     """
     rng = np.random.default_rng(3)
     first, second = [], []

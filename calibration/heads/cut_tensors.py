@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 Form: TypeAlias = Literal["vector", "tokens", "map", "set"]
-"""Form of a cut tensor: [batch, width]; [batch, tokens, width]; channels over one, two or three
-dimensions of a signal, an image or a video; several of these."""
+"""Form of a cut tensor. ``vector``: [batch, width]; ``tokens``: [batch, tokens, width]; ``map``:
+channels over one, two or three dimensions of a signal, an image or a video; ``set``: several of
+these."""
 _READ = frozenset({"float16", "float32", "float64", "bfloat16"})
 """numpy's names of the element types that heads read."""
 _RANKS = range(2, 6)
@@ -21,19 +22,19 @@ class CutTensor:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
-    """Sizes: the batch, then channels and map, or map and channels, or tokens and width, or a
-    vector's width."""
+    """Sizes of the dimensions: the batch, then channels and map, or map and channels, or tokens and
+    width, or a vector's width."""
     channels: int | None = None
-    """Dimension that holds the channels, or a token's width. ``None`` is the usual one for the
-    rank: the first after the batch for maps of two and three dimensions, else the last."""
+    """Dimension that holds the channels, or a token's width. ``None`` means the usual dimension for
+    the rank: the first after the batch for maps of two and three dimensions, else the last."""
     mask: str | None = None
     """Graph input [batch, tokens] that marks the tokens that count, if there is one."""
     mask_dtype: str = "int64"
     answers_last: bool = False
-    """True if the model answers by its last token that counts, as decoders do: their first token
-    sees no other."""
+    """True if the model answers by its last token that is not padding, like decoders: their first
+    token sees no other token."""
     is_answer: bool = False
-    """True if it is the quantised model's answer, which needs no head."""
+    """True if this tensor is the quantised model's answer, which needs no head."""
     beside: tuple[CutTensor, ...] = ()
     """Other tensors of the cut point, where it has several."""
 
@@ -44,7 +45,7 @@ class CutTensor:
 
     @property
     def read(self) -> tuple[CutTensor, ...]:
-        """Tensors that heads read; the others only pass through."""
+        """Tensors that heads read; other tensors of the cut point only pass through."""
         return tuple(t for t in self.tensors if t.dtype in _READ and not why_no_head(t))
 
     @property
@@ -60,7 +61,7 @@ class CutTensor:
 
     @property
     def form(self) -> Form | None:
-        """Form of the cut; ``None`` if no kind of head can read it."""
+        """Form of the tensors of the cut point; ``None`` if no kind of head can read them."""
         return "set" if self.beside else self.own_form
 
     @property

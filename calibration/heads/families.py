@@ -1,10 +1,10 @@
 """The kinds of heads: how each pools its cut tensor, and which of them are tried at a cut point.
 
-Apparate 3.1 pools globally and adds one linear layer. A coarse grid instead of global pooling
-keeps positions, a small hidden layer adds most of the remaining accuracy, and learned attention
-queries pool tokens far better than any fixed rule. Attention over maps was tried on the
-Fashion-MNIST example (four queries over a 7×7 grid): its net savings were 13 % at the first exit,
-where the grid had 64 %, and lower than the grid's at every other exit.
+Apparate 3.1 pools globally and adds one linear layer. A coarse grid instead of global pooling keeps
+positions, a small hidden layer adds most of the remaining accuracy, and learned attention queries
+pool tokens far better than any fixed rule. Attention over maps was tried on the Fashion-MNIST
+example (four queries over a 7×7 grid): its net savings were 13 % at the first exit, where the
+grid's were 64 %, and lower than the grid's at every other exit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUERIES = (1, 4)
 """Numbers of learned attention queries that are tried."""
 MAX_FEATURES = 2048
 """Largest number of pooled values of a grid: with more, the hidden layer has over a megabyte of
-weights, and a batch of one has to wait until all of them are read."""
+weights, and a batch of one has to wait until all weights are read."""
 FAR_BELOW = -1e9
 """Value added to the scores of padding, so that a softmax ignores it."""
 
@@ -54,7 +54,7 @@ class ServedHead(NamedTuple):
 
 
 class Pooling(ABC):
-    """Computation of features from cut tensors, in training and in serving, for a kind of head."""
+    """Base class of poolings: a kind of head's features, computed in training and in serving."""
 
     kind: ClassVar[HeadKind]
     form: ClassVar[Form]
@@ -62,7 +62,7 @@ class Pooling(ABC):
     reads_mask: ClassVar[bool] = False
     """True if the head also reads the mask, where the model has one."""
     recorded: ClassVar[bool] = False
-    """True if its features are recorded separately, in addition to the tokens."""
+    """True if the features of this kind are recorded separately, in addition to the tokens."""
     learned: ClassVar[bool] = False
     """True if the pooling has weights, so that training computes it at every step."""
 
@@ -134,7 +134,7 @@ class _FirstTokenPooling(Pooling):
 
 
 class _LastTokenPooling(Pooling):
-    """The last token that counts, from which decoders answer, as it alone sees all others.
+    """The last token that is not padding; it alone sees all others, so decoders answer from it.
 
     It is tried only on decoders. It is recorded separately: few of the principal components of all
     tokens contain information about the last one's answer.
@@ -226,10 +226,11 @@ def masks_of(cut: CutTensor, head: Head) -> tuple[str, ...]:
 
 
 def grids_of(cut: CutTensor, most_features: float = MAX_FEATURES) -> tuple[int, ...]:
-    """Return grids to pool a map to: 1, and the finest of 2, 4 and a seventh or eighth of its side.
+    """Return the grids that a map is pooled to: 1 × 1, and the finest grid that fits.
 
-    Grids have at most ``most_features`` features. Grids between these were chosen only at the very
-    end of a model, where their net savings are equal.
+    The finest grid has 2, 4, or 7 or 8 cells a side, and at most ``most_features`` features. Grids
+    between these two were chosen only at the very end of a model, where their net savings are
+    equal.
     """
     sides = [side for side in cut.sides if isinstance(side, int)]
     if len(sides) < len(cut.sides):
@@ -274,8 +275,9 @@ def joined_width(cut: CutTensor) -> int:
 def pooling_window(size: int, grid: int) -> tuple[int, int]:
     """Return kernel and stride that pool ``size`` to exactly ``grid`` values, covering all.
 
-    Windows do not overlap if ``grid`` divides ``size``. Otherwise they do: a little for coarse
-    grids, much if ``size`` is just below a multiple of a fine one (15 to 8: windows of 8).
+    Windows do not overlap if ``grid`` divides ``size``. Otherwise windows overlap: a little for
+    coarse grids, and much if ``size`` is just below a multiple of a fine grid (15 to 8: windows of
+    8).
     """
     stride = size // grid
     return size - (grid - 1) * stride, stride

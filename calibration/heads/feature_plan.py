@@ -73,7 +73,7 @@ def plan_features(sizes: Sequence[int], counts: SampleCounts, limit_bytes: int) 
 
 
 def balanced_groups(sizes: Sequence[int], groups: int) -> tuple[tuple[int, ...], ...]:
-    """Divide candidates into at most ``groups`` runs of neighbours; the largest is minimal."""
+    """Divide candidates into at most ``groups`` runs; the largest run is as small as possible."""
     low, high = max(sizes, default=0), sum(sizes)
     while low < high:
         middle = (low + high) // 2

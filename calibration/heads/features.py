@@ -1,9 +1,9 @@
 """Records the features that heads are trained on, once.
 
 ONNX Runtime pools maps to grids with the operators that will be served. Vectors are stored whole,
-tokens as their principal components, from which heads learn as well; the head's first layer and
-queries undo that transformation. Features are float16 in files that are mapped into memory, since
-tokens of a real data set take gigabytes; values beyond float16's range are clipped.
+tokens as their principal components, from which heads learn equally well; the head's first layer
+and queries undo that transformation. Features are float16 in files that are mapped into memory,
+since tokens of a real data set take gigabytes; values beyond float16's range are clipped.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ _log = logging.getLogger(__name__)
 _FLOAT16_MAX = 65504.0
 
 FULL_TENSOR = 0
-"""Key of a tensor that is recorded unchanged, in place of the grid."""
+"""Key of a tensor that is recorded unchanged; it is used in place of a grid's size."""
 LAST = -1
-"""Key of the last token that counts (not padding), in place of the grid."""
+"""Key of the last token that is not padding; it is used in place of a grid's size."""
 TOKEN_COMPONENTS = 128
 """Largest number of principal components of tokens that are stored."""
 _PROJECTED_SAMPLES = 256
 """Largest number of samples from which components of tokens are estimated."""
 
 Projections: TypeAlias = Mapping[int, Preconditioner]
-"""Transformation of tokens to coordinates, by candidate; tokens of others are stored unchanged."""
+"""Transformation of tokens to coordinates, by candidate; tokens of other candidates are stored
+unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +87,12 @@ def record(
     """Run the source model with all poolings attached over a data set.
 
     ``model`` is the joined graph of segments and poolings, in a cascade followed by the source
-    model; ``outputs`` are, by candidate, its outputs by grid; ``masks`` are further graph inputs
-    that heads read. ``made`` samples are recorded after the others; if the source model fails on
-    one or has no finite answer, the sample that it was made from is repeated in its place. (For a
-    sample of the data set, that is a ``DataError``.) Files are put in ``directory``, which the
-    caller removes; ``progress`` is called with the number of samples of each finished batch.
+    model; ``outputs`` has, for each candidate, the names of its outputs by grid; ``masks`` are
+    further graph inputs that heads read. ``made`` samples are recorded after the others; if the
+    source model fails on one or has no finite answer, the sample that it was made from is repeated
+    in its place. (For a sample of the data set, that is a ``DataError``.) Files are put in
+    ``directory``, which the caller removes; ``progress`` is called with the number of samples of
+    each finished batch.
     """
     made_rows = 0 if made is None else len(made)
     store = _FeatureStore(
@@ -144,7 +146,7 @@ class _FeatureStore:
     def keep(
         self, start: int, rows: slice, answered: NDArray[Any], values: Sequence[NDArray[Any]]
     ) -> None:
-        """Store a batch's answers and values in rows that begin ``start`` after its own."""
+        """Store a batch's answers and values; sample i of the data goes to row ``start`` + i."""
         place = slice(start + rows.start, start + rows.stop)
         self.answers[place] = answered
         stored = {n: self._stored(n, value) for n, value in zip(self.names, values, strict=True)}

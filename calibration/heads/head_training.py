@@ -37,7 +37,7 @@ from offramp.calibration.heads.learners import (
 from offramp.calibration.heads.objectives import Objective
 
 _EVALUATED = 512
-"""Samples that are answered together."""
+"""Number of samples that are answered together."""
 _FEWEST_STEPS = 24
 """Smallest number of steps in an epoch: with little data, batches are smaller, or heads would
 hardly learn."""
@@ -54,9 +54,9 @@ class TrainedHead:
     """Weights: ``weight`` [inputs, classes], ``bias`` [classes]; ``hidden_weight``, ``hidden_bias``
     of the hidden layer; ``queries`` [queries, width]. Preconditioning is folded in."""
     principal: NDArray[np.float32]
-    """Principal values of the answers, [tune samples, principal values]."""
+    """Principal values of the answers (docs/tasks.md): [tune samples, principal values]."""
     said: NDArray[np.generic]
-    """[tune samples, …]: reduced answers, for comparison."""
+    """[tune samples, …]: the head's answers, reduced to what is compared with the model's."""
     statistics: NDArray[np.float32] | None = None
     """[tune samples, 3], for classification: statistics that criteria are computed from."""
 
@@ -82,9 +82,9 @@ def train_heads(
 
     ``cuts`` and ``families`` are, by candidate, its cut tensor and the heads to train, in the order
     of the result. ``objective`` defines what is learned from the source model's answers. The
-    trained heads answer the features ``tune``, which select each head's best epoch. ``known``
-    preconditioners are used where there is one, and new ones added. ``progress`` is called with 1
-    after every step of :func:`count_steps`, from several threads.
+    features ``tune`` select each head's best epoch; the result has the heads' answers to them.
+    Preconditioners in ``known`` are used, and new ones are added to it. ``progress`` is called with
+    1 after every step of :func:`count_steps`, from several threads.
     """
     torch.set_num_threads(1)
     known = {} if known is None else known

@@ -26,7 +26,7 @@ from offramp.calibration.heads.preconditioning import Preconditioner, moments
 
 FloatArray = NDArray[np.float32]
 _POOLED = 256
-"""Samples whose tokens are pooled together."""
+"""Number of samples whose tokens are pooled together."""
 
 
 class View(NamedTuple):
@@ -67,7 +67,7 @@ class Group:
         return () if found is None else (found,)
 
     def random(self) -> torch.Generator:
-        """Return a generator seeded by the view: no head may depend on which others are trained."""
+        """Return a generator seeded by the view; no head depends on the other heads trained."""
         entropy = (self.seed, self.view.candidate, sum(self.view.kind.encode()), self.view.grid)
         (seed,) = np.random.SeedSequence(entropy).generate_state(1)
         return torch.Generator().manual_seed(int(seed))
@@ -198,7 +198,7 @@ class _FixedLearner(Learner):
 
 
 class _AttentionLearner(Learner):
-    """Heads with learned attention queries, trained together, as reading tokens takes most time."""
+    """Heads with learned attention queries, trained together, since reading tokens is slow."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -211,7 +211,7 @@ class _AttentionLearner(Learner):
         self.layers = group.layers([h.queries * width for h in group.heads], random)
 
     def _standardise(self) -> Preconditioner:
-        """Return a standardisation of single tokens; coordinates are already scaled."""
+        """Return a standardisation of single tokens; recorded coordinates are already scaled."""
         loaded = self.load(self._group.train)
         samples = len(loaded[0])
         values, kept = _take(loaded, torch.arange(0, samples, max(1, samples // 1024)))

@@ -31,9 +31,9 @@ class ReadScores(NamedTuple):
     """The scores of a head, read as answers to n samples."""
 
     principal: FloatArray
-    """Principal values of the answers, [n, principal values], from 0 to 1."""
+    """Principal values of the answers (docs/tasks.md), [n, principal values], from 0 to 1."""
     said: NDArray[np.generic]
-    """[n, …]: reduced answers, for comparison."""
+    """[n, …]: the answers, reduced to what is compared with the model's."""
     statistics: FloatArray | None = None
     """[n, 3], for classification: statistics that criteria are computed from."""
 
@@ -52,7 +52,7 @@ class Objective(ABC):
         """Return the training targets for answers, [n, …]."""
 
     def judged_by(self, answers: FloatArray) -> Tensor:
-        """Return the targets that a head's epochs are compared by, [n, …]."""
+        """Return the targets by which the epochs of a head's training are compared, [n, …]."""
         return self.targets(answers)
 
     @abstractmethod
@@ -112,7 +112,7 @@ class ClassObjective(Objective):
 class LevelObjective(ClassObjective):
     """Classification with logits that the model clips or rounds: heads learn their level too.
 
-    The cross entropy is the same for logits that differ by a constant; clipping is not.
+    Logits that differ by a constant have the same cross entropy, but are clipped differently.
     """
 
     def __init__(self, answer: Answer, answers: FloatArray) -> None:
@@ -216,7 +216,7 @@ def truth_of(answer: Answer, answers: FloatArray) -> NDArray[np.generic]:
 
 _STEPS = 50
 _PRIOR = np.array([1.0, 0.0, 0.0, 0.0])
-"""Weights of the unchanged largest probability."""
+"""Weights with which the certainty is the largest probability itself."""
 
 
 def fit_certainty(statistics: NDArray[np.float32], agrees: NDArray[np.bool_]) -> tuple[float, ...]:
@@ -224,8 +224,9 @@ def fit_certainty(statistics: NDArray[np.float32], agrees: NDArray[np.bool_]) ->
 
     ``statistics`` are [samples, 3] (:func:`offramp.engine.answers.certainty.statistics_of`) and
     ``agrees`` is bool[samples]; no head was trained on these samples. The penalty ``|w − w0|² / 2``
-    draws towards the largest probability alone, and keeps the fit finite if all answers agree
-    (:func:`offramp.certify.agreement.fit_agreement` does the same with one feature).
+    draws the weights ``w`` towards ``w0``, the largest probability alone, and keeps the fit finite
+    if all answers agree (:func:`offramp.certify.agreement.fit_agreement` does the same with one
+    feature).
     """
     design = np.column_stack([log_odds(statistics), np.ones(len(statistics))]).astype(np.float64)
     weights = _PRIOR.copy()

@@ -25,7 +25,8 @@ are only standardised."""
 SAMPLES = 4096
 """Largest number of samples from which moments and components are estimated."""
 LEAST_DEVIATION = 0.05
-"""Least standard deviation of a component, relative to a feature's: smaller ones are rounding."""
+"""Smallest standard deviation of a component that is kept, relative to a feature's: smaller ones
+are rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -27,7 +27,7 @@ class BackboneTimes:
 
     batch_sizes: tuple[int, ...]
     source_ms: tuple[float, ...]
-    """Median over rounds, by batch size."""
+    """Time of the source model: median over rounds, by batch size."""
     segments_ms: tuple[tuple[float, ...], ...]
     """[segments][batch sizes], scaled to sum to ``source_ms``. In a cascade the segments of the
     quantised model sum to its time, and the last is ``source_ms``."""
@@ -44,9 +44,10 @@ class BackboneTimes:
 def backbone_of(
     rounds: Sequence[Rounds], batch_sizes: Sequence[int], *, is_cascade: bool = False
 ) -> BackboneTimes:
-    """Estimate times from rounds, by batch size, of the source model and then its segments.
+    """Estimate times from timed rounds; each round times the source model, then its segments.
 
-    In a cascade the rounds are of the source model, the quantised one, and the segments of that.
+    ``rounds`` are by batch size. In a cascade each round times the source model, the quantised
+    model, and the segments of the quantised model.
     """
     wholes = [of_size.base() for of_size in rounds]
     columns = []
@@ -81,7 +82,7 @@ class StageCosts:
     """Costs of the borders between stages, and the uncertainty of the time that all exits add."""
 
     stages_ms: tuple[tuple[float, ...], ...]
-    """[exits][batch sizes]: at least 0, from one model of all sizes and exits
+    """[exits][batch sizes]: at least 0, from one cost model for all batch sizes and exits
     (:func:`fit_borders`)."""
     added_widths: tuple[float, ...]
     """Half of the interval of the time that all exits add, as a share of the source's, by batch
@@ -101,7 +102,7 @@ def stages_of(
     *,
     front_ms: Sequence[Sequence[float]] = (),
 ) -> StageCosts:
-    """Estimate the costs of borders.
+    """Estimate the costs of borders: switches from one stage to the next, after an exit.
 
     ``rounds``, by batch size, time the source model, then sets of active exits; the first set is
     all exits. ``sample_bytes``, float64[exits], is the size of the tensors that cross each exit's
@@ -139,7 +140,7 @@ def widest_ratio(rounds: Sequence[Rounds]) -> float:
 
 
 def rising(values: FloatArray) -> FloatArray:
-    """Return the nearest row that never falls and is never negative: float64[batch sizes].
+    """Return the nearest sequence that never falls and is never negative: float64[batch sizes].
 
     A quantity that grows with the batch is estimated at all sizes together (pool adjacent
     violators). So an estimate below 0 at one size lowers its neighbours, instead of being cut off:
@@ -177,7 +178,7 @@ def fit_borders(
     sample_bytes: FloatArray,
     scale_ms: FloatArray,
 ) -> BorderCosts:
-    """Fit border costs to the time that sets of exits add at all batch sizes.
+    """Fit :class:`BorderCosts` to the time that sets of exits add at all batch sizes.
 
     Weighted least squares, with the constraint that no cost is negative, and with Huber's weights,
     so that a batch size that was disturbed throughout does not decide.

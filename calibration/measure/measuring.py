@@ -1,7 +1,8 @@
 """Measures the savings of a policy: its stages as they are served, next to the unmodified model.
 
 Predictions rely on times of parts, and on the assumption that a sample that leaves saves its share
-of the batch. Here nothing is assumed: both run the same batches in alternation.
+of the batch. Here nothing is assumed: the policy and the unmodified model run the same batches in
+alternation.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ Clock = Callable[[], float]
 class Budget:
     """The time to spend on measuring at a batch size.
 
-    It is about ``seconds``. If ``least_rounds`` batches of a large model take longer, measuring
-    takes as long as they do: some 25 passes of the model at that batch size, loading and warm-up
-    included.
+    Measuring takes about ``seconds``. If ``least_rounds`` batches of a large model take longer, it
+    takes as long as these batches: about 25 passes of the model at that batch size, loading and
+    warm-up included.
     """
 
     seconds: float = 1.8

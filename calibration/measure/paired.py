@@ -55,7 +55,7 @@ class StagedModel:
 def plain_session(model: bytes | str, threads: int) -> ort.InferenceSession:
     """Load a model, or a model file, with ONNX Runtime's defaults on the CPU.
 
-    Systems that are compared with the source model are loaded by the same function.
+    Systems that are compared with the source model are loaded by this function, too.
     """
     options = session_options()
     options.intra_op_num_threads = threads
@@ -85,7 +85,7 @@ class LoadedRunner:
     """A system that answers batches, loaded when it is first used."""
 
     def __init__(self, loaded: Loaded[BatchRunner], index: int) -> None:
-        """Take system ``index`` of several systems, which is loaded later."""
+        """Take system ``index`` of several systems; it is loaded when it is first used."""
         self._loaded, self._index = loaded, index
 
     def run(self, tensors: Tensors) -> Iterator[Departure]:
@@ -111,9 +111,9 @@ class ComparedSystem:
     busy_ms: list[list[float]] = field(default_factory=list)
     """[rounds][batches]: time from a batch's start until its last answer."""
     said: list[NDArray[Any]] = field(default_factory=list)
-    """[batches]: reduced answers, for comparison."""
+    """[batches]: answers, reduced to what is compared with other systems."""
     masks: list[NDArray[Any]] = field(default_factory=list)
-    """[batches]: masks, where the task has one."""
+    """[batches]: masks of the inputs, if the answers depend on one; else empty."""
     stage: list[NDArray[np.int64]] = field(default_factory=list)
     """[batches]: stage where each row left."""
 
@@ -146,7 +146,7 @@ class ComparedSystem:
         return sum(map(len, self.said))
 
     def codes(self, source: ComparedSystem) -> Codes:
-        """Return codes of the answers, [samples]; equal to those of ``source`` if they agree."""
+        """Return codes of answers, [samples]; equal to those of ``source`` where both agree."""
         ends = np.concatenate(source.said)
         if source is self:
             return self.agreement.codes(ends)

@@ -3,8 +3,8 @@
 :mod:`~offramp.engine.common.timing` runs the rounds, and :mod:`.estimates` computes estimates from
 them; *borders*, the switches from one stage to the next, are explained there. In all functions
 here, ``samples`` returns model inputs of a batch size, ``threads`` are those of ONNX Runtime,
-``batch_sizes`` rise, and ``progress`` is called with 1 after every sweep of the minimum number
-(``effort.least``), or, when heads are timed, after every candidate.
+``batch_sizes`` rise, and ``progress`` is called with 1 after each of the first ``effort.least``
+sweeps, or, when heads are timed, after every candidate.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def profile_backbone(
 
     The segments' times are scaled to sum to the source model's: borders only cost time at active
     exits, so their costs are separate (:func:`profile_stages`). In a cascade ``quantised`` is the
-    quantised model as one graph, whose time its segments are scaled to; the last segment is the
-    source model.
+    quantised model as one graph. The times of its segments are scaled to sum to the time of that
+    graph; the last segment is the source model.
     """
     is_cascade = quantised is not None
     wholes = [source] if quantised is None else [source, quantised]

@@ -1,4 +1,4 @@
-"""Int8 on CPUs: kinds of it, their requirements, and the choice of one for this machine.
+"""Int8 on CPUs: its kinds, their requirements, and the choice of a kind for this machine.
 
 :func:`.choice.choose_kind` shows all steps.
 """

@@ -31,12 +31,12 @@ from offramp.engine.common.timing import (
 )
 
 MOST_RATIO = 0.95
-"""Largest allowed ratio to float32's time at the largest batch size: smaller savings do not justify
-the rounding of a second model."""
+"""Largest allowed ratio of a kind's time to float32's at the largest batch size: smaller savings do
+not justify the rounding of a second model."""
 EFFORT = Effort(least=8, most=40, seconds=4.0, half_width=0.01)
-"""Effort for a kind; a model that takes seconds is timed in the fewest rounds."""
+"""Effort for timing a kind; a model that takes seconds is timed in the fewest rounds."""
 _BATCH_MATES = 16
-"""Samples that are used to check that rows are independent."""
+"""Number of samples that are used to check that rows are independent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class KindMeasured:
 
     kind: CpuPrecision
     ratios: Mapping[int, Estimate]
-    """Time relative to float32's in the same round, with its interval, by batch size."""
+    """Time relative to the float32 model's in the same round, with its interval, by batch size."""
     agreement: float
     """Share of the samples whose largest class is the same as in float32."""
     samples: int
@@ -144,8 +144,8 @@ def choose_kind(
     """
     if len(judged) < max(*batch_sizes, 2):
         raise ValueError(
-            f"{len(judged)} samples to judge copies on, expected at least the rows of the largest "
-            f"batch ({max(*batch_sizes, 2)}); pass more"
+            f"{len(judged)} samples to compare the kinds on, expected at least the number of "
+            f"rows of the largest batch ({max(*batch_sizes, 2)}); pass more samples"
         )
     source = TimedGraph(graph, threads)
     wanted = _classes(graph, answer, judged, threads)

@@ -178,7 +178,7 @@ def mixed_cost(float32: CostModel, int8: CostModel, mix: Mix) -> CostModel:
 
     ``float32`` are the costs of the exits on the source model, ``int8`` those of the same exits on
     a fully quantised copy with as many segments, whose answer is its last exit. Ending a stage
-    after a segment costs the same as in the copy of that segment's precision.
+    after a segment costs the same as in a copy that has that segment's precision everywhere.
     """
     pace = int8.source_ms / float32.source_ms
     segments = [

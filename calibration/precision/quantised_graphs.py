@@ -26,15 +26,15 @@ PREFIX = "offramp_cpu/"
 CONTRIB = "com.microsoft"
 """Domain of ONNX Runtime's operators."""
 LEAST_WEIGHTS = 4096
-"""Fewest weights of a matrix that is quantised: smaller products take almost no time, and
-quantising their input takes some. So the last layers of most classifiers stay in float32."""
+"""Smallest number of weights of a matrix that is quantised: smaller products take almost no time,
+and quantising their input takes some. So the last layers of most classifiers stay in float32."""
 LEVELS = 127
 """Number of int8 steps on each side of zero."""
 LEVELS_OF_16_BITS = 64
 """Number of weight steps on each side of zero for CPUs that add pairs of products in int16: 2 × 255
 × 64 is below 2^15."""
 LEAST_OPSET = 13
-"""Oldest opset with per-channel scales, and axes of ``DequantizeLinear``."""
+"""Oldest opset in which ``DequantizeLinear`` has an axis, and so one scale for each channel."""
 
 
 class PrecisionError(Exception):
@@ -49,9 +49,9 @@ class Product:
     activation: str
     """Name of the input that is not constant; its last axis is multiplied."""
     weight: NDArray[np.float32]
-    """float32[inputs, outputs], with the transposition and scale of a ``Gemm`` applied."""
+    """Weights, float32[inputs, outputs], with the transposition and scale of a ``Gemm`` applied."""
     bias: NDArray[np.float32] | None
-    """float32[outputs] or an array that broadcasts to it; ``None`` without a bias."""
+    """Bias, float32[outputs] or an array that broadcasts to it; ``None`` without a bias."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,8 +63,8 @@ class Rewrite:
     following: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
     """New nodes by the tensor that they follow."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """Tensors to read instead of others, by the other's name; nodes in ``following`` are
-    excepted."""
+    """Tensors that are read in place of others, by the other tensor's name. Nodes in ``following``
+    still read the other tensor."""
 
 
 class Editor:
@@ -112,7 +112,7 @@ class Editor:
         return name
 
     def products(self) -> list[Product]:
-        """Return the matrix products that are large enough."""
+        """Return the matrix products that are large enough to quantise."""
         found = (self._product(node) for node in self.proto.graph.node if not self.keeps(node))
         return [p for p in found if p is not None and p.weight.size >= LEAST_WEIGHTS]
 
@@ -224,8 +224,9 @@ def multiply(
 ) -> onnx.NodeProto:
     """Return the nodes of an integer product with a float32 result.
 
-    ``scaled`` are the names of the activation's step size and of its zero point; ``weight`` is the
-    stem of its constants' names, its steps [inputs, outputs] and their sizes [outputs].
+    ``scaled`` are the names of the activation's step size and of its zero point; ``weight`` has the
+    stem of the names of its constants, the weights in steps [inputs, outputs], and the size of a
+    step [outputs].
     """
     step, zero = scaled
     stem, values, sizes = weight
@@ -256,7 +257,7 @@ _INT8_ACTIVATIONS = 4
 
 
 def quantise_blocks(editor: Editor, *, bits: int) -> Rewrite:
-    """Replace the products that are large enough; weights have 4 or 8 ``bits``."""
+    """Quantise the products that are large enough; weights have 4 or 8 ``bits``."""
     rewrite = Rewrite()
     for product in editor.products():
         y = product.node.output[0]
@@ -305,10 +306,11 @@ def _in_blocks(
 
 
 TOLERANCE = 1e-3
-"""Largest difference from rounding, relative to the scale of each number
+"""Largest difference of answers that counts as rounding, relative to the scale of each number
 (:mod:`~offramp.engine.answers.differences`). Float32 kernels add in an order that depends on the
 batch size, which changes the last bits (1e-7) and, where later tensors are rounded to 255 steps,
-sometimes an activation by one step. Scales that are computed over a batch change all of them."""
+sometimes an activation by one step. Scales that are computed over a batch change all
+activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +332,7 @@ class BatchDependence:
 def depends_on_batch_mates(
     graph: bytes, samples: Mapping[str, NDArray[Any]], *, answer: str, threads: int = 1
 ) -> BatchDependence:
-    """Run rows together, alone, with other batch mates and in another order, and compare them.
+    """Run rows together, alone, with other batch mates and in another order; compare the answers.
 
     ``samples`` are inputs by name, with as many rows as the largest batch served, at least 2
     (``ValueError``); ``answer`` is the output [rows, classes] that is compared.

@@ -44,7 +44,7 @@ Ranges: TypeAlias = Mapping[str, float]
 
 
 class _Edge(NamedTuple):
-    """An input of an operator, which is quantised."""
+    """An input of an operator; this input is quantised."""
 
     node: int
     place: int
@@ -56,10 +56,11 @@ class _Edge(NamedTuple):
 def measure_ranges(graph: bytes, dataset: Dataset, *, threads: int) -> Ranges:
     """Measure the ranges of all activations that :func:`quantize` would quantise.
 
-    The limit of a tensor is the one with the least squared error on its histogram: outliers are
-    clipped if the finer steps of all other values outweigh that. ``graph`` is the source model. All
-    samples are run, twice; preferably they are not those that the result is evaluated on. A
-    ``DataError`` if there are none, or the model fails on one or its results are not finite.
+    The limit of a tensor is the value with the smallest squared error on the tensor's histogram:
+    outliers are clipped if the finer steps of all other values outweigh that. ``graph`` is the
+    source model. All samples are run, twice; they should be other samples than those that the
+    result is evaluated on. A ``DataError`` if there are none, or the model fails on one or its
+    results are not finite.
     """
     proto = onnx.ModelProto.FromString(graph)
     tensors = tuple(dict.fromkeys(e.tensor for e in _edges(proto.graph) if e.axis is None))

@@ -53,7 +53,7 @@ def quantise_static(
     signed: bool = False,
     known: dict[str, Range],
 ) -> Rewrite:
-    """Insert pairs around convolutions and the operators after them, and before matrix products.
+    """Insert Q/DQ pairs around convolutions and operators after them, and before matrix products.
 
     Scales are measured on ``dataset``, except for tensors with ``known`` ranges; new ranges are
     added to these. Activations are uint8, or int8 if ``signed``, with the same steps; weights are
@@ -92,8 +92,8 @@ def quantise_static(
 def _convolutions(editor: Editor) -> dict[str, onnx.NodeProto]:
     """Return the convolutions with constant weights, by output.
 
-    Convolutions whose output is the model's output are left out: it has to be float32, which
-    integer kernels do not write.
+    Convolutions whose output is the model's output are left out: that output has to be float32,
+    which integer kernels do not write.
     """
     return {
         node.output[0]: node
@@ -110,8 +110,8 @@ def _convolutions(editor: Editor) -> dict[str, onnx.NodeProto]:
 def _integer_tensors(editor: Editor, convolved: Mapping[str, onnx.NodeProto]) -> dict[str, None]:
     """Return the tensors that become integers around convolutions and the operators after them.
 
-    Tensors that only a :data:`_ABSORBED` operator reads are left out: it becomes part of the
-    rounding.
+    Tensors that only a :data:`_ABSORBED` operator reads are left out: this operator becomes part of
+    the rounding.
     """
     found: dict[str, None] = {}
     for node in editor.proto.graph.node:
@@ -209,8 +209,9 @@ def _constant_pair(
 
 _BINS = 2048
 _VALUES = 2**16
-"""Largest number of values of a tensor in a batch that are counted, at even distances: more would
-not change the limits, and counting all of them took longer than running the model."""
+"""Largest number of values of a tensor in a batch that are counted for its histogram, at even
+distances: more would not change the limits, and counting all of them took longer than running the
+model."""
 _SHARES = np.linspace(1 / 16, 1, 61)
 """Shares of the whole range that are tried as limits."""
 
@@ -282,7 +283,7 @@ _LEAST_LIMIT = 1e-12
 
 
 def quantise_rows(editor: Editor) -> Rewrite:
-    """Replace the products that are large enough; readers of one tensor share its rounding."""
+    """Quantise the products that are large enough; a tensor is rounded once for all products."""
     rewrite = Rewrite()
     rounded: set[str] = set()
     for product in editor.products():

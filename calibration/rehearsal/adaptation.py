@@ -42,7 +42,8 @@ class ExitMove:
 
     exit: int
     to: int | None
-    """Candidate that replaced it; ``None`` if none before the next exit in use could."""
+    """Candidate that replaced the exit; ``None`` if no candidate before the next exit in use
+    could."""
     violations: float
     """Share of late batches that caused the move."""
 
@@ -55,7 +56,8 @@ class LateExit:
     violations: float
     """Share of late batches."""
     at: Position
-    """Position where its first stage begins; if ``rows`` is below 1, no row may arrive there."""
+    """Position where the first stage of this exit begins; if ``rows`` of the position is below 1,
+    no row may arrive there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,7 @@ class Adaptation:
     """A policy that was adapted to a load, with all changes."""
 
     least: tuple[ActiveExit, ...]
-    """Exits after all moves, with their thresholds before these were raised."""
+    """Exits after all moves, with their thresholds before any threshold was raised."""
     moves: tuple[ExitMove, ...]
     """Moves in order."""
     rehearsal: Rehearsal
@@ -78,10 +80,12 @@ def adapt(
     *,
     allowed_errors: int | None = None,
 ) -> Adaptation:
-    """Adapt a policy, in depth order, to a new load of all exits of the bundle.
+    """Adapt a policy to a new load.
 
-    ``min_gain`` of the settings is not used. At most ``allowed_errors`` samples are answered
-    unlike the source model; by default as many as ``max_disagreement`` allows for the load.
+    ``active`` are the exits of the policy, in depth order; ``load`` has answers of all exits of the
+    bundle. ``min_gain`` of the settings is not used. At most ``allowed_errors`` samples are
+    answered unlike the source model; by default as many as ``max_disagreement`` allows for the
+    load.
     """
     rehearsal.check_load(load, times, settings)
     if allowed_errors is None:
@@ -111,7 +115,7 @@ def adapt(
 
 
 def raising_path(load: RehearsalLoad, least: Sequence[ActiveExit]) -> FloatArray:
-    """Return thresholds from no exits down to ``least``: float64[levels, exits].
+    """Return levels of thresholds, from no exits down to ``least``: float64[levels, exits].
 
     On the way down the common path of the load's agreement curves, each exit stops at its threshold
     in ``least``. So thresholds rise only at exits whose confidence is less reliable now.

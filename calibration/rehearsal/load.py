@@ -57,7 +57,7 @@ class RehearsalLoad:
         return int(self.confidence.shape[1])
 
     def rows(self, going_on: BoolArray) -> IntArray:
-        """Return how many samples of each batch are marked in bool[samples]: int64[k]."""
+        """Return how many samples of each batch are marked in ``going_on``: int64[k]."""
         return np.asarray(going_on[self.batches].sum(axis=1), dtype=np.int64)
 
 
@@ -70,7 +70,7 @@ class Forecast:
     tail_ms: float
     """Mean over batches of the time until the last answer (the paper's figure 9)."""
     source_ms: float
-    """Time of a batch of the unmodified model, to compare both with."""
+    """Time of a batch of the unmodified model, to compare the two times above with."""
     violations: float
     """Share of batches whose last answer takes longer than ``source_ms``."""
     disagreement: float
@@ -84,7 +84,7 @@ class Position:
     active: tuple[ActiveExit, ...]
     """Exits found so far."""
     rows: int
-    """Largest number of rows that may arrive."""
+    """Largest number of rows of a batch that may arrive at this position."""
     waiting: BoolArray
     """bool[samples]: true if not answered yet."""
     errors: int
@@ -141,7 +141,8 @@ REHEARSAL: Final = "rehearsal.json"
 """File of a bundle with a :class:`Rehearsed`; only rehearsed bundles have it."""
 
 Verdict: TypeAlias = Literal["chosen", "possible", "precision", "latency", "gain"]
-"""Reason why a candidate was chosen or not: others were better, or the limit it violates."""
+"""Verdict on a candidate: ``chosen``; ``possible`` if another candidate was better; or the limit
+that it violates."""
 Ending: TypeAlias = Literal["precision", "latency", "gain", "all left", "last exit", "kept"]
 """Reason why the search ended: the limit that every remaining candidate violates, or that no sample
 or candidate was left. With ``kept`` nothing was searched: the exits of a policy were evaluated."""
@@ -154,7 +155,7 @@ class RehearsalSettings:
     batch_size: int = 32
     """Rows of a batch at its start, n."""
     interval: int = 1
-    """Rows between two columns of the matrices, v."""
+    """Difference in rows between two neighbouring columns of the matrices, v."""
     batches: int = 1000
     """Number of batches drawn from the load, k."""
     max_disagreement: float = 0.01
@@ -162,8 +163,8 @@ class RehearsalSettings:
     max_violations: float = 0.02
     """Largest share of batches that an exit may make late, τ_l."""
     min_gain: float = 0.01
-    """Least share of the source model's time by which each exit reduces the mean latency; 0 is the
-    published rule."""
+    """Smallest share of the source model's time by which each exit reduces the mean latency; 0 is
+    the published rule."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "interval", "batches"):
@@ -176,30 +177,32 @@ class RehearsalSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An exit evaluated as the next one: a row of both matrices."""
+    """An exit that was evaluated as the next exit to use: a row of both matrices."""
 
     exit: int
     threshold: float
-    """Threshold of its candidate configuration; ``NEVER`` if none keeps the precision."""
+    """Threshold of the candidate configuration of this exit (6.2); ``NEVER`` if none keeps the
+    precision."""
     moving_on: float
-    """Share of the load that goes on after it."""
+    """Share of the load that goes on after this exit."""
     disagreement: float
     """Share of the load answered unlike the source model, including earlier exits."""
     violations: float
-    """Share of the batches that are late with it."""
+    """Share of the batches that are late with this exit."""
     allowed_rows: int
-    """Largest number of rows that may go on after it, n_i; −1 if it is late even with 0 rows."""
+    """Largest number of rows that may go on after this exit, n_i; −1 if batches are late even with
+    0 rows."""
     average_ms: float
     """Average two-stage latency of a row (equation 2)."""
     tail_ms: float
-    """Two-stage latency that all but the tolerated share of batches keep (6.4)."""
+    """Two-stage latency that batches keep, except for the tolerated share of late batches (6.4)."""
     mean_ms: float
     """Predicted mean latency of the load from the model's start, including all exits so far."""
     verdict: Verdict
     times_ms: tuple[float, ...]
-    """Row of the inference time matrix."""
+    """The exit's row of the inference time matrix, in milliseconds."""
     pattern: tuple[int, ...]
-    """Row of the batching pattern matrix: number of batches by rows that go on."""
+    """The exit's row of the batching pattern matrix: number of batches by rows that go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,13 +210,14 @@ class RehearsalStep:
     """One round of the search: both matrices, and the choice."""
 
     after_exit: int | None
-    """Exit chosen before; ``None`` at the model's start."""
+    """Exit that the previous step chose; ``None`` at the model's start."""
     rows: int
-    """Rows of the first stage: n, or the largest number that may go on after the previous exit."""
+    """Largest number of rows in the first stage: n, or the number that may go on after
+    ``after_exit``."""
     columns: tuple[int, ...]
-    """Rows of the second stage, by column."""
+    """Number of rows in the second stage, for each column of the matrices."""
     limit_ms: float
-    """Limit: time of the first stage's rows without a further exit."""
+    """Limit of two-stage times: the time of ``rows`` rows without a further exit."""
     mean_ms: float
     """Predicted mean latency of the load with the exits found before."""
     candidates: tuple[Candidate, ...]
@@ -243,7 +247,7 @@ class Rehearsal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """The content of :data:`REHEARSAL`: the choice of a bundle's exits, and its forecast."""
+    """Content of :data:`REHEARSAL`: the choice of exits; a forecast of the certified policy."""
 
     rehearsal: Rehearsal
     """Rehearsal on the tuning split."""

@@ -63,7 +63,8 @@ def rehearse(
     """Search the exits to use for a load, which has answers of all exits of the bundle.
 
     At most ``allowed_errors`` samples are answered unlike the source model; by default as many as
-    ``max_disagreement`` allows for the load. Fewer make it easier to certify the policy.
+    ``max_disagreement`` allows for the load. A smaller number makes it easier to certify the
+    policy.
     """
     check_load(load, times, settings)
     if allowed_errors is None:
@@ -96,7 +97,7 @@ def rehearse(
 
 
 def configure(load: RehearsalLoad, at: Position, exit_: int, allowed_errors: int) -> float:
-    """Return the threshold that lets most samples leave: the candidate configuration of 6.2.
+    """Return the threshold that lets the most samples leave: the candidate configuration of 6.2.
 
     Samples that no exit answers get the source model's answer, which counts as right (in equation
     1, the precision of queries that move on is 1). So the constraint is a number of errors. The
@@ -164,9 +165,9 @@ def batching_pattern(
 ) -> tuple[IntArray, FloatArray, FloatArray]:
     """Return the batching pattern matrix (6.3.2), int64[candidates, columns], and two shares.
 
-    The matrix counts batches by rows that go on after each candidate; every row sums to all
-    batches. The shares, float64[candidates], are that of the load answered unlike the source model
-    so far, and that of the load that goes on.
+    The matrix counts batches by rows that go on after each candidate; every row sums to the number
+    of batches. The two shares, float64[candidates], are the share of the load answered unlike the
+    source model so far, and the share that goes on.
     """
     late = load.rows(at.waiting) > at.rows
     last = len(matrix.columns) - 1
@@ -194,8 +195,8 @@ def determine(
 ) -> RehearsalStep:
     """Choose the next exit, or none (6.4).
 
-    Every batch reaches the first exit whole, so that the average is known. After it only the
-    maximum number of rows is known, so the tail decides.
+    Every batch reaches the first exit whole, so that the average is known. After the first exit
+    only the maximum number of rows is known, so the tail latency decides.
     """
     first = step.after_exit is None
     most_ms = step.mean_ms - settings.min_gain * source_ms
@@ -224,7 +225,7 @@ def later_exits(times: StageTimes, at: Position) -> range:
 
 
 def _ending(step: RehearsalStep) -> Ending:
-    """Return the mildest limit that the last candidates violate."""
+    """Return the limit that ended the search: the mildest that some last candidate violates."""
     verdicts = {candidate.verdict for candidate in step.candidates}
     if "gain" in verdicts:
         return "gain"

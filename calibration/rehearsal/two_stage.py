@@ -22,18 +22,18 @@ from offramp.engine.scheduling.latency import stage_seconds
 
 
 def is_late(ms: FloatArray, limit_ms: float) -> BoolArray:
-    """Return whether times exceed a limit by more than sums in another order may differ."""
+    """Return whether times exceed a limit by more than the rounding of their sums explains."""
     return np.asarray(ms > limit_ms * (1 + 1e-9))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TimeMatrix:
-    """Two-stage times of some exits, for a batch of one size."""
+    """Two-stage times with one more exit, for each of some exits and batches of one size."""
 
     columns: IntArray
     """int64[h + 1]: rows of the second stage, from 0 to the batch's size."""
     ms: FloatArray
-    """float64[exits, h + 1]; column 0 is the first stage alone."""
+    """Two-stage times, float64[exits, h + 1]; column 0 is the time of the first stage alone."""
     limit_ms: float
     """Time of the same batch without a further exit; no entry may exceed it."""
 
@@ -50,8 +50,8 @@ class TimeMatrix:
     def column_of(self, rows: IntArray) -> IntArray:
         """Return the column for numbers of rows: the next larger one, so that no time is too short.
 
-        The paper does not define the column of a count between two columns. More rows than the
-        batch should have belong to the last column.
+        The paper does not define the column of a count between two columns. Batches that have more
+        rows than allowed belong to the last column.
         """
         return np.minimum(np.searchsorted(self.columns, rows), len(self.columns) - 1)
 

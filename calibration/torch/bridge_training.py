@@ -36,9 +36,9 @@ from offramp.engine.answers.principal_values import principal_values
 _LEAST = 1e-12
 """Lower limit of a probability whose logarithm is taken."""
 BATCH = 16
-"""Samples in a training step."""
+"""Number of samples in a training step."""
 _JUDGED = 64
-"""Samples that are answered together."""
+"""Number of samples that are answered together."""
 
 
 class BridgeToTrain(Protocol):
@@ -63,7 +63,7 @@ class TrainedBridge:
 
     proto: onnx.ModelProto
     principal: NDArray[np.float32]
-    """Principal values of the answers, [tune samples, principal values]."""
+    """Principal values of the answers (docs/tasks.md): [tune samples, principal values]."""
     agrees: NDArray[np.bool_]
     """[tune samples]: whether its answer agrees with the model's."""
     losses: Sequence[float]

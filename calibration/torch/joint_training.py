@@ -43,11 +43,11 @@ from offramp.engine.answers.agreement import agreement_of
 _log = logging.getLogger(__name__)
 
 BATCH = 32
-"""Samples in a training step."""
+"""Number of samples in a training step."""
 _SHARD = 8
-"""Samples of a step that one core computes together."""
+"""Number of samples of a step that one core computes together."""
 _JUDGED = 64
-"""Samples of the tuning split that are answered together."""
+"""Number of samples of the tuning split that are answered together."""
 _HELD_BYTES = 2**28
 """Limit on the bytes of the teacher's answers that are kept in memory; larger answers are computed
 again in every epoch."""
@@ -371,7 +371,7 @@ class JointState:
 
     path: Path
     digest: str
-    """Hash of everything that the training depends on: a file with another one is not read."""
+    """Hash of everything that the training depends on: a file with another hash is not read."""
 
     def write(self, state: Mapping[str, Any]) -> None:
         """Replace the saved state; if that fails, log a warning, and training continues."""

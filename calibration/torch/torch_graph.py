@@ -59,10 +59,10 @@ class TorchGraph(nn.Module):
     """An ONNX graph that torch computes and trains.
 
     Every floating-point initialiser that is read is one parameter, even if several nodes read it.
-    All have gradients except numbers: scalars (rank 0), bounds, exponents, and the statistics of
-    batch normalisation, which exporters also write as initialisers; ``requires_grad_`` of a
-    parameter changes that. Sizes, axes and factors are computed in host memory, exactly. Constants
-    in ``Constant`` nodes are not trained.
+    All parameters have gradients, except those that are settings: scalars (rank 0), bounds,
+    exponents, and the statistics of batch normalisation. Exporters write settings as initialisers,
+    too. ``requires_grad_`` of a parameter changes whether it has a gradient. Sizes, axes and
+    factors are computed in host memory, exactly. Constants in ``Constant`` nodes are not trained.
 
     A graph is run in inference mode: dropout drops nothing, batch normalisation uses the statistics
     in the graph.
@@ -298,7 +298,7 @@ def _uses(nodes: Sequence[GraphNode]) -> dict[str, frozenset[str]]:
 
 
 def _steps(nodes: Sequence[GraphNode], outputs: Iterable[str]) -> tuple[_Step, ...]:
-    """Return the nodes as steps, with the tensors that are not read after each."""
+    """Return the nodes as steps, each with the tensors that no later step reads."""
     last: dict[str, int] = {}
     for index, node in enumerate(nodes):
         for name in (*node.inputs, *node.outputs):

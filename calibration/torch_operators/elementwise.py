@@ -230,7 +230,7 @@ def _least(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def _of_nothing(x: Tensor, axes: tuple[int, ...], *, largest: bool) -> Tensor:
-    """Return the least (greatest) value of the type, as maximum (minimum) of no elements."""
+    """Return the maximum (minimum) of no elements: the smallest (largest) value of the type."""
     sizes = [1 if axis in axes else size for axis, size in enumerate(x.shape)]
     if x.is_floating_point():
         return x.new_full(sizes, -math.inf if largest else math.inf)

@@ -31,7 +31,10 @@ def _einsum(node: GraphNode, *inputs: Tensor) -> Tensor:
 def _attention(
     node: GraphNode, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Attend in heads: [b, heads, tokens, width], or [b, tokens, heads * width] to be split."""
+    """Compute attention with several heads.
+
+    Inputs are [b, heads, tokens, width], or [b, tokens, heads * width], which are split.
+    """
     flat = query.ndim == 3
     if flat:
         heads = node.get("q_num_heads", 1), *([node.get("kv_num_heads", 1)] * 2)

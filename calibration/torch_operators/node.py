@@ -20,7 +20,7 @@ class GraphNode:
     """A node of a graph: an operator of some kind, with its attributes."""
 
     kind: str
-    """ONNX operator type, for instance ``Conv``; after its domain if it is not a standard
+    """ONNX operator type, for instance ``Conv``; with its domain in front if it is not a standard
     operator."""
     name: str
     """Name of the node, which may be empty."""

@@ -128,7 +128,7 @@ def _pad(
 
 
 def _reflected(places: Tensor, size: int) -> Tensor:
-    """Return indices with those outside [0, size) mirrored at the edges, which do not repeat."""
+    """Return indices; mirror those outside [0, size) at the edges, without repeating the edge."""
     period = max(2 * (size - 1), 1)
     places = places.remainder(period)
     return torch.where(places < size, places, period - places)

@@ -171,7 +171,7 @@ def _max_pool_lacks(node: GraphNode) -> str | None:
 
 
 def _average_pool(node: GraphNode, x: Tensor) -> Tensor:
-    """Sum windows, and divide by the number of elements that count: input, perhaps padding too."""
+    """Divide sums of windows by each window's number of input elements, or of all elements."""
     windows = Windows.of(node, x.shape[2:], node.get("kernel_shape", ()))
     extra = windows.overhang(x.shape[2:]) if node.get("ceil_mode", 0) else None
     summed = _summed(windows, windows.pad(x, 0.0, extra))
@@ -245,7 +245,7 @@ def _resize_lacks(node: GraphNode) -> str | None:
 
 
 def _resized(node: GraphNode, x: Tensor, axes: Mapping[int, _Axis]) -> Tensor:
-    """Interpolate one axis after the other; the result is that of all together."""
+    """Interpolate one axis after the other; the result is the same as for all axes at once."""
     for axis, resized in axes.items():
         if resized.before == resized.after and resized.scale == 1:
             continue

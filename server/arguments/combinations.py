@@ -95,8 +95,8 @@ TABLE: Final = (
     Illegal(
         option="--learn",
         without=ONNX_FILE,
-        why="all models are bundles, which are served as they are; name the ONNX file that one was "
-        "compiled from, or leave it out",
+        why="all models are bundles, which are served as they are; name the ONNX file that a "
+        "bundle was compiled from, or leave it out",
     ),
     Illegal(
         option="--answer",
@@ -114,7 +114,8 @@ TABLE: Final = (
         why="nothing else writes a report; leave it out, or add --self-check",
     ),
 )
-"""Rows whose ``option``, a flag without its value, is the setting that would have no effect."""
+"""Combinations that are refused. In each row ``option``, a flag without its value, is the setting
+that would have no effect."""
 
 
 def combinations() -> tuple[Illegal, ...]:
@@ -218,7 +219,7 @@ def _by_flag(
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:
-    """Return values; of a policy only its name, without the exit of ``fixed``."""
+    """Return the values; a policy is reduced to its name, without the exit of ``fixed``."""
     return {f: v.name if isinstance(v, PolicyName) else v for f, v in values.items()}
 
 

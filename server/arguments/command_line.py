@@ -64,7 +64,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "models",
         "A model's table [models.NAME] of --config overrules the command line, which\n"
-        "overrules its tables [engine] and [defaults].",
+        "overrules the tables [engine] and [defaults] of that file.",
     )
     group.add_argument(
         "bundles",

@@ -263,7 +263,7 @@ SERVER_PARTS: Final[Mapping[str, type[Any]]] = {
 _NO_KEYS: Final = ("defaults", "models", "devices", "extensions", "learning", *SERVER_PARTS)
 """Fields that have their own tables, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
-"""Two forms of one setting; one on the command line overrides both in the file."""
+"""Two forms of one setting: either form on the command line overrides both in the file."""
 _SHOWN: Final = 80
 """Largest number of characters of a value in a message."""
 _TOML_TYPES: Final = {

@@ -222,7 +222,7 @@ def add_control(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--confidence",
-        "confidence level of that bound; a higher level takes longer to certify",
+        "confidence level of the bound --max-disagreement; a higher level takes longer to certify",
         **_SHARE,
     )
     options.add(
@@ -328,7 +328,8 @@ def add_execution(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--max-violations",
-        "choose that number by the tolerated share of late samples (PAME's tau_l)",
+        "choose the number of --parallel-below by the tolerated share of late samples "
+        "(PAME's tau_l)",
         **_SHARE,
     )
 
@@ -337,17 +338,19 @@ POLICY_GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "an exit answers only samples that it is sure enough of": {
         "run-through": "a batch runs through, and shrinks as samples are answered (PAME)",
         "refill": "samples wait at a split until the batch is full again (E3)",
-        "rebatch": "as refill, but only where waiting saves more than it costs (DREX)",
+        "rebatch": "like refill, but only where waiting saves more than it costs (DREX)",
         "clockwork": "the largest batch in which even the slowest sample is in time",
         "delay": "batches by size and delay only, as in Triton; earliest deadline first",
     },
     "the time left also decides the depth: exits may be forced": {
-        "slackfit": "as deep as slack and queue allow, while it keeps up (after SuperServe)",
+        "slackfit": "the deepest exit that slack and queue allow, while the server keeps up "
+        "(after SuperServe)",
         "slackfit-bare": "the published rule, for comparison; may fall behind permanently",
         "max-batch": "the largest batch first, then the deepest exit that fits",
         "max-accuracy": "the deepest exit first, then the largest batch that fits",
         "cheapest": "all samples are answered by the first exit at the latest (INFaaS)",
-        "fixed:K": "all are answered by exit K at the latest; fixed:final is the model's end",
+        "fixed:K": "all samples are answered by exit K at the latest; fixed:final is the "
+        "model's end",
     },
 }
 """Descriptions of the scheduling policies for the help."""
@@ -376,7 +379,7 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         type=number(0.0, above=True),
     )
-    options.add("--max-batch-size", "most samples in a batch", **_COUNT)
+    options.add("--max-batch-size", "largest number of samples in a batch", **_COUNT)
     options.add(
         "--max-queue-delay-ms",
         "longest wait to fill a batch while a stream is idle; for run-through, "
@@ -384,7 +387,11 @@ def add_scheduling(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         type=number(0.0),
     )
-    options.add("--max-queue-samples", "most waiting samples; more are refused", **_COUNT)
+    options.add(
+        "--max-queue-samples",
+        "largest number of waiting samples; further samples are refused",
+        **_COUNT,
+    )
     options.switch(
         "--no-padding",
         "batch only samples of equal length (default: samples of similar length are padded, "
@@ -454,7 +461,8 @@ def add_learning(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--learn-gib",
-        f"most disk space for the recorded inputs of a model, in GiB (default: {usual.max_gib:g})",
+        "largest disk space for the recorded inputs of a model, in GiB (default: "
+        f"{usual.max_gib:g})",
         metavar="GIB",
         type=number(0.0, above=True),
     )

@@ -84,7 +84,8 @@ class KeepaliveOptions:
     grpc_http2_min_recv_ping_interval_without_data_ms: int = 1_000
     """Shortest time, in ms, between two pings of a client to which no data are sent."""
     grpc_http2_max_ping_strikes: int = 2
-    """Early pings after which the server closes the connection; 0 is no limit."""
+    """Number of pings, each sent too early, after which the server closes the connection; 0 is no
+    limit."""
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
@@ -99,7 +100,7 @@ class RepositoryControl(StrEnum):
     """Source of loads and unloads while the server runs; values have Triton's names."""
 
     NONE = "none"
-    """No source: the models of the start stay."""
+    """No source: the models that were loaded at the start stay."""
     EXPLICIT = "explicit"
     """Clients, by load and unload calls."""
     POLL = "poll"

@@ -35,32 +35,32 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     options.add("--http-port", "port of the status page and metrics", metavar="PORT", type=port)
     options.add(
         "--frontends",
-        "hold the gRPC connections in this many further processes: for many small requests, or "
-        "large ones among small ones; 0: in the engine's process",
+        "number of further processes that hold the gRPC connections: for many small requests, or "
+        "large requests among small ones; 0: the engine's process holds the connections",
         metavar="N",
         type=integer(0, MAX_FRONTENDS),
     )
     options.add(
         "--max-message-mib",
-        "largest request; a larger one gets RESOURCE_EXHAUSTED",
+        "largest request; a larger request gets RESOURCE_EXHAUSTED",
         metavar="MIB",
         type=integer(1, MAX_MESSAGE_MIB),
     )
     options.add(
         "--max-queue-mib",
-        "memory for the messages of requests in progress; more requests get RESOURCE_EXHAUSTED",
+        "memory for the messages of requests in progress; further requests get RESOURCE_EXHAUSTED",
         metavar="MIB",
         type=integer(1, MAX_COUNT),
     )
     options.add(
         "--max-concurrent-requests",
-        "most requests in progress; more get RESOURCE_EXHAUSTED",
+        "largest number of requests in progress; further requests get RESOURCE_EXHAUSTED",
         metavar="N",
         type=integer(1, MAX_COUNT),
     )
     options.add(
         "--max-connections",
-        "most open gRPC connections; a further one is closed immediately",
+        "largest number of open gRPC connections; a further connection is closed immediately",
         metavar="N",
         type=integer(1, MAX_COUNT),
     )
@@ -85,7 +85,7 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--shutdown-timeout-s",
-        "after that delay, longest wait for requests in flight",
+        "after --drain-delay-s, longest wait for requests in flight",
         metavar="S",
         type=number(0.0),
     )
@@ -204,6 +204,7 @@ def add_keepalive(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--grpc-http2-max-ping-strikes",
-        "earlier pings after which the client gets GOAWAY (too_many_pings); 0: no limit",
+        "number of pings sent too early after which the client gets GOAWAY (too_many_pings); "
+        "0: no limit",
         **count,
     )

@@ -43,7 +43,7 @@ class Catalog:
             self.put(model.name, {ONLY_VERSION: model.name})
 
     def put(self, name: str, versions: Mapping[str, str]) -> None:
-        """Serve exactly these versions of a model, as engine names, newest version first."""
+        """Serve exactly these versions of a model: engine names by version, newest first."""
         self._served[name] = {v: ServedName(name, v, engine) for v, engine in versions.items()}
         self.missing.discard(name)
 

@@ -23,7 +23,7 @@ _SCRATCH_BYTES: Final = 1024 * 1024
 _HIGH_BYTES: Final = 4 * 1024 * 1024
 """Size of the send queue, in bytes, above which no further message is accepted."""
 _SHARED: Final = 128
-"""Number added to the kind of a frame whose last bytes are a :class:`SharedPayload`."""
+"""Number that is added to the kind of a frame if the frame ends with a :class:`SharedPayload`."""
 
 
 class FrameKind(IntEnum):
@@ -54,13 +54,14 @@ class FrameKind(IntEnum):
     REFUSED = 11
     """Front end: it refused a call; status code and reason."""
     MAPPED = 12
-    """Either: the payload of this descriptor is mapped."""
+    """Either: the receiver has mapped the payload of this descriptor."""
 
 
 Payload: TypeAlias = bytes | memoryview
 
 Receiver: TypeAlias = Callable[[FrameKind, int, Payload, memoryview | None], None]
-"""Function that takes a frame's kind, call and payload, and its message if in shared memory."""
+"""Function that takes a frame's kind, call and payload, and its message if that is in shared
+memory."""
 
 
 class FrameLink(asyncio.BufferedProtocol):
@@ -76,7 +77,7 @@ class FrameLink(asyncio.BufferedProtocol):
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._filled = 0
         self._sent_by_memory: set[int] = set()
-        """Descriptors that the other end has not mapped yet."""
+        """Descriptors of shared memory that the other end has not mapped yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See asyncio."""

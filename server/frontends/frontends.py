@@ -63,7 +63,7 @@ class FrontendOptions:
 
 
 class Frontends:
-    """The gRPC port, held by other processes; used on the event loop's thread.
+    """The gRPC port; other processes hold its connections; used on the event loop's thread.
 
     If a front end ends, its connections are lost and their requests withdrawn; the other front ends
     continue.

@@ -169,6 +169,6 @@ class Relay:
         return number, head.encode()
 
     def _end(self, number: int) -> None:
-        """Report, once, that gRPC is done with a call, or about to be."""
+        """Report, once, that gRPC has finished a call, or is about to finish it."""
         if self._calls.pop(number, None) is not None:
             self._link.send(FrameKind.DONE, number)

@@ -59,7 +59,7 @@ class RelayedCalls:
 
 
 class RelayedCall:
-    """A call and its handler's context, with the parts of ``grpc.aio``'s that handlers use."""
+    """A call and its handler's context: the parts of ``grpc.aio``'s context that handlers use."""
 
     def __init__(
         self, link: FrameLink, number: int, head: CallHead, message: Payload | None

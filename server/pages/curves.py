@@ -261,7 +261,7 @@ def stretches_of(values: Values) -> Iterator[list[tuple[float, float]]]:
 
 
 def _shares(frame: _Frame, points: _Points, places: Sequence[str]) -> Chart:
-    """Stack the shares of places, the deepest place at the bottom."""
+    """Stack the shares of answers by place (exits, the model's end), the deepest at the bottom."""
     title = "Answers by place, %"
     if not places:
         return Chart(title=title, words=_sentence(_NO_ANSWER if points else _NO_INTERVAL))
@@ -278,7 +278,7 @@ def _shares(frame: _Frame, points: _Points, places: Sequence[str]) -> Chart:
 
 
 def _layer(number: int, count: int) -> str:
-    """Return the colour class of a place, spread over the colours; the model's end is the last."""
+    """Return the CSS class of a place's colour; the colours are spread over all places."""
     last = LAYERS - 1
     return f"layer-{last - round((count - 1 - number) * last / max(count - 1, 1))}"
 

@@ -119,7 +119,7 @@ def render_metrics(
 
 
 Readings: TypeAlias = Mapping[str, tuple[str, str]]
-"""Metrics by name: documentation, and the attribute with the value."""
+"""Documentation of a metric and the attribute that has its value, by the metric's name."""
 
 _COUNTERS: Final[Readings] = {
     "offramp_requests": ("Requests accepted.", "requests"),

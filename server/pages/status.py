@@ -285,7 +285,7 @@ class AgreementView:
     heading: str
     """Strength of the evidence, in two or three words."""
     statement: str
-    """Statement about the answers; sentences."""
+    """Statement about the answers, as one or more sentences."""
     alarming: bool
     """True if no evidence supports the exits in use, audits contradict them, or the data
     drifted."""
@@ -406,7 +406,7 @@ def _figures(statistics: ModelStatistics, control: ControlStatus) -> tuple[Figur
 def view_learning(status: LearningStatus | None) -> dict[str, Any] | None:
     """Return the state of learning as text and figures; ``None`` if the model does not learn.
 
-    It is alarming if an attempt failed or learning stopped.
+    The state is alarming if an attempt failed or learning stopped.
     """
     if status is None:
         return None

@@ -27,10 +27,10 @@ from offramp.server.requests.admission import RequestAdmission
 from offramp.server.security.tls import ServerTls
 
 QUIET_S: Final = 1.0
-"""Seconds without a request after which clients that were sent away count as finished."""
+"""Seconds without a request after which clients that were asked to leave count as finished."""
 
 _PAUSE_S: Final = 0.05
-"""Seconds between two searches for connections to send away."""
+"""Seconds between two searches for connections whose clients are to be asked to leave."""
 
 _LOOK_S: Final = 1.0
 """Seconds between two searches for connections whose clients do not read."""
@@ -106,7 +106,7 @@ class GrpcListener:
             now_s = time.monotonic()
 
     async def _close_offenders(self, port: int) -> None:
-        """Close connections that reset too many calls or do not read their answers."""
+        """Close connections whose clients reset too many calls or do not read answers."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):

@@ -228,7 +228,7 @@ def _refuse(listener: socket.socket) -> None:
 
 
 def _sockets(port: int) -> Iterator[socket.socket]:
-    """Yield duplicates of this process's TCP sockets at a port, each open until the next."""
+    """Yield duplicates of this process's TCP sockets at a port; each is closed before the next."""
     for entry in tuple(DESCRIPTORS.iterdir()):
         try:
             duplicate = os.dup(int(entry.name))
@@ -289,10 +289,11 @@ SPARE_DESCRIPTORS: Final = 32
 """Descriptors kept free for files, pipes, threads, and connections about to be refused."""
 
 LEAST_CONNECTIONS: Final = 16
-"""Fewest connections of each kind with which a server starts."""
+"""A server starts only if at least this number of connections of each kind is possible."""
 
 MAX_HTTP_CONNECTIONS: Final = 256
-"""Largest number of open HTTP connections; a further one replaces the one that is idle longest."""
+"""Largest number of open HTTP connections; a further connection replaces the one that is idle
+longest."""
 
 HTTP_IDLE_S: Final = 20.0
 """Seconds without a request after which an HTTP connection is closed."""

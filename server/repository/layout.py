@@ -22,7 +22,7 @@ TRITON_CONFIG: Final = "config.pbtxt"
 _IN_MODEL: Final = frozenset({"name", "platform", "backend", "input", "output"})
 """Settings of Triton's configuration that the model itself has."""
 _INNER: Final = frozenset({"label_filename"})
-"""Settings to report that are inside of others."""
+"""Settings inside of other settings that have no effect here."""
 _TOKEN: Final = re.compile(
     r"""\#[^\n]* | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*'   # comments and strings, skipped
         | (?P<opens>[{\[<]) | (?P<closes>[}\]>]) | (?P<key>[A-Za-z_]\w*)\s*(?=[:{\[<])""",

@@ -300,7 +300,7 @@ class ModelRepository:
         return {} if folder is None or not plain else find_versions(folder / name)
 
     def _warn_of_config(self, name: str) -> None:
-        """Log, once for each model of the folder, what its ``config.pbtxt`` sets in vain."""
+        """Log, once for each model, which settings of its ``config.pbtxt`` have no effect."""
         root = self._settings.model_repository
         if root is None or name in self._named or name in self._configs_reported:
             return

@@ -348,7 +348,7 @@ class RequestAdmission:
     async def answer(
         self, state: CallState, size_bytes: int, when_done: Callable[[Any], None]
     ) -> None:
-        """Wait until an answer may be passed to gRPC, and record that it is.
+        """Wait until an answer may be passed to gRPC, and record that it is passed.
 
         ``when_done`` registers a callback for the end of the call.
         """
@@ -368,7 +368,7 @@ class RequestAdmission:
 
     @asynccontextmanager
     async def streaming(self, peer: str, size_bytes: int) -> AsyncIterator[None]:
-        """Wait until a message of a stream may be passed to gRPC, and record it until written."""
+        """Wait until a stream's message may be passed to gRPC; record it until it is written."""
         await self.answers.turn()
         answer = self.answers.add(peer, size_bytes, time.monotonic(), streamed=True)
         try:

@@ -136,9 +136,9 @@ def _inputs(message: InferMessage, regions: SharedRegions) -> dict[str, NDArray[
 def _raw_contents(
     message: InferMessage, regions: SharedRegions
 ) -> Sequence[bytes | memoryview | None]:
-    """Return the elements of all inputs in order, read from shared memory where they are there.
+    """Return the elements of all inputs in order; read those in shared memory from there.
 
-    Raw contents in the message are those of the other inputs.
+    The raw contents in the message belong to the other inputs, in order.
     """
     parts = [regions.part(t.parameters, f"input {t.name!r}") for t in message.head.inputs]
     if not any(parts):

@@ -37,8 +37,8 @@ _T = TypeVar("_T")
 class RequestDecoder:
     """Decodes requests on the event loop, and large ones on a thread, one at a time.
 
-    A large request takes tens of milliseconds, and many may arrive together. One with many fields
-    takes a millisecond, so other work of the event loop runs between two of these.
+    A large request takes tens of milliseconds, and many may arrive together. A request with many
+    fields takes a millisecond, so other work of the event loop runs between two of these.
     """
 
     def __init__(self, regions: SharedRegions | None = None) -> None:

@@ -62,7 +62,7 @@ class MemoryReturn:
     def record_growth(self, size_bytes: int, held_bytes: int, *, left_bytes: int = 0) -> None:
         """Record a new message of ``size_bytes``; ``held_bytes`` includes it.
 
-        ``left_bytes`` stay behind in gRPC regardless of the message's size.
+        ``left_bytes`` remain in gRPC regardless of the message's size.
         """
         self._peak_bytes = max(self._peak_bytes, held_bytes)
         self._large_bytes += left_bytes

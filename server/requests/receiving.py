@@ -21,7 +21,8 @@ ARRIVAL_S: Final = 60.0
 """Longest time, in seconds, from the start of a call to the arrival of its message."""
 
 LONG_S: Final = 0.002
-"""Length of a step, in seconds, above which a pause of the same length follows."""
+"""If a step of the event loop takes longer than this, in seconds, a pause of the same length
+follows."""
 
 _CANCELLATION_S: Final = 0.05
 """Seconds in which gRPC cancels a call that ended without a message, if it does."""

@@ -49,7 +49,7 @@ class RequestTrace:
 
     parent: TraceParent | None
     began_s: float
-    """Start on the monotonic clock, as all times here."""
+    """Start of the request; all times of a trace are on the monotonic clock."""
     timeline: RequestTimeline = field(default_factory=RequestTimeline)
     ended_s: float = 0.0
     method: str = ""
@@ -60,7 +60,7 @@ class RequestTrace:
 
     @property
     def queued_s(self) -> float:
-        """Start of the first batch; if the request was in none, its end."""
+        """Start of the first batch; the end of the request if it was in no batch."""
         stages = self.timeline.stages
         return stages[0].began_s if stages else self.ended_s
 

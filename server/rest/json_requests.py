@@ -58,7 +58,8 @@ class JsonRequest:
         """Whether elements are requested as binary data, by output."""
         parameters = dict(_object(document, "parameters"))
         self.binary_default = bool(parameters.pop(_BINARY_OUTPUTS, False))
-        """The same for outputs that the request does not name."""
+        """Whether elements of outputs that the request does not name are requested as binary
+        data."""
         head = ModelInferRequest(
             model_name=model, model_version=version, id=str(document.get("id", ""))
         )

@@ -219,7 +219,8 @@ ROUTES: Final = (
 INFER_PATHS: Final = (f"{_MODEL}/infer", f"{_VERSION}/infer")
 """Paths of inference (POST)."""
 GENERATE_PATHS: Final = (f"{_MODEL}/generate", f"{_VERSION}/generate")
-"""Paths of :mod:`.generate` (POST); the same with ``_stream`` return one event per response."""
+"""Paths of :mod:`.generate` (POST); the same paths with ``_stream`` appended return one event per
+response."""
 
 
 class RestApi:

@@ -120,5 +120,7 @@ def _parse(line: str, where: str, *, admin: bool) -> Principal:
         )
     named = frozenset(model.strip() for model in models.split(",") if model.strip())
     if line.count(":") > 1 and not named:
-        raise ValueError(f"{where}: no model follows the second colon; leave it out for all models")
+        raise ValueError(
+            f"{where}: no model follows the second colon; leave out the colon for all models"
+        )
     return Principal(name=name, digest=digest_of(token), models=named or None, admin=admin)

@@ -86,7 +86,7 @@ class HealthReporter:
 
 
 REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
-"""Name of the service without its preview version; the messages are the same."""
+"""Name of the reflection service without its preview version; its messages are the same."""
 
 SERVICES: Final = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1)
 """Names of the services that reflection lists."""

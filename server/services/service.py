@@ -213,7 +213,7 @@ def _decoding(
     call: Callable[..., Awaitable[_T]],
     decode: Callable[[bytes], Any],
 ) -> Method[_T]:
-    """Return a method that takes bytes, from one that takes a message; checks access to it."""
+    """Wrap a method that takes a message: decode bytes, and check access to the message."""
 
     @wraps(call)
     async def decoded(state: CallState, data: bytes, context: _Context) -> _T:
