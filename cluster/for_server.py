@@ -180,7 +180,10 @@ class _Extension:
 
 
 def _devices(requested: ClusterSettings, folder: Path, plans: Path) -> WorkerDevices | None:
-    """Return the requested workers; files are relative to ``folder`` and ``plans``."""
+    """Return the requested workers.
+
+    The path of the cluster file is relative to ``folder``, that of the plan to ``plans``.
+    """
     if requested.cluster is None:
         return LocalWorkers(requested.workers) if requested.workers else None
     if requested.cluster == RAY:

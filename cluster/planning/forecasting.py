@@ -1,4 +1,4 @@
-"""Forecasts of a batch profile: the share of rows that continue after each exit, next window.
+"""Forecasts, for the next window, of the share of rows that continue after each exit.
 
 Methods forecast the log-odds of the share. A quantile of the forecast is derived from the method's
 own past errors. A conservative forecast is a higher share than is likely, because a plan that
@@ -126,7 +126,10 @@ def forecast_share(
 def forecast_continue_shares(
     profile: BatchProfile, forecaster: Forecaster, quantile: float = CONSERVATIVE
 ) -> tuple[float, ...]:
-    """Forecast the share after each exit for the next window; it never rises with depth."""
+    """Forecast the share of rows that continue after each exit in the next window.
+
+    The shares never rise with depth.
+    """
     shares = profile.going_on()
     found = [
         forecast_share(shares[:, exit_], forecaster, quantile) for exit_ in range(profile.exits)

@@ -42,7 +42,7 @@ def replicas_of(
     like: Replicas,
     batch_size: int,
 ) -> Replicas:
-    """Return replicas like ``like`` for other segments, with the same exits on."""
+    """Return the same devices as ``like``, with the same exits on, but for other segments."""
     (kind,) = [kind for kind in cluster.types if kind.name == like.device_type]
     first, last = segments
     after = dict(zip(model.exit_names, model.exit_after, strict=True))

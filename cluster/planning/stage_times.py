@@ -132,8 +132,8 @@ def _legs(
 ) -> NDArray[np.float64]:
     """Return seconds between two borders, with the exit at the second: [starts, K + 1, K + 1].
 
-    ``sizes`` [starts, K + 1] are the mean rows that remain after a border, for a batch that is full
-    at a starting border. Times are interpolated between whole sizes, as if the size varied little.
+    ``sizes`` [starts, K + 1] is the mean number of rows that remain after a border, of a batch that
+    is full at its start. Times of fractional sizes are interpolated between whole sizes.
     """
     until = np.concatenate([np.zeros((1, times.segments_s.shape[1])), times.segments_s]).cumsum(0)
     low = np.minimum(sizes.astype(np.int64), times.max_batch_size)

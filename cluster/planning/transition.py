@@ -24,7 +24,8 @@ Segments: TypeAlias = tuple[int, int]
 """First and last segment of a split; a worker loads these, and the exits between, as a unit."""
 
 _TIE: Final = 0.25
-"""Largest total of the tie-breaking costs of one kind in an assignment; a load costs 1."""
+"""Bound on the sum of tie-breaking costs of each kind in an assignment; the cost of a load is 1, so
+that ties never change the number of loads."""
 
 
 class TransitionError(PlanError):
@@ -41,10 +42,10 @@ class WorkerState:
     """Memory for weights, in bytes."""
     holds: frozenset[Segments] = field(default_factory=frozenset)
     serves: Segments | None = None
-    """Split of the active plan that it runs; ``None`` if it is idle."""
+    """Split of the active plan that the worker runs; ``None`` if the worker is idle."""
     lost: bool = False
-    """``True`` if the next plan must not use it: it is out of service, and its work waits, or it is
-    too slow."""
+    """``True`` if the next plan must not use this worker: it is too slow, or it is out of service
+    and its work waits."""
 
     def __post_init__(self) -> None:
         if self.serves is not None and self.serves not in self.holds:
@@ -64,7 +65,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionStep:
-    """A step; a worker takes its steps in order, after the splits to unload have drained."""
+    """A step of one worker, which takes its steps in order.
+
+    Before a worker unloads a split, the rows of this split have drained.
+    """
 
     action: Action
     worker: str = ""
@@ -113,7 +117,7 @@ def plan_transition(
 
 
 class _Moving:
-    """One call of :func:`plan_transition`."""
+    """State of one call of :func:`plan_transition`."""
 
     def __init__(
         self,
@@ -291,9 +295,9 @@ def _serving(
     idle = [segments for segments, names in serving.items() if not names]
     if strangers or idle:
         raise ValueError(
-            f"the workers serve {sorted(strangers)}, which are not in the active plan, and no "
-            f"worker serves {idle}, which are; expected each of {list(splits)} to be served, and "
-            "nothing else"
+            f"the workers serve splits {sorted(strangers)}, which the active plan does not have, "
+            f"and no worker serves its splits {idle}; expected each of {list(splits)} to be "
+            "served, and nothing else"
         )
     return serving
 

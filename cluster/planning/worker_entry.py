@@ -1,9 +1,9 @@
 """The part of a cluster file about workers; :mod:`.cluster_file` reads it.
 
 ``device`` names a type of ``[devices]``. With ``backend = "tensorrt"`` or ``"cuda"`` a worker runs
-on a GPU of its host, and its number may follow the type: ``"cuda:1"`` is GPU 1, of type ``cuda:1``
-if this type exists, else of type ``cuda``; ``"h100:0"`` is GPU 0, of type ``h100``. Without a
-number the workers of an entry use the GPUs from 0 on, one each.
+on a GPU of its host. The GPU's number may follow the type: ``"cuda:1"`` is GPU 1, of type
+``cuda:1`` if this type exists, else of type ``cuda``; ``"h100:0"`` is GPU 0, of type ``h100``.
+Without a number the workers of an entry use the GPUs from 0 on, one each.
 """
 
 from __future__ import annotations

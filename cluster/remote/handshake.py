@@ -102,7 +102,7 @@ def session_of(token: bytes, nonces: Nonces) -> str:
 def reach_worker(connected: socket.socket, token: bytes, who: str, limit_s: float) -> str:
     """Perform the router's part, and return the session's name.
 
-    HandshakeError, OSError if the connection ends, TimeoutError.
+    Raises HandshakeError, OSError if the connection ends, or TimeoutError after ``limit_s``.
     """
     until_s = time.monotonic() + limit_s
     ours = secrets.token_bytes(NONCE_BYTES)
@@ -141,7 +141,11 @@ def _send(connected: socket.socket, message: bytes, until_s: float) -> None:
 
 
 def _greeting_from(connected: socket.socket, until_s: float) -> bytes:
-    """Receive a greeting, or the beginning of another message, which may be shorter."""
+    """Receive a greeting of :data:`GREETING_BYTES`, in the time until ``until_s``.
+
+    If the other end sends something else, the bytes received so far are returned, followed by
+    zeros.
+    """
     found = b""
     while len(found) < GREETING_BYTES and found[: len(_MAGIC)] == _MAGIC[: len(found)]:
         connected.settimeout(_left_s(until_s))

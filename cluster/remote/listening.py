@@ -53,14 +53,14 @@ _PAUSE_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """What a router needs in order to be served, and what it may run."""
+    """Requirements that a router must meet to be served, and what it may then run."""
 
     token: bytes
     context: ssl.SSLContext | None
     """TLS context of connections; ``None`` accepts unencrypted ones."""
     make: MakeBackend
     find: FindBundle
-    """Returns the bundles that are served."""
+    """Function that returns a bundle to serve, by the name of a stage."""
     any_graph: bool = False
     """``True`` if a router may send graphs that are not in a bundle; only tests do so."""
     admit_s: float = ADMIT_LIMIT_S
@@ -143,8 +143,8 @@ class Listener:
     def attend(self, connected: socket.socket, peer: str, number: int = -1) -> None:
         """Serve a connection until it ends: orders or a slot, as its first message states.
 
-        HandshakeError, OSError, ConnectionLostError, TransportTimeoutError or FrameError if there
-        is no valid first message.
+        Raises HandshakeError, OSError, ConnectionLostError, TransportTimeoutError or FrameError if
+        there is no valid first message.
         """
         with self._encrypted(connected, number) as encrypted:
             session = self._admit(encrypted, peer, number)

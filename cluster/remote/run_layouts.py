@@ -34,7 +34,10 @@ _DTYPES: Final = frozenset(DTYPES)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FormSet:
-    """The forms of a batch's tensors. Equal sets of forms are one object, compared by identity."""
+    """Forms (:class:`.TensorForm`) of a batch's tensors.
+
+    Equal sets of forms are one object, so that they can be compared by identity.
+    """
 
     forms: tuple[TensorForm, ...]
     offsets: tuple[int, ...]
@@ -52,7 +55,7 @@ def forms_of(tensors: Mapping[str, NDArray[Any]]) -> FormSet:
 
 @lru_cache(maxsize=MOST_KEPT)
 def form_set(given: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> FormSet:
-    """Return the one set of given forms; BackendError for a dtype that cannot be sent."""
+    """Return the only :class:`FormSet` of these forms; BackendError if a dtype cannot be sent."""
     forms = tuple([TensorForm(*form) for form in given])
     offsets, end = [], 0
     for form in forms:
@@ -76,13 +79,16 @@ class TensorLayout:
     memory: SharedMemory | None
     """Memory of the offsets; ``None`` if all tensors are sent inline."""
     tensors: Mapping[str, NDArray[Any]]
-    """Views of that memory."""
+    """Views of the tensors in that memory."""
     orders: dict[tuple[int, int, float | None, int, int], Order] = field(default_factory=dict)
 
     def order(
         self, stage: int, rows: int, threshold: float | None, region: tuple[int, int]
     ) -> Order:
-        """Return the order to run a stage on them; ``region``: offset and size for results."""
+        """Return the order to run a stage on these tensors.
+
+        ``region`` is the offset and the size of the memory for results.
+        """
         key = (stage, rows, threshold, *region)
         order = self.orders.get(key)
         if order is None:
@@ -128,7 +134,7 @@ class ReplyArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReply:
-    """A worker's parsed reply to a run; its values were checked against that run's order."""
+    """A worker's parsed reply to a run, with values that are valid for the order of that run."""
 
     answer: ReplyArray | None
     confidence: ReplyArray

@@ -1,7 +1,7 @@
 """The worker's side of a slot: runs ordered stages and replies.
 
-Repeated work is cached: an order's header is the key of the views of its tensors, and the forms of
-results are the key of their offsets and of the reply.
+Repeated work is cached. Equal headers of orders mean the same tensors, whose views are reused.
+Results of equal forms have the same offsets, and get the same header of the reply.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class _WrittenReply:
 
     header: bytes
     views: tuple[NDArray[Any] | None, ...]
-    """Destinations of results, except unchanged inputs; ``None`` if inline."""
+    """Memory that each result is copied to, except unchanged inputs; ``None`` for an inline result.
+    """
 
 
 class ServedSlot:

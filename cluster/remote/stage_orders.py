@@ -107,7 +107,7 @@ def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
 
 
 def describe_graph(spec: StageSpec) -> tuple[str, bytes]:
-    """Return the document of a stage, described as one without a bundle, and its graph."""
+    """Return a stage's document, as for a stage without a bundle, and its serialised graph."""
     names = {f.name for f in fields(StageDescription)} - {"weight_form"}
     said = {name: getattr(spec, name) for name in names}
     described = StageDescription(**said, weight_form=spec.weight_form.value)
@@ -170,7 +170,8 @@ class BundlesByHash:
 
 
 FindBundle: TypeAlias = Callable[[StageName], Bundle]
-"""Returns the variant that a stage belongs to; BackendError or FrameError if there is none."""
+"""Function that returns the variant of a bundle that a stage belongs to; BackendError or FrameError
+if there is none."""
 
 
 def make_described(

@@ -4,12 +4,12 @@
 is for orders: to load stages, and to serve slots. Each slot has its own connection, shared memory
 and thread, so that a stage can be loaded while others run.
 
-The process ends, whatever its state, when this connection ends, and leaves no resources: so it dies
-with its router. Rejected: ``PR_SET_PDEATHSIG``, which follows the thread that started a process,
-not the process; a stream's thread may end before. The router handles Ctrl-C and SIGTERM, because
-draining needs workers.
+The process ends, whatever its state, when this connection ends, and leaves no resources; so it
+cannot outlive its router. Rejected: ``PR_SET_PDEATHSIG``, which ends a process with the thread that
+started it; this thread may end before the router does. The router handles Ctrl-C and SIGTERM,
+because draining needs workers.
 
-It imports no runtime before the hello message.
+The process imports no runtime before the hello message.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from offramp.engine.stages.plan import StageSpec
 _log = logging.getLogger(__name__)
 
 Holds: TypeAlias = Callable[[int, StageSpec], bool]
-"""Returns whether a worker, numbered from 0, holds a stage."""
+"""Function that returns whether a worker, numbered from 0, holds a stage."""
 
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
 """Backend option of a worker on the CPU, by the name of the local backend."""
@@ -143,11 +143,11 @@ class RemoteBackend:
         return time.process_time() + sum(worker.cpu_s() for worker in self.alive)
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Return the bundle as the local backend does."""
+        """Return the bundle with the results that are valid on the local backend."""
         return self._local.as_computed(bundle)
 
     def sizes(self, most: int) -> Sequence[int]:
-        """Return sizes as the local backend does, or those that GPUs pad batches to."""
+        """Return the batch sizes of the local backend, or those that GPUs pad batches to."""
         if all(entry.launcher.runtime.device for entry in self._pool):
             return sorted({padded(rows, most) for rows in range(1, most + 1)})
         return self._local.sizes(most)
@@ -231,7 +231,7 @@ class RemoteBackend:
             raise
 
     def _route(self, number: int, stage: RemoteStage) -> int:
-        """Return the worker that runs a stage: the given one, unless only others hold it."""
+        """Return the worker that runs a stage: ``number``, unless only others hold the stage."""
         if self._holds(number, stage.spec):
             return number
         able = self._holders(stage.spec)
@@ -418,7 +418,7 @@ class _PoolEntry:
         """Held while a worker is started."""
         self.worker: WorkerHandle | None = None
         self.absent = False
-        """``True`` if the last start failed to reach a worker: over a network this may take
+        """``True`` if the last start did not reach the worker; over a network, another try may take
         long."""
         self.open_slots = 0
 

@@ -312,7 +312,7 @@ def _check(spec: StageSpec, done: StageDone, rows: int) -> None:
 
 
 def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
-    """Return a result as an array that the caller owns, not in memory that is used again."""
+    """Return a result as an array that the caller owns; later runs do not overwrite it."""
     if array.view is not None:
         return array.view.copy()
     found = array_in(frame.body, array.form, array.offset)

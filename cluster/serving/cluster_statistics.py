@@ -1,4 +1,4 @@
-"""Statistics of a model about clusters."""
+"""Statistics that clusters add to a served model."""
 
 from __future__ import annotations
 

@@ -147,9 +147,10 @@ class ClusterWorkers(WorkerDevices):
         return MOST_RESULT_BYTES if mib is None else mib << 20
 
     def planned_for(self, bundle: Bundle, max_batch_size: int) -> ServedCluster | None:
-        """Return devices and goal for a bundle's plans; ClusterFileError for another's profile.
+        """Return devices and goal for a bundle's plans.
 
         Times of a device come from its own profile if it has one, else from the bundle's profile.
+        ClusterFileError if a profile was measured with another bundle.
         """
         if self.file is None:
             return None

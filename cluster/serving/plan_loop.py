@@ -42,7 +42,7 @@ GONE_AFTER_S: Final = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class _Known:
-    """What the loop remembers about the active plan."""
+    """Facts that the loop keeps about the active plan."""
 
     plan: ClusterPlan
     """The plan, predicted under the last forecast."""

@@ -110,8 +110,8 @@ class ProfileLoop(PeriodicLoop):
     def add(self, key: str, name: str, model: ServedModel) -> None:
         """Record one more model, which the executor must have already; may block for a second.
 
-        If the model that it replaces uses the same file, that profile is saved now, and the new
-        model owns the file from then on.
+        If the new model replaces a model that uses the same file, the profile of the replaced model
+        is saved now. From then on the new model owns the file.
         """
         if not model.exits:
             return

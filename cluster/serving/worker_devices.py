@@ -1,4 +1,4 @@
-"""Workers as the devices that run an engine's streams, one each."""
+"""Workers as an engine's devices; each worker runs one of the engine's streams."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class GeneratingBundle:
         return self.path.resolve()
 
     def tokenizer(self) -> bytes | None:
-        """Read ``tokenizer.json``; ``None`` where there is none."""
+        """Read ``tokenizer.json``; ``None`` if the bundle has no tokenizer."""
         if TOKENIZER not in {entry.path for entry in self.manifest.files}:
             return None
         return self._files.read(self._entry(TOKENIZER))

@@ -88,7 +88,7 @@ class CompiledText:
     full: Decoded
     """Tuning prompts, answered by the unmodified model."""
     early: Decoded | None
-    """Tuning prompts, answered with exits as they are served; ``None`` if none is in use."""
+    """Tuning prompts, answered with exits as they are served; ``None`` if no exit is in use."""
     batch: int
     """Largest number of rows in a measured step."""
     reason: str = ""

@@ -69,7 +69,7 @@ class DecoderCut:
         return data
 
     def _before(self, number: int) -> str:
-        """Return the border before a layer: the last tensor that all data before it passes."""
+        """Return the border before a layer: the last tensor that all earlier data goes through."""
         found = [t for t in self._gates(number) if self.export.sizes.is_state(t)]
         if found:
             return found[-1]

@@ -84,7 +84,7 @@ class DecoderExport:
     layers: tuple[LayerTensors, ...]
     ids: str
     mask: str
-    """Name of the mask input; empty without a mask. Likewise ``positions`` and ``source_mask``."""
+    """Name of the mask input; empty without a mask. ``positions`` and ``source_mask`` are alike."""
     positions: str
     source_mask: str
     logits: str

@@ -82,7 +82,8 @@ class TextExit:
     """
     head: onnx.ModelProto | None = None
     """Graph from ``state`` float32 [n, 1, width] to ``answer`` int64 [n] and ``confidence`` float32
-    [n], which replaces adapter and shared head; ``None`` to use those."""
+    [n]. It replaces adapter and shared head; ``None`` if the exit uses the adapter and the shared
+    head."""
     judge: onnx.ModelProto | None = None
     """Graph from ``state``, and ``previous_state`` if needed, to ``confidence`` float32 [n];
     ``None`` for the criterion's default."""

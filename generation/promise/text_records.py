@@ -87,7 +87,7 @@ class TextRecords:
         )
 
     def answered_at(self, thresholds: FloatArray) -> IntArray:
-        """Return int64[tokens]: the exit where each token leaves; ``MODEL_END`` if at none.
+        """Return int64[tokens]: the exit where each token leaves; ``MODEL_END`` if at no exit.
 
         ``thresholds`` are float64[exits], or float64[exits, positions] if they depend on the
         position of the token in its output; the last column is used for all later positions.
@@ -118,7 +118,7 @@ class TextRecords:
     def depth(self, answered_at: IntArray, layers: IntArray) -> float:
         """Return the mean share of the decoder's layers that a token runs.
 
-        ``layers`` is int64[exits + 1]: number of layers up to each exit, and last that of all
+        ``layers`` is int64[exits + 1]: the number of layers up to each exit, then the number of all
         layers.
         """
         ran = np.where(answered_at == MODEL_END, layers[-1], layers[answered_at])

@@ -133,7 +133,7 @@ class TextScheduler:
         return self._report()
 
     def cancel(self, number: int) -> TextOutcome:
-        """End a sequence unless it has ended: now, or with the running step if it is in it."""
+        """End a sequence that has not ended: now, or with the running step if the step runs it."""
         state = self._sequences.get(number)
         if state is not None and state.ending is None:
             self._end(state, SequenceEnd.CANCELLED)

@@ -83,11 +83,11 @@ class NewSequence:
     """A submitted sequence."""
 
     number: int
-    """Unique; never reused."""
+    """Number of the sequence; it is unique, and never reused."""
     prompt_tokens: int
     most_tokens: int
     stop: frozenset[int] = frozenset()
-    """Stop tokens; the one that ends the answer is part of it."""
+    """Stop tokens; the answer includes the stop token that ends it."""
     deadline_s: float = NEVER_S
     priority: int = 0
     """Higher values go first."""
@@ -132,8 +132,9 @@ class AcceptedToken(NamedTuple):
 class TextOutcome(NamedTuple):
     """Results of one call of the scheduler.
 
-    The caller calls ``leave`` of the backend for the tokens of ``accepted`` if they left early,
-    then ``accept`` with them; it closes slots before it opens any, and reports tokens and ends.
+    If the tokens of ``accepted`` left early, the caller calls ``leave`` of the backend for them.
+    Then it calls ``accept`` of the backend with all of them. It closes slots before it opens any,
+    and reports new tokens and ended sequences.
     """
 
     closed: tuple[int, ...] = ()

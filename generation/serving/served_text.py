@@ -296,7 +296,7 @@ def thresholds_of(model: TextModel, mode: Mode) -> TokenThresholds:
 
 
 def audit_share(model: TextModel, mode: Mode, options: ModelOptions) -> float:
-    """Return the share of answers to audit: 1 in release mode, from the budget in audit mode.
+    """Return the share of answers to audit: 1 in release mode, else given by the budget.
 
     The budget b is the share of all compute that audits may use. An answer runs a share l of the
     layers, an audit runs all; so with a share s of audited answers, b = s / (l + s).

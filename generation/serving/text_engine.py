@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class TextEngine:
-    """Serves generating models: a :class:`~offramp.server.common.served.ServedEngine`.
+    """Serves generating models; implements :class:`~offramp.server.common.served.ServedEngine`.
 
     Each model has its own thread and caches. All methods are called on the event loop.
     """

@@ -63,7 +63,7 @@ class _Graph:
 
 
 class _Source(NamedTuple):
-    """Cached inputs of a stage that come from prompts; valid while its rows stay the same."""
+    """Inputs of a stage that come from prompts, kept while the stage runs on the same rows."""
 
     slots: list[int]
     feeds: Arrays
@@ -463,7 +463,7 @@ class OnnxTextBackend:
         return TokenAnswers(tokens, sure)
 
     def _read_off(self, stage: int, states: NDArray[np.float32]) -> Arrays:
-        """Run the head of an exit, or the shared one on the adapted states."""
+        """Run the head of an exit on its states, or the shared head on the adapted states."""
         self._counts["headed"] += len(states)
         head, adapter = self._heads[stage], self._adapters[stage]
         if head is not None:

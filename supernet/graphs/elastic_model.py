@@ -36,7 +36,7 @@ class Supernet:
 
     @classmethod
     def of(cls, model: SourceModel, spec: ElasticSpec) -> Supernet:
-        """Find a spec's names in a model's graph, and try every step of each group.
+        """Find a spec's names in a model's graph, and try every ratio and the smallest subnet.
 
         Raises:
             ElasticSpecError: A name is unknown, or a ratio is not a whole number of channels.
@@ -88,7 +88,8 @@ class Supernet:
     def plan(self, choice: SubnetChoice, shallow: onnx.ModelProto | None = None) -> SlicePlan:
         """Return the slices of a subnet; ``shallow`` is its graph from :meth:`shallow`.
 
-        ElasticSpecError if the spec does not allow it, NotElasticError if the graph does not.
+        ElasticSpecError if the spec does not allow this subnet, NotElasticError if the graph cannot
+        be reduced to it.
         """
         named = {
             place: kept

@@ -105,7 +105,10 @@ def _check(proto: onnx.ModelProto, elem_types: list[int]) -> None:
 
 
 def _origin(tensor: onnx.TensorProto, source: str, supernet: Supernet) -> WeightOrigin:
-    """Find a weight's origin by comparing bytes: if it begins the supernet's, it can be a view."""
+    """Find a weight's origin by comparing bytes with the supernet's weight ``source``.
+
+    A weight that equals the first bytes of ``source`` can be stored as a view of it.
+    """
     content = numpy_helper.to_array(tensor).tobytes()
     kind: WeightKind = "own"
     if source:

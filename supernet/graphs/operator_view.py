@@ -1,4 +1,4 @@
-"""An operator for the slicing rules: its inputs, and the effect on its outputs."""
+"""An operator as the slicing rules read and change it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from offramp.supernet.graphs.slicing_plan import SlicePlan
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 """Kinds of operators that a spec may name in order to make their outputs elastic."""
 _MOST_STEPS = 200
-"""Largest number of operators that are searched for one to name in a hint."""
+"""Largest number of operators that are searched to find an operator for a hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorView:
-    """An operator for the rule of its kind: its inputs, and the effect on its outputs."""
+    """An operator as the rule of its kind reads and changes it.
+
+    A rule reads which dimensions of the inputs are elastic, and sets those of the outputs.
+    """
 
     op: Operator
     flow: Dataflow
@@ -66,7 +69,7 @@ class OperatorView:
         return position < len(self.inputs) and bool(self.inputs[position])
 
     def wanted(self, position: int) -> tuple[int, ...] | None:
-        """Return the output channels that the spec keeps of a weight; ``None`` if not named."""
+        """Return the output channels of a weight that the spec keeps; ``None`` without an entry."""
         return self.named.get((self.op.name, position))
 
     def is_weight(self, position: int) -> bool:
@@ -104,12 +107,12 @@ class OperatorView:
         self.plan.cuts.setdefault(place, {})[axis] = kept
 
     def give(self, axis: int, like: ElasticAxis, *, index: int = 0) -> None:
-        """Mark a dimension of an output as elastic, like one of an input."""
+        """Mark a dimension of an output as elastic, with the kept elements of ``like``."""
         name = self.op.proto.output[index]
         self.plan.elastic[name] = ElasticAxis(axis=axis, full=like.full, kept=like.kept)
 
     def give_all(self, axis: int, like: ElasticAxis) -> None:
-        """Mark a dimension of all outputs as elastic."""
+        """Mark a dimension of all outputs as elastic, with the kept elements of ``like``."""
         for index, name in enumerate(self.op.proto.output):
             if name:
                 self.give(axis, like, index=index)

@@ -30,7 +30,7 @@ _FIRST_BYTES: Final = 0
 
 
 def laid_out(supernet: Supernet) -> Supernet:
-    """Store a supernet's matrices so that, where possible, subnets' are their first bytes.
+    """Store a supernet's matrices so that subnets can use their first bytes, where possible.
 
     The model computes the same, except for the order of sums. Changed operators keep their names;
     so do weights whose shape changes, and the input and output tensors of blocks.

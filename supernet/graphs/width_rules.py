@@ -39,7 +39,7 @@ def _unary(view: OperatorView) -> None:
 
 
 def _elementwise(view: OperatorView) -> None:
-    """Operands are broadcast: all that have the dimension must keep the same elements of it."""
+    """Broadcast operands: all with the elastic dimension must keep the same elements of it."""
     rank = len(view.output_shape())
     kept: dict[ElasticAxis, int] = {}
     for position in view.elastic_inputs:
