@@ -45,15 +45,15 @@ class ApparateSettings:
     max_disagreement: float = 0.01
     """Bound on the share of differing answers, in every window."""
     max_overhead: float = DEFAULT_MAX_OVERHEAD
-    """Ramp budget: largest delay of the model's end by exits (ramps), as a share of its time."""
-    agreement_window: int = 16
     """Ramp budget: the most time that exits (ramps) may add until the model's end, as a share of
     the model's time."""
+    agreement_window: int = 16
+    """Number of samples whose agreement is monitored; also the smallest number to tune on."""
     tuning_window: int = 16
     """Number of samples to tune on; results vary less with 512."""
     adjust_every: int = 128
-    """Number of samples between two adjustments of the exits in use; an adjustment evaluates the
-    last samples, this number of them."""
+    """Number of samples after which the exits in use are adjusted; the adjustment evaluates these
+    samples."""
     method: str = "greedy"
     """Search method of :func:`.thresholds.tune`."""
     confidence_level: float = 0.95
@@ -155,7 +155,7 @@ class ApparateController(UncertifiedController):
     def __init__(
         self, policy: ExitPolicy, costs: CostModel, settings: ApparateSettings | None = None
     ) -> None:
-        """Start with a policy, for instance a saved one; see also :meth:`as_published`."""
+        """Start with a policy; :meth:`as_published` starts with the paper's first policy."""
         self._settings = settings = settings or ApparateSettings()
         super().__init__(
             policy,

@@ -53,8 +53,7 @@ class PameSettings:
     batch_size: int = 32
     """Number of samples in a batch, n, as in :mod:`offramp.calibration.rehearsal`."""
     period: int = PERIOD
-    """Number of samples between two evaluations; each evaluates all samples since the one before.
-    """
+    """Number of samples between two evaluations; an evaluation uses the samples since the last."""
     threshold_step: float = 0.05
     """Step by which a confidence threshold is raised."""
     audit_probability: float = 1.0

@@ -147,8 +147,8 @@ def greedy_thresholds(records: Records, allowed: int) -> FloatArray:
 
     * a sample exits when error < threshold, strictly;
     * thresholds are rounded to 4 decimals, accuracies to 7;
-    * the score is |change of accuracy| / |change of savings|; the smallest score is best, and of
-      equal scores that of the earlier exit;
+    * the score is |change of accuracy| / |change of savings|; the smallest score wins; with
+      equal scores, the earlier exit wins;
     * a step that does not change latency has no score; it is taken only if no step has a score;
     * an exit is not raised any more once its threshold is above 1.
 

@@ -67,7 +67,7 @@ def devices_of(split: PlannedSplit) -> str:
 
 
 def exits_of(replicas: Sequence[Replicas]) -> str:
-    """Return the exits that are on, by device type if these have different exits."""
+    """Return the exits that are on, for each device type if the types have different exits on."""
     return " | ".join(dict.fromkeys(",".join(map(str, r.exits)) or "–" for r in replicas))
 
 

@@ -37,8 +37,8 @@ class Replicas:
     """Exits of the split that are on, in depth order; its other exits save no time and are off (E3
     3.4)."""
     stage_s: float
-    """Forecast seconds of a batch on one device; the forecast includes that rows leave inside the
-    split."""
+    """Forecast seconds of a batch on one device; the forecast accounts for rows that leave inside
+    the split."""
     longest_s: float
     """Seconds of a batch on one device if no row leaves inside the split."""
 

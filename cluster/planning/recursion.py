@@ -46,8 +46,8 @@ class DeviceGrid:
 class Links:
     """The links of a cluster between types, by the class of the sending type.
 
-    Types with the same links form one class. Of the split before, the recursion only needs the
-    class of its device type.
+    Types with the same links form one class. The recursion needs to know only the class of the
+    device type that runs the split before.
     """
 
     class_of: NDArray[np.int64]

@@ -65,7 +65,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionStep:
-    """A step of one worker, which takes its steps in order.
+    """A step of a transition. Each worker takes its steps in order.
 
     Before a worker unloads a split, the rows of this split have drained.
     """

@@ -73,7 +73,7 @@ class _WrittenReply:
 
     header: bytes
     views: tuple[NDArray[Any] | None, ...]
-    """Memory that each result is copied to, except unchanged inputs; ``None`` for an inline result.
+    """Memory that each result is copied to, except unchanged inputs; ``None`` for inline results.
     """
 
 

@@ -18,8 +18,7 @@ from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion, T
 from offramp.generation.bundle.text_tokens import BundleTokenizer
 
 TextTraining: TypeAlias = Literal["adapters", "joint", "none"]
-"""Training method: a small adapter per exit, a copy of the decoder with its exits, or no training.
-"""
+"""What is trained: a small adapter per exit, a copy of the decoder with its exits, or nothing."""
 TRAININGS: Final = ("adapters", "joint", "none")
 TextHead: TypeAlias = Literal["full", "subset", "low-rank"]
 HEADS: Final = ("full", "subset", "low-rank")
@@ -63,8 +62,8 @@ class TextCompileOptions:
     head: TextHead = "full"
     """Head of exits: the model's own, or a smaller one that is trained."""
     head_size: int | None = None
-    """Number of tokens, or rank, of a smaller ``head``; by default 1,024, or half of the number
-    that the model's own head has if that is smaller."""
+    """Number of tokens, or rank, of a smaller ``head``. By default it is 1,024, or half of the
+    number of the model's own head if this half is smaller."""
     skipped: SkippedLayers | Literal["auto"] = "auto"
     decay: float | None = None
     """τ of CALM 3.4, the speed at which thresholds fall along an answer; ``None``: constant

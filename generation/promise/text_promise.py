@@ -130,10 +130,10 @@ def keeps(level: TextLosses, promise: TextPromise) -> bool:
 
 
 def rejects(losses: FloatArray, bound: float, confidence_level: float) -> bool:
-    """Return whether the test rejects that the mean of ``losses``, 0 to 1, is at least ``bound``.
+    """Return whether the test rejects the hypothesis that the mean loss is at least ``bound``.
 
-    The bet on each loss is approximately Kelly's, from the mean and the variance of the losses
-    before it.
+    ``losses`` are from 0 to 1. The bet on each loss is approximately Kelly's, from the mean and the
+    variance of the losses before it.
     """
     before = np.arange(len(losses))
     total = np.concatenate([[0.0], np.cumsum(losses)[:-1]])
