@@ -93,7 +93,7 @@ class PameController(UncertifiedController):
         )
         self._times = times
         self._own = False
-        """True if the active policy is not the one that was passed in."""
+        """True once the controller has made or restored a policy of its own."""
         self._recent: list[Observations] = []
 
     def observe(self, seen: Observations) -> None:

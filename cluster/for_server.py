@@ -35,7 +35,8 @@ class ClusterSettings:
     """Settings of the command line and the configuration file."""
 
     workers: int = 0
-    """Worker processes that run the stages, one stream each; 0 runs stages in the server."""
+    """Number of worker processes that run the stages, each with one stream; 0: the server runs
+    stages."""
     cluster: Path | None = None
     """Cluster file whose workers run the stages, or ``ray``."""
     ray_address: str | None = field(default=None, metadata={"key": False})

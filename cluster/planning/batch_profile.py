@@ -171,10 +171,9 @@ class ProfileStatus:
     """[exits]: share of the last window's rows that continued after each exit; ``None`` for exits
     that were off. Empty before the first window."""
     forecast: tuple[float, ...] | None = None
-    """[exits]: the shares that were forecast before that window began; ``None`` without a
-    forecast."""
+    """[exits]: shares that were forecast for the last window; ``None`` without a forecast."""
     method: str = ""
-    """Method of that forecast."""
+    """Method that forecast the shares of the last window."""
 
     def shares(self) -> Iterator[tuple[int, float, float | None]]:
         """Yield each exit that was on in that window, with its observed and its forecast share."""

@@ -149,7 +149,7 @@ class Cluster:
     link: DeviceLink = NO_DELAY
     """Link between two types for which ``links`` has no entry."""
     links: tuple[tuple[str, str, DeviceLink], ...] = ()
-    """Source type, target type, and the link in this direction."""
+    """Source type, target type, and the link from the source to the target."""
 
     def __post_init__(self) -> None:
         names = [kind.name for kind in self.types]

@@ -54,7 +54,8 @@ class PlannedSplit:
     first_segment: int
     last_segment: int
     replicas: tuple[Replicas, ...]
-    """Replicas of one type, as in E3; of several types if the whole model is one split."""
+    """Replicas of the split. They have one device type, as in E3, or several types if the whole
+    model is one split."""
     share: float
     """Forecast share of the rows entering the model that reaches this split."""
     period_s: float

@@ -150,7 +150,7 @@ class ShareForecast:
 LAST: Final = "last"
 """The method with the least loss in ``benchmarks/forecasts.py``. ARIMA is better by 7 % on smooth
 series, and worse by 42 % on series of served models whose thresholds the controller changes when
-the data shift: in those, only the last window is informative."""
+the data shift. In the latter series only the last window is informative."""
 
 METHODS: Final[Mapping[str, Callable[[], Forecaster]]] = {
     LAST: LastValue,

@@ -55,7 +55,7 @@ class Links:
     bytes_per_s: NDArray[np.float64]
     """[classes, types]: bandwidth of the link from a class to a type."""
     latency_s: NDArray[np.float64]
-    """[classes, types]: latency of that link."""
+    """[classes, types]: latency of the link from a class to a type, in seconds."""
 
     @staticmethod
     def of(cluster: Cluster) -> Links:

@@ -38,9 +38,9 @@ class ReplanRules:
     window_s: float = WINDOW_S
     """Seconds after which planning is due again."""
     margin: float = 0.1
-    """Share by which a plan must be better than the active one, in rate or in cost. A plan for a
-    wrong forecast loses 6 % of the rate on average (``benchmarks/forecasts.py``): a change should
-    gain more."""
+    """Share by which the rate or the cost of a plan must be better than that of the active plan. A
+    plan for a wrong forecast loses 6 % of the rate on average (``benchmarks/forecasts.py``), and a
+    change should gain more than this."""
     pause_s: float = PAUSE_WINDOWS * WINDOW_S
     """Seconds after a change in which no other change is made."""
     parted: float = 0.15

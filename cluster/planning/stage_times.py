@@ -27,10 +27,10 @@ class SplitTimes:
     """[types, K + 1, K + 1]: seconds between two borders, for a batch that is full at the first.
     Infinite if the weights do not fit, or if the second border is not after the first."""
     longest_s: NDArray[np.float64]
-    """[types, K + 1, K + 1]: the same seconds if no row of the batch leaves inside."""
+    """[types, K + 1, K + 1]: ``seconds`` if no row of the batch leaves inside the split."""
     last_exit: NDArray[np.int64]
-    """[types, K + 1, K + 1]: border of the last exit that is on before the second border; the first
-    border without such an exit."""
+    """[types, K + 1, K + 1]: border of the last exit that is on between the two borders; the first
+    border if no exit is on between them."""
     unsplit_s: NDArray[np.float64]
     """[types]: seconds of the unmodified model, without exits."""
 

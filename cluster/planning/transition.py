@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
 
 Segments: TypeAlias = tuple[int, int]
-"""First and last segment of a split; a worker loads these, and the exits between, as a unit."""
+"""First and last segment of a split. A worker loads these segments, and the exits between them, as
+a unit."""
 
 _TIE: Final = 0.25
 """Bound on the sum of tie-breaking costs of each kind in an assignment; the cost of a load is 1, so
@@ -56,7 +57,8 @@ class Action(StrEnum):
     """The kinds of steps."""
 
     STOP = "stop"
-    """The router stops sending work of the active plan to the worker; its rows drain."""
+    """The router stops sending work of the active plan to the worker; rows that the worker has
+    drain."""
     UNLOAD = "unload"
     LOAD = "load"
     SWITCH = "switch"

@@ -35,7 +35,7 @@ class WorkerHandle(Protocol):
     stages: set[int]
     """Numbers of the stages that the worker has loaded; the router updates them."""
     lost: bool
-    """``True`` if the router has given it up."""
+    """``True`` if the router has given up the worker."""
 
     @property
     def name(self) -> str:

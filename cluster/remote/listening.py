@@ -42,7 +42,7 @@ from offramp.engine.common.network import tls_reason
 _log = logging.getLogger(__name__)
 
 ADMIT_LIMIT_S: Final = 10.0
-"""Time limit for a connection to prove that it is a router's."""
+"""Time limit, in seconds, for a connection to prove that it comes from a router."""
 SILENCE_S: Final = 60.0
 """Longest silence of a router, in seconds; routers send signs of life six times as often."""
 MOST_UNKNOWN: Final = 64
@@ -57,7 +57,7 @@ class Admission:
 
     token: bytes
     context: ssl.SSLContext | None
-    """TLS context of connections; ``None`` accepts unencrypted ones."""
+    """TLS context of connections; ``None`` accepts unencrypted connections."""
     make: MakeBackend
     find: FindBundle
     """Function that returns a bundle to serve, by the name of a stage."""

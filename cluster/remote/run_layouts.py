@@ -28,7 +28,8 @@ from offramp.cluster.remote.worker_messages import (
 from offramp.engine.common.errors import BackendError
 
 MOST_KEPT: Final = 1024
-"""Largest number of cached objects of one kind; when it is exceeded, all are dropped."""
+"""Largest number of cached objects of one kind; if a cache exceeds it, the whole cache is emptied.
+"""
 _DTYPES: Final = frozenset(DTYPES)
 
 
@@ -41,9 +42,9 @@ class FormSet:
 
     forms: tuple[TensorForm, ...]
     offsets: tuple[int, ...]
-    """Offset of each tensor in a memory block with all of them."""
+    """Offset of each tensor in a memory block that has all tensors of the set."""
     part_bytes: int
-    """Size of that block, in bytes."""
+    """Size of a memory block that has all tensors of the set, in bytes."""
     size_bytes: int
     """Bytes of all elements."""
 
@@ -127,7 +128,7 @@ class ReplyArray:
 
     form: TensorForm
     offset: int
-    """Offset in the body; −1 if it is not inline."""
+    """Offset of the array in the body of the reply; −1 if the array is not inline."""
     view: NDArray[Any] | None
     """View of shared memory; ``None`` if inline."""
 
@@ -141,7 +142,7 @@ class RunReply:
     carried: tuple[ReplyArray, ...] | None
     """Arrays that are passed to the next stage (carried); ``None`` after the last stage."""
     layout: TensorLayout | None
-    """Layout of these arrays, if all are in shared memory."""
+    """Layout of the arrays in ``carried``, if all are in shared memory."""
     passed: bool
     """``True`` if some carried arrays are unchanged inputs of the run."""
     row_bytes: float

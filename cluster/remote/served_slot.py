@@ -44,7 +44,8 @@ from offramp.engine.stages.backend_protocol import (
 _log = logging.getLogger(__name__)
 
 Reached: TypeAlias = Callable[[str], None]
-"""Called with the name of a point that the protocol has reached; tests end the worker there."""
+"""Function that is called with the name of a point that the protocol has reached; tests end the
+worker there."""
 Arrays: TypeAlias = Sequence[NDArray[Any]]
 
 

@@ -33,7 +33,7 @@ class RemoteBatch:
     rows: int
     forms: FormSet
     layout: TensorLayout | None = None
-    """Layout in shared memory; ``None`` if a worker cannot read all tensors where they are."""
+    """Layout in shared memory; ``None`` if a worker cannot read all tensors without a copy."""
     blocks: tuple[MemoryBlock, ...] = ()
     """Memory blocks with tensors of the batch, reserved while this batch exists."""
 

@@ -368,8 +368,8 @@ class Regions:
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._taken: dict[int, int] = {}
-        """End offsets by start offset; a block removes its entry when it is deleted, in any
-        thread."""
+        """End offset of each reserved block, by its start offset. A block removes its entry when
+        the block is deleted, in any thread."""
 
     def take(self, size_bytes: int) -> MemoryBlock | None:
         """Reserve an aligned block of this size; ``None`` if there is no space."""

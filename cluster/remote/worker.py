@@ -54,7 +54,7 @@ from offramp.engine.tensorrt.probe import parse_devices
 _log = logging.getLogger(__name__)
 
 MakeBackend: TypeAlias = Callable[[Hello], Backend]
-"""Makes the worker's backend; BackendError if it cannot run here."""
+"""Function that makes the worker's backend; BackendError if the backend cannot run here."""
 
 
 class Worker:
@@ -81,7 +81,8 @@ class Worker:
         self._stages: dict[int, Stage] = {}
         self._slots: dict[int, ServedSlot] = {}
         self._device = threading.Lock()
-        """Held while a stage runs: other slots receive and send in the meantime (E3 3.2.2)."""
+        """Lock that is held while a stage runs; other slots receive and send in the meantime (E3
+        3.2.2)."""
 
     def serve(self, silence_s: float | None = None) -> None:
         """Execute the router's orders until it is gone or orders the worker to end.

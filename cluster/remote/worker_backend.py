@@ -42,8 +42,8 @@ BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino
 _NAME_OF: Final = {"tensorrt": "tensorrt", "cuda": "onnxruntime-cuda"}
 """Name of a GPU worker's backend, by its backend option."""
 _LEAST_ON_GPU_S: Final = 30.0
-"""Smallest time limit of a stage on a GPU, in seconds: every new batch size needs preparation, such
-as the choice of convolution algorithms."""
+"""Smallest time limit of a run of a stage on a GPU, in seconds: every new batch size needs
+preparation, such as the choice of convolution algorithms."""
 
 _CLOSE_S: Final = 5.0
 """Longest wait, in seconds, of a close for a start in progress, which may wait for a network."""
@@ -87,7 +87,7 @@ class RemoteBackend:
         """Guards the entries' counts."""
         self._lines = LineLimit(lines=1, window_s=60.0)
         self.restarts = 0
-        """Number of workers started to replace lost ones."""
+        """Number of workers started to replace lost workers."""
 
     @property
     def name(self) -> str:

@@ -91,7 +91,7 @@ class Hello:
     graphs: bool = True
     """``True`` if stages are captured into CUDA graphs, on a GPU."""
     max_rows: int = 32
-    """Largest number of rows in a batch, if no engine limits it further."""
+    """Largest number of rows in a batch; engines may have a lower limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class Ready:
 
     pid: int
     cpu_s: float = 0.0
-    """CPU seconds that it has used, if the order was a ping."""
+    """CPU seconds that the worker has used, if the order was a ping; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

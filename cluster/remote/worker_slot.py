@@ -49,10 +49,10 @@ FIRST_LIMIT_S: Final = 60.0
 """Time limit of a stage's first run, in seconds: kernels are chosen, memory is allocated."""
 LEAST_LIMIT_S: Final = 1.0
 _KEPT_BYTES: Final = 1 << 14
-"""An answer is copied if it would keep more than this number of other bytes of a message in
-memory."""
+"""Largest number of unneeded bytes of a message that an answer may keep in memory; if there are
+more, the answer is copied out of the message."""
 HANG_FACTOR: Final = 10.0
-"""A run hangs when it takes this many times the stage's longest run."""
+"""A run counts as hanging after this factor times the duration of the stage's longest run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ class RemoteStage:
     made_of: tuple[object, ...] = ()
     """Key of a stage of a bundle: parts of its graph, inputs and outputs."""
     row_bytes: float = 0.0
-    """Largest size in bytes of one row of its results in shared memory."""
+    """Largest size, in bytes, of one row of the stage's results in shared memory."""
     longest_s: float = 0.0
     """Seconds of the longest finished run."""
     largest_bytes: int = 0

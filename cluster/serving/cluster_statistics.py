@@ -10,7 +10,7 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 PROFILE: Final = "batch_profile"
 PLAN: Final = "plan"
-"""Name of the background task that reports these statistics."""
+"""Name of the background task that reports statistics of plans."""
 
 
 def profile_of(statistics: ModelStatistics) -> ProfileStatus | None:

@@ -38,7 +38,7 @@ from offramp.engine.common.errors import BackendError
 from offramp.engine.common.network import NetworkError, tls_reason
 
 RAY: Final = Path("ray")
-"""Value of the option for a cluster file that means: Ray starts all workers."""
+"""Value of the option ``cluster``, in place of a file, for which Ray starts all workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class WorkerPlace:
     """One worker: its device type, and where it runs."""
 
     device_type: str
-    """Name of its type in the cluster's ``[devices]``."""
+    """Name of the worker's device type in the cluster's ``[devices]``."""
     address: HostPort | None
-    """Address on which the worker listens; ``None`` if it is started for the router."""
+    """Address on which the worker listens; ``None`` if the worker is started for the router."""
     resources: Mapping[str, float] | None = None
     """Resources that Ray reserves for the worker; ``None`` for a process on the router's own
     host."""
     runtime: WorkerRuntime = ON_THE_CPU
-    """Backend and device that run its stages."""
+    """Backend and device that run the worker's stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ class _Known:
     plan: ClusterPlan
     """The plan, predicted under the last forecast."""
     going_on: Mapping[int, float]
-    """Share of rows that continues after each exit in that forecast, by exit."""
+    """Share of rows that continues after each exit in the last forecast, by exit."""
     gone: frozenset[int] = frozenset()
     """Workers that the plan does not use because they were gone."""
     reason: str
@@ -57,7 +57,8 @@ class _Known:
     changed_for: str = ""
     """Reason of the last change."""
     failure: str = ""
-    """Reason of the last failed change since the last successful one; each is logged once."""
+    """Reason of the last failed change since the last successful change; each reason is logged
+    once."""
 
 
 class PlanLoop(PeriodicLoop):

@@ -44,7 +44,7 @@ class _Recorded:
     """Number of exits of the bundle."""
     file: ProfileFile | None
     keeps_file: bool = True
-    """``True`` if this model owns its file; another version of the model may own it."""
+    """``True`` if this model owns its file; ``False`` if another version of the model owns it."""
     recorder: BatchProfileRecorder
     seen: dict[tuple[int, ...], Departures] = field(default_factory=dict)
     """Total counts at the end of the last window, by the set of exits in use."""

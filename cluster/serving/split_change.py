@@ -36,7 +36,7 @@ from offramp.engine.stages.plan import StageSpec
 _log = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S: Final = 60.0
-"""Time limit, in seconds, for rows of stopping workers to drain; after it, the active plan
+"""Time limit, in seconds, for rows of stopping workers to drain. If it is exceeded, the active plan
 stays."""
 _TRIES: Final = 5
 """Largest number of times that stages are prepared in one change. The preparation is repeated if
@@ -171,8 +171,7 @@ class SplitChange:
         self.failure: str | None = None
         """Reason why the change failed; ``None`` unless it has failed."""
         self.refused: RefusedSegments | None = None
-        """Segments of its next split that a worker could not load, if the change failed for this
-        reason."""
+        """Segments that a worker could not load, if the change failed for this reason."""
         self.switched = False
         """``True`` if the next plan is active."""
         self._going = self._change()

@@ -21,7 +21,7 @@ _LEAST_RISK, _MOST_RISK = 0.03, 6.0
 if skipped layers are filled by state propagation, the risk in decoding differs from that on
 records."""
 _PRICE: Final = 0.005
-"""Smallest share of the model's time that an exit must save, in addition to its own cost."""
+"""Smallest share of the model's time that each exit must save, after its own cost is deducted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,7 +18,8 @@ from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion, T
 from offramp.generation.bundle.text_tokens import BundleTokenizer
 
 TextTraining: TypeAlias = Literal["adapters", "joint", "none"]
-"""What is trained: a small adapter per exit, a copy of the decoder with its exits, or nothing."""
+"""Parts that are trained: a small adapter per exit, a copy of the decoder with its exits, or
+nothing."""
 TRAININGS: Final = ("adapters", "joint", "none")
 TextHead: TypeAlias = Literal["full", "subset", "low-rank"]
 HEADS: Final = ("full", "subset", "low-rank")

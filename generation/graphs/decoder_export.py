@@ -35,7 +35,7 @@ from offramp.generation.graphs.sizes import TensorSizes, measure
 from offramp.generation.graphs.tied_weights import tie
 
 SOURCE_STATES: Final = "encoder_hidden_states"
-"""Input with the encoder's output, [batch, source, width], if the decoder reads it itself."""
+"""Input with the encoder's output, [batch, source, width], if the decoder reads this output."""
 _SELF_MASKS: Final = ("decoder_attention_mask", "attention_mask")
 _SELF_POSITIONS: Final = ("decoder_position_ids", "position_ids")
 _CACHES: Final = (

@@ -99,7 +99,7 @@ class _SizeNodes:
 
     def __init__(self, cut: DecoderCut, graph: onnx.GraphProto, given: Sequence[str]) -> None:
         self.inputs: list[str] = []
-        """Inputs that had to be added, each with one size."""
+        """Names of the additional inputs of the graph; the value of each is a size."""
         self._cut, self._graph, self._given = cut, graph, given
         self._known: dict[Size, str] = {}
 

@@ -73,7 +73,7 @@ class TextExit:
     """A requested exit."""
 
     layer: int
-    """Number of layers before it."""
+    """Number of layers before the exit."""
     threshold: float
     """Lowest confidence at which a token leaves."""
     adapter: onnx.ModelProto | None = None

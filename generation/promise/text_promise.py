@@ -53,7 +53,8 @@ class TextPromise:
     bound: float
     confidence_level: float = 0.95
     most_tokens: int = 64
-    """Limit on the tokens of an answer; the promise ``tokens`` needs it before prompts are seen."""
+    """Limit on the tokens of an answer. The promise ``tokens`` needs this limit before prompts are
+    seen."""
     binary: bool = False
     """True if losses of the promise ``texts`` can only be 0 or 1."""
 
@@ -69,8 +70,8 @@ class TextLosses:
     """float64[prompts], 0 to 1: for ``tokens`` 1 if a token differs, for ``texts`` the
     dissimilarity."""
     tokens: IntArray
-    """int64[prompts]: number of tokens up to and including the first that differs, or of all
-    tokens."""
+    """int64[prompts]: number of tokens up to and including the first token that differs; number of
+    all tokens if none differs."""
 
     def take(self, prompts: IntArray) -> TextLosses:
         """Return the losses of some prompts."""

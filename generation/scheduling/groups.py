@@ -120,7 +120,7 @@ class WaitingText(NamedTuple):
     startable: int
     """Number of sequences that may get a slot now."""
     holding: int
-    """Number of sequences in slots that would not give up their slot for a startable one."""
+    """Number of slots whose sequence would not give up the slot for a startable sequence."""
     rows: int
     """Largest number of rows in a step."""
     step: int

@@ -28,30 +28,31 @@ class SequenceState:
     key: Key
     """Sort key in the queue."""
     begin: int
-    """Number of tokens in its slot before the first token of the answer."""
+    """Number of tokens in the sequence's slot before the first token of the answer."""
     room: int
-    """Largest number of answer tokens that fit in its slot."""
+    """Largest number of answer tokens that fit in the sequence's slot."""
     thresholds: TokenThresholds | None = None
-    """Thresholds that were active when it started."""
+    """Thresholds that were active when the sequence started."""
     slot: int | None = None
     stage: int = PREFILL
-    """Stage that its next token runs or waits for."""
+    """Stage that the sequence's next token runs or waits for."""
     at: int = 0
-    """Index in the answer of its next token."""
+    """Index of the sequence's next token in the answer."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer so far."""
     depths: list[int] = field(default_factory=list)
     """Stage at which each token left."""
     group: tuple[int, int, int] | None = None
-    """Key of the group that it waits in, if any."""
+    """Key of the group that the sequence waits in, if any."""
     since: int = 0
-    """Number of the step after which it began to wait for its stage."""
+    """Number of the step after which the sequence began to wait for its stage."""
     running: bool = False
     ending: SequenceEnd | None = None
-    """Reason why it ends with the running step, if it does."""
+    """Reason why the sequence ends with the running step; ``None`` if it continues."""
     failures: int = 0
     suspect_until: tuple[int, int] | None = None
-    """Token index and stage at which it failed: it runs alone until it has passed them."""
+    """Token index and stage at which the sequence failed; it runs alone until it has passed them.
+    """
 
     @property
     def length(self) -> int:

@@ -56,7 +56,7 @@ class RecordedText:
     """Stage at which each token of the answer leaves; at least one."""
     arrives_s: float = 0.0
     slo_s: float = NEVER_S
-    """Time from its arrival to its deadline."""
+    """Time from the sequence's arrival to its deadline, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -92,8 +92,9 @@ class NewSequence:
     priority: int = 0
     """Higher values go first."""
     background: bool = False
-    """True if no caller waits for it. Such a sequence has a slot only while no other sequence needs
-    one, runs all stages for every token, and starts again if it loses its slot."""
+    """True if no caller waits for the sequence. A background sequence has a slot only while no
+    other sequence needs the slot. It runs all stages for every token, and starts again if it loses
+    its slot."""
 
 
 class GivenToken(NamedTuple):
@@ -117,7 +118,7 @@ class EndedSequence(NamedTuple):
     tokens: int
     """Number of tokens of the answer."""
     thresholds: int
-    """Version of its thresholds; -1 if it never started."""
+    """Version of the thresholds of the sequence; -1 if the sequence never started."""
     background: bool
 
 
@@ -165,7 +166,7 @@ class TokenStep(NamedTuple):
     sequences: tuple[int, ...]
     slots: tuple[int, ...]
     limits: tuple[float, ...]
-    """Lowest confidence at which each token leaves: 0 at the model's end; above 1, it cannot
+    """Lowest confidence at which each token leaves: 0 at the model's end; above 1, the token cannot
     leave."""
 
 

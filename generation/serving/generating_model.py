@@ -77,7 +77,7 @@ class Token(NamedTuple):
     stage: int
     """Stage at which the token left."""
     confidence: float
-    """Confidence of that stage's exit, 0 to 1; 1 at the model's end."""
+    """Confidence of the exit at which the token left, 0 to 1; 1 at the model's end."""
     end: SequenceEnd | None = None
     """Reason why the answer ends with this token, if it does."""
 
@@ -119,8 +119,8 @@ class _Stream:
     stop: frozenset[int]
     audited: bool
     arrived: asyncio.Queue[Token | EngineError] = field(default_factory=asyncio.Queue)
-    """Queue of the answer's tokens (so its length is bounded); ends with the last token or an
-    error."""
+    """Queue of the answer's tokens; it ends with the last token or an error. The length of the
+    answer bounds it."""
     tokens: list[int] = field(default_factory=list)
     """Tokens so far; collected only if the sequence is audited."""
 

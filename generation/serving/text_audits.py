@@ -23,7 +23,7 @@ class TextAuditCounts:
     differing: int = 0
     """Number of compared answers that differed anywhere."""
     tokens: int = 0
-    """Number of tokens that were compared at the same prefix."""
+    """Number of tokens that both models chose after the same prefix, and that were compared."""
     differing_tokens: int = 0
     """Number of these tokens that differed: at most one per answer, because prefixes differ after
     it."""

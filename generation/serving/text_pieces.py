@@ -32,7 +32,8 @@ class TextPieces:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        """Last tokens: the tokens of the last returned piece, and all later ones."""
+        """Last tokens of the answer: the tokens of the last returned piece of text, and all later
+        tokens."""
         self._before = 0
         """Number of the window's first tokens whose text is complete."""
         self._given = 0

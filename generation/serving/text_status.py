@@ -16,8 +16,8 @@ class TextStatus:
 
     statistics: TextStatistics
     layers: tuple[int, ...]
-    """Number of layers that a token ran, by the stage where it left; the last is the total
-    number."""
+    """Number of layers that a token ran, for each stage where tokens leave; the last is the number
+    of all layers."""
     length: int
     """Number of tokens that fit in a slot."""
     cache_bytes: int

@@ -43,9 +43,10 @@ class _Part(NamedTuple):
     """Caches of layers that have the same number of heads and the same size."""
 
     names: tuple[str, ...]
-    """Names of the graph inputs for them: keys, then values, of one layer after the other."""
+    """Names of the graph inputs for these caches: keys, then values, of one layer after the other.
+    """
     output: str
-    """Name of the graph output with the new keys and values of all these layers."""
+    """Name of the graph output with the new keys and values of all layers of the part."""
     held: FloatArray
     """View of the cache, [layers * 2, slots, heads, length, size]."""
     firsts: IntArray

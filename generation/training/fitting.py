@@ -19,7 +19,7 @@ _JUDGED = 1024
 _MEASURED = 65_536
 """Largest number of tokens used to compute means and deviations."""
 _OWN_RATE = 0.02
-"""Learning rate of the model's own weights, relative to that of new weights."""
+"""Learning rate of the model's own weights, relative to the learning rate of new weights."""
 
 
 class Lesson(Protocol):

@@ -43,9 +43,9 @@ class SmallHead(TrainedExit):
     """A graph from `state`, float32 [n, 1, width], to `answer` int64 [n] and `confidence`."""
 
     answers: NDArray[np.int64]
-    """Tokens that it can answer, increasing; the whole vocabulary if only its rank is low."""
+    """Tokens that the head can answer, increasing; the whole vocabulary if only the rank is low."""
     covered: float
-    """Share of the tuning tokens that it can answer."""
+    """Share of the tuning tokens that the head can answer."""
 
 
 class _Trained(nn.Module):

@@ -29,7 +29,8 @@ class WeightOrigin:
 
     kind: WeightKind
     source: str
-    """Supernet's initializer from which it was made; empty if there is none."""
+    """Supernet's initializer from which the subnet's initializer was made; empty if there is none.
+    """
     size_bytes: int
 
 

@@ -35,7 +35,8 @@ class OperatorView:
     types: Mapping[str, TensorType]
     weights: Mapping[str, onnx.TensorProto]
     named: Mapping[tuple[str, int], tuple[int, ...]]
-    """Kept output channels, by name of an operator in the spec and index of its input."""
+    """Kept output channels, by the name of an operator in the spec and the index of the operator's
+    input."""
     plan: SlicePlan
 
     @property

@@ -28,8 +28,8 @@ class ElasticAxis:
 
     axis: int
     full: int
-    """Size in the supernet. If that is a factor times a free size, such as 4 heads times the batch,
-    this is the factor, and the kept elements repeat."""
+    """Size of the dimension in the supernet. If the size is a factor times a free size, for
+    instance 4 heads times the batch, ``full`` is the factor, and the kept elements repeat."""
     kept: tuple[int, ...]
     """Ascending indices of the elements that the subnet has."""
 

@@ -34,7 +34,8 @@ class SlicePlan:
     elastic: dict[str, ElasticAxis] = field(default_factory=dict)
     """Elastic dimension of tensors, by name."""
     contracting: set[str] = field(default_factory=set)
-    """Operators that sum over fewer channels: their outputs keep their size, but values change."""
+    """Operators that sum over fewer channels: the sizes of their outputs stay, the values change.
+    """
 
 
 def apply_plan(

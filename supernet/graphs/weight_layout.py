@@ -72,7 +72,7 @@ class _Rewriter:
     turned: set[str] = field(default_factory=set)
     """Operators whose weight has been transposed."""
     _made: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
-    """Operators that replace an operator; empty if it became part of another one."""
+    """Operators that replace an operator; empty if the operator became part of another operator."""
     _rows: set[str] = field(default_factory=set)
     """Tensors that have been reshaped to rows."""
 
