@@ -40,7 +40,7 @@ from offramp.engine.control.static import UncertifiedController, policy_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApparateSettings:
-    """Settings of the controller; the defaults are those of paper and artifact."""
+    """Settings of the controller; the defaults are those of the paper and its artifact."""
 
     max_disagreement: float = 0.01
     """Bound on the share of differing answers, in every window."""
@@ -231,7 +231,7 @@ class ApparateController(UncertifiedController):
         self._wrong = joined[max(len(joined) - window, 0) :]
 
     def _tuning_job(self) -> Job | None:
-        """Return a job that tunes the exits in use; exits with too few samples stay at NEVER."""
+        """Return a job that tunes exits in use; exits with too few samples keep threshold NEVER."""
         least = self._settings.agreement_window
         exits = self._exits
         task = self._tuning(exits)

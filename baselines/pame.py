@@ -76,7 +76,7 @@ class PameSettings:
 
 
 class PameController(UncertifiedController):
-    """Moves exits towards the end, and raises thresholds; never the other way round."""
+    """Moves exits towards the model's end, and raises thresholds, but never the reverse."""
 
     name = "pame"
 

@@ -37,7 +37,7 @@ METHODS = ("search", "greedy", "path")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tuning(Evaluation):
-    """Thresholds, and their outcome on the records that they were tuned on."""
+    """Thresholds, and their outcome on the records that were used to tune them."""
 
     thresholds: FloatArray
     """float64[exits], float32 values; ``NEVER`` switches an exit off."""

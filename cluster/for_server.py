@@ -1,4 +1,4 @@
-"""Additions of clusters to ``eeserve``: workers and plans, their metrics and status page."""
+"""Additions of clusters to ``eeserve``: workers, plans, metrics, a section of the status page."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class ElasticSource:
 
 @dataclass(frozen=True, slots=True)
 class FoundSupernet:
-    """A supernet whose subnets become variants: :class:`.VariantFinder`."""
+    """A supernet whose subnets become variants; implements :class:`.VariantFinder`."""
 
     supernet: Supernet
 

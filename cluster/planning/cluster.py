@@ -98,7 +98,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTimes:
-    """Seconds of a batch on one type of device, by batch size; size 0 takes 0."""
+    """Seconds that a batch takes on one type of device, by batch size; size 0 takes 0 s."""
 
     segments_s: NDArray[np.float64]
     """Times of segments, [segments, sizes + 1]."""

@@ -20,7 +20,7 @@ class PlanError(ValueError):
 
 
 class InfeasiblePlanError(PlanError):
-    """No plan meets all constraints; ``binds`` names the first one that cannot be met."""
+    """No plan meets all constraints; ``binds`` names the first constraint that cannot be met."""
 
     def __init__(self, binds: Constraint, message: str) -> None:
         super().__init__(message)

@@ -73,7 +73,7 @@ class Ewma:
 
 
 class Autoregressive:
-    """AR(p), fitted by least squares at every step; for a short series, the last value."""
+    """AR(p), fitted by least squares at every step; short series are forecast by the last value."""
 
     name = "AR"
 

@@ -283,7 +283,7 @@ class _Optimiser:
         return least
 
     def _least_cost(self, period_s: float) -> float:
-        """Return the least cost of a plan with at most this period; infinite if there is none."""
+        """Return the lowest cost of a plan with at most this period; infinite without a plan."""
         best = math.inf
         for rate_rps, fine in self._whole_rates(self._most):
             enough = fine & (rate_rps * period_s >= 1 - ROUNDING)

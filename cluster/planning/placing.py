@@ -73,7 +73,7 @@ def borders_of(plan: ClusterPlan) -> frozenset[int]:
 
 
 def held_segments(role: StreamRole, model: ModelFacts, cluster: Cluster) -> frozenset[int]:
-    """Return the segments whose weights a device holds: its split, and others that fit.
+    """Return the segments whose weights a device holds: its split, and other segments that fit.
 
     These are all segments if sizes are unknown, or memory is not bounded.
     """

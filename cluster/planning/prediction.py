@@ -70,7 +70,7 @@ def describe_split(
     batch_size: int,
     arrival_rps: float,
 ) -> PlannedSplit:
-    """Combine replicas into a split; replicas share its rows by their speed."""
+    """Combine replicas into a split; the replicas share the rows of the split by their speed."""
     first, last = segments
     share = float(model.shares[first]) if senders else 1.0  # all rows reach the first split
     each_rps = sum(replica.count * batch_size / replica.stage_s for replica in replicas)

@@ -76,7 +76,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Steps:
-    """Splits that a period allows, each from one border to a later one; sorted by their end."""
+    """Splits that a period allows, sorted by their end; each has a start and a later end border."""
 
     start: NDArray[np.int64]
     end: NDArray[np.int64]
@@ -244,11 +244,11 @@ class SplitSearch:
         return found[::-1]
 
     def least_latency_s(self) -> float:
-        """Return the least latency of any plan, with any number of devices."""
+        """Return the lowest latency of any plan, with any number of devices."""
         return float(self._before_s[-1])
 
     def _least_latencies(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the least latency before and after every border, without links; [K + 1] each."""
+        """Return the lowest latency before and after every border, without links; [K + 1] each."""
         fastest_s = self.times.longest_s.min(axis=0)
         fastest_s[:-1] += self.fill_s[:, None]
         before_s, behind_s = (np.full(self._borders + 1, np.inf) for _ in range(2))

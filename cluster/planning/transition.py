@@ -142,7 +142,7 @@ class _Moving:
         return float(self._sums[segments[1] + 1] - self._sums[segments[0]])
 
     def is_tight(self, worker: WorkerState, segments: Segments) -> bool:
-        """Return whether a worker's memory cannot hold a split next to the one it runs."""
+        """Return whether a worker's memory cannot hold a split in addition to its current split."""
         if segments in worker.holds or worker.serves is None:
             return False
         both = self.bytes_of(segments) + self.bytes_of(worker.serves)
@@ -287,7 +287,7 @@ def _slots(plan: ClusterPlan) -> Iterator[tuple[Segments, str]]:
 def _serving(
     old: ClusterPlan | None, workers: Sequence[WorkerState]
 ) -> dict[Segments, tuple[str, ...]]:
-    """Return the workers of each split of a plan; ValueError if any mismatch."""
+    """Return the workers of each split of a plan; ValueError if workers and plan do not match."""
     splits = () if old is None else splits_of(old)
     serving = {
         segments: tuple(worker.name for worker in workers if worker.serves == segments)

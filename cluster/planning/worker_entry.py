@@ -43,7 +43,7 @@ class WorkersEntry:
 
 
 def read_device(device: object, backend: object, names: Sequence[str]) -> tuple[str, int | None]:
-    """Read the type of a worker's device, one of ``names``, and the number of its GPU, if any.
+    """Read the device type of a worker, one of ``names``, and the number of the GPU, if any.
 
     ValueError if there is no such type, or the type does not fit the backend.
     """

@@ -122,9 +122,10 @@ class RayWorker(TcpWorker):
 
 
 class RayLauncher:
-    """Places one worker on Ray, and starts it and its successors there.
+    """Places one worker on Ray, and starts this worker and its successors there.
 
-    ``resources`` are what Ray reserves for it, by Ray's names (``CPU``, ``GPU``, or custom ones).
+    ``resources`` are what Ray reserves for the worker, by Ray's names (``CPU``, ``GPU``, or custom
+    names).
     """
 
     runtime = ON_THE_CPU

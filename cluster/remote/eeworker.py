@@ -164,7 +164,7 @@ def serving_words(words: Sequence[str], fds: tuple[int, int]) -> list[str]:
 
 
 class _Serving:
-    """The serving process, and a socket whose closing ends it together with this process."""
+    """The serving process, and a socket. The serving process ends when the socket is closed."""
 
     def __init__(self, listening: socket.socket, words: Sequence[str], module: str) -> None:
         self._leash, theirs = socket.socketpair()
@@ -252,7 +252,7 @@ def _make_once(given: argparse.Namespace, make: MakeBackend) -> None:
 
 
 def _identity(given: argparse.Namespace) -> TlsIdentity | None:
-    """Return the TLS files, if configured; NetworkError if one is invalid."""
+    """Return the TLS files, if configured; NetworkError if a file is invalid."""
     if given.tls_cert is None:
         return None
     identity = TlsIdentity(certificate=given.tls_cert, key=given.tls_key, ca=given.tls_ca)

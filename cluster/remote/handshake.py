@@ -39,7 +39,7 @@ _COMMAND: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
 class HandshakeError(EngineError):
-    """The other end is not the expected one; the message is one line, with the remedy."""
+    """The other end is not the expected router or worker; the message is one line with a remedy."""
 
 
 class Nonces(NamedTuple):
@@ -68,7 +68,7 @@ def greet(nonce: bytes) -> bytes:
 
 
 def read_greeting(message: bytes, who: str) -> bytes:
-    """Return the other end's random bytes; HandshakeError unless it uses this protocol."""
+    """Return the other end's random bytes; HandshakeError if it does not use this protocol."""
     magic, protocol, nonce = _GREETING.unpack(message)
     if message[:2] in _TLS_RECORDS:
         raise HandshakeError(

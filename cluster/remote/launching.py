@@ -70,7 +70,7 @@ class WorkerHandle(Protocol):
 
 
 class WorkerLauncher(Protocol):
-    """Starts one of the workers, and its successors if it is lost."""
+    """Starts a worker, and its successors if the worker is lost."""
 
     @property
     def device_type(self) -> str:
@@ -84,7 +84,7 @@ class WorkerLauncher(Protocol):
         """Describe the location of the worker, for messages and the log."""
 
     def start(self, hello: Hello) -> WorkerHandle:
-        """Start a worker with the options of ``hello``; BackendError with one line if it cannot."""
+        """Start a worker with the options of ``hello``; BackendError of one line if that fails."""
 
     def close(self) -> None:
         """Release resources reserved for future workers; no more are started."""
@@ -114,7 +114,7 @@ class LocalLauncher:
         return f"a process on this host{self.runtime.describe()}"
 
     def start(self, hello: Hello) -> WorkerProcess:
-        """Start a process with the options of ``hello``; BackendError if it cannot."""
+        """Start a process with the options of ``hello``; BackendError if that fails."""
         return WorkerProcess(hello, self._command)
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ class Listener:
                 self._over.wait(_PAUSE_S)
 
     def _await_token(self, number: int, connected: socket.socket) -> None:
-        """Add a connection to the unknown ones; if there are too many, close the oldest."""
+        """Add a connection to those without a token; if there are too many, close the oldest."""
         with self._lock:
             self._unknown[number] = connected
             oldest = min(self._unknown) if len(self._unknown) > MOST_UNKNOWN else None
@@ -183,7 +183,7 @@ class Listener:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        """Remove a connection from the unknown ones."""
+        """Remove a connection from those that have not proved the token."""
         with self._lock:
             self._unknown.pop(number, None)
 

@@ -42,7 +42,7 @@ class WorkerCommand:
 class WorkerProcess:
     """One worker process; any thread may call any method.
 
-    BackendError if it cannot be started, or refuses the options of ``hello``.
+    BackendError if the process cannot be started, or refuses the options of ``hello``.
     """
 
     def __init__(self, hello: Hello, command: WorkerCommand) -> None:

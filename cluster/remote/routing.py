@@ -19,7 +19,7 @@ from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatc
 
 
 class RoutedSlot:
-    """A slot of worker ``number``; stages that it does not hold run on other workers.
+    """A slot of worker ``number``; stages that this worker does not hold run on other workers.
 
     ``route`` returns the worker that runs a stage, which is ``number`` if that worker holds it;
     ``open_other`` opens a slot of another worker.

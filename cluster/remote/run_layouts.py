@@ -73,7 +73,7 @@ def form_set(given: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorLayout:
-    """Tensors of given forms at given offsets; a slot has only one object for equal layouts."""
+    """Tensors of given forms at given offsets; equal layouts of a slot are one object."""
 
     forms: FormSet
     places: Mapping[str, int]
@@ -112,7 +112,7 @@ class Order:
     """Parsed replies by header."""
 
     def check(self, arrays: Sequence[PlacedArray]) -> None:
-        """Check that results are within their bounds; FrameError if not."""
+        """Check that results are within the bounds of the order; FrameError if not."""
         for form, place in arrays:
             end = place + form.size_bytes
             if place >= 0 and not self.begins <= place <= end <= self.ends:

@@ -91,7 +91,7 @@ class ServedSlot:
         *,
         device: AbstractContextManager[object],
     ) -> None:
-        """Keep the parts; ``device`` is locked while a stage runs: one slot at a time runs."""
+        """Keep the parts; ``device`` is locked while a stage runs, so one slot at a time runs."""
         self._connection = connection
         self._slot = slot
         self._stages = stages

@@ -56,7 +56,8 @@ class WorkerAddress:
     def reach(self) -> tuple[socket.socket, str]:
         """Connect and perform the handshake: return the connection, and the session's name.
 
-        WorkerLostError if it cannot be reached, BackendError if it is a wrong worker or refuses.
+        WorkerLostError if the worker cannot be reached, BackendError if it is a wrong worker or
+        refuses.
         """
         who = f"the worker at {self.address}"
         try:
@@ -103,7 +104,8 @@ class WorkerAddress:
 class TcpWorker:
     """One worker on another host; any thread may call any method.
 
-    WorkerLostError if it cannot be reached, BackendError if it refuses the options of ``hello``.
+    WorkerLostError if the worker cannot be reached, BackendError if it refuses the options of
+    ``hello``.
     """
 
     def __init__(self, hello: Hello, address: WorkerAddress, *, ping_s: float = PING_S) -> None:

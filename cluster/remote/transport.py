@@ -65,7 +65,7 @@ class Frame(NamedTuple):
 class Connection:
     """A connected stream socket; one thread sends and receives at a time.
 
-    ``most_body`` is the largest body that it receives, in bytes.
+    ``most_body`` is the largest body that the connection receives, in bytes.
     """
 
     def __init__(self, connected: socket.socket, *, most_body: int = MOST_BODY) -> None:

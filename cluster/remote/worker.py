@@ -85,7 +85,7 @@ class Worker:
         3.2.2)."""
 
     def serve(self, silence_s: float | None = None) -> None:
-        """Execute the router's orders until it is gone or orders the worker to end.
+        """Execute the router's orders until the router is gone or orders the worker to end.
 
         With ``silence_s``, the connection is a network: it carries no file descriptors, and
         TransportTimeoutError is raised if the router is silent for this time.

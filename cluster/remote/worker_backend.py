@@ -108,7 +108,7 @@ class RemoteBackend:
 
     @property
     def workers(self) -> int:
-        """Number of workers, including lost ones."""
+        """Number of workers, including lost workers."""
         return len(self._pool)
 
     @property
@@ -176,9 +176,9 @@ class RemoteBackend:
             raise refused[0]
 
     def prepare(self, spec: StageSpec) -> RemoteStage:
-        """Load a stage in all live workers that hold it; others load it when they start.
+        """Load a stage in all live workers that hold it; other workers load it when they start.
 
-        An equal stage that is still in use is reused. BackendError if it cannot be loaded.
+        An equal stage that is still in use is reused. BackendError if the stage cannot be loaded.
         """
         made_of = _made_of(spec)
         stage = self._same_as(made_of)
@@ -198,7 +198,7 @@ class RemoteBackend:
     def open_slot(self) -> RoutedSlot:
         """Open a slot on the worker with the fewest slots, preferring live workers.
 
-        BackendError if the worker must be started but cannot be, or if it cannot load the stages.
+        BackendError if the worker must be started and this fails, or if it cannot load the stages.
         """
         there = self.there
         with self._lock:
@@ -208,7 +208,7 @@ class RemoteBackend:
         return self.open_slot_of(number)
 
     def open_slot_of(self, stream: int) -> RoutedSlot:
-        """Open a slot on a stream's worker, started again if it is lost; see :meth:`open_slot`."""
+        """Open a slot on a stream's worker; a lost worker starts again. See :meth:`open_slot`."""
         number = stream % len(self._pool)
         own = self._open_own_slot(number)
         return RoutedSlot(number, own, route=self._route, open_other=self._open_own_slot)
@@ -306,7 +306,7 @@ class RemoteBackend:
             raise failures[0]
 
     def _load_everywhere(self, stage: RemoteStage) -> list[BackendError | None]:
-        """Load a stage in all live workers that hold it; return each one's error or ``None``."""
+        """Load a stage in all live workers that hold it; return the error or ``None`` of each."""
         able = self._holders(stage.spec)
         if not able:
             raise self._held_by_none(stage.spec)
@@ -372,8 +372,8 @@ class RemoteBackend:
     def _send_graph(self, worker: WorkerHandle, stage: RemoteStage, error: BackendError) -> None:
         """Send a bundle's graph from this process to a worker that does not find the bundle.
 
-        The bundle may have been replaced since it was opened. Raises the worker's ``error`` if it
-        does not accept the graph either.
+        The bundle may have been replaced since it was opened. Raises the worker's ``error`` if the
+        worker does not accept the graph either.
         """
         bundle = stage.spec.bundle
         if bundle is None:

@@ -112,9 +112,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSlot:
-    """The order to serve a slot on the connection sent with it, or to change its memory.
+    """The order to serve a slot on the connection sent with the order, or to change its memory.
 
-    File descriptors with it: the shared memory, and the connection if the slot is new.
+    File descriptors are sent with the order: the shared memory, and the connection if the slot is
+    new.
     """
 
     slot: int
@@ -159,7 +160,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The answer of a worker that could not load or run a stage; it stays usable."""
+    """The answer of a worker that could not load or run a stage; the worker stays usable."""
 
     message: str
 
@@ -289,7 +290,7 @@ def inline_offsets(arrays: Sequence[PlacedArray], body_bytes: int) -> list[int]:
 
 
 def aligned(offset: int) -> int:
-    """Round an offset up to the next one at which an array may begin."""
+    """Round an offset up to the next offset at which an array may begin."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 

@@ -57,7 +57,7 @@ HANG_FACTOR: Final = 10.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownRun:
-    """A stage's result for one sample, reused by probes, which run this sample again."""
+    """A stage's result for one sample. Probes run this sample again, and reuse the result."""
 
     given: Mapping[str, NDArray[Any]]
     result: StageResult

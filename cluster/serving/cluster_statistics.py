@@ -20,6 +20,6 @@ def profile_of(statistics: ModelStatistics) -> ProfileStatus | None:
 
 
 def plan_of(statistics: ModelStatistics) -> PlanStatus | None:
-    """Return the plan by which a model is split among workers; ``None`` if it is not split."""
+    """Return the plan by which a model is split among workers; ``None`` for unsplit models."""
     found = statistics.extensions.get(PLAN)
     return found if isinstance(found, PlanStatus) else None

@@ -76,7 +76,7 @@ class ClusterWorkers(WorkerDevices):
 
     @property
     def count(self) -> int:
-        """Number of streams: one for each batch that a worker holds at a time."""
+        """Number of streams: each worker has one stream for each batch that it holds at a time."""
         return len(self.places) * self.batches_per_worker
 
     @property

@@ -177,7 +177,10 @@ class PlanLoop(PeriodicLoop):
         return frozenset(n for n, at_s in self._lost_at_s.items() if now_s >= at_s + GONE_AFTER_S)
 
     def _due(self, now_s: float, gone: frozenset[int]) -> Due | None:
-        """Return why planning is due, if it is; it is due if a worker of the plan is gone."""
+        """Return why planning is due; ``None`` if planning is not due.
+
+        Planning is due if a worker of the plan is gone.
+        """
         if self._lacks(gone) and gone != self._known.gone:
             return "window"
         observed, rows = self._observed()

@@ -134,7 +134,7 @@ class ProfileLoop(PeriodicLoop):
     def remove(self, key: str, *, save: bool = True) -> None:
         """Remove a model; the current window is lost. Blocks for milliseconds.
 
-        Without ``save``, a model that used the same file before owns it again.
+        Without ``save``, a model that used the same file earlier owns the file again.
         """
         with self._turn:
             with self._lock:

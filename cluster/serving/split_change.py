@@ -243,7 +243,7 @@ class SplitChange:
     def _prepare(
         self, exits: tuple[int, ...], narrowed: ServedSplits, joining: ServedSplits
     ) -> None:
-        """Load the stages of the next plan, each only where it will run."""
+        """Load the stages of the next plan, each only in workers that will run it."""
         served = self._served
         current = {spec.unit for spec in served.executor.deployment(served.name).plan.stages}
         coming = served.deployments.units(exits, joining)

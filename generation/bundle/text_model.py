@@ -1,6 +1,7 @@
 """Description of a generating model: layers and their caches, stages, exits.
 
-The classes hold plain facts: compiling writes them, serving reads them. No runtime is imported.
+The classes hold plain facts: compiling writes these facts, and serving reads them. No runtime is
+imported.
 """
 
 from __future__ import annotations

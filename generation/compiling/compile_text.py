@@ -265,7 +265,7 @@ class _Compiling:
         return max(low - 1, 0), speed
 
     def _certify(self, graphs: TextGraphs, path: FloatArray) -> TextCertificate | None:
-        """Test levels one after the other."""
+        """Test levels of a path one after another; ``None`` if the first level does not pass."""
         backend, prompts = self._backend(graphs), self._parts.certify
 
         def levels() -> Iterator[TextLosses]:

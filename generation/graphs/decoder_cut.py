@@ -26,7 +26,7 @@ class DecoderCut:
 
     @cached_property
     def borders(self) -> tuple[str, ...]:
-        """State before each layer, then the output of the last; ModelError if one is missing."""
+        """State before each layer, then the output of the last layer; ModelError without one."""
         count = len(self.export.layers)
         found = [self._before(number) for number in range(count)]
         return (*found, self._behind_all(found))

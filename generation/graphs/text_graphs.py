@@ -90,7 +90,7 @@ class TextExit:
 
 
 def read_export(path: Path) -> TextExport:
-    """Read a decoder's file, or the folder of an encoder-decoder; ModelError if it is neither."""
+    """Read a decoder's file, or the folder of an encoder-decoder; ModelError for anything else."""
     if not path.is_dir():
         decoder = decoder_of(load_graph(path), path.name)
         if decoder.encodes:

@@ -103,7 +103,7 @@ class TextRecords:
         return np.asarray((answered_at != MODEL_END) & ~self.agrees[answered_at, rows])
 
     def by_prompt(self, values: NDArray[np.generic]) -> FloatArray:
-        """Return float64[prompts]: the sum of a prompt's values, which are one per token."""
+        """Return float64[prompts]: for each prompt, the sum of the ``values`` of its tokens."""
         return np.add.reduceat(values.astype(np.float64), self.starts[:-1])
 
     def at_prefix(self, wrong: BoolArray) -> IntArray:

@@ -53,7 +53,7 @@ class WaitingGroup:
         self._count(state, -1)
 
     def most_urgent(self, limit: int) -> list[SequenceState]:
-        """Return up to ``limit`` sequences: by priority, then the longest waiting first.
+        """Return up to ``limit`` sequences: by priority, then by waiting time, the longest first.
 
         This order spreads tokens evenly over sequences. Policies handle near deadlines.
         """

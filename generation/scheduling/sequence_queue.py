@@ -18,8 +18,8 @@ _by_key = attrgetter("key")
 class SequenceQueue:
     """Sequences that wait for a slot.
 
-    At most ``capacity`` sequences with a caller may wait, and as many background sequences.
-    Restarted sequences are always accepted: there are no more of them than slots.
+    At most ``capacity`` sequences with a caller may wait, and in addition ``capacity`` background
+    sequences. Restarted sequences are always accepted: their number is at most the number of slots.
     """
 
     def __init__(self, capacity: int) -> None:

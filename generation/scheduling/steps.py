@@ -160,7 +160,7 @@ class PrefillStep(NamedTuple):
 
 
 class TokenStep(NamedTuple):
-    """Decision to run a stage for some sequences, one token of each."""
+    """Decision to run a stage for some sequences, for one token of each sequence."""
 
     stage: int
     sequences: tuple[int, ...]

@@ -63,7 +63,7 @@ class TokenThresholds:
         return min(1.0, 0.9 * value + 0.1 * math.exp(-self.decay * token / self.most_tokens))
 
     def leaves(self, stage: int, token: int, confidence: float) -> bool:
-        """Return True if a token leaves at a stage: always at the last one, never with NaN."""
+        """Return True if a token leaves at a stage; always at the last stage, never with NaN."""
         return stage == len(self.by_stage) or confidence >= self.at(stage, token)
 
     def table(self, tokens: int) -> NDArray[np.float64]:

@@ -252,9 +252,9 @@ class GeneratingModel:
             )
 
     async def drain(self, timeout_s: float) -> bool:
-        """Reject new sequences, finish the open ones; return ``False`` if some did not in time.
+        """Reject new sequences, and finish the open sequences except audits.
 
-        It does not wait for audits.
+        Return ``False`` if some sequences did not end in time.
         """
         self._refuse(DrainingError("the model is draining and takes no new sequences"))
         try:
@@ -368,7 +368,7 @@ class GeneratingModel:
             self._audits.refused(new.number)
 
     def _forget(self, number: int) -> _Stream | None:
-        """Remove a stream from the open ones."""
+        """Remove a stream from the open streams."""
         stream = self._streams.pop(number, None)
         if not self._streams:
             self._idle.set()
@@ -383,5 +383,5 @@ class GeneratingModel:
 
 
 def _alike(error: EngineError) -> EngineError:
-    """Return a copy of an error: the same object raised twice would collect both tracebacks."""
+    """Return a copy of an error; one object raised twice would collect both tracebacks."""
     return type(error)(str(error))

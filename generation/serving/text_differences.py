@@ -22,7 +22,7 @@ class TextDifference:
 
 
 def compare_texts(served: Sequence[int], full: Sequence[int]) -> TextDifference:
-    """Compare two answers; at least one must not be empty."""
+    """Compare two answers; at most one answer may be empty."""
     alike = _alike(served, full)
     differs = len(served) != len(full) or alike < len(full)
     return TextDifference(

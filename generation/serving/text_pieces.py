@@ -40,7 +40,7 @@ class TextPieces:
         """Number of characters of the window's text that were returned."""
 
     def add(self, token: int) -> str:
-        """Return the text that a token adds; empty while it ends within a character."""
+        """Return the text that a token adds; empty while the tokens end within a character."""
         self._window.append(token)
         text = self._decode(self._window)
         whole = text.rstrip(_BROKEN)

@@ -36,7 +36,7 @@ class TextStatus:
 
 
 def text_status(statistics: ModelStatistics) -> TextStatus | None:
-    """Return the extension's statistics of a model; ``None`` if it is not a generating model."""
+    """Return the statistics of a generating model; ``None`` for other models."""
     found = statistics.extensions.get(NAME)
     return found if isinstance(found, TextStatus) else None
 

@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
     @property
     def ends(self) -> IntArray:
-        """Position after the last one of each slot, int [n]."""
+        """Position after the last position of each slot, int [n]."""
         return self.starts + self.counts
 
 

@@ -104,5 +104,5 @@ class TextBackend(Protocol):
         ...
 
     def statistics(self) -> dict[str, Any]:
-        """Return counts, for instance of tokens whose layers were caught up with."""
+        """Return counts, for instance of tokens that ran in a catch-up."""
         ...

@@ -343,7 +343,7 @@ class _Course:
         return best
 
     def check(self, before: JointTextFit) -> None:
-        """Raise UntrainableError if the model predicts other tokens in torch than it answers."""
+        """Raise UntrainableError if the model's predictions in torch differ from its answers."""
         if before.agreement[-1] < _LEAST_SAME:
             raise UntrainableError(
                 f"computed in torch, the model predicts {before.agreement[-1]:.1%} of the tokens "

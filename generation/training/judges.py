@@ -107,7 +107,7 @@ def _parts(states: NDArray[np.float32]) -> list[NDArray[np.float32]]:
 
 
 def rank_chance(scores: NDArray[np.floating], which: BoolArray) -> float:
-    """Return the probability that a token in ``which`` scores above one that is not in it.
+    """Return the probability that a token in ``which`` scores above a token outside of it.
 
     Ties count half. The result is 0.5 if all tokens, or none, are in ``which``.
     """

@@ -123,8 +123,8 @@ class Supernet:
 def _with_plain_constants(model: SourceModel) -> SourceModel:
     """Return a model with initializers for all tensors that do not depend on a graph input.
 
-    Simplified models are returned unchanged; others may, for instance, transpose weights at run
-    time.
+    Simplified models are returned unchanged; other models may, for instance, transpose weights at
+    run time.
     """
     if len(model.flow.changing) == len(model.flow.operators):
         return model

@@ -132,7 +132,7 @@ class ElasticSpec:
         return prod(kept) * prod(choice.ratios)
 
     def neighbours(self, choice: SubnetChoice) -> Iterator[SubnetChoice]:
-        """Yield the subnets that are one step away in one group."""
+        """Yield the subnets that differ by one step in one group."""
         for index, group in enumerate(self.depths):
             for number in (choice.skipped[index] - 1, choice.skipped[index] + 1):
                 if 0 <= number <= len(group.skip):

@@ -1,4 +1,4 @@
-"""Subnets as separate models, and the origin of their weights."""
+"""Extraction of subnets as separate models, with the origin of each of their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs of a subnet whose layers normalise by each batch's moments, or by given ones."""
+"""Graphs of a subnet whose layers normalise by each batch's moments, or by given moments."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class OperatorView:
 
     @property
     def inputs(self) -> Sequence[str]:
-        """Names of all inputs; omitted ones are empty."""
+        """Names of all inputs; empty for omitted inputs."""
         return self.op.proto.input
 
     def elastic(self, position: int) -> ElasticAxis | None:
@@ -59,7 +59,7 @@ class OperatorView:
         return [i for i in range(len(self.inputs)) if self.elastic(i) is not None]
 
     def only_elastic(self) -> ElasticAxis:
-        """Return the first input's elastic dimension; raises NotElasticError if another has one."""
+        """Return the first input's elastic dimension; NotElasticError if another input has one."""
         elastic = self.elastic(0)
         if elastic is None or len(self.elastic_inputs) > 1:
             self.refuse("fewer channels enter where only whole inputs can; keep them whole")

@@ -62,7 +62,7 @@ def laid_out(supernet: Supernet) -> Supernet:
 
 @dataclass(slots=True)
 class _Rewriter:
-    """Changes a graph: transposes matrices, and the products that read them."""
+    """Changes a graph: transposes matrices, and adapts the products that read them."""
 
     proto: onnx.ModelProto
     flow: Dataflow

@@ -61,7 +61,7 @@ def _elementwise(view: OperatorView) -> None:
 
 
 def _broadcast(view: OperatorView, position: int, elastic: ElasticAxis, rank: int) -> None:
-    """Slice a constant operand; NotElasticError for a computed one that has the whole dimension."""
+    """Slice a constant operand; NotElasticError if a computed operand has the whole dimension."""
     shape = view.shape(position)
     axis = elastic.axis - (rank - len(shape))
     if axis < 0 or shape[axis] == 1:
