@@ -297,9 +297,9 @@ def _serving(
     idle = [segments for segments, names in serving.items() if not names]
     if strangers or idle:
         raise ValueError(
-            f"the workers serve splits {sorted(strangers)}, which the active plan does not have, "
-            f"and no worker serves its splits {idle}; expected each of {list(splits)} to be "
-            "served, and nothing else"
+            f"the workers serve splits {sorted(strangers)}, which are not in the active plan, and "
+            f"no worker serves the plan's splits {idle}; expected workers for {list(splits)}, and for "
+            "no other splits"
         )
     return serving
 
