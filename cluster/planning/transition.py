@@ -298,8 +298,8 @@ def _serving(
     if strangers or idle:
         raise ValueError(
             f"the workers serve splits {sorted(strangers)}, which are not in the active plan, and "
-            f"no worker serves the plan's splits {idle}; expected workers for {list(splits)}, and for "
-            "no other splits"
+            f"no worker serves the plan's splits {idle}; expected workers for {list(splits)}, and "
+            "for no other splits"
         )
     return serving
 
