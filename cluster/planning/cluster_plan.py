@@ -34,8 +34,8 @@ class Replicas:
     device_type: str
     count: int
     exits: tuple[int, ...]
-    """Exits of the split that are on, in depth order; its other exits save no time and are off (E3
-    3.4)."""
+    """Exits of the split that are on, in depth order. The split's other exits save no time and are
+    off (E3 3.4)."""
     stage_s: float
     """Forecast seconds of a batch on one device; the forecast accounts for rows that leave inside
     the split."""

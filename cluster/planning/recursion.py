@@ -24,7 +24,7 @@ ROUNDING: Final = 1e-9
 
 
 class DeviceGrid:
-    """All counts of devices of each type, up to a budget, as one flat axis."""
+    """All combinations of device counts of each type, up to a budget, as one flat axis."""
 
     def __init__(self, budget: tuple[int, ...]) -> None:
         shape = tuple(count + 1 for count in budget)

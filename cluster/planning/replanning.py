@@ -165,11 +165,11 @@ class ReplanGuard:
 def gain_of(
     current: ClusterPlan, found: ClusterPlan, goal: PlanningGoal, *, tolerance: float = 0.0
 ) -> float:
-    """Return by which share ``found``, which meets the goal, is better; all figures are PREDICTED.
+    """Return how much better ``found``, which meets the goal, is than ``current``, as a share.
 
-    The gain is in cost if the goal has a rate, else in rate. It is infinite if the active plan no
-    longer serves the goal's rate, or if its latency exceeds the goal's by more than the share
-    ``tolerance``, or exceeds the whole objective.
+    All figures are PREDICTED. The gain is in cost if the goal has a rate, else in rate. It is
+    infinite if ``current`` no longer serves the goal's rate. It is also infinite if the latency of
+    ``current`` exceeds the goal's latency by more than the share ``tolerance``, or exceeds the SLO.
     """
     late = current.latency_s > min(goal.latency_s * (1 + tolerance), goal.slo_s) * (1 + _ROUNDING)
     if goal.rate_rps is None:

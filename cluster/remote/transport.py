@@ -123,9 +123,9 @@ class Connection:
     ) -> Frame:
         """Receive a frame within ``limit_s``, or up to a tenth longer.
 
-        With ``fds`` it may carry file descriptors. ConnectionLostError, TransportTimeoutError, or
-        LargeBodyError for a body that exceeds ``most_body`` bytes, or the connection's limit,
-        before any memory is allocated for it.
+        With ``fds`` the frame may carry file descriptors. Raises ConnectionLostError,
+        TransportTimeoutError, or LargeBodyError. The last is raised for a body that exceeds
+        ``most_body`` bytes or the connection's limit, before any memory is allocated for the body.
         """
         found: list[int] = []
         try:

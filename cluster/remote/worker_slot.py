@@ -320,7 +320,7 @@ def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
 
 
 def _found(array: ReplyArray, frame: Frame, batch: RemoteBatch) -> NDArray[Any]:
-    """Return a carried tensor from where it is: the frame, shared memory, or the run's inputs."""
+    """Return a carried tensor from its place: the frame, shared memory, or the run's inputs."""
     if array.view is not None:
         return array.view
     if array.offset < 0:
