@@ -14,9 +14,9 @@ Decisions made here, where the paper leaves them open:
   count as agreeing.
 * A sample causes at most one tuning: once a tuning is requested, a new agreement window starts.
 * Tuning uses the last samples that every exit in use saw. While a new exit has seen fewer samples
-  than the agreement window has, the other exits are tuned without it, and it stays at NEVER. At the
-  start, tuning waits until that number of samples was seen: fewer would set more aggressive
-  thresholds.
+  than the agreement window has, the other exits are tuned without it, and its threshold stays
+  NEVER, so that it answers nothing. At the start, tuning waits until that number of samples was
+  seen: fewer would set more aggressive thresholds.
 * One job runs at a time; accuracy loss has priority.
 """
 
@@ -40,19 +40,20 @@ from offramp.engine.control.static import UncertifiedController, policy_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApparateSettings:
-    """Settings of the controller; the defaults are those of paper and artifact."""
+    """Settings of the controller; the defaults are those of the paper and its artifact."""
 
     max_disagreement: float = 0.01
     """Bound on the share of differing answers, in every window."""
     max_overhead: float = DEFAULT_MAX_OVERHEAD
-    """Ramp budget: largest delay of the model's end by exits (ramps), as a share of its time."""
+    """Ramp budget: the most time that exits (ramps) may add until the model's end, as a share of
+    the model's time."""
     agreement_window: int = 16
     """Number of samples whose agreement is monitored; also the smallest number to tune on."""
     tuning_window: int = 16
     """Number of samples to tune on; results vary less with 512."""
     adjust_every: int = 128
-    """Number of samples between two adjustments of the exits in use; each adjustment evaluates
-    these."""
+    """Number of samples after which the exits in use are adjusted; the adjustment evaluates these
+    samples."""
     method: str = "greedy"
     """Search method of :func:`.thresholds.tune`."""
     confidence_level: float = 0.95
@@ -97,7 +98,8 @@ def run_adjustment(
 ) -> Adjustment:
     """Adjust the exits in use, from float32[active, n] confidences; runs as a job.
 
-    ``tuning`` are the arguments for tuning all exits in use, which runs if the adjustment needs it.
+    ``tuning`` has the arguments of :func:`run_tuning` for all exits in use. The adjustment tunes
+    thresholds with them if it needs new ones.
     """
     return adjust(
         confidence,
@@ -122,7 +124,8 @@ class _Out:
 def evenly_spaced(costs: CostModel, max_overhead: float = DEFAULT_MAX_OVERHEAD) -> tuple[int, ...]:
     """Return the first exits in use: as many as the budget allows, evenly spaced (Apparate 3.1).
 
-    The exits' indices are evenly spaced; each exit is in the middle of its part of the model.
+    The exits of the bundle are divided by index into parts of equal size; the middle exit of each
+    part is used.
     """
     for count in range(costs.exits, 0, -1):
         spaced = tuple((2 * i + 1) * costs.exits // (2 * count) for i in range(count))
@@ -142,7 +145,8 @@ class ApparateController(UncertifiedController):
     ) -> Self:
         """Start with evenly spaced exits, none of which answers until the first tuning (3.1).
 
-        The ramp budget of the settings limits the number of exits; ``version`` is the policy's.
+        The ramp budget of the settings limits the number of exits. ``version`` is the version of
+        the first policy.
         """
         settings = settings or ApparateSettings()
         exits = evenly_spaced(costs, settings.max_overhead)
@@ -151,7 +155,7 @@ class ApparateController(UncertifiedController):
     def __init__(
         self, policy: ExitPolicy, costs: CostModel, settings: ApparateSettings | None = None
     ) -> None:
-        """Start with a policy; :meth:`as_published` builds the published one."""
+        """Start with a policy; :meth:`as_published` starts with the paper's first policy."""
         self._settings = settings = settings or ApparateSettings()
         super().__init__(
             policy,
@@ -167,7 +171,7 @@ class ApparateController(UncertifiedController):
         self._out: _Out | None = None
 
     def observe(self, seen: Observations) -> None:
-        """Record complete samples; monitor the agreement of samples of the active policy."""
+        """Record samples that ran to the end; monitor agreement under the active policy."""
         self._counters.add(seen, version=self.policy.version)
         self._recent.add(seen)
         self._since_adjustment += len(seen)
@@ -216,7 +220,7 @@ class ApparateController(UncertifiedController):
         return tuple(a.threshold for a in self.policy.active)
 
     def _watch(self, wrong: BoolArray) -> None:
-        """Move the agreement window sample by sample, not only chunk by chunk."""
+        """Check the agreement of every window that ends at one of the new samples."""
         window = self._settings.agreement_window
         joined = np.concatenate([self._wrong, wrong])
         total = np.concatenate([[0], np.cumsum(joined)])
@@ -227,7 +231,7 @@ class ApparateController(UncertifiedController):
         self._wrong = joined[max(len(joined) - window, 0) :]
 
     def _tuning_job(self) -> Job | None:
-        """Return a job that tunes the exits in use; exits with too few samples stay at NEVER."""
+        """Return a job that tunes exits in use; exits with too few samples keep threshold NEVER."""
         least = self._settings.agreement_window
         exits = self._exits
         task = self._tuning(exits)
@@ -268,7 +272,7 @@ class ApparateController(UncertifiedController):
         return Job(number=self._jobs, purpose=purpose, function=function, arguments=arguments)
 
     def _tuning(self, exits: tuple[int, ...]) -> _TuningArguments:
-        """Return arguments to tune some of the exits in use; the time of the other exits counts."""
+        """Return arguments to tune some of the exits in use; latencies include all exits in use."""
         recent = self._recent.seen_by(exits).newest(self._settings.tuning_window)
         rows = [self._exits.index(e) for e in exits]
         latency_ms = self._costs.latency_ms(self._exits)[[*rows, -1]]

@@ -25,9 +25,9 @@ def _apparate(task: ControlTask) -> Controller:
 def _pame(task: ControlTask) -> Controller:
     """Return PAME's controller, started with the bundle's policy, for the largest batch size.
 
-    If fewer answers are audited, the period is longer, so that it always contains the same number
-    of audited answers. Otherwise a single wrong one, weighted for all that were not audited, would
-    raise thresholds.
+    If only a share of answers is audited, the period is longer, so that it always contains the same
+    number of audited answers. In a shorter period, a single wrong answer, which is weighted for the
+    answers that were not audited, would raise thresholds.
     """
     settings = PameSettings(
         batch_size=task.batch_size,

@@ -10,15 +10,17 @@ This needs feedback on early answers, which PAME itself does not have. The feedb
 samples that run on after their answer: all samples in release mode, some of them in audit mode.
 Without such samples, only latency is controlled.
 
-The evaluation forms batches of n consecutive samples, in the order in which samples were started,
-not the scheduler's batches: the question is whether the load would fit the inference time matrix.
+The evaluation forms batches of n consecutive samples, in the order in which samples were started.
+They are not the scheduler's batches, because the evaluation asks whether the load meets the time
+limits that exits were chosen by (the paper's inference time matrix).
 
 ``eeserve --controller pame`` uses it.
 
 Limits: there is no promise about unseen samples. The estimate of one period is noisy if the period
 is short. Thresholds never fall and exits never move back, so that under a load that changes back
-and forth fewer and fewer samples exit. Forced answers are not part of the estimate of disagreement,
-and count as rows that ran on, as they would have done without a deadline.
+and forth fewer and fewer samples exit. Answers that a deadline forced are not part of the estimate
+of disagreement. They count as rows that ran on, because they would have run on without the
+deadline.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from offramp.engine.control.static import UncertifiedController, policy_of
 PERIOD: Final = 1024
 """Number of samples between two evaluations, if all samples run to the end."""
 _ROUNDING: Final = 1e-9
-"""Tolerance for thresholds of 1 that are sums of steps."""
+"""Tolerance for rounding errors, when steps of a threshold add up to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +47,13 @@ class PameSettings:
     """Settings of the controller; bounds and step are those of the paper's evaluation."""
 
     max_disagreement: float = 0.01
-    """Bound on the share of differing answers, 1 − η."""
+    """Bound on the share of differing answers: 1 − η, where η is the paper's bound on accuracy."""
     max_violations: float = 0.02
-    """Largest share of batches that an exit may make late: τ_l."""
+    """Largest share of batches that may be late because of an exit: τ_l."""
     batch_size: int = 32
-    """Number of samples in a batch, n, as in the rehearsal."""
+    """Number of samples in a batch, n, as in :mod:`offramp.calibration.rehearsal`."""
     period: int = PERIOD
-    """Number of samples between two evaluations, which is also the number that each evaluates."""
+    """Number of samples between two evaluations; an evaluation uses the samples since the last."""
     threshold_step: float = 0.05
     """Step by which a confidence threshold is raised."""
     audit_probability: float = 1.0
@@ -74,7 +76,7 @@ class PameSettings:
 
 
 class PameController(UncertifiedController):
-    """Moves exits towards the end, and raises thresholds; never the other way round."""
+    """Moves exits towards the model's end, and raises thresholds, but never the reverse."""
 
     name = "pame"
 
@@ -91,7 +93,7 @@ class PameController(UncertifiedController):
         )
         self._times = times
         self._own = False
-        """True if the active policy is not the one that was passed in."""
+        """True once the controller has made or restored a policy of its own."""
         self._recent: list[Observations] = []
 
     def observe(self, seen: Observations) -> None:
@@ -208,7 +210,7 @@ def _rows_behind(period: Observations, exit_: int, size: int) -> IntArray:
 
 
 def _wrong_by_exit(complete: Observations, active: Mapping[int, float]) -> dict[int, float]:
-    """Return, by exit, the weight of samples that it would answer unlike the source model."""
+    """Return, by exit, the total weight of the samples that this exit would answer wrongly."""
     exits = list(active)
     if not exits or not len(complete):
         return dict.fromkeys(exits, 0.0)

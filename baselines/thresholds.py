@@ -37,7 +37,7 @@ METHODS = ("search", "greedy", "path")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tuning(Evaluation):
-    """Thresholds, and their outcome on the records that they were tuned on."""
+    """Thresholds, and their outcome on the records that were used to tune them."""
 
     thresholds: FloatArray
     """float64[exits], float32 values; ``NEVER`` switches an exit off."""
@@ -114,7 +114,7 @@ def always_active(thresholds: FloatArray) -> ExitPolicy:
 FIRST_STEP = 0.1
 """Initial step of a threshold (Apparate 3.2)."""
 LEAST_STEP = 0.01
-"""Steps are not halved below this (Apparate 3.2)."""
+"""Smallest step of a threshold; the search does not halve steps below this (Apparate 3.2)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -138,15 +138,17 @@ def greedy_thresholds(records: Records, allowed: int) -> FloatArray:
     Algorithm 1 of Apparate, as its section 3.2 describes it. Thresholds start where nothing exits,
     steps at 0.1. Each round tries one step of each exit alone, and takes the one that saves the
     most time per accuracy lost. That exit doubles its step; exits that exceeded the bound halve
-    theirs, down to 0.01. The search ends when every exit exceeds the bound with its least step.
+    theirs, down to 0.01. The search ends when every exit exceeds the bound even with the smallest
+    step.
 
-    Apparate's thresholds bound the error 1 − confidence from above; only the functions of this
-    search use them. Details that the section leaves open follow the authors' artifact
+    Apparate's thresholds are upper bounds of the error 1 − confidence; only the functions of this
+    search use such thresholds. Details that the section leaves open follow the authors' artifact
     (github.com/dywsjtu/apparate, utils.py):
 
     * a sample exits when error < threshold, strictly;
     * thresholds are rounded to 4 decimals, accuracies to 7;
-    * the score is |change of accuracy| / |change of savings|, least first, then the earlier exit;
+    * the score is |change of accuracy| / |change of savings|; the smallest score wins; with
+      equal scores, the earlier exit wins;
     * a step that does not change latency has no score; it is taken only if no step has a score;
     * an exit is not raised any more once its threshold is above 1.
 
@@ -188,10 +190,10 @@ def greedy_error_thresholds(records: Records, allowed: int) -> list[float]:
 
 
 def confidence_threshold(error_threshold: float) -> float:
-    """Return the least float32 confidence c with 1 − c < ``error_threshold``, or ``NEVER``.
+    """Return the smallest float32 confidence c with 1 − c < ``error_threshold``, or ``NEVER``.
 
-    Bisects the bit patterns of [0, 1], which are ordered like the values. The result nearly always
-    differs from the pattern of 1 − ``error_threshold`` by only a few units.
+    The search bisects the bit patterns of the floats in [0, 1], which have the order of the floats.
+    It begins near 1 − ``error_threshold``, where the result nearly always is.
     """
     if not error_threshold > 0.0:
         return NEVER
@@ -218,11 +220,11 @@ def _from_bits(bits: int) -> float:
 def _try_steps(
     at: _Position, error: FloatArray, agrees: BoolArray
 ) -> tuple[list[float], IntArray, list[int]]:
-    """Evaluate all single steps together: only samples that move to the raised exit matter.
+    """Evaluate, for each exit, one step of that exit alone.
 
-    Returns three values by exit: its threshold after one step; if only this exit takes a step, the
-    number of samples answered at each exit and the end, int64[exits, exits + 1]; and then the
-    number answered like the source model.
+    Only samples that move to the raised exit are counted again. Returns three values for each exit,
+    as they are after its step: its threshold; the number of samples answered at each exit and at
+    the end, int64[exits, exits + 1]; and the number of samples answered like the source model.
     """
     exits = len(at.steps)
     raised = [round(t + step, 4) for t, step in zip(at.thresholds, at.steps, strict=True)]
@@ -241,7 +243,10 @@ def _try_steps(
 def _choose(
     at: _Position, counts: IntArray, right: list[int], fits: list[int], records: Records
 ) -> int | None:
-    """Return the exit that loses the least accuracy per time saved, else one without a change."""
+    """Return the exit whose step loses the least accuracy per saved time.
+
+    If no step changes the time, the first exit is returned; ``None`` if ``fits`` is empty.
+    """
     samples = records.samples
     accuracy = round(at.right / samples, 7)
     savings = float(_savings(at.counts, records.latency_ms))
@@ -259,7 +264,11 @@ def _choose(
 
 
 def _savings(counts: IntArray, latency_ms: FloatArray) -> FloatArray:
-    """Return the saved time in percent for int[..., exits + 1] answers, summed exit by exit."""
+    """Return the saved time in percent, float64[...].
+
+    ``counts``, int64[..., exits + 1], are the numbers of samples answered at each exit and at the
+    end.
+    """
     terms = counts / counts.sum(axis=-1, keepdims=True) * latency_ms
     mean_ms = np.add.accumulate(terms, axis=-1)[..., -1]
     return np.asarray((latency_ms[-1] - mean_ms) / latency_ms[-1] * 100)
@@ -270,15 +279,15 @@ BEAM_WIDTH = 64
 QUOTAS = 8
 """Number of groups of states, by number of errors so far; the best of each group are kept."""
 PRICE = 0.012
-"""Factor of an error's price: price = this · the reference's savings / √(allowed errors). The more
-errors are allowed, the closer is the value of the last error to that of the average error. Between
-a third and three times this factor, savings changed by less than 2.5 % (tried with up to 16,384
-samples)."""
+"""Factor of the price of an error in the beam search. The price is this factor · the time that the
+reference thresholds save / √(allowed errors): the more errors are allowed, the closer is the value
+of the last error to that of the average error. With a third of this factor, or three times as much,
+savings changed by less than 2.5 % (tried with up to 16,384 samples)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Beam:
-    """Search states after some exits; each row is one choice of the thresholds so far."""
+    """States of the beam search; each is one choice of the thresholds of the first exits."""
 
     waiting: BoolArray
     """bool[states, samples]: the sample has not exited yet."""
@@ -293,8 +302,8 @@ class _Beam:
 def search_thresholds(records: Records, allowed: int) -> FloatArray:
     """Find thresholds with at most ``allowed`` errors: float64[exits].
 
-    The result never saves less than the greedy or the best common threshold: the best of the three
-    is returned.
+    The result never saves less than the greedy thresholds or the best common threshold: the best of
+    the three results is returned.
 
     Where an earlier answer never costs more time than a later one, two facts make the search small:
 
@@ -302,14 +311,15 @@ def search_thresholds(records: Records, allowed: int) -> FloatArray:
       samples that exit there. Lowering it to just above the next wrong sample that is still waiting
       lets only right samples exit, earlier than otherwise: this saves time, and can only avoid
       later errors.
-    * So some best thresholds are an allocation (e_1, …, e_n) of at most the allowed errors, from
-      first exit to last; each threshold is just above a wrong sample that did not leave at an
-      earlier exit.
+    * So one best solution is an allocation (e_1, …, e_n) of errors to exits, whose sum is at most
+      ``allowed``; each threshold is just above a wrong sample that did not leave at an earlier
+      exit.
 
-    A beam search walks this tree, one exit per step. The savings of a state's remaining samples are
-    estimated as those with the best common threshold (the reference), minus a price per error (a
-    Lagrange multiplier). States compete first with states that have a similar number of errors, so
-    that a wrong price does not remove all conservative or all aggressive states.
+    A beam search walks the tree of these allocations, one exit per step. The savings of a state's
+    remaining samples are estimated: they are what the best common threshold (the reference) saves,
+    minus a price per error (a Lagrange multiplier). States compete first with states that have a
+    similar number of errors, so that a wrong price does not remove all conservative or all
+    aggressive states.
 
     Rejected: exact line searches under a multiplier from several starts with pairwise swaps (2 %
     off, 25 ms and more); the beam without quotas (up to 11 % off at 4,096 samples); the greedy
@@ -326,7 +336,10 @@ def search_thresholds(records: Records, allowed: int) -> FloatArray:
 def beam_search(
     records: Records, allowed: int, reference: FloatArray, *, width: int = BEAM_WIDTH
 ) -> FloatArray:
-    """Search the tree of allocations; exact if ``width`` holds all of it (monotone latency)."""
+    """Search the tree of allocations that :func:`search_thresholds` describes.
+
+    The result is exact if ``width`` states hold the whole tree, and later exits cost more time.
+    """
     price = PRICE * _saved_ms(records, reference) / math.sqrt(max(allowed, 1))
     later = _later_values(records, reference, price)
     beam = _Beam(
@@ -341,7 +354,7 @@ def beam_search(
 
 
 def raise_to_least_exiting(records: Records, thresholds: FloatArray) -> FloatArray:
-    """Raise each threshold to the lowest confidence that exits there; the same samples exit."""
+    """Raise each threshold to the lowest confidence that leaves there; the same samples leave."""
     waiting = np.ones(records.samples, dtype=np.bool_)
     raised = np.full(records.exits, NEVER)
     for exit_, confidence in enumerate(records.confidence):
@@ -362,10 +375,10 @@ def _extend(
     price: float,
     width: int,
 ) -> _Beam:
-    """Extend every state by every useful level of the next exit; keep the best states.
+    """Extend every state by every useful threshold of the next exit; keep the best states.
 
-    ``later`` is float64[samples], from :func:`_later_values`, and ``price`` is the cost of an error
-    in the estimate, in milliseconds.
+    :func:`_levels` lists the useful thresholds. ``later`` is float64[samples], from
+    :func:`_later_values`, and ``price`` is the cost of an error in the estimate, in milliseconds.
     """
     confidence = records.confidence[exit_]
     order = np.argsort(-confidence, kind="stable")
@@ -395,10 +408,12 @@ def _extend(
 
 
 def _estimate(waiting: BoolArray, later: FloatArray, saving: float, longest: int) -> Float32Array:
-    """Return milliseconds saved if a prefix of the waiting samples exits here, the rest later.
+    """Return the milliseconds that each state is estimated to save on its waiting samples.
 
-    Returns float32[states, longest + 1] for bool[states, samples] and float64[samples], in order of
-    falling confidence. float32 is precise enough for ranking, and needs half the memory traffic.
+    Element [s, k] of the result, float32[states, longest + 1], assumes that waiting samples among
+    the first k exit here, and all others later. ``waiting``, bool[states, samples], and ``later``,
+    float64[samples], are in order of falling confidence. float32 is precise enough for ranking, and
+    needs half the memory traffic.
     """
     brings = later.astype(np.float32)
     present = waiting.astype(np.float32)
@@ -411,12 +426,13 @@ def _estimate(waiting: BoolArray, later: FloatArray, saving: float, longest: int
 
 
 def _levels(wrong: BoolArray, group_start: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """List the useful levels: for each number of errors, the longest prefix of the order.
+    """List the useful thresholds: for each number of errors, the one that lets most samples exit.
 
-    Returns, for every level, its state, prefix length, and number of errors in that prefix.
-    ``wrong``, bool[states, samples] in falling confidence, marks waiting samples that are wrong at
-    this exit; ``group_start``, int64[samples], is the start of each sample's run of equal
-    confidences, which a threshold cannot divide.
+    A threshold (level) is described by the number of samples at or above it. Returns, for every
+    level, its state, this number, and the number of errors. ``wrong``, bool[states, samples] in
+    falling confidence, marks waiting samples that are wrong at this exit. ``group_start``,
+    int64[samples], is the start of each sample's run of equal confidences, which a threshold cannot
+    divide.
     """
     states, samples = wrong.shape
     state, position = np.nonzero(wrong)
@@ -433,7 +449,7 @@ def _levels(wrong: BoolArray, group_start: IntArray) -> tuple[IntArray, IntArray
 
 
 def _tie_starts(ordered: Float32Array) -> IntArray:
-    """Return the start of the run of equal values at each position: int64[samples]."""
+    """Return, for each position, the start of its run of equal values: int64[samples]."""
     starts = np.zeros(len(ordered), dtype=np.int64)
     changes = np.flatnonzero(np.diff(ordered)) + 1
     starts[changes] = changes
@@ -441,7 +457,10 @@ def _tie_starts(ordered: Float32Array) -> IntArray:
 
 
 def _best_by_quota(score: FloatArray, errors: IntArray, allowed: int, width: int) -> IntArray:
-    """Return the best of each group of errors spent, then the second of each, until full."""
+    """Return the indices of the best ``width`` states, int64, taken evenly from all groups.
+
+    States with a similar number of errors form a group.
+    """
     if len(score) <= width:
         return np.arange(len(score))
     group = errors // ((allowed + QUOTAS) // QUOTAS)
@@ -452,7 +471,10 @@ def _best_by_quota(score: FloatArray, errors: IntArray, allowed: int, width: int
 
 
 def _later_values(records: Records, reference: FloatArray, price: float) -> FloatArray:
-    """Return the reference's savings if a sample reaches exit i: float64[exits + 1, samples]."""
+    """Return the milliseconds that the reference thresholds save, less the price of errors.
+
+    float64[exits + 1, samples]: row i is for samples that reach exit i; the last row is 0.
+    """
     values = np.zeros((records.exits + 1, records.samples))
     savings = records.latency_ms[-1] - records.latency_ms[:-1]
     for exit_ in reversed(range(records.exits)):

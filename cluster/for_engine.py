@@ -1,4 +1,4 @@
-"""Additions of clusters to an engine: batch profiles, and the plan of a split model."""
+"""Background tasks that clusters add to an engine: they record batch profiles, and plan again."""
 
 from __future__ import annotations
 

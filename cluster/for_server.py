@@ -1,4 +1,4 @@
-"""Additions of clusters to ``eeserve``: workers and plans, their metrics and status page."""
+"""Additions of clusters to ``eeserve``: workers, plans, metrics, a section of the status page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class ClusterSettings:
     """Settings of the command line and the configuration file."""
 
     workers: int = 0
-    """Worker processes that run the stages, one stream each; 0 runs stages in the server."""
+    """Number of worker processes that run the stages, each with one stream; 0: the server runs
+    stages."""
     cluster: Path | None = None
     """Cluster file whose workers run the stages, or ``ray``."""
     ray_address: str | None = field(default=None, metadata={"key": False})
@@ -180,7 +181,10 @@ class _Extension:
 
 
 def _devices(requested: ClusterSettings, folder: Path, plans: Path) -> WorkerDevices | None:
-    """Return the requested workers; files are relative to ``folder`` and ``plans``."""
+    """Return the requested workers.
+
+    The path of the cluster file is relative to ``folder``, that of the plan to ``plans``.
+    """
     if requested.cluster is None:
         return LocalWorkers(requested.workers) if requested.workers else None
     if requested.cluster == RAY:

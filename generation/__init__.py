@@ -3,6 +3,6 @@
 Data flows one way: an ONNX export with past keys and values → ``graphs`` (cut, propagation, heads)
 → ``bundle`` → ``stages`` (ONNX Runtime, caches by slot) ← ``scheduling`` (sans I/O) ← ``serving``
 (asyncio, and the engine of the server). ``compiling`` joins them to ``eecompile MODEL --task
-generation``: the model answers prompts itself, ``training`` has exits learn its tokens, and
+generation``: the model answers prompts itself, ``training`` trains exits on its answers, and
 ``promise`` certifies thresholds.
 """

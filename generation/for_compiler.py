@@ -96,8 +96,8 @@ def generation_parser() -> argparse.ArgumentParser:
                        metavar="NAME",
                        help="confidence of an exit (CALM). softmax-margin: difference of its two "
                        "largest probabilities; max-probability: the largest one; "
-                       "state-similarity: of the input and the output of the last layer "
-                       "before it; learned-classifier: computed from the state")  # fmt: skip
+                       "state-similarity: cosine of the input and the output of the layer "
+                       "before the exit; learned-classifier: computed from the state")  # fmt: skip
     exits.add_argument("--head", choices=HEADS, default="full",
                        help="head of exits. full: the model's own; for large vocabularies, a "
                        "smaller one is trained: subset, for the most frequent tokens, or "

@@ -70,7 +70,7 @@ class ElasticSource:
 
 @dataclass(frozen=True, slots=True)
 class FoundSupernet:
-    """A supernet whose subnets become variants: :class:`.VariantFinder`."""
+    """A supernet whose subnets become variants; implements :class:`.VariantFinder`."""
 
     supernet: Supernet
 
@@ -80,7 +80,7 @@ class FoundSupernet:
         return self.supernet.model
 
     def find(self, plain: Blueprint, run: CompileRun) -> tuple[DrawnVariant, ...]:
-        """Return the useful subnets: :func:`find_variants`."""
+        """Return the useful subnets; see :func:`find_variants`."""
         return find_variants(self.supernet, plain, run)
 
 

@@ -62,12 +62,12 @@ def draw_plan(plan: ClusterPlan, model: ModelFacts) -> Markup:
 
 
 def devices_of(split: PlannedSplit) -> str:
-    """Describe the devices of replicas: one or several of ``4 × v100``."""
+    """Describe the devices of a split's replicas, for instance ``4 × v100 + 2 × t4``."""
     return " + ".join(f"{r.count} × {r.device_type}" for r in split.replicas)
 
 
 def exits_of(replicas: Sequence[Replicas]) -> str:
-    """Return the exits that are on, separately by device type if these differ."""
+    """Return the exits that are on, for each device type if the types have different exits on."""
     return " | ".join(dict.fromkeys(",".join(map(str, r.exits)) or "–" for r in replicas))
 
 

@@ -52,7 +52,7 @@ class PlannedBundle:
     model: ModelFacts
     cluster: Cluster
     shares_from: str
-    """Origin of the exits' shares, in words."""
+    """Source of the shares of rows that continue after each exit, in words."""
     without_slo: PlanningResult | None
     """The plan without a latency objective; ``None`` if the goal has none."""
 
@@ -106,13 +106,13 @@ def plan_bundle(options: PlanOptions) -> PlannedBundle:
 
 
 def _sizes(own: Profile, profiles: Mapping[str, Profile]) -> tuple[int, ...]:
-    """Return the profiled batch sizes up to the largest that every profile covers."""
+    """Return the profiled batch sizes, up to the largest size that every profile has."""
     most = min(max(profile.batch_sizes) for profile in (own, *profiles.values()))
     return tuple(size for size in own.batch_sizes if size <= most) or (most,)
 
 
 def _facts(bundle: Bundle, options: PlanOptions) -> tuple[ModelFacts, str]:
-    """Return the facts that plans need of a bundle, and the origin of the exits' shares."""
+    """Return a bundle's facts for planning, and the source of the exits' shares in words."""
     if options.batch_profile is None:
         if options.forecast is not None:
             raise PlanError(

@@ -89,7 +89,7 @@ def figures(plan: ClusterPlan) -> str:
 
 
 def reasons(planned: PlannedBundle) -> Iterator[str]:
-    """Yield the binding constraints, and the origin of the shares."""
+    """Yield the binding constraints, and the source of the exits' shares."""
     plan, goal = planned.result.plan, planned.goal
     if planned.slo_binds and planned.without_slo is not None:
         free = planned.without_slo.plan

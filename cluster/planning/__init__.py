@@ -1,4 +1,4 @@
-"""Planning (E3): assigns segments to devices and chooses a batch size, for forecast exits.
+"""Planning (E3): assigns segments to devices and chooses a batch size, for forecast exit shares.
 
 Sans I/O. Start with :mod:`.optimiser`; :mod:`.cluster` describes models and devices, and
 :mod:`.cluster_plan` describes plans. ``eecompile plan`` prints plans; ``eeserve --cluster`` serves

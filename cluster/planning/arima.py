@@ -26,7 +26,11 @@ _INSTALL = (
 
 
 class Arima:
-    """ARIMA of a given order. One fit to the whole series, so past errors profit from hindsight."""
+    """ARIMA of a given order.
+
+    It is fitted once to the whole series. So its past errors are smaller than those of real
+    forecasts, which do not know later values.
+    """
 
     name = "ARIMA"
 

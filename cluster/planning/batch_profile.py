@@ -41,9 +41,9 @@ class ProfileWindow:
     start_s: float
     """Start of the window by the observer's clock; servers use seconds since 1970."""
     decided: tuple[int, ...]
-    """[exits]: rows that each exit decided on; 0 for exits that were off."""
+    """[exits]: number of rows that each exit decided on; 0 for exits that were off."""
     went_on: tuple[int, ...]
-    """[exits]: rows that did not leave at the exit."""
+    """[exits]: number of rows that did not leave at the exit."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "start_s")
@@ -83,9 +83,10 @@ class BatchProfile:
     def going_on(self) -> NDArray[np.float64]:
         """Return the share of the rows entering the model that continued after each exit.
 
-        float64[windows, exits]; NaN for exits that were off. Rows that leave at one exit are
-        assumed to leave at any later one. So an exit's value is the product of the shares, up to
-        this exit, at the exits that were on.
+        float64[windows, exits]; NaN for exits that were off. Each exit has a share of decided rows
+        that did not leave. The value of an exit is the product of these shares, over all exits up
+        to this exit that were on. Rows that leave at one exit are assumed to leave at any later
+        exit, too.
         """
         decided = np.array([w.decided for w in self.windows], np.float64).reshape(-1, self.exits)
         went_on = np.array([w.went_on for w in self.windows], np.float64).reshape(-1, self.exits)
@@ -170,10 +171,9 @@ class ProfileStatus:
     """[exits]: share of the last window's rows that continued after each exit; ``None`` for exits
     that were off. Empty before the first window."""
     forecast: tuple[float, ...] | None = None
-    """[exits]: the shares that were forecast before that window began; ``None`` without a
-    forecast."""
+    """[exits]: shares that were forecast for the last window; ``None`` without a forecast."""
     method: str = ""
-    """Method of that forecast."""
+    """Method that forecast the shares of the last window."""
 
     def shares(self) -> Iterator[tuple[int, float, float | None]]:
         """Yield each exit that was on in that window, with its observed and its forecast share."""

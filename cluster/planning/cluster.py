@@ -1,4 +1,4 @@
-"""Inputs of planning: a model's shares and sizes, devices, and links between devices."""
+"""Inputs of planning: facts of a model, its devices, and links between devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offramp.cluster.planning.cluster_plan import PlanError
 from offramp.engine.scheduling.placement import NO_DELAY, DeviceLink
 
 LEAST_SHARE = 1e-6
-"""Smallest share of rows that planning assumes to pass an exit; smaller forecasts become it."""
+"""Smallest share of rows that planning assumes to pass an exit; it replaces smaller forecasts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +41,8 @@ class ModelFacts:
     """[exits]: index of each exit in the bundle; plans and :class:`DeviceTimes` use this index,
     because some exits of a bundle may not be in use. Empty means consecutive indices."""
     begins: int = 0
-    """First segment of the unmodified model: 0, or the last segment in a cascade, where the
-    segments before it are the copy that has the exits."""
+    """First segment of the unmodified model. It is 0, except in a cascade: there the first segments
+    are an int8 copy, which has the exits, and the last segment is the unmodified model."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "segments", least=1)
@@ -98,12 +98,13 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceTimes:
-    """Seconds of a batch on one type of device, by batch size; size 0 takes 0."""
+    """Seconds that a batch takes on one type of device, by batch size; size 0 takes 0 s."""
 
     segments_s: NDArray[np.float64]
     """Times of segments, [segments, sizes + 1]."""
     exits_s: NDArray[np.float64]
-    """[exits of the bundle, sizes + 1]: times of each exit's graph and check, in use or not."""
+    """[exits of the bundle, sizes + 1]: times of each exit's graph and check, also of exits that
+    are off."""
 
     def __post_init__(self) -> None:
         for name in ("segments_s", "exits_s"):
@@ -148,7 +149,7 @@ class Cluster:
     link: DeviceLink = NO_DELAY
     """Link between two types for which ``links`` has no entry."""
     links: tuple[tuple[str, str, DeviceLink], ...] = ()
-    """Source type, target type, and the link in this direction."""
+    """Source type, target type, and the link from the source to the target."""
 
     def __post_init__(self) -> None:
         names = [kind.name for kind in self.types]
@@ -172,7 +173,10 @@ class Cluster:
         return tuple(kind.name for kind in self.types for _ in range(kind.count))
 
     def of_devices(self, device_types: Sequence[str]) -> Cluster:
-        """Return the cluster with only these devices, by type; PlanError if a type is unknown."""
+        """Return this cluster reduced to the given devices; PlanError if a type is unknown.
+
+        ``device_types`` has the type of each device.
+        """
         counts = Counter(device_types)
         strangers = sorted(set(counts) - {kind.name for kind in self.types})
         types = [replace(k, count=counts[k.name]) for k in self.types if counts[k.name]]

@@ -6,8 +6,8 @@ Each ``[devices.NAME]`` has ``count``, ``cost_per_hour``, and the device's speed
 the connection between any two splits, ``[[links]]`` those between two types.
 
 Each entry of ``[[workers]]`` has one device type. An entry with an ``address`` is an ``eeworker``
-that listens there; an entry without one is ``count`` processes on the router's host. With a
-``backend`` it uses a GPU of its host (:mod:`.worker_entry`). ``[router]`` has the router's
+that listens there; an entry without one is ``count`` processes on the router's host. A worker with
+a ``backend`` uses a GPU of its host (:mod:`.worker_entry`). ``[router]`` has the router's
 credentials for workers; Ray may start workers without an address (:mod:`.ray_entry`). Sans I/O.
 """
 
@@ -61,7 +61,7 @@ class DeviceEntry:
     """File of a profile, relative to the cluster file."""
     memory_bytes: float
     resources: Mapping[str, float] | None = None
-    """Resources that Ray reserves for such a worker; ``None`` if not configured."""
+    """Resources that Ray reserves for a worker on such a device; ``None`` if not configured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,8 @@ class RouterEntry:
     most_result_mib: int | None = None
     """Largest result received over a network, in MiB; ``None`` keeps the default."""
     batches_per_worker: int = 1
-    """Number of batches that a worker holds at a time: with 2, it receives the next batch and sends
-    the last one during computation (E3 3.2.2)."""
+    """Number of batches that a worker holds at a time. With 2, a worker receives the next batch,
+    and sends the results of the last one, while it computes (E3 3.2.2)."""
     ray: RayEntry | None = None
     """Options of Ray for workers without an address, if Ray starts them."""
 
@@ -257,7 +257,7 @@ def _all_workers(
         if left[entry.device] < 0:
             count = next(device.count for device in devices if device.name == entry.device)
             raise ClusterFileError(
-                f"{place}: exceeds the {count} of [devices.{_shown_name(entry.device)}]; "
+                f"{place}: more workers than the {count} of [devices.{_shown_name(entry.device)}]; "
                 "remove workers, or raise that count"
             )
         if shared := [gpu for other in found for gpu in entry.shared_gpus(other)]:

@@ -20,7 +20,7 @@ class PlanError(ValueError):
 
 
 class InfeasiblePlanError(PlanError):
-    """No plan meets all constraints; ``binds`` names the first one that cannot be met."""
+    """No plan meets all constraints; ``binds`` names the first constraint that cannot be met."""
 
     def __init__(self, binds: Constraint, message: str) -> None:
         super().__init__(message)
@@ -34,10 +34,11 @@ class Replicas:
     device_type: str
     count: int
     exits: tuple[int, ...]
-    """Exits that are on, in depth order; other exits inside save no time and are off (E3 3.4)."""
+    """Exits of the split that are on, in depth order. The split's other exits save no time and are
+    off (E3 3.4)."""
     stage_s: float
-    """Forecast seconds of a batch on one device; rows that leave make it smaller inside the
-    split."""
+    """Forecast seconds of a batch on one device; the forecast accounts for rows that leave inside
+    the split."""
     longest_s: float
     """Seconds of a batch on one device if no row leaves inside the split."""
 
@@ -53,11 +54,13 @@ class PlannedSplit:
     first_segment: int
     last_segment: int
     replicas: tuple[Replicas, ...]
-    """Replicas of one type, as in E3; of several types if the whole model is one split."""
+    """Replicas of the split. They have one device type, as in E3, or several types if the whole
+    model is one split."""
     share: float
-    """Forecast share that reaches this split, of the rows that enter the model."""
+    """Forecast share of the rows entering the model that reaches this split."""
     period_s: float
-    """Seconds between rows that enter the model, if all replicas of the split are busy."""
+    """Seconds from one row that enters the model to the next, if all replicas of the split are
+    busy."""
     fill_s: float
     """Mean time that rows wait until their batch is full, in seconds."""
     link_period_s: float
@@ -106,7 +109,7 @@ class ClusterPlan:
 
     @property
     def period_s(self) -> float:
-        """Seconds between rows at full load: the largest of all splits and links."""
+        """Seconds from one row to the next at full load: the longest period of a split or link."""
         return max(max(split.period_s, split.link_period_s) for split in self.splits)
 
     @property

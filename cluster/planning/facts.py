@@ -1,6 +1,7 @@
-"""Facts of a bundle for planning: sizes of segments, exits in use, share of rows after each.
+"""Facts of a bundle for planning: sizes of segments, exits in use, share of rows after each exit.
 
-It needs neither onnx nor the compiler, so ``eecompile plan`` and servers plan with the same facts.
+This module needs neither onnx nor the compiler, so that ``eecompile plan`` and servers plan with
+the same facts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forecasts of a batch profile: the share of rows that continue after each exit, next window.
+"""Forecasts, for the next window, of the share of rows that continue after each exit.
 
 Methods forecast the log-odds of the share. A quantile of the forecast is derived from the method's
 own past errors. A conservative forecast is a higher share than is likely, because a plan that
@@ -73,7 +73,7 @@ class Ewma:
 
 
 class Autoregressive:
-    """AR(p), fitted by least squares at every step; for a short series, the last value."""
+    """AR(p), fitted by least squares at every step; short series are forecast by the last value."""
 
     name = "AR"
 
@@ -126,7 +126,10 @@ def forecast_share(
 def forecast_continue_shares(
     profile: BatchProfile, forecaster: Forecaster, quantile: float = CONSERVATIVE
 ) -> tuple[float, ...]:
-    """Forecast the share after each exit for the next window; it never rises with depth."""
+    """Forecast the share of rows that continue after each exit in the next window.
+
+    The shares never rise with depth.
+    """
     shares = profile.going_on()
     found = [
         forecast_share(shares[:, exit_], forecaster, quantile) for exit_ in range(profile.exits)
@@ -147,7 +150,7 @@ class ShareForecast:
 LAST: Final = "last"
 """The method with the least loss in ``benchmarks/forecasts.py``. ARIMA is better by 7 % on smooth
 series, and worse by 42 % on series of served models whose thresholds the controller changes when
-the data shift: in those, only the last window is informative."""
+the data shift. In the latter series only the last window is informative."""
 
 METHODS: Final[Mapping[str, Callable[[], Forecaster]]] = {
     LAST: LastValue,

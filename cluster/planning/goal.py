@@ -58,7 +58,7 @@ class PlanningResult:
     plan: ClusterPlan
     baseline: ClusterPlan | None
     """Plan of the unmodified model: one split without exits, on all devices that reduce the period.
-    ``None`` if it does not meet the constraints."""
+    ``None`` if this plan does not meet the constraints."""
     arrival_rps: float
     """Rate used to predict the time to fill batches: the requested rate, or the baseline's."""
 

@@ -1,15 +1,15 @@
 """The optimiser: computes a plan from a forecast of the exits and a cluster (E3 3.2, fig. 6).
 
-There are two goals: the highest rate of the devices, or the lowest cost for a rate. For both, every
-batch size is tried. A plan's latency (stages, links, and waits for batches to fill) is at most SLO
-· (1 − slack); its cost is at most a given share of the cost of all devices. Among plans within 1 %
-of the best period, the one with the fewest splits is chosen, then the cheapest, then the one with
-the least latency. The paper minimises the longest stage without a bound on the sum: with
-pipelining, a row's latency is the sum.
+The goal is either the highest rate of the devices, or the lowest cost for a given rate. Every batch
+size is tried. A plan's latency (stages, links, and waits for batches to fill) is at most SLO · (1 −
+slack); its cost is at most a given share of the cost of all devices. Among plans within 1 % of the
+best period, the one with the fewest splits is chosen, then the cheapest, then the one with the
+lowest latency. The paper minimises the longest stage, without a bound on the sum of the stages,
+although this sum is the latency of a row.
 
 Two candidates always have the whole model on every device, with the exits that save time and
-without exits. So, except for that 1 %, no plan is worse than the unmodified model (the paper's can
-be, 5.9).
+without exits. So no plan is more than that 1 % worse than the unmodified model (the paper's can be,
+5.9).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class UnsplitModel:
 
     times: SplitTimes
     exits: bool
-    """``True`` for the exits that save time, ``False`` for none."""
+    """``True`` if the exits that save time are on, ``False`` if no exit is on."""
     rate_rps: NDArray[np.float64]
     """[grid]: rows per second. The grid is every combination of device counts."""
     slowest_s: NDArray[np.float64]
@@ -158,7 +158,11 @@ class _Optimiser:
         return None if best is None else self._plan_unsplit(*best)
 
     def _reference_rps(self) -> float:
-        """Return the baseline's rate; if there is no baseline, its rate without constraints."""
+        """Return the baseline's rate, in rows per second.
+
+        Without a baseline, it is the highest rate of the unmodified model, whatever its latency and
+        cost.
+        """
         if self._baseline is not None:
             return self._baseline.rate_rps
         rate_rps = max(float(whole.rate_rps.max()) for whole in self._as_it_is)
@@ -255,7 +259,11 @@ class _Optimiser:
         return float(self._counted_cost(counted).min())
 
     def _counted_cost(self, counted: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the lowest cost of a plan, whatever its latency; [grid of the other types]."""
+        """Return the lowest cost of a plan, whatever its latency.
+
+        The result has one value for each combination of device counts of the types that are not
+        eliminated (:attr:`SplitSearch.eliminated`).
+        """
         counts = counted[-1, :, :-1].min(axis=0)
         finite = np.isfinite(counts)
         cost = self._others_cost + np.where(finite, counts, 0.0) * self._price
@@ -264,7 +272,10 @@ class _Optimiser:
     def _latencies(
         self, search: SplitSearch, period_s: float, most_s: float = math.inf
     ) -> NDArray[np.float64]:
-        """Return the lowest latency of a plan, [grid]; infinite beyond ``most_s``."""
+        """Return the lowest latency of a plan, in seconds, for each combination of device counts.
+
+        It is infinite if no plan is possible, or beyond ``most_s``.
+        """
         begun = search.begin(self._grid)
         steps = search.steps(period_s, most_s)
         found = search.extend(self._grid, steps, begun, counting=False, once=False)
@@ -272,7 +283,7 @@ class _Optimiser:
         return least
 
     def _least_cost(self, period_s: float) -> float:
-        """Return the least cost of a plan with at most this period; infinite if there is none."""
+        """Return the lowest cost of a plan with at most this period; infinite without a plan."""
         best = math.inf
         for rate_rps, fine in self._whole_rates(self._most):
             enough = fine & (rate_rps * period_s >= 1 - ROUNDING)

@@ -1,9 +1,11 @@
-"""Conversion of a plan to a placement: the stages that each stream prefers and holds.
+"""Conversion of a plan to a placement, which states the stages that each stream holds and prefers.
 
-A plan states how many devices of each type run which split. A role assigns a split to one stream. A
-placement states the same for stages, which end at exits in use and at ends of splits. A device
-holds its own split, and further segments if its memory allows, the nearest first: it steals work of
-these segments when its own split is idle.
+A plan states how many devices of each type run which split. First, each stream gets a role, which
+is one of these splits. A placement has the stages of that split instead of its segments: a stage
+ends at an exit in use, or at the end of a split.
+
+A device holds its own split, and further segments if its memory allows, the nearest first: it
+steals work of these segments when its own split is idle.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ class StreamRole(NamedTuple):
 
     device_type: str
     segments: Segments | None
-    """Segments of its split; ``None`` for a spare device, which only steals work."""
+    """Segments of the stream's split; ``None`` for a spare device, which only steals work."""
 
     @property
     def own(self) -> frozenset[int]:
-        """Segments of its split."""
+        """Segments of the stream's split; empty for a spare device."""
         first, last = self.segments or (0, -1)
         return frozenset(range(first, last + 1))
 
@@ -45,9 +47,9 @@ def roles_of(plan: ClusterPlan) -> tuple[StreamRole, ...]:
 
 
 def roles_for(plan: ClusterPlan, device_types: Sequence[str]) -> tuple[StreamRole, ...]:
-    """Return a role for each stream, which has a device type; surplus streams are spares.
+    """Return a role for each stream; streams that the plan does not need are spares.
 
-    PlanError if there are too few streams of a type.
+    ``device_types`` has the type of each stream. PlanError if there are too few streams of a type.
     """
     wanted: dict[str, list[Segments | None]] = {}
     for role in reversed(roles_of(plan)):
@@ -66,12 +68,12 @@ def roles_for(plan: ClusterPlan, device_types: Sequence[str]) -> tuple[StreamRol
 
 
 def borders_of(plan: ClusterPlan) -> frozenset[int]:
-    """Return the last segment of each split but the last; stages must end there."""
+    """Return the last segment of each split except the model's last; stages must end there."""
     return frozenset(split.last_segment for split in plan.splits[:-1])
 
 
 def held_segments(role: StreamRole, model: ModelFacts, cluster: Cluster) -> frozenset[int]:
-    """Return the segments whose weights a device holds: its split, and others that fit.
+    """Return the segments whose weights a device holds: its split, and other segments that fit.
 
     These are all segments if sizes are unknown, or memory is not bounded.
     """

@@ -42,7 +42,7 @@ def replicas_of(
     like: Replicas,
     batch_size: int,
 ) -> Replicas:
-    """Return replicas like ``like`` for other segments, with the same exits on."""
+    """Return the same devices as ``like``, with the same exits on, but for other segments."""
     (kind,) = [kind for kind in cluster.types if kind.name == like.device_type]
     first, last = segments
     after = dict(zip(model.exit_names, model.exit_after, strict=True))
@@ -70,7 +70,7 @@ def describe_split(
     batch_size: int,
     arrival_rps: float,
 ) -> PlannedSplit:
-    """Combine replicas into a split; replicas share its rows by their speed."""
+    """Combine replicas into a split; the replicas share the rows of the split by their speed."""
     first, last = segments
     share = float(model.shares[first]) if senders else 1.0  # all rows reach the first split
     each_rps = sum(replica.count * batch_size / replica.stage_s for replica in replicas)

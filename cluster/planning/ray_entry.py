@@ -1,8 +1,9 @@
 """The part of a cluster file about workers that Ray starts; :mod:`.cluster_file` reads it.
 
 ``launch = "ray"`` in ``[router]`` makes all workers without an address actors of Ray. Optional keys
-are ``ray_address``, of the cluster's head, and ``least``. ``resources`` of a device are what Ray
-reserves for its actor, by Ray's names.
+are ``ray_address``, the address of the cluster's head, and ``least``, the smallest number of
+workers to start with. The ``resources`` of a device are reserved by Ray for its actor; their names
+are Ray's.
 """
 
 from __future__ import annotations

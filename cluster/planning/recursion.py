@@ -1,9 +1,10 @@
 """The recursion over splits and devices (E3 3.2.3, fig. 6), vectorised over device counts.
 
-A bound on the period of a stage determines how many replicas of a type a split needs. Then any sum
-over the splits can be minimised: the latency, for all counts of devices; or the count of one type,
-for all counts of the others, which is a far smaller grid. The count decides whether a period is
-possible at all; latency is needed only if latency or cost may bind.
+Given the largest period of a stage, the number of replicas that a split needs is known for each
+type. Then one of two sums over the splits can be minimised. One is the latency, for all counts of
+devices. The other is the number of devices of one type, for all counts of the other types, which is
+a far smaller grid. This number shows whether a period is possible at all; the latency is computed
+only where a limit on latency or cost may bind.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROUNDING: Final = 1e-9
 
 
 class DeviceGrid:
-    """All counts of devices of each type, up to a budget, as one flat axis."""
+    """All combinations of device counts of each type, up to a budget, as one flat axis."""
 
     def __init__(self, budget: tuple[int, ...]) -> None:
         shape = tuple(count + 1 for count in budget)
@@ -45,8 +46,8 @@ class DeviceGrid:
 class Links:
     """The links of a cluster between types, by the class of the sending type.
 
-    Types with the same links form one class. The class is all that the recursion must know about
-    the split before.
+    Types with the same links form one class. The recursion needs to know only the class of the
+    device type that runs the split before.
     """
 
     class_of: NDArray[np.int64]
@@ -54,7 +55,7 @@ class Links:
     bytes_per_s: NDArray[np.float64]
     """[classes, types]: bandwidth of the link from a class to a type."""
     latency_s: NDArray[np.float64]
-    """[classes, types]: latency of that link."""
+    """[classes, types]: latency of the link from a class to a type, in seconds."""
 
     @staticmethod
     def of(cluster: Cluster) -> Links:
@@ -75,7 +76,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Steps:
-    """Splits that a period allows, each from one border to a later one; sorted by their end."""
+    """Splits that a period allows, sorted by their end; each has a start and a later end border."""
 
     start: NDArray[np.int64]
     end: NDArray[np.int64]
@@ -89,7 +90,10 @@ class _Steps:
 
 
 class SplitSearch:
-    """Search of the plans of one batch size for a bound on the period; K is the segment count."""
+    """Search of the plans of one batch size, with a bound on the period of each stage.
+
+    In shapes, K is the number of segments.
+    """
 
     def __init__(
         self, model: ModelFacts, cluster: Cluster, times: SplitTimes, arrival_rps: float
@@ -102,19 +106,20 @@ class SplitSearch:
         self.fill_s = (size - 1) / 2 / (shares * arrival_rps)
         """[K]: mean time at each border until a batch is full, in seconds."""
         self.need_s = times.seconds[:, :-1] * (shares / size)[None, :, None]
-        """[types, K, K + 1]: seconds that a single replica needs for each row that enters the
-        model."""
+        """[types, K, K + 1]: seconds that a single replica needs, for a split from one border to
+        another, for each row that enters the model."""
         crossing = np.array([0.0, *(model.crossing_bytes(k) for k in range(1, model.segments))])
         each_s = crossing[None, None, :] / self._links.bytes_per_s[:, :, None]
         self.link_period_s = each_s * shares
-        """[classes, types, K]: seconds that a link is busy for each row that enters the model."""
+        """[classes, types, K]: seconds that the link into each border is busy for each row that
+        enters the model."""
         self.link_s = each_s * size + self._links.latency_s[:, :, None]
-        """[classes, types, K]: seconds that a batch takes on the link."""
+        """[classes, types, K]: seconds that a batch takes on that link."""
         self._before_s, self._behind_s = self._least_latencies()
         eliminated = int(np.argmax(self.budget))
         self.eliminated = eliminated
-        """Type whose count is minimised if latency does not matter: the type with the most
-        devices."""
+        """Type whose number of devices is minimised where latency does not matter: the type with
+        the most devices."""
 
     def periods(self, above: float, below: float) -> NDArray[np.float64]:
         """Return the possible periods of splits and links between two bounds, ascending."""
@@ -177,7 +182,8 @@ class SplitSearch:
     ) -> NDArray[np.float64]:
         """Extend the plans of a table by exactly one split (``once``), or by any number.
 
-        The table has minimum counts of the eliminated type if ``counting``, else minimum latencies.
+        ``before`` and the result are tables as :meth:`begin` returns them. Their values are the
+        smallest counts of the eliminated type if ``counting``, else the lowest latencies.
         """
         after = before if not once else np.full_like(before, np.inf)
         classes, width = before.shape[1:]
@@ -211,10 +217,10 @@ class SplitSearch:
         *,
         counting: bool,
     ) -> list[tuple[int, int, int, int]]:
-        """Trace the minimum back from the model's end: (start, end, type, replicas) of each split.
+        """Return the splits of the best plan, in order, as (start, end, type, replicas).
 
-        ``layers`` are the tables of 0, 1 … splits, or one table of any number; ``place`` is the
-        index on the grid.
+        The plan is traced back from the model's end. ``layers`` are the tables after 0, 1 … splits,
+        or one table for any number of splits; ``place`` is the index on the grid.
         """
         kinds = self._links.class_of[steps.kind]
         found: list[tuple[int, int, int, int]] = []
@@ -238,11 +244,11 @@ class SplitSearch:
         return found[::-1]
 
     def least_latency_s(self) -> float:
-        """Return the least latency of any plan, with any number of devices."""
+        """Return the lowest latency of any plan, with any number of devices."""
         return float(self._before_s[-1])
 
     def _least_latencies(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the least latency before and after every border, without links; [K + 1] each."""
+        """Return the lowest latency before and after every border, without links; [K + 1] each."""
         fastest_s = self.times.longest_s.min(axis=0)
         fastest_s[:-1] += self.fill_s[:, None]
         before_s, behind_s = (np.full(self._borders + 1, np.inf) for _ in range(2))

@@ -6,8 +6,8 @@ under the same forecast, and only after a pause since the last change, because a
 weights and drains batches.
 
 Suppose that the goal is the highest rate, and that forecast noise changes a plan's rate by at most
-a factor of √(1 + margin). Then each new plan is truly better than the one before, so no plan
-returns. Otherwise only the pause bounds how often plans change.
+a factor of √(1 + margin). Then each new plan is truly better than the one before, and no earlier
+plan can return. With other goals or more noise, only the pause limits how often plans change.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ class ReplanRules:
     window_s: float = WINDOW_S
     """Seconds after which planning is due again."""
     margin: float = 0.1
-    """Share by which a plan must be better than the active one, in rate or in cost. A plan for a
-    wrong forecast loses 6 % of the rate on average (``benchmarks/forecasts.py``): a change should
-    gain more."""
+    """Share by which the rate or the cost of a plan must be better than that of the active plan. A
+    plan for a wrong forecast loses 6 % of the rate on average (``benchmarks/forecasts.py``), and a
+    change should gain more than this."""
     pause_s: float = PAUSE_WINDOWS * WINDOW_S
     """Seconds after a change in which no other change is made."""
     parted: float = 0.15
     """Difference between an exit's observed and forecast share that makes planning due."""
     least_rows: int = 500
-    """Smallest number of observed rows for that: with 500, two standard deviations are 0.045."""
+    """Smallest number of observed rows to compare shares: two standard deviations of a share are
+    then at most 0.045."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "window_s", "parted", above=0)
@@ -60,13 +61,16 @@ class ReplanDecision:
     plan: ClusterPlan | None
     """Plan to serve by; ``None`` if no plan was active and no plan is possible."""
     changed: bool
-    """``True`` if it is not the plan that was active."""
+    """``True`` if :attr:`plan` is not the plan that was active."""
     reason: str
     """Reason in words, for a log."""
 
 
 class ReplanGuard:
-    """Decides when to plan, and keeps the active plan if it is about as good; takes the time."""
+    """Decides when to plan, and keeps the active plan if it is about as good.
+
+    Callers pass the time.
+    """
 
     def __init__(self, rules: ReplanRules | None = None) -> None:
         self.rules = rules or ReplanRules()
@@ -86,7 +90,8 @@ class ReplanGuard:
         """Return why planning is due now; ``None`` if it is not.
 
         ``observed`` [exits] are the shares of ``rows`` that continued since the window began,
-        ``None`` for exits that were off; ``forecast`` [exits] are those of the active plan.
+        ``None`` for exits that were off. ``forecast`` [exits] are the shares that the active plan
+        was made for.
         """
         if math.isinf(self._planned_s):
             return "first"
@@ -160,11 +165,11 @@ class ReplanGuard:
 def gain_of(
     current: ClusterPlan, found: ClusterPlan, goal: PlanningGoal, *, tolerance: float = 0.0
 ) -> float:
-    """Return how much better ``found``, which meets the goal, is, as a share; all PREDICTED.
+    """Return how much better ``found``, which meets the goal, is than ``current``, as a share.
 
-    The gain is in rate, or, if the goal has a rate, in cost. It is infinite if the active plan no
-    longer serves the rate, or exceeds the goal's latency by more than a share of ``tolerance``,
-    which uses up the objective's slack.
+    All figures are PREDICTED. The gain is in cost if the goal has a rate, else in rate. It is
+    infinite if ``current`` no longer serves the goal's rate. It is also infinite if the latency of
+    ``current`` exceeds the goal's latency by more than the share ``tolerance``, or exceeds the SLO.
     """
     late = current.latency_s > min(goal.latency_s * (1 + tolerance), goal.slo_s) * (1 + _ROUNDING)
     if goal.rate_rps is None:

@@ -27,10 +27,10 @@ class SplitTimes:
     """[types, K + 1, K + 1]: seconds between two borders, for a batch that is full at the first.
     Infinite if the weights do not fit, or if the second border is not after the first."""
     longest_s: NDArray[np.float64]
-    """[types, K + 1, K + 1]: the same seconds if no row of the batch leaves inside."""
+    """[types, K + 1, K + 1]: ``seconds`` if no row of the batch leaves inside the split."""
     last_exit: NDArray[np.int64]
-    """[types, K + 1, K + 1]: border of the last exit that is on before the second border; the first
-    border without such an exit."""
+    """[types, K + 1, K + 1]: border of the last exit that is on between the two borders; the first
+    border if no exit is on between them."""
     unsplit_s: NDArray[np.float64]
     """[types]: seconds of the unmodified model, without exits."""
 
@@ -132,8 +132,8 @@ def _legs(
 ) -> NDArray[np.float64]:
     """Return seconds between two borders, with the exit at the second: [starts, K + 1, K + 1].
 
-    ``sizes`` [starts, K + 1] are the mean rows that remain after a border, for a batch that is full
-    at a starting border. Times are interpolated between whole sizes, as if the size varied little.
+    ``sizes`` [starts, K + 1] is the mean number of rows that remain after a border, of a batch that
+    is full at its start. Times of fractional sizes are interpolated between whole sizes.
     """
     until = np.concatenate([np.zeros((1, times.segments_s.shape[1])), times.segments_s]).cumsum(0)
     low = np.minimum(sizes.astype(np.int64), times.max_batch_size)

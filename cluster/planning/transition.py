@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from offramp.cluster.planning.cluster_plan import ClusterPlan, PlanError
 
 Segments: TypeAlias = tuple[int, int]
-"""First and last segment of a split; a worker loads these, and the exits between, as a unit."""
+"""First and last segment of a split. A worker loads these segments, and the exits between them, as
+a unit."""
 
 _TIE: Final = 0.25
-"""Largest total of the tie-breaking costs of one kind in an assignment; a load costs 1."""
+"""Bound on the sum of tie-breaking costs of each kind in an assignment; the cost of a load is 1, so
+that ties never change the number of loads."""
 
 
 class TransitionError(PlanError):
@@ -41,10 +43,10 @@ class WorkerState:
     """Memory for weights, in bytes."""
     holds: frozenset[Segments] = field(default_factory=frozenset)
     serves: Segments | None = None
-    """Split of the active plan that it runs; ``None`` if it is idle."""
+    """Split of the active plan that the worker runs; ``None`` if the worker is idle."""
     lost: bool = False
-    """``True`` if the next plan must not use it: it is out of service, and its work waits, or it is
-    too slow."""
+    """``True`` if the next plan must not use this worker: it is too slow, or it is out of service
+    and its work waits."""
 
     def __post_init__(self) -> None:
         if self.serves is not None and self.serves not in self.holds:
@@ -55,7 +57,8 @@ class Action(StrEnum):
     """The kinds of steps."""
 
     STOP = "stop"
-    """The router stops sending work of the active plan to the worker; its rows drain."""
+    """The router stops sending work of the active plan to the worker; rows that the worker has
+    drain."""
     UNLOAD = "unload"
     LOAD = "load"
     SWITCH = "switch"
@@ -64,7 +67,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionStep:
-    """A step; a worker takes its steps in order, after the splits to unload have drained."""
+    """A step of a transition. Each worker takes its steps in order.
+
+    Before a worker unloads a split, the rows of this split have drained.
+    """
 
     action: Action
     worker: str = ""
@@ -113,7 +119,7 @@ def plan_transition(
 
 
 class _Moving:
-    """One call of :func:`plan_transition`."""
+    """State of one call of :func:`plan_transition`."""
 
     def __init__(
         self,
@@ -136,7 +142,7 @@ class _Moving:
         return float(self._sums[segments[1] + 1] - self._sums[segments[0]])
 
     def is_tight(self, worker: WorkerState, segments: Segments) -> bool:
-        """Return whether a worker's memory cannot hold a split next to the one it runs."""
+        """Return whether a worker's memory cannot hold a split in addition to its current split."""
         if segments in worker.holds or worker.serves is None:
             return False
         both = self.bytes_of(segments) + self.bytes_of(worker.serves)
@@ -281,7 +287,7 @@ def _slots(plan: ClusterPlan) -> Iterator[tuple[Segments, str]]:
 def _serving(
     old: ClusterPlan | None, workers: Sequence[WorkerState]
 ) -> dict[Segments, tuple[str, ...]]:
-    """Return the workers of each split of a plan; ValueError if any mismatch."""
+    """Return the workers of each split of a plan; ValueError if workers and plan do not match."""
     splits = () if old is None else splits_of(old)
     serving = {
         segments: tuple(worker.name for worker in workers if worker.serves == segments)
@@ -291,9 +297,9 @@ def _serving(
     idle = [segments for segments, names in serving.items() if not names]
     if strangers or idle:
         raise ValueError(
-            f"the workers serve {sorted(strangers)}, which are not in the active plan, and no "
-            f"worker serves {idle}, which are; expected each of {list(splits)} to be served, and "
-            "nothing else"
+            f"the workers serve splits {sorted(strangers)}, which are not in the active plan, and "
+            f"no worker serves the plan's splits {idle}; expected workers for {list(splits)}, and "
+            "for no other splits"
         )
     return serving
 

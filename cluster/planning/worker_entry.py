@@ -1,9 +1,9 @@
 """The part of a cluster file about workers; :mod:`.cluster_file` reads it.
 
 ``device`` names a type of ``[devices]``. With ``backend = "tensorrt"`` or ``"cuda"`` a worker runs
-on a GPU of its host, and its number may follow the type: ``"cuda:1"`` is GPU 1, of type ``cuda:1``
-if this type exists, else of type ``cuda``; ``"h100:0"`` is GPU 0, of type ``h100``. Without a
-number the workers of an entry use the GPUs from 0 on, one each.
+on a GPU of its host. The GPU's number may follow the type: ``"cuda:1"`` is GPU 1, of type
+``cuda:1`` if this type exists, else of type ``cuda``; ``"h100:0"`` is GPU 0, of type ``h100``.
+Without a number the workers of an entry use the GPUs from 0 on, one each.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class WorkersEntry:
 
 
 def read_device(device: object, backend: object, names: Sequence[str]) -> tuple[str, int | None]:
-    """Read the type of a worker's device, one of ``names``, and the number of its GPU, if any.
+    """Read the device type of a worker, one of ``names``, and the number of the GPU, if any.
 
     ValueError if there is no such type, or the type does not fit the backend.
     """

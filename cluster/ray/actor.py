@@ -33,8 +33,8 @@ class WorkerActor:
     """A worker on a node of a Ray cluster; all its arguments are plain strings and numbers.
 
     It works like ``eeworker``: it serves one router, which must present the token, and only with
-    the bundles that it was started with. Its process ends with its router, which releases the
-    resources that Ray reserved for it; its successor is another actor.
+    the bundles that it was started with. Its process ends when its router is gone, and Ray then
+    frees the actor's resources. A successor is another actor.
     """
 
     def __init__(

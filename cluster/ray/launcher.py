@@ -2,10 +2,10 @@
 
 Each worker has its own placement group, which reserves the worker's resources. The group is kept
 while the worker is replaced, so that no other job takes the resources; Ray moves the group when its
-node is gone. While resources are lacking, the group waits, and an autoscaler sees that. It is
-checked whenever the worker's stream tries to start. Rejected: one group for all workers, which Ray
-places whole or not at all, and actors that wait for resources themselves, which cannot be
-distinguished from actors whose process is starting.
+node is gone. While resources are lacking, the group waits, and an autoscaler sees that. Whenever
+the worker's stream tries to start, the launcher checks whether Ray has placed the group. Rejected:
+one group for all workers, which Ray places whole or not at all, and actors that wait for resources
+themselves, which cannot be distinguished from actors whose process is starting.
 
 Ray does not restart actors (``max_restarts=0``): a restarted worker would have none of its stages.
 After the worker has returned its address, Ray is not needed any more; the socket reveals a lost
@@ -122,9 +122,10 @@ class RayWorker(TcpWorker):
 
 
 class RayLauncher:
-    """Places one worker on Ray, and starts it and its successors there.
+    """Places one worker on Ray, and starts this worker and its successors there.
 
-    ``resources`` are what Ray reserves for it, by Ray's names (``CPU``, ``GPU``, or custom ones).
+    ``resources`` are what Ray reserves for the worker, by Ray's names (``CPU``, ``GPU``, or custom
+    names).
     """
 
     runtime = ON_THE_CPU

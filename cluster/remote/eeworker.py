@@ -4,8 +4,8 @@ The command only holds the listening socket; a child process serves, and ends wi
 state of one router is left for the next, and neither a crash nor a hanging stage ends the worker.
 New connections wait while the child is replaced.
 
-Rejected: a process that gets connections after the handshake, because TLS connections cannot be
-passed on.
+Rejected: a handshake in the first process, which would then pass connections to the child. TLS
+connections cannot be passed to another process.
 """
 
 from __future__ import annotations
@@ -158,13 +158,13 @@ def _stop(_number: int, _frame: object) -> NoReturn:
 def serving_words(words: Sequence[str], fds: tuple[int, int]) -> list[str]:
     """Return the command line of the serving process: the descriptors, then the user's words.
 
-    The descriptors come first, because after a ``--`` in the user's words they would be bundles.
+    The descriptors come first: after a ``--`` in the user's words they would be read as bundles.
     """
     return ["--serve-fds", *map(str, fds), *words]
 
 
 class _Serving:
-    """The serving process, and a socket whose closing ends it together with this process."""
+    """The serving process, and a socket. The serving process ends when the socket is closed."""
 
     def __init__(self, listening: socket.socket, words: Sequence[str], module: str) -> None:
         self._leash, theirs = socket.socketpair()
@@ -252,7 +252,7 @@ def _make_once(given: argparse.Namespace, make: MakeBackend) -> None:
 
 
 def _identity(given: argparse.Namespace) -> TlsIdentity | None:
-    """Return the TLS files, if configured; NetworkError if one is invalid."""
+    """Return the TLS files, if configured; NetworkError if a file is invalid."""
     if given.tls_cert is None:
         return None
     identity = TlsIdentity(certificate=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
@@ -320,8 +320,8 @@ def make_parser() -> LayeredParser:
     )  # fmt: skip
     add(
         "--backend", metavar="NAME", choices=BACKENDS,
-        help="refuse servers that request another one: onnxruntime, openvino, or tensorrt or cuda "
-        "on a GPU (default: as the server requests)",
+        help="backend that servers must request, others are refused: onnxruntime, openvino, or "
+        "tensorrt or cuda on a GPU (default: as the server requests)",
     )  # fmt: skip
     add(
         "--threads", metavar="N", type=_threads,

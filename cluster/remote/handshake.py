@@ -39,7 +39,7 @@ _COMMAND: Final = 'python -c "import secrets; print(secrets.token_hex(32))"'
 
 
 class HandshakeError(EngineError):
-    """The other end is not the expected one; the message is one line, with the remedy."""
+    """The other end is not the expected router or worker; the message is one line with a remedy."""
 
 
 class Nonces(NamedTuple):
@@ -68,7 +68,7 @@ def greet(nonce: bytes) -> bytes:
 
 
 def read_greeting(message: bytes, who: str) -> bytes:
-    """Return the other end's random bytes; HandshakeError unless it uses this protocol."""
+    """Return the other end's random bytes; HandshakeError if it does not use this protocol."""
     magic, protocol, nonce = _GREETING.unpack(message)
     if message[:2] in _TLS_RECORDS:
         raise HandshakeError(
@@ -102,7 +102,7 @@ def session_of(token: bytes, nonces: Nonces) -> str:
 def reach_worker(connected: socket.socket, token: bytes, who: str, limit_s: float) -> str:
     """Perform the router's part, and return the session's name.
 
-    HandshakeError, OSError if the connection ends, TimeoutError.
+    Raises HandshakeError, OSError if the connection ends, or TimeoutError after ``limit_s``.
     """
     until_s = time.monotonic() + limit_s
     ours = secrets.token_bytes(NONCE_BYTES)
@@ -141,7 +141,11 @@ def _send(connected: socket.socket, message: bytes, until_s: float) -> None:
 
 
 def _greeting_from(connected: socket.socket, until_s: float) -> bytes:
-    """Receive a greeting, or the beginning of another message, which may be shorter."""
+    """Receive a greeting of :data:`GREETING_BYTES`, in the time until ``until_s``.
+
+    If the other end sends something else, the bytes received so far are returned, followed by
+    zeros.
+    """
     found = b""
     while len(found) < GREETING_BYTES and found[: len(_MAGIC)] == _MAGIC[: len(found)]:
         connected.settimeout(_left_s(until_s))

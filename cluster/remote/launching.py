@@ -35,7 +35,7 @@ class WorkerHandle(Protocol):
     stages: set[int]
     """Numbers of the stages that the worker has loaded; the router updates them."""
     lost: bool
-    """``True`` if the router has given it up."""
+    """``True`` if the router has given up the worker."""
 
     @property
     def name(self) -> str:
@@ -59,9 +59,9 @@ class WorkerHandle(Protocol):
         """Open a slot; errors as :meth:`order`."""
 
     def lose(self, reason: str) -> WorkerLostError:
-        """Kill a worker that does not answer, and return the error that states it.
+        """Kill a worker that does not answer, and return the error to raise, with the ``reason``.
 
-        An empty ``reason`` means that a connection ended; the error then states why, if that is
+        An empty ``reason`` means that a connection ended; the error then has the cause, if it is
         known.
         """
 
@@ -70,21 +70,21 @@ class WorkerHandle(Protocol):
 
 
 class WorkerLauncher(Protocol):
-    """Starts one of the workers, and its successors if it is lost."""
+    """Starts a worker, and its successors if the worker is lost."""
 
     @property
     def device_type(self) -> str:
-        """Name of its type in a cluster's ``[devices]``; empty without a cluster."""
+        """Name of the worker's type in a cluster's ``[devices]``; empty without a cluster."""
 
     @property
     def runtime(self) -> WorkerRuntime:
-        """Backend and GPU requested for its worker."""
+        """Backend and GPU requested for the worker."""
 
     def describe(self) -> str:
-        """Describe the location of its worker, for messages and the log."""
+        """Describe the location of the worker, for messages and the log."""
 
     def start(self, hello: Hello) -> WorkerHandle:
-        """Start a worker with the options of ``hello``; BackendError with one line if it cannot."""
+        """Start a worker with the options of ``hello``; BackendError of one line if that fails."""
 
     def close(self) -> None:
         """Release resources reserved for future workers; no more are started."""
@@ -106,15 +106,15 @@ class LocalLauncher:
 
     @property
     def device_type(self) -> str:
-        """Name of its type in a cluster's ``[devices]``; empty without a cluster."""
+        """Name of the worker's type in a cluster's ``[devices]``; empty without a cluster."""
         return self._device_type
 
     def describe(self) -> str:
-        """Describe the location of its worker, which is this host."""
+        """Describe the location of the worker, which is this host."""
         return f"a process on this host{self.runtime.describe()}"
 
     def start(self, hello: Hello) -> WorkerProcess:
-        """Start a process with the options of ``hello``; BackendError if it cannot."""
+        """Start a process with the options of ``hello``; BackendError if that fails."""
         return WorkerProcess(hello, self._command)
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ from offramp.engine.common.network import tls_reason
 _log = logging.getLogger(__name__)
 
 ADMIT_LIMIT_S: Final = 10.0
-"""Time limit for a connection to prove that it is a router's."""
+"""Time limit, in seconds, for a connection to prove that it comes from a router."""
 SILENCE_S: Final = 60.0
 """Longest silence of a router, in seconds; routers send signs of life six times as often."""
 MOST_UNKNOWN: Final = 64
@@ -53,14 +53,14 @@ _PAUSE_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """What a router needs in order to be served, and what it may run."""
+    """Requirements that a router must meet to be served, and what it may then run."""
 
     token: bytes
     context: ssl.SSLContext | None
-    """TLS context of connections; ``None`` accepts unencrypted ones."""
+    """TLS context of connections; ``None`` accepts unencrypted connections."""
     make: MakeBackend
     find: FindBundle
-    """Returns the bundles that are served."""
+    """Function that returns a bundle to serve, by the name of a stage."""
     any_graph: bool = False
     """``True`` if a router may send graphs that are not in a bundle; only tests do so."""
     admit_s: float = ADMIT_LIMIT_S
@@ -122,7 +122,7 @@ class Listener:
                 self._over.wait(_PAUSE_S)
 
     def _await_token(self, number: int, connected: socket.socket) -> None:
-        """Add a connection to the unknown ones; if there are too many, close the oldest."""
+        """Add a connection to those without a token; if there are too many, close the oldest."""
         with self._lock:
             self._unknown[number] = connected
             oldest = min(self._unknown) if len(self._unknown) > MOST_UNKNOWN else None
@@ -143,8 +143,8 @@ class Listener:
     def attend(self, connected: socket.socket, peer: str, number: int = -1) -> None:
         """Serve a connection until it ends: orders or a slot, as its first message states.
 
-        HandshakeError, OSError, ConnectionLostError, TransportTimeoutError or FrameError if there
-        is no valid first message.
+        Raises HandshakeError, OSError, ConnectionLostError, TransportTimeoutError or FrameError if
+        there is no valid first message.
         """
         with self._encrypted(connected, number) as encrypted:
             session = self._admit(encrypted, peer, number)
@@ -183,7 +183,7 @@ class Listener:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        """Remove a connection from the unknown ones."""
+        """Remove a connection from those that have not proved the token."""
         with self._lock:
             self._unknown.pop(number, None)
 

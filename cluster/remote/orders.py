@@ -28,7 +28,7 @@ class Orders:
     def __init__(self, connection: Connection, lose: Callable[[str], WorkerLostError]) -> None:
         self.connection = connection
         self.lock = threading.Lock()
-        """Held from an order to its answer."""
+        """Lock that is held from the start of an order until its answer."""
         self._lose = lose
 
     def ask(

@@ -24,7 +24,8 @@ START_LIMIT_S: Final = 60.0
 ORDER_LIMIT_S: Final = 600.0
 """Time limit of an order, in seconds: a large stage may take minutes to load."""
 _CPU_CLOCK: Final = 2
-"""Type of the CPU clock (scheduling clock) in the id of a process's clock on Linux."""
+"""Number of the CPU clock (scheduling clock) in a Linux clock id, which names a process and a
+clock."""
 _END_S: Final = 5.0
 """Time limit, in seconds, of operations that usually take milliseconds."""
 
@@ -41,7 +42,7 @@ class WorkerCommand:
 class WorkerProcess:
     """One worker process; any thread may call any method.
 
-    BackendError if it cannot be started, or refuses the options of ``hello``.
+    BackendError if the process cannot be started, or refuses the options of ``hello``.
     """
 
     def __init__(self, hello: Hello, command: WorkerCommand) -> None:
@@ -49,7 +50,7 @@ class WorkerProcess:
         self._orders = Orders(connection, self.lose)
         self._slots = itertools.count(1)
         self.stages: set[int] = set()
-        """Numbers of the stages that it has loaded."""
+        """Numbers of the stages that the worker has loaded."""
         self.lost = False
         with theirs:
             try:
@@ -119,7 +120,7 @@ class WorkerProcess:
         memory.close_fd()
 
     def lose(self, reason: str) -> WorkerLostError:
-        """Kill a worker that does not answer, and return the error that states it."""
+        """Kill a worker that does not answer, and return the error to raise, with ``reason``."""
         self.lost = True
         with contextlib.suppress(OSError):
             self._process.kill()

@@ -19,7 +19,7 @@ from offramp.engine.stages.backend_protocol import Rows, StageResult, TensorBatc
 
 
 class RoutedSlot:
-    """A slot of worker ``number``; stages that it does not hold run on other workers.
+    """A slot of worker ``number``; stages that this worker does not hold run on other workers.
 
     ``route`` returns the worker that runs a stage, which is ``number`` if that worker holds it;
     ``open_other`` opens a slot of another worker.
@@ -81,7 +81,11 @@ class RoutedSlot:
             raise
 
     def select(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
-        """Return the given rows: the batch, or a copy in memory that its own worker reads."""
+        """Return a batch of the given rows.
+
+        It is the batch itself if these are all rows; else they are copied to memory for this slot's
+        worker.
+        """
         return self._own.select(batch, rows)
 
     def buffer(self, batch: TensorBatch, rows: Rows) -> RemoteBatch:
@@ -89,7 +93,7 @@ class RoutedSlot:
         return self._own.buffer(batch, rows)
 
     def merge(self, parts: Sequence[tuple[TensorBatch, Rows]]) -> RemoteBatch:
-        """Concatenate the rows of the parts, in order, in memory that its own worker reads."""
+        """Concatenate the rows of the parts, in order, in memory that this slot's worker reads."""
         return self._own.merge(parts)
 
     def close(self) -> None:

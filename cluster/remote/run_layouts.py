@@ -28,19 +28,23 @@ from offramp.cluster.remote.worker_messages import (
 from offramp.engine.common.errors import BackendError
 
 MOST_KEPT: Final = 1024
-"""Largest number of cached objects of one kind; when it is exceeded, all are dropped."""
+"""Largest number of cached objects of one kind; if a cache exceeds it, the whole cache is emptied.
+"""
 _DTYPES: Final = frozenset(DTYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FormSet:
-    """The forms of a batch's tensors. Equal sets of forms are one object, compared by identity."""
+    """Forms (:class:`.TensorForm`) of a batch's tensors.
+
+    Equal sets of forms are one object, so that they can be compared by identity.
+    """
 
     forms: tuple[TensorForm, ...]
     offsets: tuple[int, ...]
-    """Offset of each tensor in a memory block with all of them."""
+    """Offset of each tensor in a memory block that has all tensors of the set."""
     part_bytes: int
-    """Size of that block, in bytes."""
+    """Size of a memory block that has all tensors of the set, in bytes."""
     size_bytes: int
     """Bytes of all elements."""
 
@@ -52,7 +56,7 @@ def forms_of(tensors: Mapping[str, NDArray[Any]]) -> FormSet:
 
 @lru_cache(maxsize=MOST_KEPT)
 def form_set(given: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> FormSet:
-    """Return the one set of given forms; BackendError for a dtype that cannot be sent."""
+    """Return the only :class:`FormSet` of these forms; BackendError if a dtype cannot be sent."""
     forms = tuple([TensorForm(*form) for form in given])
     offsets, end = [], 0
     for form in forms:
@@ -69,20 +73,23 @@ def form_set(given: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorLayout:
-    """Tensors of given forms at given offsets; a slot has only one object for equal layouts."""
+    """Tensors of given forms at given offsets; equal layouts of a slot are one object."""
 
     forms: FormSet
     places: Mapping[str, int]
     memory: SharedMemory | None
     """Memory of the offsets; ``None`` if all tensors are sent inline."""
     tensors: Mapping[str, NDArray[Any]]
-    """Views of that memory."""
+    """Views of the tensors in that memory."""
     orders: dict[tuple[int, int, float | None, int, int], Order] = field(default_factory=dict)
 
     def order(
         self, stage: int, rows: int, threshold: float | None, region: tuple[int, int]
     ) -> Order:
-        """Return the order to run a stage on them; ``region``: offset and size for results."""
+        """Return the order to run a stage on these tensors.
+
+        ``region`` is the offset and the size of the memory for results.
+        """
         key = (stage, rows, threshold, *region)
         order = self.orders.get(key)
         if order is None:
@@ -105,7 +112,7 @@ class Order:
     """Parsed replies by header."""
 
     def check(self, arrays: Sequence[PlacedArray]) -> None:
-        """Check that results are within their bounds; FrameError if not."""
+        """Check that results are within the bounds of the order; FrameError if not."""
         for form, place in arrays:
             end = place + form.size_bytes
             if place >= 0 and not self.begins <= place <= end <= self.ends:
@@ -121,21 +128,21 @@ class ReplyArray:
 
     form: TensorForm
     offset: int
-    """Offset in the body; −1 if it is not inline."""
+    """Offset of the array in the body of the reply; −1 if the array is not inline."""
     view: NDArray[Any] | None
     """View of shared memory; ``None`` if inline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReply:
-    """A worker's parsed reply to a run; its values were checked against that run's order."""
+    """A worker's parsed reply to a run, with values that are valid for the order of that run."""
 
     answer: ReplyArray | None
     confidence: ReplyArray
     carried: tuple[ReplyArray, ...] | None
     """Arrays that are passed to the next stage (carried); ``None`` after the last stage."""
     layout: TensorLayout | None
-    """Layout of these arrays, if all are in shared memory."""
+    """Layout of the arrays in ``carried``, if all are in shared memory."""
     passed: bool
     """``True`` if some carried arrays are unchanged inputs of the run."""
     row_bytes: float

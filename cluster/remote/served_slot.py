@@ -1,7 +1,7 @@
 """The worker's side of a slot: runs ordered stages and replies.
 
-Repeated work is cached: an order's header is the key of the views of its tensors, and the forms of
-results are the key of their offsets and of the reply.
+Repeated work is cached. Equal headers of orders mean the same tensors, whose views are reused.
+Results of equal forms have the same offsets, and get the same header of the reply.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from offramp.engine.stages.backend_protocol import (
 _log = logging.getLogger(__name__)
 
 Reached: TypeAlias = Callable[[str], None]
-"""Called with the name of a point that the protocol has reached; tests end the worker there."""
+"""Function that is called with the name of a point that the protocol has reached; tests end the
+worker there."""
 Arrays: TypeAlias = Sequence[NDArray[Any]]
 
 
@@ -73,7 +74,8 @@ class _WrittenReply:
 
     header: bytes
     views: tuple[NDArray[Any] | None, ...]
-    """Destinations of results, except unchanged inputs; ``None`` if inline."""
+    """Memory that each result is copied to, except unchanged inputs; ``None`` for inline results.
+    """
 
 
 class ServedSlot:
@@ -89,7 +91,7 @@ class ServedSlot:
         *,
         device: AbstractContextManager[object],
     ) -> None:
-        """Keep the parts; ``device`` is locked while a stage runs: one slot at a time runs."""
+        """Keep the parts; ``device`` is locked while a stage runs, so one slot at a time runs."""
         self._connection = connection
         self._slot = slot
         self._stages = stages

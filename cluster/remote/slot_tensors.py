@@ -1,10 +1,10 @@
 """Transfer of a slot's tensors to its worker and back: in shared memory, or in messages.
 
-Only the router allocates shared memory. Tensors that a stage received or returned there are not
-copied again for the next stage; blocks are free as soon as no batch needs them. If there is not
-enough memory, the slot allocates more. While the slot does not know the size of a stage's results,
-the worker sends them inline. Over a network all tensors are inline, also those for the next stage:
-so the router has all that a batch needs if its worker is lost.
+Only the router allocates shared memory. Tensors that are in shared memory already, as inputs or
+results of a stage, are not copied again for the next stage; blocks are free as soon as no batch
+needs them. If there is not enough memory, the slot allocates more. While the slot does not know the
+size of a stage's results, the worker sends them inline. Over a network all tensors are inline, also
+those for the next stage: so the router has all that a batch needs if its worker is lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RemoteBatch:
     rows: int
     forms: FormSet
     layout: TensorLayout | None = None
-    """Layout in shared memory; ``None`` if a worker cannot read all tensors where they are."""
+    """Layout in shared memory; ``None`` if a worker cannot read all tensors without a copy."""
     blocks: tuple[MemoryBlock, ...] = ()
     """Memory blocks with tensors of the batch, reserved while this batch exists."""
 
@@ -42,15 +42,15 @@ class RemoteBatch:
 
 
 class TensorPath(Protocol):
-    """The way of a slot's tensors to its worker and back; used by one thread."""
+    """Transfer of a slot's tensors to its worker and back; used by one thread."""
 
     def placed(
         self, batch: RemoteBatch, room: int, /
     ) -> tuple[RemoteBatch, TensorLayout, MemoryBlock | None]:
-        """Return a batch that a worker can read, its layout, and a block of bytes for results."""
+        """Return a batch that a worker can read, its layout, and ``room`` bytes for results."""
 
     def inline_arrays(self, batch: RemoteBatch, /) -> Sequence[NDArray[Any]]:
-        """Return the arrays of such a batch that are sent with the order to run a stage."""
+        """Return the arrays of a placed batch that are sent with the order to run a stage."""
 
     def room(self, forms: FormSet, rows: int) -> RemoteBatch:
         """Return an unfilled batch of these forms, in the memory that the worker reads fastest."""
@@ -158,8 +158,8 @@ class SharedTensors:
     def _grow(self, size_bytes: int) -> None:
         """Allocate new memory, twice the needed size; the next run gives it to the worker.
 
-        Tensors in the old memory are copied when they are needed; it exists as long as their
-        batches.
+        Tensors in the old memory are copied when they are needed. The old memory exists as long as
+        batches use it.
         """
         size_bytes = 2 * max(size_bytes, self._memory.size_bytes)
         try:

@@ -73,9 +73,9 @@ class StageDescription:
 
 
 def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
-    """Return a stage's document for a worker, and its graph if it must be sent.
+    """Return a stage's document for a worker, and the stage's graph if the graph must be sent.
 
-    BackendError if it is a stage of a bundle, but not fully determined by the bundle.
+    BackendError if the stage belongs to a bundle, but is not fully determined by the bundle.
     """
     if spec.bundle is None:
         return describe_graph(spec)
@@ -107,7 +107,7 @@ def describe_stage(spec: StageSpec) -> tuple[str, bytes]:
 
 
 def describe_graph(spec: StageSpec) -> tuple[str, bytes]:
-    """Return the document of a stage, described as one without a bundle, and its graph."""
+    """Return a stage's document, as for a stage without a bundle, and its serialised graph."""
     names = {f.name for f in fields(StageDescription)} - {"weight_form"}
     said = {name: getattr(spec, name) for name in names}
     described = StageDescription(**said, weight_form=spec.weight_form.value)
@@ -156,7 +156,7 @@ class BundlesByHash:
         return ", ".join(self._names)
 
     def __call__(self, named: StageName) -> Bundle:
-        """Return the variant that a stage belongs to; BackendError if it is missing."""
+        """Return the variant of a bundle that a stage belongs to; BackendError if it is missing."""
         found = self._variants.get((named.manifest_sha256, named.variant))
         if found is None:
             name = Path(os.fsdecode(unquote_to_bytes(named.path))).name
@@ -170,13 +170,14 @@ class BundlesByHash:
 
 
 FindBundle: TypeAlias = Callable[[StageName], Bundle]
-"""Returns the variant that a stage belongs to; BackendError or FrameError if there is none."""
+"""Function that returns the variant of a bundle that a stage belongs to; BackendError or FrameError
+if there is none."""
 
 
 def make_described(
     document: str, graph: bytes, find: FindBundle, *, any_graph: bool = True
 ) -> StageSpec:
-    """Make the stage that a document names; without ``any_graph`` it must be one of a bundle.
+    """Make the stage that a document names; without ``any_graph`` it must be a stage of a bundle.
 
     FrameError if the document is malformed, BackendError if the bundle is missing.
     """

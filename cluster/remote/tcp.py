@@ -41,7 +41,7 @@ class HostPort(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """``True`` if it is certainly this host; the only such name is ``localhost``."""
+        """``True`` if the host is certainly this host: a loopback address, or ``localhost``."""
         return is_loopback(self.host)
 
 

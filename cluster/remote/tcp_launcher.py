@@ -48,14 +48,16 @@ class WorkerAddress:
     context: ssl.SSLContext | None
     """TLS context of connections; ``None`` does not encrypt."""
     remedy: str = ""
-    """Remedy in the error if the worker cannot be reached; empty: to start ``eeworker`` there."""
+    """Remedy in the error if the worker cannot be reached; if empty, the remedy is to start
+    ``eeworker``."""
     most_result_bytes: int = MOST_RESULT_BYTES
     """Largest result of a run, in bytes, that is received from the worker."""
 
     def reach(self) -> tuple[socket.socket, str]:
         """Connect and perform the handshake: return the connection, and the session's name.
 
-        WorkerLostError if it cannot be reached, BackendError if it is a wrong worker or refuses.
+        WorkerLostError if the worker cannot be reached, BackendError if it is a wrong worker or
+        refuses.
         """
         who = f"the worker at {self.address}"
         try:
@@ -102,7 +104,8 @@ class WorkerAddress:
 class TcpWorker:
     """One worker on another host; any thread may call any method.
 
-    WorkerLostError if it cannot be reached, BackendError if it refuses the options of ``hello``.
+    WorkerLostError if the worker cannot be reached, BackendError if it refuses the options of
+    ``hello``.
     """
 
     def __init__(self, hello: Hello, address: WorkerAddress, *, ping_s: float = PING_S) -> None:
@@ -114,7 +117,7 @@ class TcpWorker:
         """Guards the list of connections."""
         self._slot_sockets: list[socket.socket] = []
         self.stages: set[int] = set()
-        """Numbers of the stages that it has loaded."""
+        """Numbers of the stages that the worker has loaded."""
         self.lost = False
         self._over = threading.Event()
         self._socket, self._session = address.reach()
@@ -192,7 +195,7 @@ class TcpWorker:
             raise self.lose(answer.reason)
 
     def lose(self, reason: str) -> WorkerLostError:
-        """Give up a worker that does not answer, and return the error that states it.
+        """Give up a worker that does not answer, and return the error to raise, with ``reason``.
 
         Closing its connections ends the worker's service in any case.
         """
@@ -250,11 +253,11 @@ class TcpLauncher:
 
     @property
     def device_type(self) -> str:
-        """Name of its type in a cluster's ``[devices]``; empty without a cluster."""
+        """Name of the worker's type in a cluster's ``[devices]``; empty without a cluster."""
         return self._device_type
 
     def describe(self) -> str:
-        """Describe the location of its worker: the address."""
+        """Describe the location of the worker: its address."""
         how = "not encrypted" if self._address.context is None else "TLS"
         return f"another process at {self._address.address}, {how}{self.runtime.describe()}"
 

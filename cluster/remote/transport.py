@@ -39,7 +39,8 @@ _AT_ONCE: Final = 1 << 24
 """Largest memory, in bytes, allocated for a body before its data have arrived."""
 _MOST_FDS: Final = 4
 _NEARLY: Final = 0.9
-"""A remaining limit of at least this share is not set again, which saves system calls."""
+"""Share of the socket's time limit: while at least this share is left, the limit is not set again,
+which saves system calls."""
 _GONE: Final = getattr(select, "POLLRDHUP", 0)
 """Poll event of a half-closed connection; a full close is always reported."""
 
@@ -64,7 +65,7 @@ class Frame(NamedTuple):
 class Connection:
     """A connected stream socket; one thread sends and receives at a time.
 
-    ``most_body`` is the largest body that it receives, in bytes.
+    ``most_body`` is the largest body that the connection receives, in bytes.
     """
 
     def __init__(self, connected: socket.socket, *, most_body: int = MOST_BODY) -> None:
@@ -89,8 +90,8 @@ class Connection:
     ) -> None:
         """Send a frame whose body consists of arrays, each aligned.
 
-        ConnectionLostError; TransportTimeoutError if a frame with a body is not sent whole within
-        ``limit_s``.
+        Raises ConnectionLostError, or TransportTimeoutError if a frame with a body is not sent
+        whole within ``limit_s``.
         """
         pieces: Sequence[Any] = (_framed(header),) if not body else _pieces(header, body)
         try:
@@ -122,9 +123,9 @@ class Connection:
     ) -> Frame:
         """Receive a frame within ``limit_s``, or up to a tenth longer.
 
-        With ``fds`` it may carry file descriptors. ConnectionLostError, TransportTimeoutError, or
-        LargeBodyError for a body that exceeds ``most_body`` bytes, or the connection's limit,
-        before any memory is allocated for it.
+        With ``fds`` the frame may carry file descriptors. Raises ConnectionLostError,
+        TransportTimeoutError, or LargeBodyError. The last is raised for a body that exceeds
+        ``most_body`` bytes or the connection's limit, before any memory is allocated for the body.
         """
         found: list[int] = []
         try:
@@ -203,7 +204,8 @@ class Connection:
     def _shorten_limit(self, ends_s: float | None) -> None:
         """Limit the socket's wait for the rest of a frame to this time, or up to a tenth longer.
 
-        TimeoutError if the time is over; so data that arrive in small pieces do not extend it.
+        TimeoutError if the time is over. The limit is for the whole frame, also if its data arrive
+        in small pieces.
         """
         if ends_s is not None:
             left_s = ends_s - time.monotonic()
@@ -253,14 +255,17 @@ class Connection:
 
 
 def _is_late(error: Exception) -> bool:
-    """Return whether an error is an expired limit; lost networks' TimeoutErrors have an errno."""
+    """Return whether an error means that a time limit is over.
+
+    A TimeoutError that has an ``errno`` comes from a lost network instead.
+    """
     return isinstance(error, BlockingIOError) or (
         isinstance(error, TimeoutError) and error.errno is None
     )
 
 
 def _timeval(limit_s: float | None) -> bytes:
-    """Encode a limit for the operating system, where 0 is none."""
+    """Encode a time limit for the operating system, which reads 0 as no limit."""
     micros = 0 if limit_s is None else max(round(1e6 * limit_s), 1)
     return struct.pack("@ll", *divmod(micros, 1_000_000))
 
@@ -284,7 +289,7 @@ def _pieces(header: bytes, body: Sequence[NDArray[Any] | bytes]) -> Sequence[Any
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """Yield the pieces to send: small parts are joined, as each piece may wake the other end."""
+    """Yield the pieces to send; small parts are joined: each piece may wake the other end."""
     small = b""
     for part in parts:
         small += part[:_CHUNK]
@@ -300,7 +305,7 @@ def _joined(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryview]
 class SharedMemory:
     """Memory shared with another process by its file descriptor.
 
-    It exists while this object or an array in it does.
+    The memory exists while this object, or an array in the memory, exists.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
@@ -363,8 +368,8 @@ class Regions:
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
         self._taken: dict[int, int] = {}
-        """End offsets by start offset; a block removes its entry when it is deleted, in any
-        thread."""
+        """End offset of each reserved block, by its start offset. A block removes its entry when
+        the block is deleted, in any thread."""
 
     def take(self, size_bytes: int) -> MemoryBlock | None:
         """Reserve an aligned block of this size; ``None`` if there is no space."""

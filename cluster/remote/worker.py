@@ -4,12 +4,12 @@
 is for orders: to load stages, and to serve slots. Each slot has its own connection, shared memory
 and thread, so that a stage can be loaded while others run.
 
-The process ends, whatever its state, when this connection ends, and leaves no resources: so it dies
-with its router. Rejected: ``PR_SET_PDEATHSIG``, which follows the thread that started a process,
-not the process; a stream's thread may end before. The router handles Ctrl-C and SIGTERM, because
-draining needs workers.
+The process ends, whatever its state, when this connection ends, and leaves no resources; so it
+cannot outlive its router. Rejected: ``PR_SET_PDEATHSIG``, which ends a process with the thread that
+started it; this thread may end before the router does. The router handles Ctrl-C and SIGTERM,
+because draining needs workers.
 
-It imports no runtime before the hello message.
+The process imports no runtime before the hello message.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from offramp.engine.tensorrt.probe import parse_devices
 _log = logging.getLogger(__name__)
 
 MakeBackend: TypeAlias = Callable[[Hello], Backend]
-"""Makes the worker's backend; BackendError if it cannot run here."""
+"""Function that makes the worker's backend; BackendError if the backend cannot run here."""
 
 
 class Worker:
@@ -81,10 +81,11 @@ class Worker:
         self._stages: dict[int, Stage] = {}
         self._slots: dict[int, ServedSlot] = {}
         self._device = threading.Lock()
-        """Held while a stage runs: other slots receive and send in the meantime (E3 3.2.2)."""
+        """Lock that is held while a stage runs; other slots receive and send in the meantime (E3
+        3.2.2)."""
 
     def serve(self, silence_s: float | None = None) -> None:
-        """Execute the router's orders until it is gone or orders the worker to end.
+        """Execute the router's orders until the router is gone or orders the worker to end.
 
         With ``silence_s``, the connection is a network: it carries no file descriptors, and
         TransportTimeoutError is raised if the router is silent for this time.

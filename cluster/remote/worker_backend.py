@@ -35,15 +35,15 @@ from offramp.engine.stages.plan import StageSpec
 _log = logging.getLogger(__name__)
 
 Holds: TypeAlias = Callable[[int, StageSpec], bool]
-"""Returns whether a worker, numbered from 0, holds a stage."""
+"""Function that returns whether a worker, numbered from 0, holds a stage."""
 
 BACKEND_OF: Final = {"onnxruntime-cpu": "onnxruntime", "openvino-cpu": "openvino"}
 """Backend option of a worker on the CPU, by the name of the local backend."""
 _NAME_OF: Final = {"tensorrt": "tensorrt", "cuda": "onnxruntime-cuda"}
 """Name of a GPU worker's backend, by its backend option."""
 _LEAST_ON_GPU_S: Final = 30.0
-"""Smallest time limit of a stage on a GPU, in seconds: every new batch size needs preparation, such
-as the choice of convolution algorithms."""
+"""Smallest time limit of a run of a stage on a GPU, in seconds: every new batch size needs
+preparation, such as the choice of convolution algorithms."""
 
 _CLOSE_S: Final = 5.0
 """Longest wait, in seconds, of a close for a start in progress, which may wait for a network."""
@@ -87,7 +87,7 @@ class RemoteBackend:
         """Guards the entries' counts."""
         self._lines = LineLimit(lines=1, window_s=60.0)
         self.restarts = 0
-        """Number of workers started to replace lost ones."""
+        """Number of workers started to replace lost workers."""
 
     @property
     def name(self) -> str:
@@ -108,7 +108,7 @@ class RemoteBackend:
 
     @property
     def workers(self) -> int:
-        """Number of workers, including lost ones."""
+        """Number of workers, including lost workers."""
         return len(self._pool)
 
     @property
@@ -143,11 +143,11 @@ class RemoteBackend:
         return time.process_time() + sum(worker.cpu_s() for worker in self.alive)
 
     def as_computed(self, bundle: Bundle) -> Bundle:
-        """Return the bundle as the local backend does."""
+        """Return the bundle with the results that are valid on the local backend."""
         return self._local.as_computed(bundle)
 
     def sizes(self, most: int) -> Sequence[int]:
-        """Return sizes as the local backend does, or those that GPUs pad batches to."""
+        """Return the batch sizes of the local backend, or those that GPUs pad batches to."""
         if all(entry.launcher.runtime.device for entry in self._pool):
             return sorted({padded(rows, most) for rows in range(1, most + 1)})
         return self._local.sizes(most)
@@ -176,9 +176,9 @@ class RemoteBackend:
             raise refused[0]
 
     def prepare(self, spec: StageSpec) -> RemoteStage:
-        """Load a stage in all live workers that hold it; others load it when they start.
+        """Load a stage in all live workers that hold it; other workers load it when they start.
 
-        An equal stage that is still in use is reused. BackendError if it cannot be loaded.
+        An equal stage that is still in use is reused. BackendError if the stage cannot be loaded.
         """
         made_of = _made_of(spec)
         stage = self._same_as(made_of)
@@ -198,7 +198,7 @@ class RemoteBackend:
     def open_slot(self) -> RoutedSlot:
         """Open a slot on the worker with the fewest slots, preferring live workers.
 
-        BackendError if the worker must be started but cannot be, or if it cannot load the stages.
+        BackendError if the worker must be started and this fails, or if it cannot load the stages.
         """
         there = self.there
         with self._lock:
@@ -208,7 +208,7 @@ class RemoteBackend:
         return self.open_slot_of(number)
 
     def open_slot_of(self, stream: int) -> RoutedSlot:
-        """Open a slot on a stream's worker, started again if it is lost; see :meth:`open_slot`."""
+        """Open a slot on a stream's worker; a lost worker starts again. See :meth:`open_slot`."""
         number = stream % len(self._pool)
         own = self._open_own_slot(number)
         return RoutedSlot(number, own, route=self._route, open_other=self._open_own_slot)
@@ -231,7 +231,7 @@ class RemoteBackend:
             raise
 
     def _route(self, number: int, stage: RemoteStage) -> int:
-        """Return the worker that runs a stage: the given one, unless only others hold it."""
+        """Return the worker that runs a stage: ``number``, unless only others hold the stage."""
         if self._holds(number, stage.spec):
             return number
         able = self._holders(stage.spec)
@@ -306,7 +306,7 @@ class RemoteBackend:
             raise failures[0]
 
     def _load_everywhere(self, stage: RemoteStage) -> list[BackendError | None]:
-        """Load a stage in all live workers that hold it; return each one's error or ``None``."""
+        """Load a stage in all live workers that hold it; return the error or ``None`` of each."""
         able = self._holders(stage.spec)
         if not able:
             raise self._held_by_none(stage.spec)
@@ -372,8 +372,8 @@ class RemoteBackend:
     def _send_graph(self, worker: WorkerHandle, stage: RemoteStage, error: BackendError) -> None:
         """Send a bundle's graph from this process to a worker that does not find the bundle.
 
-        The bundle may have been replaced since it was opened. Raises the worker's ``error`` if it
-        does not accept the graph either.
+        The bundle may have been replaced since it was opened. Raises the worker's ``error`` if the
+        worker does not accept the graph either.
         """
         bundle = stage.spec.bundle
         if bundle is None:
@@ -418,7 +418,7 @@ class _PoolEntry:
         """Held while a worker is started."""
         self.worker: WorkerHandle | None = None
         self.absent = False
-        """``True`` if the last start failed to reach a worker: over a network this may take
+        """``True`` if the last start did not reach the worker; over a network, another try may take
         long."""
         self.open_slots = 0
 

@@ -91,7 +91,7 @@ class Hello:
     graphs: bool = True
     """``True`` if stages are captured into CUDA graphs, on a GPU."""
     max_rows: int = 32
-    """Largest number of rows in a batch, if no engine limits it further."""
+    """Largest number of rows in a batch; engines may have a lower limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +112,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenSlot:
-    """The order to serve a slot on the connection sent with it, or to change its memory.
+    """The order to serve a slot on the connection sent with the order, or to change its memory.
 
-    File descriptors with it: the shared memory, and the connection if the slot is new.
+    File descriptors are sent with the order: the shared memory, and the connection if the slot is
+    new.
     """
 
     slot: int
@@ -147,7 +148,7 @@ class Ready:
 
     pid: int
     cpu_s: float = 0.0
-    """CPU seconds that it has used, if the order was a ping."""
+    """CPU seconds that the worker has used, if the order was a ping; else 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The answer of a worker that could not load or run a stage; it stays usable."""
+    """The answer of a worker that could not load or run a stage; the worker stays usable."""
 
     message: str
 
@@ -289,7 +290,7 @@ def inline_offsets(arrays: Sequence[PlacedArray], body_bytes: int) -> list[int]:
 
 
 def aligned(offset: int) -> int:
-    """Round an offset up to the next one at which an array may begin."""
+    """Round an offset up to the next offset at which an array may begin."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 

@@ -49,15 +49,15 @@ FIRST_LIMIT_S: Final = 60.0
 """Time limit of a stage's first run, in seconds: kernels are chosen, memory is allocated."""
 LEAST_LIMIT_S: Final = 1.0
 _KEPT_BYTES: Final = 1 << 14
-"""An answer is copied if it would keep more than this number of other bytes of a message in
-memory."""
+"""Largest number of unneeded bytes of a message that an answer may keep in memory; if there are
+more, the answer is copied out of the message."""
 HANG_FACTOR: Final = 10.0
-"""A run hangs when it takes this many times the stage's longest run."""
+"""A run counts as hanging after this factor times the duration of the stage's longest run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownRun:
-    """A stage's result for one sample, reused by probes, which run this sample again."""
+    """A stage's result for one sample. Probes run this sample again, and reuse the result."""
 
     given: Mapping[str, NDArray[Any]]
     result: StageResult
@@ -84,7 +84,7 @@ class RemoteStage:
     made_of: tuple[object, ...] = ()
     """Key of a stage of a bundle: parts of its graph, inputs and outputs."""
     row_bytes: float = 0.0
-    """Largest size in bytes of one row of its results in shared memory."""
+    """Largest size, in bytes, of one row of the stage's results in shared memory."""
     longest_s: float = 0.0
     """Seconds of the longest finished run."""
     largest_bytes: int = 0
@@ -312,7 +312,7 @@ def _check(spec: StageSpec, done: StageDone, rows: int) -> None:
 
 
 def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
-    """Return a result as an array that the caller owns, not in memory that is used again."""
+    """Return a result as an array that the caller owns; later runs do not overwrite it."""
     if array.view is not None:
         return array.view.copy()
     found = array_in(frame.body, array.form, array.offset)
@@ -320,7 +320,7 @@ def _own(array: ReplyArray, frame: Frame) -> NDArray[Any]:
 
 
 def _found(array: ReplyArray, frame: Frame, batch: RemoteBatch) -> NDArray[Any]:
-    """Return a carried tensor from where it is: the frame, shared memory, or the run's inputs."""
+    """Return a carried tensor from its place: the frame, shared memory, or the run's inputs."""
     if array.view is not None:
         return array.view
     if array.offset < 0:

@@ -1,4 +1,4 @@
-"""Options of an engine about clusters, in addition to its devices."""
+"""Options of an engine that concern clusters, in addition to the engine's devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME: Final = "cluster"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """The extension's options of an engine."""
+    """Options of an engine that the extension ``cluster`` adds."""
 
     profile_window_s: float = WINDOW_S
     """Length of a window of the batch profile, in seconds; plans use the profile (E3 3.1)."""
@@ -30,6 +30,6 @@ class ClusterOptions:
 
 
 def cluster_options(options: EngineOptions) -> ClusterOptions:
-    """Return the extension's options of an engine, by default the default options."""
+    """Return the cluster options of an engine; the defaults if the engine has none."""
     found = options.extensions.get(NAME)
     return found if isinstance(found, ClusterOptions) else ClusterOptions()

@@ -131,10 +131,11 @@ def _describe_exits(shares: Mapping[int, float], used: Collection[int]) -> str:
 
 
 def served_facts(bundle: Bundle, shares: Mapping[int, float], mode: Mode) -> ModelFacts:
-    """Return a served bundle's facts for plans; ``shares``: rows that continue after each exit.
+    """Return a served bundle's facts for plans.
 
-    In release mode all rows run to the end, and all exits are on. So both models of a cascade run:
-    the unmodified model alone is not a candidate.
+    ``shares`` has, by exit, the share of rows that continues after it. In release mode all rows run
+    to the end, and all exits are on. So both models of a cascade run, and the unmodified model
+    alone is not a candidate.
     """
     going_on = [1.0 if mode is Mode.RELEASE else share for share in shares.values()]
     return replace(facts_of(bundle, exits=tuple(shares), going_on=going_on), begins=0)

@@ -1,4 +1,4 @@
-"""Statistics of a model about clusters."""
+"""Statistics that clusters add to a served model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 PROFILE: Final = "batch_profile"
 PLAN: Final = "plan"
-"""Name of the background task that reports these statistics."""
+"""Name of the background task that reports statistics of plans."""
 
 
 def profile_of(statistics: ModelStatistics) -> ProfileStatus | None:
@@ -20,6 +20,6 @@ def profile_of(statistics: ModelStatistics) -> ProfileStatus | None:
 
 
 def plan_of(statistics: ModelStatistics) -> PlanStatus | None:
-    """Return the plan by which a model is split among workers; ``None`` if it is not split."""
+    """Return the plan by which a model is split among workers; ``None`` for unsplit models."""
     found = statistics.extensions.get(PLAN)
     return found if isinstance(found, PlanStatus) else None

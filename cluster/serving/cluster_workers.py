@@ -38,7 +38,7 @@ from offramp.engine.common.errors import BackendError
 from offramp.engine.common.network import NetworkError, tls_reason
 
 RAY: Final = Path("ray")
-"""Value of the option for a cluster file that means: Ray starts all workers."""
+"""Value of the option ``cluster``, in place of a file, for which Ray starts all workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,14 @@ class WorkerPlace:
     """One worker: its device type, and where it runs."""
 
     device_type: str
-    """Name of its type in the cluster's ``[devices]``."""
+    """Name of the worker's device type in the cluster's ``[devices]``."""
     address: HostPort | None
-    """Address on which the worker listens; ``None`` if it is started for the router."""
+    """Address on which the worker listens; ``None`` if the worker is started for the router."""
     resources: Mapping[str, float] | None = None
     """Resources that Ray reserves for the worker; ``None`` for a process on the router's own
     host."""
     runtime: WorkerRuntime = ON_THE_CPU
-    """Backend and device that run its stages."""
+    """Backend and device that run the worker's stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class ClusterWorkers(WorkerDevices):
 
     @property
     def count(self) -> int:
-        """Number of streams: one for each batch that a worker holds at a time."""
+        """Number of streams: each worker has one stream for each batch that it holds at a time."""
         return len(self.places) * self.batches_per_worker
 
     @property
@@ -147,9 +147,10 @@ class ClusterWorkers(WorkerDevices):
         return MOST_RESULT_BYTES if mib is None else mib << 20
 
     def planned_for(self, bundle: Bundle, max_batch_size: int) -> ServedCluster | None:
-        """Return devices and goal for a bundle's plans; ClusterFileError for another's profile.
+        """Return devices and goal for a bundle's plans.
 
         Times of a device come from its own profile if it has one, else from the bundle's profile.
+        ClusterFileError if a profile was measured with another bundle.
         """
         if self.file is None:
             return None

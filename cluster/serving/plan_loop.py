@@ -42,12 +42,12 @@ GONE_AFTER_S: Final = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class _Known:
-    """What the loop remembers about the active plan."""
+    """Facts that the loop keeps about the active plan."""
 
     plan: ClusterPlan
     """The plan, predicted under the last forecast."""
     going_on: Mapping[int, float]
-    """Share of rows that continues after each exit in that forecast, by exit."""
+    """Share of rows that continues after each exit in the last forecast, by exit."""
     gone: frozenset[int] = frozenset()
     """Workers that the plan does not use because they were gone."""
     reason: str
@@ -57,7 +57,8 @@ class _Known:
     changed_for: str = ""
     """Reason of the last change."""
     failure: str = ""
-    """Reason of the last failed change since the last successful one; each is logged once."""
+    """Reason of the last failed change since the last successful change; each reason is logged
+    once."""
 
 
 class PlanLoop(PeriodicLoop):
@@ -176,7 +177,10 @@ class PlanLoop(PeriodicLoop):
         return frozenset(n for n, at_s in self._lost_at_s.items() if now_s >= at_s + GONE_AFTER_S)
 
     def _due(self, now_s: float, gone: frozenset[int]) -> Due | None:
-        """Return why planning is due, if it is; it is due if a worker of the plan is gone."""
+        """Return why planning is due; ``None`` if planning is not due.
+
+        Planning is due if a worker of the plan is gone.
+        """
         if self._lacks(gone) and gone != self._known.gone:
             return "window"
         observed, rows = self._observed()

@@ -16,7 +16,7 @@ class SplitStatus:
     in_service: int
     """Number of the split's workers that are in service."""
     slow: int
-    """Number of workers that get less work as they are slower than others of their type (E3
+    """Number of workers that get less work because they are slower than others of their type (E3
     3.3)."""
     excluded: int
     """Number of workers that only get work that no other worker can run."""

@@ -37,7 +37,7 @@ class PlanView:
 
 
 def view_plan(plan: PlanStatus | None, ago: Callable[[float], str]) -> PlanView | None:
-    """Describe a plan in words; ``ago`` formats seconds. ``None`` returns ``None``."""
+    """Describe a plan in words; ``ago`` formats seconds. Returns ``None`` without a plan."""
     if plan is None:
         return None
     spare = f"; {plan.spare} spare, which help where they can" if plan.spare else ""

@@ -44,7 +44,7 @@ class _Recorded:
     """Number of exits of the bundle."""
     file: ProfileFile | None
     keeps_file: bool = True
-    """``True`` if this model owns its file; another version of the model may own it."""
+    """``True`` if this model owns its file; ``False`` if another version of the model owns it."""
     recorder: BatchProfileRecorder
     seen: dict[tuple[int, ...], Departures] = field(default_factory=dict)
     """Total counts at the end of the last window, by the set of exits in use."""
@@ -110,8 +110,8 @@ class ProfileLoop(PeriodicLoop):
     def add(self, key: str, name: str, model: ServedModel) -> None:
         """Record one more model, which the executor must have already; may block for a second.
 
-        If the model that it replaces uses the same file, that profile is saved now, and the new
-        model owns the file from then on.
+        If the new model replaces a model that uses the same file, the profile of the replaced model
+        is saved now. From then on the new model owns the file.
         """
         if not model.exits:
             return
@@ -134,7 +134,7 @@ class ProfileLoop(PeriodicLoop):
     def remove(self, key: str, *, save: bool = True) -> None:
         """Remove a model; the current window is lost. Blocks for milliseconds.
 
-        Without ``save``, a model that used the same file before owns it again.
+        Without ``save``, a model that used the same file earlier owns the file again.
         """
         with self._turn:
             with self._lock:

@@ -83,7 +83,8 @@ class ServedSplits:
 def ends_with(spec: StageSpec, borders: Collection[int]) -> bool:
     """Return whether a stage fits a plan whose splits end after the segments ``borders``.
 
-    Stages of other plans have other cuts; a device that held both would have the weights twice.
+    Stages of other plans have other cuts; a device that held stages of two plans would have the
+    weights twice.
     """
     torn = any(spec.first_segment <= border < spec.last_segment for border in borders)
     return not torn and (spec.exit is not None or spec.last_segment in borders)

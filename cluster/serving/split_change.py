@@ -36,20 +36,20 @@ from offramp.engine.stages.plan import StageSpec
 _log = logging.getLogger(__name__)
 
 DRAIN_LIMIT_S: Final = 60.0
-"""Time limit, in seconds, for rows of stopping workers to drain; after it, the active plan
+"""Time limit, in seconds, for rows of stopping workers to drain. If it is exceeded, the active plan
 stays."""
 _TRIES: Final = 5
-"""Largest number of preparations of stages; one is repeated if the exits in use change during
-it."""
+"""Largest number of times that stages are prepared in one change. The preparation is repeated if
+the exits in use change during it."""
 
 Holds: TypeAlias = Callable[[int, StageSpec], bool]
-"""Returns whether a worker, numbered from 0, holds a stage."""
+"""Function that returns whether a worker, numbered from 0, holds a stage."""
 _Waits: TypeAlias = Generator[None, None, None]
 """Steps of a change; yields while rows must drain."""
 
 
 class StageHolders(Protocol):
-    """What a change of plans needs of the workers, which hold parts of a model."""
+    """The workers' interface for a change of plans; each worker holds parts of a model."""
 
     @property
     def there(self) -> tuple[bool, ...]:
@@ -90,7 +90,10 @@ class SplitServing:
         return serve_by(self.executor, self.name, deployments, splits, policy).number
 
     def hold(self, holds: Holds) -> None:
-        """Make workers hold only stages of wanted deployments, by a rule; raise BackendError."""
+        """Make workers hold the stages that ``holds`` selects, if a wanted deployment has them.
+
+        BackendError if a stage cannot be loaded.
+        """
         self.workers.hold(lambda n, spec: holds(n, spec) and self.deployments.wants(spec))
 
     def forget_unused(self) -> None:
@@ -107,10 +110,10 @@ class SplitServing:
         return set(splits_of(self.splits.plan)) <= {role.segments for role in roles}
 
     def states(self, gone: Container[int] = (), excluded: Container[int] = ()) -> list[WorkerState]:
-        """Return each worker's state; ``gone`` and ``excluded`` workers count as lost.
+        """Return the state of each worker, with its split if the active plan can still be served.
 
-        The next plan does not use these. Workers serve their splits of the active plan only if it
-        is served without the ``gone`` workers.
+        The active plan can be served if it needs none of the ``gone`` workers. Workers that are
+        ``gone`` or ``excluded`` are marked as lost, and the next plan does not use them.
         """
         splits, served = self.splits, self.is_served(gone)
         memory = {kind.name: kind.memory_bytes for kind in splits.cluster.types}
@@ -168,8 +171,7 @@ class SplitChange:
         self.failure: str | None = None
         """Reason why the change failed; ``None`` unless it has failed."""
         self.refused: RefusedSegments | None = None
-        """Segments of its next split that a worker could not load, if the change failed for this
-        reason."""
+        """Segments that a worker could not load, if the change failed for this reason."""
         self.switched = False
         """``True`` if the next plan is active."""
         self._going = self._change()
@@ -241,7 +243,7 @@ class SplitChange:
     def _prepare(
         self, exits: tuple[int, ...], narrowed: ServedSplits, joining: ServedSplits
     ) -> None:
-        """Load the stages of the next plan, each only where it will run."""
+        """Load the stages of the next plan, each only in workers that will run it."""
         served = self._served
         current = {spec.unit for spec in served.executor.deployment(served.name).plan.stages}
         coming = served.deployments.units(exits, joining)

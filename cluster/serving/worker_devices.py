@@ -1,4 +1,4 @@
-"""Workers as the devices that run an engine's streams, one each."""
+"""Workers as an engine's devices; each worker runs one of the engine's streams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORKERS_ON_CPU: Final = (
 
 
 class WorkerDevices:
-    """Workers, each of which runs one stream: :class:`.StreamDevices`."""
+    """Workers, each of which runs one stream; implements :class:`.StreamDevices`."""
 
     @property
     def count(self) -> int:
@@ -87,7 +87,7 @@ class WorkerDevices:
     def open(
         self, local: Backend, bundles: Sequence[Path], options: EngineOptions, *, max_rows: int
     ) -> RemoteBackend:
-        """Open the backend whose slots are the workers; BackendError."""
+        """Open the backend whose slots are the workers; BackendError if that fails."""
         try:
             launchers = self.launchers(worker_command(), bundles)
         except BaseException:

@@ -96,9 +96,9 @@ class GeneratingBundle:
         return self.manifest.model
 
     def graph(self, name: str) -> bytes:
-        """Read a graph as it is stored; it may refer to weights in :meth:`weight_folder`.
+        """Read a graph as it is stored; the graph may refer to weights in :meth:`weight_folder`.
 
-        Raise BundleIntegrityError if it changed, BundleSchemaError if it refers to weights
+        Raise BundleIntegrityError if the file changed, BundleSchemaError if it refers to weights
         elsewhere.
         """
         content = self._files.read(self._entry(name))
@@ -111,7 +111,7 @@ class GeneratingBundle:
         return fill(self._files, entry, self._files.read(entry), self._weight_bytes)
 
     def weight_folder(self) -> Path | None:
-        """Return the folder with the weights that graphs refer to; ``None`` if none do.
+        """Return the folder with the weights that graphs refer to; ``None`` without such weights.
 
         Raise BundleIntegrityError if the file changed since the bundle was opened.
         """
@@ -122,7 +122,7 @@ class GeneratingBundle:
         return self.path.resolve()
 
     def tokenizer(self) -> bytes | None:
-        """Read ``tokenizer.json``; ``None`` where there is none."""
+        """Read ``tokenizer.json``; ``None`` if the bundle has no tokenizer."""
         if TOKENIZER not in {entry.path for entry in self.manifest.files}:
             return None
         return self._files.read(self._entry(TOKENIZER))

@@ -17,7 +17,7 @@ STATE: Final = "state"
 NEXT_STATE: Final = "next_state"
 """Output of the last layer of a segment; it has the shape of ``STATE``."""
 PREVIOUS_STATE: Final = "previous_state"
-"""Input of the last layer of a segment; only graphs whose exit reads it return it."""
+"""Input of the last layer of a segment. A graph returns this tensor only if its exit reads it."""
 ANSWER: Final = "answer"
 """int64 [n]: the most likely next token."""
 CONFIDENCE: Final = "confidence"
@@ -54,5 +54,8 @@ def cross_name(layer: int, kind: CacheKind) -> str:
 
 
 def size_name(symbol: str) -> str:
-    """Return the name of an input, int64 [1], with a size that no other input of the graph has."""
+    """Return the name of an input, int64 [1], whose value is a size.
+
+    A graph has such an input for a size that the shapes of its other inputs do not have.
+    """
     return f"size.{symbol}"

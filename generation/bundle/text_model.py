@@ -1,6 +1,7 @@
 """Description of a generating model: layers and their caches, stages, exits.
 
-The classes hold plain facts: compiling writes them, serving reads them. No runtime is imported.
+The classes hold plain facts: compiling writes these facts, and serving reads them. No runtime is
+imported.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class TextStage:
     """Consecutive decoder layers, and the exit after them."""
 
     end: int
-    """Number of layers up to the exit, including those of earlier stages."""
+    """Number of layers from the model's start to the exit, including those of earlier stages."""
     file: str
     """File of the layers' graph: state (in the first stage: tokens) to next state."""
     threshold: float | None = None
@@ -55,9 +56,11 @@ class TextStage:
     propagation: str = ""
     """File of the graph from the state to all later layers' keys and values; empty if none."""
     head: str = ""
-    """File of the exit's own head, which replaces ``TextModel.head``; empty if it has none."""
+    """File of the exit's own head, which replaces ``TextModel.head``; empty if the exit has no own
+    head."""
     judge: str = ""
-    """File of the graph from the state to the confidence; empty if the head computes it."""
+    """File of the graph from the state to the confidence; empty if the head computes the
+    confidence."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "end", least=1)
@@ -98,7 +101,8 @@ class TextModel:
     ragged: bool
     """True if sequences of different lengths may share a step, padded and masked."""
     several: bool
-    """True if a step may have several tokens of one sequence; otherwise they run one by one."""
+    """True if a step may have several tokens of one sequence; otherwise a step has one token of it.
+    """
     criterion: TextCriterion = "softmax margin"
     skipped: SkippedLayers = "propagation"
     stages: tuple[TextStage, ...]

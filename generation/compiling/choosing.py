@@ -17,10 +17,11 @@ from offramp.generation.promise.text_records import TextRecords
 
 _LEVELS: Final = 32
 _LEAST_RISK, _MOST_RISK = 0.03, 6.0
-"""Risk of the first and last level, as multiples of the bound. The range is wide because with
-filled layers, the risk in decoding differs from the risk on records."""
+"""Risk of the first and of the last level of a path, as multiples of the bound. The range is wide:
+if skipped layers are filled by state propagation, the risk in decoding differs from that on
+records."""
 _PRICE: Final = 0.005
-"""Smallest share of the model's time that an exit must save, in addition to its own cost."""
+"""Smallest share of the model's time that each exit must save, after its own cost is deducted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,9 +31,10 @@ class ChosenExits:
     exits: tuple[int, ...]
     """Indices of the chosen exits among the candidates."""
     path: FloatArray
-    """float64[levels, exits], from conservative to aggressive."""
+    """float64[levels, exits]: thresholds at each level, from conservative to aggressive."""
     expected: float
-    """Expected time at the bound, as a share of the model's; from records and measured costs."""
+    """Expected mean time of a token at the bound, as a share of its time without exits. It is
+    computed from records and measured costs."""
 
 
 def choose_exits(
@@ -46,11 +48,11 @@ def choose_exits(
 ) -> tuple[ChosenExits, ...]:
     """Return up to three sets of exits that are expected to save time at the bound.
 
-    The caller measures them. They are the set that saves most, the single exit that saves most, and
-    the first exit at which all tokens may leave; with the last, the decoder is cut off there, so
-    each of its layers costs least. ``layers`` are the numbers of layers before each exit of the
-    records. ``differing`` is true if the risk is the share of answers that differ; otherwise it is
-    the share of wrong tokens.
+    The caller measures the speed of each. They are the set that saves most time, the single exit
+    that saves most time, and the first exit at which all tokens may leave within the bound. In the
+    third case the decoder ends at that exit, and needs no check or filling of later layers.
+    ``layers`` are the numbers of layers before each exit of the records. ``differing`` is true if
+    the risk is the share of answers that differ; otherwise it is the share of wrong tokens.
     """
     found: list[tuple[float, tuple[int, ...], FloatArray]] = []
     cut_off: list[tuple[float, tuple[int, ...], FloatArray]] = []
@@ -99,7 +101,10 @@ def _sets(exits: int) -> Iterator[tuple[int, ...]]:
 def _last_level(
     records: TextRecords, path: FloatArray, promise: TextPromise, most: float, *, differing: bool
 ) -> int:
-    """Return the last level whose risk in the records is at most ``most``; risk rises by level."""
+    """Return the last level of a path whose risk in the records is at most ``most``.
+
+    The risk never falls from one level to the next.
+    """
     low, high = 0, len(path)
     while high - low > 1:
         middle = (low + high) // 2

@@ -88,7 +88,7 @@ class CompiledText:
     full: Decoded
     """Tuning prompts, answered by the unmodified model."""
     early: Decoded | None
-    """Tuning prompts, answered with exits as they are served; ``None`` if none is in use."""
+    """Tuning prompts, answered with exits as they are served; ``None`` if no exit is in use."""
     batch: int
     """Largest number of rows in a measured step."""
     reason: str = ""
@@ -265,7 +265,7 @@ class _Compiling:
         return max(low - 1, 0), speed
 
     def _certify(self, graphs: TextGraphs, path: FloatArray) -> TextCertificate | None:
-        """Test levels one after the other."""
+        """Test levels of a path one after another; ``None`` if the first level does not pass."""
         backend, prompts = self._backend(graphs), self._parts.certify
 
         def levels() -> Iterator[TextLosses]:

@@ -1,4 +1,7 @@
-"""Dissimilarity of two answers: a named measure or a user's function; some parts must be equal."""
+"""Dissimilarity of two answers: a named measure or a user's function.
+
+If the user names parts of the text that must be equal, a difference there counts as 1.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from offramp.generation.bundle.text_model import SkippedLayers, TextCriterion, T
 from offramp.generation.bundle.text_tokens import BundleTokenizer
 
 TextTraining: TypeAlias = Literal["adapters", "joint", "none"]
-"""What is trained: a small adapter per exit, a copy of the decoder with its exits, or nothing."""
+"""Parts that are trained: a small adapter per exit, a copy of the decoder with its exits, or
+nothing."""
 TRAININGS: Final = ("adapters", "joint", "none")
 TextHead: TypeAlias = Literal["full", "subset", "low-rank"]
 HEADS: Final = ("full", "subset", "low-rank")
@@ -50,7 +51,8 @@ class TextCompileOptions:
     """Dissimilarity of whole answers: a name in ``DISSIMILARITIES``, or FILE.py:NAME of a
     function."""
     exact: str | None = None
-    """Regular expression; its matches in the two texts must be equal."""
+    """Regular expression; its matches in an answer must be equal to those in the model's own
+    answer."""
     max_disagreement: float = 0.01
     confidence_level: float = 0.95
     exits: tuple[int, ...] = ()
@@ -61,8 +63,8 @@ class TextCompileOptions:
     head: TextHead = "full"
     """Head of exits: the model's own, or a smaller one that is trained."""
     head_size: int | None = None
-    """Number of tokens in the subset, or the rank; by default 1,024, or half of the model's own
-    number if that is smaller."""
+    """Number of tokens, or rank, of a smaller ``head``. By default it is 1,024, or half of the
+    number of the model's own head if this half is smaller."""
     skipped: SkippedLayers | Literal["auto"] = "auto"
     decay: float | None = None
     """τ of CALM 3.4, the speed at which thresholds fall along an answer; ``None``: constant

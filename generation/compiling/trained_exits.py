@@ -38,7 +38,7 @@ class ExitParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedExits:
-    """Exits to choose from, and the head shared by exits without their own."""
+    """Exits to choose from, and the head shared by all exits without a head of their own."""
 
     exits: Sequence[ExitParts]
     head: onnx.ModelProto

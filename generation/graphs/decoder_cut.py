@@ -26,7 +26,7 @@ class DecoderCut:
 
     @cached_property
     def borders(self) -> tuple[str, ...]:
-        """State before each layer, then the output of the last; ModelError if one is missing."""
+        """State before each layer, then the output of the last layer; ModelError without one."""
         count = len(self.export.layers)
         found = [self._before(number) for number in range(count)]
         return (*found, self._behind_all(found))
@@ -69,7 +69,7 @@ class DecoderCut:
         return data
 
     def _before(self, number: int) -> str:
-        """Return the border before a layer: the last tensor that all data before it passes."""
+        """Return the border before a layer: the last tensor that all earlier data goes through."""
         found = [t for t in self._gates(number) if self.export.sizes.is_state(t)]
         if found:
             return found[-1]

@@ -35,7 +35,7 @@ from offramp.generation.graphs.sizes import TensorSizes, measure
 from offramp.generation.graphs.tied_weights import tie
 
 SOURCE_STATES: Final = "encoder_hidden_states"
-"""Input with the encoder's output, [batch, source, width], if the decoder reads it itself."""
+"""Input with the encoder's output, [batch, source, width], if the decoder reads this output."""
 _SELF_MASKS: Final = ("decoder_attention_mask", "attention_mask")
 _SELF_POSITIONS: Final = ("decoder_position_ids", "position_ids")
 _CACHES: Final = (
@@ -84,7 +84,7 @@ class DecoderExport:
     layers: tuple[LayerTensors, ...]
     ids: str
     mask: str
-    """Name of the mask input; empty without a mask. Likewise ``positions`` and ``source_mask``."""
+    """Name of the mask input; empty without a mask. ``positions`` and ``source_mask`` are alike."""
     positions: str
     source_mask: str
     logits: str

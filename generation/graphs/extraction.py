@@ -36,9 +36,9 @@ def extract(
     """Return a model that consists of the given operators.
 
     ``starts`` are tensors fed to them, ``inputs`` the graph inputs that they may read. ``outputs``
-    maps returned tensors to their new names, ``renamed`` maps read tensors to theirs. Sizes of
-    absent tensors are computed from present ones, or read from additional inputs. Raise
-    VerificationError if anything else is read.
+    maps tensors that the model returns to their new names; ``renamed`` does so for tensors that it
+    reads. Sizes of absent tensors are computed from present ones, or read from additional inputs.
+    Raise VerificationError if anything else is read.
     """
     proto = cut.export.proto
     model = emptied(proto, name, producer="offramp")
@@ -76,7 +76,7 @@ def extract(
 
 
 def _given(cut: DecoderCut, operators: Sequence[Operator], may: Iterable[str]) -> list[str]:
-    """Return those of the tensors ``may`` whose values, not only sizes, the operators read."""
+    """Return the tensors of ``may`` whose values the operators read, not only their sizes."""
     read = {t for op in operators if op.index not in cut.measured for t in op.reads}
     return [t for t in dict.fromkeys(may) if t in read]
 
@@ -99,12 +99,12 @@ class _SizeNodes:
 
     def __init__(self, cut: DecoderCut, graph: onnx.GraphProto, given: Sequence[str]) -> None:
         self.inputs: list[str] = []
-        """Inputs that had to be added, each with one size."""
+        """Names of the additional inputs of the graph; the value of each is a size."""
         self._cut, self._graph, self._given = cut, graph, given
         self._known: dict[Size, str] = {}
 
     def vector(self, op: Operator, shape: tuple[Size, ...]) -> onnx.NodeProto:
-        """Return an operator with the result that the ``Shape`` operator has for this shape."""
+        """Return the operator that computes ``shape`` in place of the ``Shape`` operator ``op``."""
         begin, end = (integer(op.proto, k, d) for k, d in (("start", 0), ("end", len(shape))))
         parts = [self._size(size) for size in shape[begin:end]]
         return helper.make_node("Concat", parts, op.proto.output, name=op.name, axis=0)

@@ -58,7 +58,10 @@ def with_answer(head: onnx.ModelProto, criterion: TextCriterion) -> onnx.ModelPr
 
 
 def state_similarity(width: int) -> onnx.ModelProto:
-    """Return the judge of "state similarity" (CALM 3.5): input and output of the last layer."""
+    """Return the judge of "state similarity" (CALM 3.5), the cosine of two states.
+
+    The states are the input and the output of the last layer before the exit.
+    """
     model = helper.make_model(
         helper.make_graph(
             [],

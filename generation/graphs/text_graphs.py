@@ -73,7 +73,7 @@ class TextExit:
     """A requested exit."""
 
     layer: int
-    """Number of layers before it."""
+    """Number of layers before the exit."""
     threshold: float
     """Lowest confidence at which a token leaves."""
     adapter: onnx.ModelProto | None = None
@@ -82,14 +82,15 @@ class TextExit:
     """
     head: onnx.ModelProto | None = None
     """Graph from ``state`` float32 [n, 1, width] to ``answer`` int64 [n] and ``confidence`` float32
-    [n], which replaces adapter and shared head; ``None`` to use those."""
+    [n]. It replaces adapter and shared head; ``None`` if the exit uses the adapter and the shared
+    head."""
     judge: onnx.ModelProto | None = None
     """Graph from ``state``, and ``previous_state`` if needed, to ``confidence`` float32 [n];
     ``None`` for the criterion's default."""
 
 
 def read_export(path: Path) -> TextExport:
-    """Read a decoder's file, or the folder of an encoder-decoder; ModelError if it is neither."""
+    """Read a decoder's file, or the folder of an encoder-decoder; ModelError for anything else."""
     if not path.is_dir():
         decoder = decoder_of(load_graph(path), path.name)
         if decoder.encodes:

@@ -3,20 +3,20 @@
 * ``tokens``: P(the next token differs from the model's at the same prefix) ≤ ε. An answer has the
   model's prefix only up to the first token that differs; let n be the number of tokens up to and
   including that one, and w be 1 if there is one, else 0. Prompts are drawn at random, but the
-  tokens of one prompt are not independent; so each prompt is one observation, w − ε·n. The mean of
-  these is at most 0 if, and only if, the promise is kept.
+  tokens of one prompt are not independent; so each prompt is one observation, w − ε·n. The promise
+  is kept if, and only if, the mean of these observations is at most 0.
 * ``texts``: E[dissimilarity of the whole output and the model's] ≤ ε. The dissimilarity is a number
   from 0 to 1 for each prompt, for instance 1 if anything differs, or the edit distance divided by
   the longer length.
 
-Thresholds are levels of one path, from no exits to the most, fixed on other prompts. Levels are
-tested in turn, each at level δ, and the last level before the first failure is used (Learn then
-Test: CALM 4.2; Angelopoulos et al. 2021, fixed sequence testing). A level passes if the test
-rejects that the mean observation is at or above the bound: The test is the exact binomial tail if
-observations can only be 0 or 1, else betting (Waudby-Smith and Ramdas 2024); the choice is fixed
-before prompts are seen. In betting, each bet that the mean is below the bound is fixed before its
-prompt is seen; if the mean is not below the bound, the wealth reaches 1/δ with probability at most
-δ.
+Thresholds are levels of one path, from no exits to the largest number, fixed on other prompts.
+Levels are tested in turn, each with an error probability of δ, and the last level before the first
+failure is used (Learn then Test: CALM 4.2; Angelopoulos et al. 2021, fixed sequence testing). A
+level passes if the test rejects the hypothesis that the mean observation is at or above the bound.
+The test is the exact binomial tail if observations can only be 0 or 1, else betting (Waudby-Smith
+and Ramdas 2024); the choice is fixed before prompts are seen. In betting, each bet that the mean is
+below the bound is fixed before its prompt is seen; if the mean is not below the bound, the wealth
+reaches 1/δ with probability at most δ.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class TextPromise:
     bound: float
     confidence_level: float = 0.95
     most_tokens: int = 64
-    """Limit on the tokens of an answer; the promise ``tokens`` needs it before prompts are seen."""
+    """Limit on the tokens of an answer. The promise ``tokens`` needs this limit before prompts are
+    seen."""
     binary: bool = False
     """True if losses of the promise ``texts`` can only be 0 or 1."""
 
@@ -69,8 +70,8 @@ class TextLosses:
     """float64[prompts], 0 to 1: for ``tokens`` 1 if a token differs, for ``texts`` the
     dissimilarity."""
     tokens: IntArray
-    """int64[prompts]: number of tokens up to and including the first that differs, or of all
-    tokens."""
+    """int64[prompts]: number of tokens up to and including the first token that differs; number of
+    all tokens if none differs."""
 
     def take(self, prompts: IntArray) -> TextLosses:
         """Return the losses of some prompts."""
@@ -130,10 +131,10 @@ def keeps(level: TextLosses, promise: TextPromise) -> bool:
 
 
 def rejects(losses: FloatArray, bound: float, confidence_level: float) -> bool:
-    """Return True if the test rejects that the mean loss, 0 to 1, is ``bound`` or more.
+    """Return whether the test rejects the hypothesis that the mean loss is at least ``bound``.
 
-    The bet on each loss is approximately Kelly's, from the mean and the variance of the losses
-    before it.
+    ``losses`` are from 0 to 1. The bet on each loss is approximately Kelly's, from the mean and the
+    variance of the losses before it.
     """
     before = np.arange(len(losses))
     total = np.concatenate([[0.0], np.cumsum(losses)[:-1]])

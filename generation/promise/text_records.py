@@ -87,7 +87,7 @@ class TextRecords:
         )
 
     def answered_at(self, thresholds: FloatArray) -> IntArray:
-        """Return int64[tokens]: the exit where each token leaves; ``MODEL_END`` if at none.
+        """Return int64[tokens]: the exit where each token leaves; ``MODEL_END`` if at no exit.
 
         ``thresholds`` are float64[exits], or float64[exits, positions] if they depend on the
         position of the token in its output; the last column is used for all later positions.
@@ -103,7 +103,7 @@ class TextRecords:
         return np.asarray((answered_at != MODEL_END) & ~self.agrees[answered_at, rows])
 
     def by_prompt(self, values: NDArray[np.generic]) -> FloatArray:
-        """Return float64[prompts]: the sum of a prompt's values, which are one per token."""
+        """Return float64[prompts]: for each prompt, the sum of the ``values`` of its tokens."""
         return np.add.reduceat(values.astype(np.float64), self.starts[:-1])
 
     def at_prefix(self, wrong: BoolArray) -> IntArray:
@@ -118,7 +118,7 @@ class TextRecords:
     def depth(self, answered_at: IntArray, layers: IntArray) -> float:
         """Return the mean share of the decoder's layers that a token runs.
 
-        ``layers`` is int64[exits + 1]: number of layers up to each exit, and last that of all
+        ``layers`` is int64[exits + 1]: the number of layers up to each exit, then the number of all
         layers.
         """
         ran = np.where(answered_at == MODEL_END, layers[-1], layers[answered_at])

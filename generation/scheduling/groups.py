@@ -53,7 +53,7 @@ class WaitingGroup:
         self._count(state, -1)
 
     def most_urgent(self, limit: int) -> list[SequenceState]:
-        """Return up to ``limit`` sequences: by priority, then the longest waiting first.
+        """Return up to ``limit`` sequences: by priority, then by waiting time, the longest first.
 
         This order spreads tokens evenly over sequences. Policies handle near deadlines.
         """
@@ -120,7 +120,7 @@ class WaitingText(NamedTuple):
     startable: int
     """Number of sequences that may get a slot now."""
     holding: int
-    """Number of sequences in slots that would not give up their slot for a startable one."""
+    """Number of slots whose sequence would not give up the slot for a startable sequence."""
     rows: int
     """Largest number of rows in a step."""
     step: int

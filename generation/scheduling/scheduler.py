@@ -117,8 +117,8 @@ class TextScheduler:
         """Queue a sequence.
 
         Raises:
-            NeverFitsError: It requests less than one token, or its prompt leaves no space for a
-            token.
+            NeverFitsError: The sequence requests less than one token, or its prompt leaves no space
+                for a token.
             TextQueueFullError: The queue is full.
         """
         self._check(new)
@@ -133,7 +133,7 @@ class TextScheduler:
         return self._report()
 
     def cancel(self, number: int) -> TextOutcome:
-        """End a sequence unless it has ended: now, or with the running step if it is in it."""
+        """End a sequence that has not ended: now, or with the running step if the step runs it."""
         state = self._sequences.get(number)
         if state is not None and state.ending is None:
             self._end(state, SequenceEnd.CANCELLED)
@@ -271,7 +271,7 @@ class TextScheduler:
         return PrefillStep(_numbers(rows), _slots(rows))
 
     def _may_share(self, first: SequenceState, other: SequenceState) -> bool:
-        """Return True if both may be in one prefill; ``first`` need not run alone."""
+        """Return True if both sequences may be in one prefill; ``first`` may share a step."""
         return not other.alone and (self.limits.ragged or other.begin == first.begin)
 
     def _yielding(self) -> list[SequenceState]:
@@ -303,7 +303,7 @@ class TextScheduler:
         self._queue.push(state)
 
     def _end(self, state: SequenceState, end: SequenceEnd) -> None:
-        """End a sequence; a running one ends with its step."""
+        """End a sequence; a running sequence ends with its step."""
         if state.running:
             state.ending = end
             return
@@ -323,7 +323,7 @@ class TextScheduler:
         self._free.append(state.slot)
 
     def _expire(self, now_s: float) -> None:
-        """End expired sequences; a lower bound of deadlines shows quickly that there are none."""
+        """End expired sequences; a lower bound of all deadlines avoids most of the searches."""
         if now_s < self._first_deadline_s:
             return
         waiting = [state for state in self._sequences.values() if not state.running]

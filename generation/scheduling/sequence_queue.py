@@ -9,8 +9,8 @@ from offramp.generation.scheduling.sequence_state import Key, SequenceState
 from offramp.generation.scheduling.steps import NEVER_S, NewSequence, TextQueueFullError
 
 PATIENCE_S = 10.0
-"""Assumed time to the deadline of a sequence without one, so that sequences with deadlines do not
-overtake it forever."""
+"""Assumed time to the deadline, in seconds, of a sequence without a deadline. So sequences with
+deadlines do not overtake it forever."""
 
 _by_key = attrgetter("key")
 
@@ -18,8 +18,8 @@ _by_key = attrgetter("key")
 class SequenceQueue:
     """Sequences that wait for a slot.
 
-    At most ``capacity`` sequences with a caller may wait, and as many background sequences.
-    Restarted sequences are always accepted: there are no more of them than slots.
+    At most ``capacity`` sequences with a caller may wait, and in addition ``capacity`` background
+    sequences. Restarted sequences are always accepted: their number is at most the number of slots.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -27,7 +27,8 @@ class SequenceQueue:
             raise ValueError(f"the queue's capacity must be at least 1, got {capacity}")
         self._capacity = capacity
         self._waiting: dict[bool, list[SequenceState]] = {False: [], True: []}
-        """Waiting sequences; the key is true for those in the background."""
+        """Waiting sequences: background sequences under the key ``True``, all others under
+        ``False``."""
         self._arrived = 0
 
     def __len__(self) -> int:

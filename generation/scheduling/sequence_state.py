@@ -28,30 +28,31 @@ class SequenceState:
     key: Key
     """Sort key in the queue."""
     begin: int
-    """Number of tokens in its slot before the first token of the answer."""
+    """Number of tokens in the sequence's slot before the first token of the answer."""
     room: int
-    """Largest number of answer tokens that fit in its slot."""
+    """Largest number of answer tokens that fit in the sequence's slot."""
     thresholds: TokenThresholds | None = None
-    """Thresholds that were active when it started."""
+    """Thresholds that were active when the sequence started."""
     slot: int | None = None
     stage: int = PREFILL
-    """Stage that its next token runs or waits for."""
+    """Stage that the sequence's next token runs or waits for."""
     at: int = 0
-    """Index in the answer of its next token."""
+    """Index of the sequence's next token in the answer."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer so far."""
     depths: list[int] = field(default_factory=list)
     """Stage at which each token left."""
     group: tuple[int, int, int] | None = None
-    """Key of the group that it waits in, if any."""
+    """Key of the group that the sequence waits in, if any."""
     since: int = 0
-    """Number of the step after which it began to wait for its stage."""
+    """Number of the step after which the sequence began to wait for its stage."""
     running: bool = False
     ending: SequenceEnd | None = None
-    """Reason why it ends with the running step, if it does."""
+    """Reason why the sequence ends with the running step; ``None`` if it continues."""
     failures: int = 0
     suspect_until: tuple[int, int] | None = None
-    """Token index and stage at which it failed: it runs alone until it has passed them."""
+    """Token index and stage at which the sequence failed; it runs alone until it has passed them.
+    """
 
     @property
     def length(self) -> int:
@@ -60,12 +61,12 @@ class SequenceState:
 
     @property
     def replays(self) -> bool:
-        """True if its token is a replayed one."""
+        """True if the sequence's next token is replayed."""
         return self.at < len(self.tokens)
 
     @property
     def alone(self) -> bool:
-        """True if it may not share a step."""
+        """True if the sequence may not share a step."""
         return self.suspect_until is not None
 
     def passed(self) -> None:
@@ -75,14 +76,14 @@ class SequenceState:
 
     @property
     def limit(self) -> float:
-        """Lowest confidence at which its token leaves at the stage that it runs next."""
+        """Lowest confidence at which the token leaves at the stage that the sequence runs next."""
         if self.replays:
             return 0.0 if self.stage == self.depths[self.at] else OFF
         assert self.thresholds is not None
         return self.thresholds.at(self.stage, self.at)
 
     def leaves(self, confidence: float) -> bool:
-        """Return True if its token leaves at the stage that it has just run."""
+        """Return True if the token leaves at the stage that the sequence has just run."""
         if self.replays:
             return self.stage == self.depths[self.at]
         assert self.thresholds is not None
@@ -105,7 +106,7 @@ class SequenceState:
         return GivenToken(new.number, last, self.tokens[last], stage, confidence, new.background)
 
     def end_with(self, token: int, now_s: float) -> SequenceEnd | None:
-        """Return the reason why it ends with a token that was taken now, if it does."""
+        """Return why the sequence ends with a token taken now; ``None`` if it continues."""
         if token in self.new.stop:
             return SequenceEnd.STOP
         if len(self.tokens) >= self.new.most_tokens:
@@ -115,7 +116,7 @@ class SequenceState:
         return SequenceEnd.EXPIRED if self.new.deadline_s <= now_s else None
 
     def restart(self) -> None:
-        """Reset it to the beginning, without a slot; its tokens will be replayed."""
+        """Reset the sequence to the beginning, without a slot; its tokens will be replayed."""
         self.slot, self.stage, self.at, self.running = None, PREFILL, 0, False
 
     def ended(self, end: SequenceEnd) -> EndedSequence:

@@ -56,7 +56,7 @@ class RecordedText:
     """Stage at which each token of the answer leaves; at least one."""
     arrives_s: float = 0.0
     slo_s: float = NEVER_S
-    """Time from its arrival to its deadline."""
+    """Time from the sequence's arrival to its deadline, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,7 +169,7 @@ class _Simulation:
         return self._texts[self._order[self._following]].arrives_s
 
     def _arrive(self, now_s: float) -> None:
-        """Submit the sequences that have arrived, each at its own time."""
+        """Submit all sequences that have arrived by now, each with its own arrival time."""
         while (arrives_s := self._next_arrival_s()) <= now_s:
             number = self._order[self._following]
             self._following += 1

@@ -83,17 +83,18 @@ class NewSequence:
     """A submitted sequence."""
 
     number: int
-    """Unique; never reused."""
+    """Number of the sequence; it is unique, and never reused."""
     prompt_tokens: int
     most_tokens: int
     stop: frozenset[int] = frozenset()
-    """Stop tokens; the one that ends the answer is part of it."""
+    """Stop tokens; the answer includes the stop token that ends it."""
     deadline_s: float = NEVER_S
     priority: int = 0
     """Higher values go first."""
     background: bool = False
-    """True if no caller waits for it. Such a sequence has a slot only while no other sequence needs
-    one, runs all stages for every token, and starts again if it loses its slot."""
+    """True if no caller waits for the sequence. A background sequence has a slot only while no
+    other sequence needs the slot. It runs all stages for every token, and starts again if it loses
+    its slot."""
 
 
 class GivenToken(NamedTuple):
@@ -117,7 +118,7 @@ class EndedSequence(NamedTuple):
     tokens: int
     """Number of tokens of the answer."""
     thresholds: int
-    """Version of its thresholds; -1 if it never started."""
+    """Version of the thresholds of the sequence; -1 if the sequence never started."""
     background: bool
 
 
@@ -132,8 +133,9 @@ class AcceptedToken(NamedTuple):
 class TextOutcome(NamedTuple):
     """Results of one call of the scheduler.
 
-    The caller calls ``leave`` of the backend for the tokens of ``accepted`` if they left early,
-    then ``accept`` with them; it closes slots before it opens any, and reports tokens and ends.
+    If the tokens of ``accepted`` left early, the caller calls ``leave`` of the backend for them.
+    Then it calls ``accept`` of the backend with all of them. It closes slots before it opens any,
+    and reports new tokens and ended sequences.
     """
 
     closed: tuple[int, ...] = ()
@@ -158,13 +160,13 @@ class PrefillStep(NamedTuple):
 
 
 class TokenStep(NamedTuple):
-    """Decision to run a stage for some sequences, one token of each."""
+    """Decision to run a stage for some sequences, for one token of each sequence."""
 
     stage: int
     sequences: tuple[int, ...]
     slots: tuple[int, ...]
     limits: tuple[float, ...]
-    """Lowest confidence at which each token leaves: 0 at the model's end; above 1, it cannot
+    """Lowest confidence at which each token leaves: 0 at the model's end; above 1, the token cannot
     leave."""
 
 

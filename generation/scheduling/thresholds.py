@@ -1,7 +1,7 @@
 """Thresholds by stage and by index of a token in its answer (CALM 3.4).
 
-A wrong token at the beginning of an answer changes more of the rest than one near its end, so
-thresholds may decay with the number of the token t (from 0):
+A wrong token at the beginning of an answer changes more of the later tokens than a wrong token near
+the end. So thresholds may decay with the index t of the token, from 0:
 
     threshold(λ, t) = min(1, 0.9 λ + 0.1 exp(-τ t / N))
 
@@ -63,7 +63,7 @@ class TokenThresholds:
         return min(1.0, 0.9 * value + 0.1 * math.exp(-self.decay * token / self.most_tokens))
 
     def leaves(self, stage: int, token: int, confidence: float) -> bool:
-        """Return True if a token leaves at a stage: always at the last one, never with NaN."""
+        """Return True if a token leaves at a stage; always at the last stage, never with NaN."""
         return stage == len(self.by_stage) or confidence >= self.at(stage, token)
 
     def table(self, tokens: int) -> NDArray[np.float64]:

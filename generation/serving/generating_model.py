@@ -77,7 +77,7 @@ class Token(NamedTuple):
     stage: int
     """Stage at which the token left."""
     confidence: float
-    """Confidence of that stage's exit, 0 to 1; 1 at the model's end."""
+    """Confidence of the exit at which the token left, 0 to 1; 1 at the model's end."""
     end: SequenceEnd | None = None
     """Reason why the answer ends with this token, if it does."""
 
@@ -119,8 +119,8 @@ class _Stream:
     stop: frozenset[int]
     audited: bool
     arrived: asyncio.Queue[Token | EngineError] = field(default_factory=asyncio.Queue)
-    """Queue of the answer's tokens (so its length is bounded); ends with the last token or an
-    error."""
+    """Queue of the answer's tokens; it ends with the last token or an error. The length of the
+    answer bounds it."""
     tokens: list[int] = field(default_factory=list)
     """Tokens so far; collected only if the sequence is audited."""
 
@@ -252,9 +252,9 @@ class GeneratingModel:
             )
 
     async def drain(self, timeout_s: float) -> bool:
-        """Reject new sequences, finish the open ones; return ``False`` if some did not in time.
+        """Reject new sequences, and finish the open sequences except audits.
 
-        It does not wait for audits.
+        Return ``False`` if some sequences did not end in time.
         """
         self._refuse(DrainingError("the model is draining and takes no new sequences"))
         try:
@@ -368,7 +368,7 @@ class GeneratingModel:
             self._audits.refused(new.number)
 
     def _forget(self, number: int) -> _Stream | None:
-        """Remove a stream from the open ones."""
+        """Remove a stream from the open streams."""
         stream = self._streams.pop(number, None)
         if not self._streams:
             self._idle.set()
@@ -383,5 +383,5 @@ class GeneratingModel:
 
 
 def _alike(error: EngineError) -> EngineError:
-    """Return a copy of an error: the same object raised twice would collect both tracebacks."""
+    """Return a copy of an error; one object raised twice would collect both tracebacks."""
     return type(error)(str(error))

@@ -76,10 +76,10 @@ class ServedText:
         of_model: ModelOptions,
         codec: TextCodec | None = None,
     ) -> None:
-        """Serve a model with a backend, which it owns; await :meth:`open` before the first request.
+        """Serve a model with a backend; this object then owns the backend.
 
-        ``options`` are options of the engine, ``of_model`` those of the model; ``codec`` is
-        ``None`` without a tokenizer.
+        Await :meth:`open` before the first request. ``options`` are options of the engine,
+        ``of_model`` are options of the model; ``codec`` is ``None`` without a tokenizer.
         """
         self.info, self.stages = info, len(model.stages)
         self.codec = codec
@@ -197,7 +197,7 @@ class ServedText:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        """Count a request as running; if it is accepted, also count it permanently."""
+        """Count a request as running; an accepted request also counts in the statistics."""
         self._users += 1
         self._unused.clear()
         self._requests += 1
@@ -220,7 +220,7 @@ class ServedText:
             await self.close()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Reject new requests, finish the others; return ``False`` if some did not in time."""
+        """Reject new requests, finish running requests; ``False`` if some did not end in time."""
         return await self._generating.drain(timeout_s)
 
     async def close(self) -> None:
@@ -230,7 +230,7 @@ class ServedText:
     def statistics(
         self, *, version: int = 1, earlier: CountersSnapshot | None = None
     ) -> ModelStatistics:
-        """Return a snapshot. Its samples are tokens: an open sequence is one waiting sample."""
+        """Return a snapshot. Its samples are tokens; open sequences are waiting samples."""
         found = self._generating.statistics()
         counts = found.counts
         failed = {cause: counts.ended[end] for end, cause in _CAUSES.items() if counts.ended[end]}
@@ -296,7 +296,7 @@ def thresholds_of(model: TextModel, mode: Mode) -> TokenThresholds:
 
 
 def audit_share(model: TextModel, mode: Mode, options: ModelOptions) -> float:
-    """Return the share of answers to audit: 1 in release mode, from the budget in audit mode.
+    """Return the share of answers to audit: 1 in release mode, else given by the budget.
 
     The budget b is the share of all compute that audits may use. An answer runs a share l of the
     layers, an audit runs all; so with a share s of audited answers, b = s / (l + s).

@@ -228,7 +228,7 @@ class StepLoop:
                 self._queue_s.observe(now_s - submitted_s)
 
     def _count(self, *, idle: bool) -> None:
-        """Read the backend's counts if the last ones are old, or if the loop becomes idle."""
+        """Read the backend's counts if the last counts are old, or if the loop becomes idle."""
         now_s = self._clock()
         if idle or now_s >= self._counted_s + _COUNTED_EVERY_S:
             self._counted_s = now_s

@@ -23,9 +23,10 @@ class TextAuditCounts:
     differing: int = 0
     """Number of compared answers that differed anywhere."""
     tokens: int = 0
-    """Number of tokens that were compared at the same prefix."""
+    """Number of tokens that both models chose after the same prefix, and that were compared."""
     differing_tokens: int = 0
-    """Number of these tokens that differed: at most one per answer, as prefixes differ after it."""
+    """Number of these tokens that differed: at most one per answer, because prefixes differ after
+    it."""
     edits: float = 0.0
     """Sum of the edit distances, each relative to the longer answer's tokens."""
     pending: int = 0
@@ -40,7 +41,7 @@ class TextAudits:
     """Draws audits, and compares answers; used by one thread."""
 
     def __init__(self, share: float, seed: int | None) -> None:
-        """Audit ``share`` of the sequences; ``seed`` is ``None`` for a random one."""
+        """Audit ``share`` of the sequences; with ``seed`` None, draws differ between runs."""
         self.share = share
         self._random = random.Random(seed)  # noqa: S311 - no secret
         self._served: dict[int, tuple[int, ...]] = {}

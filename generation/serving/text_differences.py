@@ -13,15 +13,16 @@ class TextDifference:
     """The difference between a served answer and the full model's."""
 
     compared: int
-    """Number of tokens chosen at the same prefix: up to and including the first that differs."""
+    """Number of tokens chosen after the same prefix: up to and including the first token that
+    differs."""
     differs: bool
-    """True if the answers differ anywhere; then the last of ``compared`` differs."""
+    """True if the answers differ anywhere; then the last of the compared tokens differs."""
     edits: float
     """Edit distance relative to the tokens of the longer answer, 0 to 1."""
 
 
 def compare_texts(served: Sequence[int], full: Sequence[int]) -> TextDifference:
-    """Compare two answers; at least one must not be empty."""
+    """Compare two answers; at most one answer may be empty."""
     alike = _alike(served, full)
     differs = len(served) != len(full) or alike < len(full)
     return TextDifference(

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class TextEngine:
-    """Serves generating models: a :class:`~offramp.server.common.served.ServedEngine`.
+    """Serves generating models; implements :class:`~offramp.server.common.served.ServedEngine`.
 
     Each model has its own thread and caches. All methods are called on the event loop.
     """
@@ -86,7 +86,7 @@ class TextEngine:
             self._finish(before)
 
     async def unload(self, name: str) -> None:
-        """Accept no more requests for a name; accepted ones are still answered."""
+        """Accept no more requests for a name; accepted requests are still answered."""
         served = self._named(name)
         if self._draining:
             raise DrainingError("the server is shutting down; it unloads all models itself")
@@ -181,7 +181,7 @@ class TextEngine:
         """Do nothing: sequences never wait in order to share a step with later ones."""
 
     async def drain(self, timeout_s: float) -> bool:
-        """Reject new requests, finish those in flight; return ``False`` if some did not in time."""
+        """Reject new requests, finish running requests; ``False`` if some did not end in time."""
         self._draining = True
         every = (*self._served.values(), *self._finishing)
         return all(await asyncio.gather(*(served.drain(timeout_s) for served in every)))
@@ -216,7 +216,7 @@ class TextEngine:
         )
 
     def _counts_before(self, name: str) -> CountersSnapshot | None:
-        """Return the counts of all versions of a name before the served one."""
+        """Return the counts of all versions of a name that came before the served version."""
         closed = self._earlier.get(name)
         counts = [] if closed is None else [closed]
         counts += [each.statistics() for each in self._before.get(name, ())]

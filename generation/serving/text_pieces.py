@@ -32,14 +32,15 @@ class TextPieces:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        """Last tokens: the tokens of the last returned piece, and all later ones."""
+        """Last tokens of the answer: the tokens of the last returned piece of text, and all later
+        tokens."""
         self._before = 0
         """Number of the window's first tokens whose text is complete."""
         self._given = 0
         """Number of characters of the window's text that were returned."""
 
     def add(self, token: int) -> str:
-        """Return the text that a token adds; empty while it ends within a character."""
+        """Return the text that a token adds; empty while the tokens end within a character."""
         self._window.append(token)
         text = self._decode(self._window)
         whole = text.rstrip(_BROKEN)

@@ -38,7 +38,10 @@ class TextRequest(NamedTuple):
 async def read_text_request(
     info: ModelInfo, inputs: Mapping[str, NDArray[Any]], codec: TextCodec | None, most_tokens: int
 ) -> TextRequest:
-    """Read a request, which may have its own limit instead of ``most_tokens``; BadInputError."""
+    """Read a request; BadInputError if it is invalid.
+
+    A request may have its own limit on the number of tokens, in place of ``most_tokens``.
+    """
     if wrong := check_tensors(info.inputs, inputs, unread=info.optional):
         raise BadInputError(f"{info.name}: {wrong}")
     if MAX_TOKENS.name in inputs:

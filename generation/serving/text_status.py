@@ -16,8 +16,8 @@ class TextStatus:
 
     statistics: TextStatistics
     layers: tuple[int, ...]
-    """Number of layers that a token ran, by the stage where it left; the last is the total
-    number."""
+    """Number of layers that a token ran, for each stage where tokens leave; the last is the number
+    of all layers."""
     length: int
     """Number of tokens that fit in a slot."""
     cache_bytes: int
@@ -36,7 +36,7 @@ class TextStatus:
 
 
 def text_status(statistics: ModelStatistics) -> TextStatus | None:
-    """Return the extension's statistics of a model; ``None`` if it is not a generating model."""
+    """Return the statistics of a generating model; ``None`` for other models."""
     found = statistics.extensions.get(NAME)
     return found if isinstance(found, TextStatus) else None
 

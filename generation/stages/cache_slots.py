@@ -35,22 +35,23 @@ class Span(NamedTuple):
 
     @property
     def ends(self) -> IntArray:
-        """Position after the last one of each slot, int [n]."""
+        """Position after the last position of each slot, int [n]."""
         return self.starts + self.counts
 
 
 class _Part(NamedTuple):
-    """Caches of some layers of equal heads and size."""
+    """Caches of layers that have the same number of heads and the same size."""
 
     names: tuple[str, ...]
-    """Names of the graph inputs for them: keys, then values, of one layer after the other."""
+    """Names of the graph inputs for these caches: keys, then values, of one layer after the other.
+    """
     output: str
-    """Name of the graph output with the new keys and values of all these layers."""
+    """Name of the graph output with the new keys and values of all layers of the part."""
     held: FloatArray
     """View of the cache, [layers * 2, slots, heads, length, size]."""
     firsts: IntArray
-    """[layers * 2, 1]: index of slot 0 of each layer's keys or values, in flattened first two
-    axes."""
+    """[layers * 2, 1]: index of slot 0 of each layer's keys or values, if the first two axes of
+    ``held`` are flattened to one axis."""
 
 
 class CacheSlots:
@@ -68,7 +69,11 @@ class CacheSlots:
         slots: int,
         length: int,
     ) -> None:
-        """Allocate the caches; ``sizes`` has heads and size by layer, ``name`` names inputs."""
+        """Allocate the caches.
+
+        ``sizes`` has, for each layer, the number of heads and the size of keys and values; ``name``
+        returns the name of a graph input from layer and kind.
+        """
         self.length = length
         self._sizes, self._name = tuple(sizes), name
         self._held: dict[tuple[int, int], FloatArray] = {
@@ -87,7 +92,8 @@ class CacheSlots:
     def read(self, layers: range, slots: IntArray, longest: int) -> dict[str, FloatArray]:
         """Copy the first ``longest`` positions of n slots: [n, heads, longest, size] by input.
 
-        Positions beyond a slot's filled length are 0, or hold a later position's old values.
+        Positions beyond a slot's filled length are meaningless: they are 0, or have values of
+        earlier use.
         """
         read: dict[str, FloatArray] = {}
         for part in self._parts(layers):

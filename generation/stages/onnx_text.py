@@ -63,7 +63,7 @@ class _Graph:
 
 
 class _Source(NamedTuple):
-    """Cached inputs of a stage that come from prompts; valid while its rows stay the same."""
+    """Inputs of a stage that come from prompts, kept while the stage runs on the same rows."""
 
     slots: list[int]
     feeds: Arrays
@@ -221,7 +221,7 @@ class OnnxTextBackend:
     def run(
         self, stage: int, slots: Sequence[int], limits: Sequence[float] | None = None
     ) -> TokenAnswers:
-        """Run a stage for one token of each slot, and for earlier tokens that it must catch up."""
+        """Run a stage for one token of each slot, and for earlier tokens in a catch-up."""
         with _failures(f"stage {stage} on {len(slots)} rows"):
             rows = np.array(slots, np.int64)
             self._check_room(rows)
@@ -463,7 +463,7 @@ class OnnxTextBackend:
         return TokenAnswers(tokens, sure)
 
     def _read_off(self, stage: int, states: NDArray[np.float32]) -> Arrays:
-        """Run the head of an exit, or the shared one on the adapted states."""
+        """Run the head of an exit on its states, or the shared head on the adapted states."""
         self._counts["headed"] += len(states)
         head, adapter = self._heads[stage], self._adapters[stage]
         if head is not None:
@@ -473,7 +473,7 @@ class OnnxTextBackend:
         return self._head.run({STATE: states})
 
     def _alike(self, span: Span) -> Iterator[tuple[NDArray[np.intp] | slice, Span]]:
-        """Yield rows that may share a step, and their span: all rows, or those of equal length."""
+        """Yield rows that may share a step, and their span: all rows, or rows of equal length."""
         if not len(span.slots):
             return
         keys = [] if self.ragged else [span.starts]

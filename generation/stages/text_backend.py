@@ -3,9 +3,9 @@
 A sequence holds a *slot*, which has space for the keys and values of a fixed number of tokens in
 every decoder layer, and keeps the state for its next token. A *stage* is the layers after the
 previous stage, up to an exit in use and with that exit, or up to the model's end: a token runs
-stage 0, then the next stages until its confidence is high enough. The layers that it skips then
-lack its keys and values, which later tokens read: :meth:`TextBackend.leave` handles those (state
-propagation, CALM 3.3; or a catch-up when a later token reaches them).
+stage 0, then the next stages until its confidence is high enough. Layers that a token skips lack
+its keys and values, which later tokens read. :meth:`TextBackend.leave` fills these layers (state
+propagation, CALM 3.3), or they catch up when a later token reaches them.
 
 The scheduler (:mod:`offramp.generation.scheduling`) knows slots, stages, tokens and confidences,
 and no tensors. All methods are called from one thread.
@@ -78,9 +78,9 @@ class TextBackend(Protocol):
     ) -> TokenAnswers:
         """Run a stage for one token of each slot; each slot's token must wait for this stage.
 
-        ``limits`` are the lowest confidences at which tokens leave. An exit whose confidence is
-        known before its token need not compute the tokens of rows that stay; with ``None`` it
-        computes all.
+        ``limits`` are the lowest confidences at which tokens leave. If an exit computes its
+        confidence before its token, it need not compute the tokens of rows that stay. With ``None``
+        it computes the tokens of all rows.
         """
         ...
 
@@ -104,5 +104,5 @@ class TextBackend(Protocol):
         ...
 
     def statistics(self) -> dict[str, Any]:
-        """Return counts, for instance of tokens whose layers were caught up with."""
+        """Return counts, for instance of tokens that ran in a catch-up."""
         ...

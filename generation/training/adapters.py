@@ -25,10 +25,11 @@ from offramp.generation.training.exit_samples import ExitSamples, ExitTraining, 
 from offramp.generation.training.fitting import Examples, TokenLesson, fit, moments
 
 _FULL_WIDTH = 512
-"""Largest width of states for which the default hidden layer has the same width; it then costs a
-sixth of a usual decoder layer."""
+"""Largest width of states for which the default hidden layer has the width of the states. A hidden
+layer of this width costs a sixth of a usual decoder layer."""
 _SHARE = 4
-"""Width of wider states, divided by the default width of their hidden layer."""
+"""Default width of the hidden layer for wider states: the width of the states divided by this
+number."""
 
 
 class ResidualAdapter(nn.Module):

@@ -63,7 +63,7 @@ class ExitFit:
     loss: float
     """Mean cross-entropy, in nats."""
     agreement: float
-    """Share of tokens on which it agrees with the model; for a judge, share of right judgements."""
+    """Share of tokens on which exit and model agree; for a judge, the share of right judgements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,5 +72,5 @@ class TrainedExit:
 
     graph: onnx.ModelProto
     before: ExitFit
-    """Fit before training; for an adapter, the fit without it."""
+    """Fit before training; for an adapter, the fit without an adapter."""
     after: ExitFit

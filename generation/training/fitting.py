@@ -19,11 +19,11 @@ _JUDGED = 1024
 _MEASURED = 65_536
 """Largest number of tokens used to compute means and deviations."""
 _OWN_RATE = 0.02
-"""Learning rate of the model's own weights, relative to that of new weights."""
+"""Learning rate of the model's own weights, relative to the learning rate of new weights."""
 
 
 class Lesson(Protocol):
-    """Training target of a state."""
+    """Training target of a module: the loss of its scores, and the scores that are right."""
 
     def losses(self, scores: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each token [n]."""
@@ -35,7 +35,10 @@ class Lesson(Protocol):
 
 
 class TokenLesson:
-    """Target: the model's next token, from logits [n, v]; it is wrong without a column."""
+    """Lesson to predict the model's next token by logits [n, v].
+
+    A token without a column in the logits always counts as predicted wrongly.
+    """
 
     def __init__(self, answers: int | None = None) -> None:
         """Only the first ``answers`` columns are tokens; by default all columns are."""

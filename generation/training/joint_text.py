@@ -96,7 +96,8 @@ class JointTextFit:
     losses: tuple[float, ...]
     """Mean cross-entropy per token, in nats, if no token leaves."""
     agreement: tuple[float, ...]
-    """Share of the original's tokens that each predicts, if no token leaves."""
+    """Share of the original's tokens that each exit, or the model's end, predicts, if no token
+    leaves."""
     propagated: tuple[float, ...]
     """Mean loss of the tokens that reach each exit, if tokens leave at random."""
 
@@ -342,7 +343,7 @@ class _Course:
         return best
 
     def check(self, before: JointTextFit) -> None:
-        """Raise UntrainableError if the model predicts other tokens in torch than it answers."""
+        """Raise UntrainableError if the model's predictions in torch differ from its answers."""
         if before.agreement[-1] < _LEAST_SAME:
             raise UntrainableError(
                 f"computed in torch, the model predicts {before.agreement[-1]:.1%} of the tokens "
@@ -352,7 +353,10 @@ class _Course:
 
     @torch.no_grad()
     def judge(self) -> JointTextFit:
-        """Measure the fit to tuning prompts, without and with leaving tokens, always the same."""
+        """Measure the fit to the tuning prompts, without and with tokens that leave.
+
+        The same tokens leave in each measurement.
+        """
         random = torch.Generator().manual_seed(self._options.seed)
         ends = len(self.decoder.ends)
         losses, right, counts = np.zeros((2, ends)), np.zeros(ends), np.zeros((2, ends))

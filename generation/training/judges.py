@@ -1,8 +1,8 @@
 """Judges: classifiers of a state that predict whether the exit's token is the model's.
 
-CALM 3.5 has a linear classifier of the state, trained separately from the model. Here it reads the
-state with mean 0 and deviation 1, so that the scale of a state, which grows from layer to layer,
-has no influence.
+CALM 3.5 has a linear classifier of the state, trained separately from the model. Here the
+classifier reads the state with mean 0 and deviation 1, so that the scale of a state, which grows
+from layer to layer, has no influence.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class _Judge(nn.Module):
 
 
 class _Balanced:
-    """Target is whether the exit agrees; both classes have the same weight, however rare one is."""
+    """Lesson to predict whether the exit agrees with the model.
+
+    Agreement and disagreement have the same total weight, however rare one of them is.
+    """
 
     def __init__(self, agrees: BoolArray) -> None:
         share = float(
@@ -74,10 +77,12 @@ def train_judge(
     tuning_agrees: BoolArray,
     options: ExitTraining,
 ) -> TrainedJudge:
-    """Train a judge of an exit; ``agrees``, bool [tokens]: the exit's token was the model's.
+    """Train a judge of an exit.
 
-    In its graph ``state`` is [n, 1, width]: the exit's own, before its adapter. Train judge and
-    adapter on different prompts, because the adapter agrees more often on prompts that it learned.
+    ``agrees`` and ``tuning_agrees``, bool [tokens], are true for tokens that the exit predicts like
+    the model. The judge's graph reads ``state``, [n, 1, width], as it is before the exit's adapter.
+    Train judge and adapter on different prompts, because the adapter agrees more often on prompts
+    that it learned.
     """
     judge = _Judge(samples.width)
     before, after = fit(
@@ -102,7 +107,7 @@ def _parts(states: NDArray[np.float32]) -> list[NDArray[np.float32]]:
 
 
 def rank_chance(scores: NDArray[np.floating], which: BoolArray) -> float:
-    """Return the probability that a token in ``which`` scores above one that is not in it.
+    """Return the probability that a token in ``which`` scores above a token outside of it.
 
     Ties count half. The result is 0.5 if all tokens, or none, are in ``which``.
     """

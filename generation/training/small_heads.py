@@ -43,9 +43,9 @@ class SmallHead(TrainedExit):
     """A graph from `state`, float32 [n, 1, width], to `answer` int64 [n] and `confidence`."""
 
     answers: NDArray[np.int64]
-    """Tokens that it can answer, increasing; the whole vocabulary if only its rank is low."""
+    """Tokens that the head can answer, increasing; the whole vocabulary if only the rank is low."""
     covered: float
-    """Share of the tuning tokens that it can answer."""
+    """Share of the tuning tokens that the head can answer."""
 
 
 class _Trained(nn.Module):
@@ -71,7 +71,7 @@ def train_small_head(
     hidden: int | None = None,
     options: ExitTraining,
 ) -> SmallHead:
-    """Train a head of an exit; its loss before training is that of the model's own columns.
+    """Train a head of an exit; before training it has the model's own columns.
 
     Args:
         samples: Tokens to learn.
@@ -115,7 +115,10 @@ def train_small_head(
 
 
 def _frequent(tokens: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], int]:
-    """Return the most frequent tokens, increasing, and the next token, to initialise *other*."""
+    """Return the ``count`` most frequent tokens, increasing, and the next frequent token.
+
+    The column *other* is initialised with the column of this last token.
+    """
     found, counts = np.unique(tokens, return_counts=True)
     order = found[np.argsort(-counts, kind="stable")]
     kept = np.sort(order[:count])
@@ -124,7 +127,7 @@ def _frequent(tokens: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64],
 
 
 def _examples(samples: ExitSamples, answers: NDArray[np.int64]) -> Examples:
-    """Replace tokens by their columns; tokens without a column get the one after the last."""
+    """Replace tokens by their columns; all others get the number after the last column."""
     places = np.minimum(np.searchsorted(answers, samples.tokens), len(answers) - 1)
     known = answers[places] == samples.tokens
     return Examples(samples.states, np.where(known, places, len(answers)))
@@ -230,7 +233,8 @@ def _with_adapter(adapter: ResidualAdapter, head: onnx.ModelProto) -> onnx.Model
 def _name_answers(head: onnx.ModelProto, answers: Sequence[int] | NDArray[np.int64]) -> None:
     """Map columns to tokens, and the confidence of the last column to 0, in place.
 
-    The last column, *other*, maps to the first token; which one does not matter, as none leaves.
+    The last column, *other*, maps to the first token. Any token would do, because a token with
+    confidence 0 does not leave.
     """
     graph = head.graph
     for name in (ANSWER, CONFIDENCE):

@@ -5,7 +5,8 @@ some weights are sliced to their first channels (:mod:`.width`, WeightSlice). Ea
 own statistics in normalising layers (:mod:`.norm`, SubnetNorm). The paper's operators choose at run
 time, inside one dynamic graph; here each subnet is a static graph, which runtimes optimise, and
 weights are shared as views of one file: :mod:`.extract` finds which of a subnet's weights are the
-first bytes of the supernet's, and :mod:`.weight_layout` stores the supernet so that most are.
+first bytes of the supernet's, and :mod:`.weight_layout` stores the supernet's weights so that this
+is possible for most of them.
 
 Start with :class:`~offramp.supernet.graphs.elastic_model.Supernet`: a model, and the elastic parts
 that :mod:`.spec_file` read.

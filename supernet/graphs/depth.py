@@ -60,7 +60,7 @@ def find_block(
 def _of_scope(
     scope: str, source: str, flow: Dataflow, types: Mapping[str, TensorType]
 ) -> DepthBlock:
-    """Return the block of a scope's operators, from the tensor entering it to the one leaving."""
+    """Return the block of a scope: its operators, and the tensors that enter and leave it."""
     inside = [op for op in flow.operators if in_scope(op.name, scope) and not flow.is_constant(op)]
     if not inside:
         raise ElasticSpecError(
@@ -197,7 +197,10 @@ def skip_blocks(proto: onnx.ModelProto, blocks: Sequence[DepthBlock]) -> None:
 
 
 def _reread(graph: onnx.GraphProto, source_of: Callable[[str], str]) -> None:
-    """Make all nodes, and the subgraphs in them, read other tensors; ONNX has no shadowing."""
+    """Make all nodes read other tensors, also the nodes of subgraphs.
+
+    Names need not be distinguished by subgraph, because ONNX does not allow shadowing.
+    """
     for node in graph.node:
         node.input[:] = [source_of(t) for t in node.input]
         for body in bodies(node):

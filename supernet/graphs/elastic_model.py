@@ -36,7 +36,7 @@ class Supernet:
 
     @classmethod
     def of(cls, model: SourceModel, spec: ElasticSpec) -> Supernet:
-        """Find a spec's names in a model's graph, and try every step of each group.
+        """Find a spec's names in a model's graph, and try every ratio and the smallest subnet.
 
         Raises:
             ElasticSpecError: A name is unknown, or a ratio is not a whole number of channels.
@@ -88,7 +88,8 @@ class Supernet:
     def plan(self, choice: SubnetChoice, shallow: onnx.ModelProto | None = None) -> SlicePlan:
         """Return the slices of a subnet; ``shallow`` is its graph from :meth:`shallow`.
 
-        ElasticSpecError if the spec does not allow it, NotElasticError if the graph does not.
+        ElasticSpecError if the spec does not allow this subnet, NotElasticError if the graph cannot
+        be reduced to it.
         """
         named = {
             place: kept
@@ -122,8 +123,8 @@ class Supernet:
 def _with_plain_constants(model: SourceModel) -> SourceModel:
     """Return a model with initializers for all tensors that do not depend on a graph input.
 
-    Simplified models are returned unchanged; others may, for instance, transpose weights at run
-    time.
+    Simplified models are returned unchanged; other models may, for instance, transpose weights at
+    run time.
     """
     if len(model.flow.changing) == len(model.flow.operators):
         return model

@@ -25,9 +25,10 @@ class Skip:
     """A block that a subnet may omit: a scope, or the operators between two tensors."""
 
     scope: str = ""
-    """Prefix of its operators' names, such as the module's path in torch's exports."""
+    """Prefix of the names of the block's operators, such as the module's path in torch's exports.
+    """
     start: str = ""
-    """Tensor that is read instead of ``end``, if there is no scope."""
+    """Tensor that is read in place of ``end``; empty if a scope names the block."""
     end: str = ""
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ class WidthGroup:
     weights: tuple[str, ...]
     """Names of initializers, or of operators with a weight."""
     axis: int | None = None
-    """Dimension of the output channels; ``None``: the usual one of the operator."""
+    """Dimension of the output channels; ``None`` for the usual dimension of the operator."""
     parts: int = 1
     """Number of equal parts of the output channels that are sliced separately: 3 for queries, keys
     and values in one weight."""
@@ -78,7 +79,7 @@ class ElasticSpec:
     depths: tuple[DepthGroup, ...] = ()
     widths: tuple[WidthGroup, ...] = ()
     norm_layers: tuple[str, ...] | str = AUTO
-    """Normalising layers: ``auto``, ``none``, or prefixes of their names."""
+    """Normalising layers: ``auto``, ``none``, or prefixes of the layers' names."""
     keep: int = 6
     """Number of operating points to keep, including the full model."""
     source: str = "spec"
@@ -131,7 +132,7 @@ class ElasticSpec:
         return prod(kept) * prod(choice.ratios)
 
     def neighbours(self, choice: SubnetChoice) -> Iterator[SubnetChoice]:
-        """Yield the subnets that are one step away in one group."""
+        """Yield the subnets that differ by one step in one group."""
         for index, group in enumerate(self.depths):
             for number in (choice.skipped[index] - 1, choice.skipped[index] + 1):
                 if 0 <= number <= len(group.skip):

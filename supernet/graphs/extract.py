@@ -1,4 +1,4 @@
-"""Subnets as separate models, and the origin of their weights."""
+"""Extraction of subnets as separate models, with the origin of each of their weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class WeightOrigin:
 
     kind: WeightKind
     source: str
-    """Supernet's initializer from which it was made; empty if there is none."""
+    """Supernet's initializer from which the subnet's initializer was made; empty if there is none.
+    """
     size_bytes: int
 
 
@@ -105,7 +106,10 @@ def _check(proto: onnx.ModelProto, elem_types: list[int]) -> None:
 
 
 def _origin(tensor: onnx.TensorProto, source: str, supernet: Supernet) -> WeightOrigin:
-    """Find a weight's origin by comparing bytes: if it begins the supernet's, it can be a view."""
+    """Find a weight's origin by comparing bytes with the supernet's weight ``source``.
+
+    A weight that equals the first bytes of ``source`` can be stored as a view of it.
+    """
     content = numpy_helper.to_array(tensor).tobytes()
     kind: WeightKind = "own"
     if source:

@@ -59,9 +59,10 @@ def measure(
 ) -> dict[str, Moments]:
     """Run a graph on samples, and return the moments of each layer's tensor, by operator name.
 
-    Moments of a batch of ``rows`` samples (0: as many as fit) are computed in the graph, about the
-    batch's own mean; those of all batches are combined in float64. A ``prepared`` graph computes
-    them already, with the names of :func:`moment_nodes`. DataError if the graph fails on a sample.
+    Moments of a batch of ``rows`` samples (0: as many as fit) are computed in the graph; the
+    variance is about the mean of the same batch. Moments of all batches are combined in float64. A
+    ``prepared`` graph computes them already, with the names of :func:`moment_nodes`. DataError if
+    the graph fails on a sample.
     """
     if not layers:
         return {}

@@ -21,8 +21,8 @@ from offramp.supernet.graphs.elastic_spec import ElasticSpec, WidthGroup
 from offramp.supernet.graphs.errors import ElasticSpecError
 
 _WEIGHTS = {"Conv": (1,), "ConvTranspose": (1,), "MatMul": (1, 0), "Gemm": (1,)}
-"""Operators whose output channels are channels of a weight, with the possible indices of that
-input."""
+"""Kinds of operators whose output channels are channels of a weight. The numbers are the indices of
+inputs that may be the weight."""
 _MOST_NEAR = 3
 
 

@@ -44,8 +44,8 @@ from offramp.supernet.graphs.norm_layers import NormLayer, find_layers
 from offramp.supernet.graphs.slicing_plan import SlicePlan
 
 _LEAST_DEVIATION: Final = 1e-4
-"""Smallest deviation, as a share of the full model's: it limits how much channels that hardly vary
-are amplified."""
+"""Smallest deviation of a channel, as a share of its deviation in the full model. This limits how
+much channels that hardly vary are amplified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Graphs of a subnet whose layers normalise by each batch's moments, or by given ones."""
+"""Graphs of a subnet whose layers normalise by each batch's moments, or by given moments."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Correction:
     deviation: NDArray[np.float64]
     """Target deviation, [channels]."""
     epsilon: NDArray[np.float64]
-    """[channels]; added to the variance in the divisor: a channel that hardly varies in a subnet is
-    not amplified, but has the mean as its value."""
+    """[channels]: added to the variance in the divisor. So a channel that hardly varies in a subnet
+    is not amplified; its values are then close to the target mean."""
 
     def scale(self, variance: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the factor that changes a variance to the deviation; [channels]."""
@@ -42,9 +42,10 @@ def correct(
     targets: Mapping[str, Correction],
     moments: Mapping[str, Moments],
 ) -> onnx.ModelProto:
-    """Return a copy of a subnet with the given moments: scale and shift follow folded layers.
+    """Return a copy of a subnet whose layers normalise by the given moments.
 
-    The corrected tensor has the layer's name, so that its readers and cut points find it.
+    A scale and a shift are added after each folded layer. The corrected tensor has the layer's
+    name, so that its readers and cut points find it.
     """
     made = copied(proto)
     graph = made.graph

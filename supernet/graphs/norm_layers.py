@@ -17,7 +17,7 @@ _CHANNELS_LAST = frozenset({"MatMul", "Gemm"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormLayer:
-    """A layer that normalises channels: a batch norm, or an operator with one folded into it."""
+    """A layer that normalises channels: a batch norm, or an operator with a folded batch norm."""
 
     node: str
     tensor: str

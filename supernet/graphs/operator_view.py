@@ -1,4 +1,4 @@
-"""An operator for the slicing rules: its inputs, and the effect on its outputs."""
+"""An operator as the slicing rules read and change it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ from offramp.supernet.graphs.slicing_plan import SlicePlan
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "MatMul", "Gemm"})
 """Kinds of operators that a spec may name in order to make their outputs elastic."""
 _MOST_STEPS = 200
-"""Largest number of operators that are searched for one to name in a hint."""
+"""Largest number of operators that are searched to find an operator for a hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorView:
-    """An operator for the rule of its kind: its inputs, and the effect on its outputs."""
+    """An operator as the rule of its kind reads and changes it.
+
+    A rule reads which dimensions of the inputs are elastic, and sets those of the outputs.
+    """
 
     op: Operator
     flow: Dataflow
     types: Mapping[str, TensorType]
     weights: Mapping[str, onnx.TensorProto]
     named: Mapping[tuple[str, int], tuple[int, ...]]
-    """Kept output channels, by name of an operator in the spec and index of its input."""
+    """Kept output channels, by the name of an operator in the spec and the index of the operator's
+    input."""
     plan: SlicePlan
 
     @property
@@ -42,7 +46,7 @@ class OperatorView:
 
     @property
     def inputs(self) -> Sequence[str]:
-        """Names of all inputs; omitted ones are empty."""
+        """Names of all inputs; empty for omitted inputs."""
         return self.op.proto.input
 
     def elastic(self, position: int) -> ElasticAxis | None:
@@ -55,7 +59,7 @@ class OperatorView:
         return [i for i in range(len(self.inputs)) if self.elastic(i) is not None]
 
     def only_elastic(self) -> ElasticAxis:
-        """Return the first input's elastic dimension; raises NotElasticError if another has one."""
+        """Return the first input's elastic dimension; NotElasticError if another input has one."""
         elastic = self.elastic(0)
         if elastic is None or len(self.elastic_inputs) > 1:
             self.refuse("fewer channels enter where only whole inputs can; keep them whole")
@@ -66,7 +70,7 @@ class OperatorView:
         return position < len(self.inputs) and bool(self.inputs[position])
 
     def wanted(self, position: int) -> tuple[int, ...] | None:
-        """Return the output channels that the spec keeps of a weight; ``None`` if not named."""
+        """Return the output channels of a weight that the spec keeps; ``None`` without an entry."""
         return self.named.get((self.op.name, position))
 
     def is_weight(self, position: int) -> bool:
@@ -104,12 +108,12 @@ class OperatorView:
         self.plan.cuts.setdefault(place, {})[axis] = kept
 
     def give(self, axis: int, like: ElasticAxis, *, index: int = 0) -> None:
-        """Mark a dimension of an output as elastic, like one of an input."""
+        """Mark a dimension of an output as elastic, with the kept elements of ``like``."""
         name = self.op.proto.output[index]
         self.plan.elastic[name] = ElasticAxis(axis=axis, full=like.full, kept=like.kept)
 
     def give_all(self, axis: int, like: ElasticAxis) -> None:
-        """Mark a dimension of all outputs as elastic."""
+        """Mark a dimension of all outputs as elastic, with the kept elements of ``like``."""
         for index, name in enumerate(self.op.proto.output):
             if name:
                 self.give(axis, like, index=index)

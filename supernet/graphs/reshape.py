@@ -1,4 +1,4 @@
-"""Kept elements of a dimension after a ``Reshape``, from those before it.
+"""Kept elements of a dimension after a ``Reshape``, computed from the kept elements before it.
 
 Attention splits channels into (heads, size) and merges them again: whole heads kept before are
 whole heads after. A part of a head, or a pattern over two dimensions, cannot be kept.
@@ -28,8 +28,8 @@ class ElasticAxis:
 
     axis: int
     full: int
-    """Size in the supernet. If that is a factor times a free size, such as 4 heads times the batch,
-    this is the factor, and the kept elements repeat."""
+    """Size of the dimension in the supernet. If the size is a factor times a free size, for
+    instance 4 heads times the batch, ``full`` is the factor, and the kept elements repeat."""
     kept: tuple[int, ...]
     """Ascending indices of the elements that the subnet has."""
 
@@ -42,9 +42,10 @@ class MixedError(Exception):
 
 
 def regroup(before: Sequence[Size], after: Sequence[Size], elastic: ElasticAxis) -> ElasticAxis:
-    """Return the dimension after a reshape that has the kept elements of one before it.
+    """Return the elastic dimension after a reshape, with its kept elements.
 
-    If heads are merged with the batch, it is the merged dimension. MixedError if there is none; its
+    ``elastic`` is the elastic dimension before the reshape. If heads are merged with the batch, the
+    result is the merged dimension. MixedError if no single dimension has the kept elements; its
     message begins with the effect on the dimension.
     """
     found = _regrouped(before, after, elastic)

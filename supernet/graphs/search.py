@@ -1,4 +1,4 @@
-"""Choice of operating points: subnets on the Pareto front, spread over time.
+"""Choice of operating points: subnets on the Pareto front, with evenly spaced inference times.
 
 SuperServe profiles subnets that are uniformly spaced on the Pareto front (sections 4.2 and 6.1);
 lemma A.1 shows that the others are useless: of two subnets that take the same time, the more

@@ -29,11 +29,13 @@ class SlicePlan:
     values: dict[Place, NDArray[np.int64]] = field(default_factory=dict)
     """New constants, such as shapes, that an operator reads instead of its own."""
     sizes: dict[Place, tuple[int | None, ...]] = field(default_factory=dict)
-    """New values for some elements of a computed shape, by operator input; ``None`` keeps one."""
+    """New values for some elements of a computed shape, by operator input; ``None`` keeps an
+    element."""
     elastic: dict[str, ElasticAxis] = field(default_factory=dict)
     """Elastic dimension of tensors, by name."""
     contracting: set[str] = field(default_factory=set)
-    """Operators that sum over fewer channels: their outputs keep their size, but values change."""
+    """Operators that sum over fewer channels: the sizes of their outputs stay, the values change.
+    """
 
 
 def apply_plan(

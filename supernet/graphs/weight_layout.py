@@ -30,7 +30,7 @@ _FIRST_BYTES: Final = 0
 
 
 def laid_out(supernet: Supernet) -> Supernet:
-    """Store a supernet's matrices so that, where possible, subnets' are their first bytes.
+    """Store a supernet's matrices so that subnets can use their first bytes, where possible.
 
     The model computes the same, except for the order of sums. Changed operators keep their names;
     so do weights whose shape changes, and the input and output tensors of blocks.
@@ -62,7 +62,7 @@ def laid_out(supernet: Supernet) -> Supernet:
 
 @dataclass(slots=True)
 class _Rewriter:
-    """Changes a graph: transposes matrices, and the products that read them."""
+    """Changes a graph: transposes matrices, and adapts the products that read them."""
 
     proto: onnx.ModelProto
     flow: Dataflow
@@ -72,7 +72,7 @@ class _Rewriter:
     turned: set[str] = field(default_factory=set)
     """Operators whose weight has been transposed."""
     _made: dict[str, list[onnx.NodeProto]] = field(default_factory=dict)
-    """Operators that replace an operator; empty if it became part of another one."""
+    """Operators that replace an operator; empty if the operator became part of another operator."""
     _rows: set[str] = field(default_factory=set)
     """Tensors that have been reshaped to rows."""
 

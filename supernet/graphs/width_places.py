@@ -12,7 +12,10 @@ from offramp.supernet.graphs.reshape import ElasticAxis
 
 
 def _split(view: OperatorView) -> None:
-    """Split along the dimension: each part must keep some elements, as equal parts of a spec do."""
+    """Split along the dimension; each part of the split must keep some elements.
+
+    The equal ``parts`` of a width group in a spec ensure this.
+    """
     elastic = view.only_elastic()
     axis = view.attributes.get("axis", 0) % len(view.shape(0))
     if axis != elastic.axis:
@@ -150,7 +153,7 @@ def _reshape(view: OperatorView) -> None:
 
 
 def _same_order(view: OperatorView) -> None:
-    """Reshape by other operators: the order of elements stays; find the output's dimension."""
+    """Find the output's dimension of other operators that reshape: elements keep their order."""
     elastic = view.regroup(view.only_elastic())
     view.plan.elastic[view.op.proto.output[0]] = elastic
 

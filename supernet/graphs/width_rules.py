@@ -39,7 +39,7 @@ def _unary(view: OperatorView) -> None:
 
 
 def _elementwise(view: OperatorView) -> None:
-    """Operands are broadcast: all that have the dimension must keep the same elements of it."""
+    """Broadcast operands: all with the elastic dimension must keep the same elements of it."""
     rank = len(view.output_shape())
     kept: dict[ElasticAxis, int] = {}
     for position in view.elastic_inputs:
@@ -61,7 +61,7 @@ def _elementwise(view: OperatorView) -> None:
 
 
 def _broadcast(view: OperatorView, position: int, elastic: ElasticAxis, rank: int) -> None:
-    """Slice a constant operand; NotElasticError for a computed one that has the whole dimension."""
+    """Slice a constant operand; NotElasticError if a computed operand has the whole dimension."""
     shape = view.shape(position)
     axis = elastic.axis - (rank - len(shape))
     if axis < 0 or shape[axis] == 1:

@@ -1,8 +1,8 @@
 """Layers that compute a prefix of their channels, and blocks that can be skipped.
 
-They share the parameters of the ordinary layers that they are made from. Widths are prefixes, as in
-Once-for-All (Cai et al. 2020) and SuperServe 3 (WeightSlice, LayerSelect): channels of a smaller
-subnet are the first ones of a larger one.
+Elastic layers share the parameters of the ordinary layers from which they are made. Widths are
+prefixes, as in Once-for-All (Cai et al. 2020) and SuperServe 3 (WeightSlice, LayerSelect): channels
+of a smaller subnet are the first ones of a larger one.
 """
 
 from __future__ import annotations

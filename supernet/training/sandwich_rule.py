@@ -13,7 +13,7 @@ from torch.nn import functional
 from offramp.supernet.training.supernet import ElasticModule
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Function that returns a scalar from a batch's answers and their targets."""
+"""Function that returns a scalar from a batch's answers and the targets of these answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A module with its subnets: choosing and copying one, and statistics of its batch norms."""
+"""A module with its subnets: choice of a subnet, its copy, and statistics of its batch norms."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def extract(
     Args:
         supernet: Supernet with the weights.
         choice: Subnet to copy.
-        norms: Statistics of its batch norms by name, from :func:`calibrate_norms`; without them, it
-            gets prefixes of the supernet's statistics, which fit only the largest subnet.
+        norms: Statistics of its batch norms by name, from :func:`calibrate_norms`; without them,
+            the copy gets prefixes of the supernet's statistics, which fit only the largest subnet.
 
     Returns:
         A module in evaluation mode whose parts have the names of the original module's.

@@ -299,7 +299,7 @@ def test_what_cannot_be_done_while_serving_is_said_in_a_line() -> None:
 
 def test_workers_that_serve_something_else_are_a_mistake() -> None:
     old, new = plan_of((3, {"a": 1})), plan_of((3, {"a": 2}))
-    with pytest.raises(ValueError, match=r"no worker serves \[\(0, 3\)\], which are"):
+    with pytest.raises(ValueError, match=r"no worker serves the plan's splits \[\(0, 3\)\]"):
         plan_transition(old, new, workers_of(2))
     with pytest.raises(ValueError, match=facts("[(0, 3)]", "active plan")):
         plan_transition(None, new, served(new, workers_of(2)))
