@@ -32,7 +32,7 @@ from offramp.engine.common.extensions import extensions_for
 REPLACED = "folder to write to (default: BUNDLE is replaced)"
 SHORT = ("--data", "--output", "--overwrite", "--max-disagreement", "--confidence", "--task",
          "--answer", "--group", "--exits", "--backend", "--seed")  # fmt: skip
-"""Options that most users need."""
+"""Options that most users need, shown in the short help."""
 SUMMARIES: Final = {
     "inspect": "list the cut points of a model, or the content of a bundle",
     "verify": "compare a bundle with its model on any data",
@@ -68,7 +68,7 @@ class CompilerExtension(Protocol):
     """The object ``EXTENSION`` of an extension's module ``for_compiler``."""
 
     commands: Mapping[str, Command]
-    """Commands by name."""
+    """The extension's commands by name."""
 
 
 def commands_of_extensions() -> dict[str, Command]:
@@ -187,7 +187,7 @@ def add_promise(
     disagreement: float | None,
     confidence_level: float | None,
 ) -> None:
-    """Add the options of the promise; where they have no defaults, the bundle's values apply."""
+    """Add the options of the promise; where an option has no default, the bundle's values apply."""
     own = "" if disagreement is not None else " (default: as the bundle was made)"
     parser.add_argument("--max-disagreement", type=values.share, default=disagreement,
                         metavar="SHARE",
@@ -522,7 +522,10 @@ certificates, as eeserve does.""",
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the options of engines; options that are left out are absent from the namespace."""
+    """Add the options of engines.
+
+    Options that the user leaves out are absent from the namespace.
+    """
     add = partial(group.add_argument, default=argparse.SUPPRESS)
     add("--device", metavar="DEVICE",
         help="GPU to build on and for (default: cuda:0)")  # fmt: skip
@@ -556,7 +559,7 @@ def chooses_precision(options: argparse.Namespace) -> bool:
 
 
 def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
-    """Return the engine options with defaults filled in; EngineOptionsError if malformed."""
+    """Return the engine options with defaults filled in; EngineOptionsError if any is malformed."""
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_ARGUMENTS}
     if chooses_precision(options):
         del given["precision"]  # each build that is tried sets its own
