@@ -1,5 +1,4 @@
-"""Random inputs (``--data random``): a dry run that shows exits and times, but certifies
-nothing."""
+"""Random inputs (``--data random``) for a dry run: it shows exits and times, certifies nothing."""
 
 from __future__ import annotations
 
