@@ -1,8 +1,8 @@
 """Shapes of all tensors, with symbolic sizes.
 
 ONNX's own inference loses a symbolic size at the first ``Reshape`` that computes with it. So it is
-run twice on *concrete* sizes, where its data propagation folds nearly everything. Sizes that differ
-between the two runs are traced back to their symbol.
+run twice on *concrete* sizes, where its data propagation folds nearly everything. A size that
+differs between the two runs is traced back to its symbol.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offramp.compiler.graphs.runtime_shapes import infer_shapes, types_in
 from offramp.compiler.graphs.shape_trace import ShapeTrace
 
 ConcreteShape: TypeAlias = "tuple[int | None, ...] | None"
-"""Sizes, ``None`` for unknown ones; ``None`` as a whole if the rank is unknown."""
+"""Sizes, with ``None`` for an unknown one; ``None`` instead of a tuple if the rank is unknown."""
 
 BATCH = "batch"
 """Name that the batch dimension gets in every model."""
@@ -33,17 +33,19 @@ _KNOWN_TYPES = frozenset(onnx.TensorProto.DataType.values())
 FLOATING = ("float16", "float32", "float64", "bfloat16")
 _BATCH_PROBES = (2003, 3001)
 _SMALL_PROBES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
-"""Probes for sequences: below the 64 or 77 positions that some models have tables for."""
+"""Numbers that stand for symbolic sizes of sequences. They are smaller than the 64 or 77 positions
+for which some models have tables."""
 _LARGE_PROBES = (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191)
-"""Probes for images: large enough to survive five strides."""
+"""Numbers that stand for symbolic sizes of images, large enough for five strides."""
 _PROBE_SCALES = (1, 8, 64, 512, 4096)
-"""Factors of probes for models with wider windows, for instance a second of sound."""
+"""Factors of these numbers for models with wider windows, for instance a second of sound."""
 _WINDOWED = frozenset(
     {"Conv", "ConvInteger", "FusedConv", "QLinearConv", "AveragePool", "LpPool", "MaxPool"}
 )
 """Operators that refuse an input shorter than their window."""
 _SMALL_INITIALIZER = 1024
-"""Largest number of elements of an initializer that may be a shape that inference reads."""
+"""Largest number of elements of an initializer whose values inference reads, because it may be a
+shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
