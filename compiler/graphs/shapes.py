@@ -101,7 +101,7 @@ def annotate(proto: onnx.ModelProto) -> None:
 
 
 def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
-    """Return the types that an annotated model states, initializers included."""
+    """Return the types of tensors that an annotated model states, and those of initializers."""
     graph = proto.graph
     types = {
         t.name: TensorType(elem_type=t.data_type, shape=tuple(t.dims)) for t in graph.initializer
@@ -132,7 +132,7 @@ def infer_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
 
 
 def symbolic_sizes(proto: onnx.ModelProto) -> dict[str, int]:
-    """Return symbols in the shapes of the graph inputs, each with the highest rank that uses it."""
+    """Return the symbols in the shapes of graph inputs, each with the highest rank it is in."""
     symbols: dict[str, int] = {}
     for info in proto.graph.input:
         shape = _declared_shape(info) or ()
@@ -158,7 +158,7 @@ def concrete_shapes(
 def _followed(
     skeleton: onnx.ModelProto, shapes: Mapping[str, tuple[int, ConcreteShape]]
 ) -> dict[str, tuple[int, ConcreteShape]]:
-    """Find sizes that inference has lost, by computing the values that they depend on.
+    """Find sizes that inference did not find, by computing the values that these sizes depend on.
 
     ONNX's data propagation ends at a ``Range`` or an ``Expand`` of sizes, from which transformers
     compute masks and positions.
@@ -176,9 +176,9 @@ def _followed(
 
 
 def _skeleton(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, frozenset[str]]:
-    """Copy the model without large weights and stated inner shapes.
+    """Copy a model without the content of large weights and without stated inner shapes.
 
-    Also returns the names of the weights whose content was removed.
+    Also returns the names of the weights whose content was left out.
     """
     skeleton = emptied(proto, proto.graph.name or "graph")
     graph = skeleton.graph
@@ -199,7 +199,7 @@ def _skeleton(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, frozenset[str]]:
 def _completed(
     found: TensorType, stated: TensorType | None, symbols: Mapping[str, int]
 ) -> TensorType:
-    """Replace sizes that inference did not find by those that the model states."""
+    """Where inference did not find a size, use the size that the model states."""
     if stated is None or stated.shape is None:
         return found
     shape = found.shape or (UNKNOWN,) * len(stated.shape)
@@ -227,7 +227,7 @@ def forget_shapes(graph: onnx.GraphProto) -> None:
 
 
 def probe_sizes(proto: onnx.ModelProto) -> tuple[dict[str, int], dict[str, int]]:
-    """Assign two primes to each symbol, multiplied if windows are wider."""
+    """Assign two primes to each symbol; they are multiplied if windows are wider than them."""
     symbols = symbolic_sizes(proto)
     scaled = [_primes(symbols, 0, scale) for scale in _PROBE_SCALES]
     scale = _PROBE_SCALES[first_long_enough(proto, scaled)]
@@ -246,9 +246,9 @@ def _primes(symbols: Mapping[str, int], which: int, scale: int) -> dict[str, int
 def first_long_enough(proto: onnx.ModelProto, tried: Sequence[Mapping[str, int]]) -> int:
     """Return the index in ``tried`` of the first sizes that are at least as wide as every window.
 
-    Sizes in ``tried`` grow. If the first ones are too short, the result is one step beyond the
-    first that are long enough: if a window fits just once, a size looks as if it were fixed. If all
-    are too short, the result is 0.
+    Sizes in ``tried`` must grow. If the first ones are too short, the result is the index after the
+    first ones that are long enough: if a window fits just once, the result's size looks as if it
+    were fixed. If all sizes are too short, the result is 0.
     """
     windowed = [node for node in proto.graph.node if node.op_type in _WINDOWED]
     if not windowed or not symbolic_sizes(proto).keys() - {BATCH}:
@@ -266,7 +266,7 @@ def _is_wider(
 ) -> bool:
     """Return whether an operator's window is wider than its input, padding included.
 
-    ONNX's inference does not refuse that: it may even find an output of one element.
+    ONNX's inference does not refuse such an input: it may even find an output of one element.
     """
     told = {a.name: a for a in node.attribute}
     window = tuple(told["kernel_shape"].ints) if "kernel_shape" in told else ()
@@ -287,7 +287,10 @@ def _is_wider(
 def _labels(
     first: Mapping[str, int], second: Mapping[str, int]
 ) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield sizes and what they represent: products of two symbols first, then symbols."""
+    """Yield pairs of sizes in both runs, and the symbol or product of symbols that they stand for.
+
+    Products of two symbols come first.
+    """
     for a, b in combinations_with_replacement(first, 2):
         yield (first[a] * first[b], second[a] * second[b]), f"{a}*{b}"
     for symbol in reversed(list(first)):
