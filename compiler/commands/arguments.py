@@ -522,10 +522,7 @@ certificates, as eeserve does.""",
 
 
 def add_engine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the options of engines.
-
-    Options that the user leaves out are absent from the namespace.
-    """
+    """Add the options of engines; options that are left out are absent from the namespace."""
     add = partial(group.add_argument, default=argparse.SUPPRESS)
     add("--device", metavar="DEVICE",
         help="GPU to build on and for (default: cuda:0)")  # fmt: skip
