@@ -113,7 +113,7 @@ def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
             "This CPU (%s) has no VNNI and adds int8 products in 16 bits: weights that meet 8-bit "
             "activations are rounded to 7 bits, so that no sum overflows here or elsewhere. The "
             "copy agrees with the float32 model less often than one that is made on a CPU with "
-            "VNNI: for those, compile on one.",
+            "VNNI. To compile for CPUs with VNNI, compile on such a CPU.",
             cpu.describe(),
         )
 

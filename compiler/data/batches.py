@@ -98,7 +98,7 @@ class IterableSource:
                     break
             if not writer.samples:
                 raise DataError(
-                    f"{self.name}: no batch with samples came; a generator can be read once: pass "
+                    f"{self.name}: no batch has samples; a generator can only be read once: pass "
                     "a fresh one, or a list or data loader"
                 )
             return writer.finish()

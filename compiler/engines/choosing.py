@@ -133,11 +133,11 @@ def _build(precision: Precision, options: BuildOptions, reports: Reports) -> Bui
 def _check_certified(building: Building) -> None:
     if building.failed:
         first = building.failed[0]
-        raise EngineBuildError(f"{len(building.failed)} engines failed, first {first.problem}")
+        raise EngineBuildError(f"{len(building.failed)} engines failed; the first: {first.problem}")
     store = EngineStore.open(building.bundle.path, building.target)
     evidence = store.index.evidence
     if evidence is None or evidence.model != model_digest(building.bundle.manifest):
-        raise EngineBuildError("nothing was certified for it")
+        raise EngineBuildError("nothing was certified in this precision")
 
 
 def _time(

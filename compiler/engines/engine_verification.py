@@ -233,8 +233,9 @@ class PrecisionCheck:
         counts = (self.source_differs, self.policy_differs, self.policy_differs_fp32)
         source, policy, plain = (f"{count / self.samples:.2%}" for count in counts)
         text = (
-            f"{self.precision}: of {self.samples:,} samples the model answers {source} unlike in "
-            f"fp32, the policy with exits {policy} unlike the fp32 model (in fp32: {plain})"
+            f"{self.precision}: of {self.samples:,} samples the model answers {source} differently "
+            f"than in fp32, and the policy with exits {policy} differently than the fp32 model "
+            f"(in fp32: {plain})"
         )
         promise, verdict = self.promise, self.verdict
         if promise is not None and verdict is not None:
@@ -428,10 +429,10 @@ class Recertified:
         spent = evidence.spent(evidence.confidence_level)
         text = (
             f"{self.precision}: of {evidence.samples:,} samples the model answers "
-            f"{evidence.end_differs / evidence.samples:.2%} unlike in fp32, at most {spent:.2%} of "
-            f"all, which is taken from the promise ({evidence.max_disagreement:.2%} at "
-            f"{evidence.confidence_level:.0%}). For exits {evidence.max_disagreement - spent:.2%} "
-            "are left"
+            f"{evidence.end_differs / evidence.samples:.2%} differently than in fp32, at most "
+            f"{spent:.2%} of all, which is taken from the promise "
+            f"({evidence.max_disagreement:.2%} at {evidence.confidence_level:.0%}). For exits "
+            f"{evidence.max_disagreement - spent:.2%} are left"
         )
         if promise is None:
             return f"{text}: NONE CAN BE CERTIFIED, all samples will be answered at the end."
@@ -518,8 +519,8 @@ def share_promise(
     if spent >= promise.max_disagreement:
         raise VerificationError(
             f"{precision}: of {samples:,} samples the model answers {differs / samples:.2%} "
-            f"differently than in fp32, so it may be up to {spent:.2%} of all samples at "
-            f"{half_risk(level):.1%}: that alone spends the promise "
+            f"differently than in fp32, so up to {spent:.2%} of all answers may differ, at "
+            f"{half_risk(level):.1%} confidence: that alone spends the promise "
             f"({promise.max_disagreement:.2%} at {level:.0%}), without any exit. Build with a "
             "finer --precision (fp16, tf32 or fp32), add more --data, or add "
             "--accept-disagreement to serve it anyway"

@@ -256,7 +256,8 @@ class _Repair(BatchEdits):
         found = moved(place, before, shape, self.old)
         if found is None:
             raise ValueError(
-                f"it reshapes {list(before)} to {list(shape)}, where none can hold the batch"
+                f"it reshapes {list(before)} to {list(shape)}, where no dimension can hold the "
+                "batch"
             )
         wanted = scaled(shape, found.axis, self.old, self.rows)
         with suppress(ValueError):  # other rows may not divide by the size that the target states

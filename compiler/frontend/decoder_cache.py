@@ -71,10 +71,10 @@ def check_no_cache(proto: onnx.ModelProto) -> None:
     more = f" and {len(held) - 1} more" if len(held) > 1 else ""
     outputs = [info.name for info in proto.graph.output if not is_cache(info.name)]
     raise ModelError(
-        f"input {held[0]!r}{more} hold the cache of a decoder, whose answer is "
-        f"{', '.join(map(repr, outputs)) or 'missing'}: if that is [batch, tokens, vocabulary], "
-        "name the tokens that it chooses between, such as those of yes and no, by --answer-tokens "
-        "ID,ID; for any other answer export it without a cache (use_cache=False)"
+        f"input {held[0]!r}{more} hold the cache of a decoder with the output "
+        f"{', '.join(map(repr, outputs)) or 'missing'}: if that output is [batch, tokens, "
+        "vocabulary], name the tokens that it chooses between, such as those of yes and no, by "
+        "--answer-tokens ID,ID; for any other answer export it without a cache (use_cache=False)"
     )
 
 

@@ -76,7 +76,7 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
         alone = [runner.run(_row(feeds, i)) for i in range(rows)]
     except RuntimeError as error:
         _log.warning(
-            "rows alone and in a batch are not compared yet: random inputs (%s) fail: %s",
+            "samples alone and in a batch are not compared yet: random inputs (%s) fail: %s",
             describe_shapes({name: array[:1] for name, array in feeds.items()}),
             error,
         )

@@ -237,7 +237,7 @@ def find_mixing(proto: onnx.ModelProto) -> str:
     """
     if operators := scaled_by_batch(proto):
         number, first = len(operators), operators[0].label
-        return f"{number} operators round by the range of the whole batch, first {first}"
+        return f"{number} operators round by the range of the whole batch, such as {first}"
     runner = GraphRunner(proto, available_cores())
     allowed = max(rounding_of(proto).batches, _ALLOWED)
     began_s, compared, failure = time.monotonic(), 0, ""

@@ -108,7 +108,9 @@ def _tried(
         runner.run(sample)
     except RuntimeError as error:
         _log.info(
-            "Legal values of %r were not tried, and are not checked: %s", drafts[0].input, error
+            "Legal values of input %r were not tested, and are not checked: %s",
+            drafts[0].input,
+            error,
         )
         return
     for draft in drafts:

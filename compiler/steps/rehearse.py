@@ -91,8 +91,8 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
     if bundle.manifest.batch_effect is not None:
         raise CompileError(
             f"{bundle.path} is of a dynamically quantised model, whose answer to a sample depends "
-            "on its batch; how often was only counted on the data of compiling; compile it again "
-            "on the new data"
+            "on its batch; how often it does was counted only on the data of the compilation; "
+            "compile the model again on the new data"
         )
     criterion = bundle.manifest.answer.criterion
     if criterion.depends_on_earlier:
