@@ -72,7 +72,7 @@ class Blueprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certified:
-    """A blueprint with its results on the certify split and its measurement."""
+    """A blueprint with its results on the certify split, and with measured times."""
 
     chosen: Blueprint
     records: ExitRecords

@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # imports torch, which writing a bundle without exits does no
 
 
 PROFILE = "profiles/cpu.json"
-"""Profile of the machine that compiled."""
+"""Path in the bundle of the profile, which was measured on the machine that compiled."""
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 LOOKED_AT: Final = 64
 """Number of samples from which the shown examples are selected."""
@@ -101,7 +101,7 @@ class BuiltVariant:
 
     variant: Variant
     graphs: Mapping[str, bytes]
-    """Segments and exits, by path in the bundle."""
+    """Graphs of segments and exits, by path in the bundle."""
     files: Mapping[str, bytes]
     """All other files, by path in the bundle."""
     recorded: RecordedVariant

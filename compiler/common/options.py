@@ -86,7 +86,7 @@ class VariantSource(Protocol):
 
 
 SEEDS = 2**63
-"""Number of possible seeds: torch takes no larger one, numpy no negative one."""
+"""Number of possible seeds: torch accepts no larger seed, and numpy no negative one."""
 _INF = float("inf")
 _A_SHARE = "a share above 0 and below 1"
 _FROM_0 = "a share from 0, and below 1"
@@ -179,11 +179,10 @@ class ExitOptions:
     head (PAME 5.1); ``both`` takes, at each place, the kind with the larger net savings; ``auto``
     means bridges if answers have positions, else pooled heads."""
     criterion: str = "probability"
-    """Measure of an exit's confidence: a name of :class:`.Criterion`, or a registered one
-    (:mod:`offramp.engine.answers.criteria`). For classification."""
-    mask: str | None = None
     """Measure of an exit's confidence, for classification: the name of a :class:`.Criterion`, or of
     a registered criterion (:mod:`offramp.engine.answers.criteria`)."""
+    mask: str | None = None
+    """Graph input that marks the tokens that count; found by its name by default."""
     augment: Literal["auto", "off"] = "auto"
     """With ``auto``, heads are also trained on generated samples, if a generator
     (:mod:`offramp.calibration.data.augmentation`) suits the inputs."""

@@ -99,7 +99,7 @@ def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.Value
 
 
 CONFIDENCE = "confidence"
-"""Name of the output with the confidence, after the exit's prefix."""
+"""Name of an exit's output with the confidence, without the exit's prefix."""
 _STEP = 1e-3
 """Largest float32 error of a share multiplied by a number of tokens, when the exact result is an
 integer."""

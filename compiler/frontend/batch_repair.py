@@ -452,7 +452,7 @@ class _Repair(BatchEdits):
             node.input[3] = self.add("Concat", [size, rest], name, axis=0)
 
     def _gather(self, node: onnx.NodeProto) -> None:
-        """Remove a gather that keeps all samples; ValueError for one that keeps only some."""
+        """Remove a Gather of all rows, or extend its indices; ValueError if it keeps only some."""
         place, before = self._places.get(node.input[0]), self.fixed.shape(node.input[0])
         known = self.fixed.value(node.input[1])
         axis = integer(node, "axis")

@@ -1,4 +1,4 @@
-"""Requirements on a model without which exits make no sense, checked before it is run."""
+"""Requirements that a model must meet to have exits, checked before the model is run."""
 
 from __future__ import annotations
 

@@ -118,9 +118,9 @@ def _read(path: Path) -> bytes:
 def _check_size(path: Path, size: int) -> None:
     if size > MOST_BYTES:
         raise ModelError(
-            f"{path}: {size / 2**30:.1f} GiB in one message, but the limit is "
-            f"{MOST_BYTES / 2**30:.0f} GiB; store the weights as external data, as initializers of "
-            "the graph: "
+            f"{path}: {size / 2**30:.1f} GiB in one message, which may have "
+            f"{MOST_BYTES / 2**30:.0f} GiB at most; store the weights as external data, as "
+            "initializers of the graph: "
             "onnx.save(model, path, save_as_external_data=True)"
         )
 

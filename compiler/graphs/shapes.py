@@ -213,7 +213,7 @@ def _completed(
 
 
 def forget_shapes(graph: onnx.GraphProto) -> None:
-    """Remove stated inner and output shapes of a graph and its bodies."""
+    """Remove the shapes that a graph and its bodies state for inner tensors and outputs."""
     del graph.value_info[:]
     for output in graph.output:
         if output.type.HasField("tensor_type"):

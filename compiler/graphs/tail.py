@@ -40,7 +40,7 @@ SOFTMAXES: Final = frozenset({"Softmax", "LogSoftmax"})
 _MOVES: Final = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Dropout"})
 """Operators that change neither the values of their input nor the order of these values."""
 _AFFINE: Final = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "BatchNormalization"})
-"""Operators that keep an unbounded range unbounded, if their constants are finite."""
+"""Operators that keep an unbounded range of values unbounded, if their constants are finite."""
 _SELECTIONS: Final = frozenset(
     {"Concat", "Gather", "GatherElements", "Slice", "Split", "Transpose"}
 )

@@ -367,7 +367,7 @@ def _split(content: memoryview) -> Iterator[bytes]:
 
 
 def _equal(one: Iterator[bytes], other: Iterator[bytes]) -> bool:
-    """Return whether two weights of equal length, in equal pieces, are the same."""
+    """Return whether two weights, as pieces of equal lengths, are equal."""
     return all(a == b for a, b in zip(one, other, strict=True))
 
 

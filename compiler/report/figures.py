@@ -45,8 +45,8 @@ class PolicyFigures:
     """Answers that the policy changes, by class of the model; the class with the largest share is
     first."""
     by_label: tuple[ClassLoss, ...]
-    """Right answers that the policy loses, by label, the largest share first; empty without labels
-    in the data."""
+    """Answers that the policy changes, by label; the label with the largest share is first. Empty
+    if the data has no labels."""
     accuracy: float | None
     """Accuracy of the policy, against the labels of the certify split."""
 

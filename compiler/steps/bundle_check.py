@@ -74,7 +74,8 @@ class BundleCheck:
     by_class: tuple[ClassLoss, ...]
     """Samples with another answer, by class of the unmodified model, the largest share first."""
     by_label: tuple[ClassLoss, ...]
-    """Lost answers by label, the largest share first; empty if the data has no labels."""
+    """Samples with another answer, by label, the largest share first; empty if the data has no
+    labels."""
     shares: Mapping[int, float]
     """Share of the samples that each exit answered; :data:`MODEL_END` is the key of the model's
     end."""

@@ -44,7 +44,7 @@ class Profiled:
     """A bundle's profile before and after measuring it again."""
 
     bundle: Bundle
-    """The bundle as it was before."""
+    """The bundle as it was before the new measurement."""
     before: Profile
     after: Profile
     written: Path | None
