@@ -1,4 +1,4 @@
-"""The compiler: an ONNX model in, a verified multi-exit bundle out; the command ``eecompile``."""
+"""The compiler turns an ONNX model into a verified bundle with several exits: ``eecompile``."""
 
 from offramp.compiler.cuts.exit_placement import ExitRule
 

@@ -1,1 +1,1 @@
-"""Drafts of a bundle: chosen exits, copies in front of the model, packing."""
+"""Drafts of a bundle: choosing exits, putting copies in front of the model, and packing."""

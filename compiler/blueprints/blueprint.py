@@ -1,9 +1,9 @@
-"""Blueprints: ways to serve a model, each with its parts, their times, and the exits to use.
+"""Blueprints: ways to serve a model, each with the parts of the model, their times, and exits.
 
-The float32 model in pieces is one blueprint. Every copy of it is another: quantised
-(:mod:`.precision_choice`) or trained together with its exits (:mod:`.joint`); the copy's own answer
-is the last exit. Blueprints are compared by their predicted savings on the tuning split; one of
-them is certified and packed.
+The float32 model in pieces is one blueprint. Each copy of the model is a further blueprint. A copy
+is quantised (:mod:`.precision_choice`), or trained together with its exits (:mod:`.joint`), and its
+own answer is the last exit. Blueprints are compared by their predicted savings on the tuning split;
+one of them is certified and packed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OWN = Head(kind="own")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blueprint:
-    """A model in pieces with exits, measured, and the policies that could be certified."""
+    """A model in pieces with its exits, the times of all parts, and the exits that may be used."""
 
     timed: TimedModel
     draft: Draft
@@ -50,15 +50,15 @@ class Blueprint:
     tune: ExitRecords
     """Answers of each exit on the tuning split."""
     candidates: Candidates
-    """Sets of exits to choose from, also for other costs."""
+    """Sets of exits to choose from. The choice can be repeated with other costs of the parts."""
     path: FixedPath
     predicted_savings: float
     """Predicted saving on the tuning split at the reference batch size, as a share of the source
     model's time."""
     reason: str = ""
-    """Reason why it was preferred to other blueprints, if there were any."""
+    """Reason why this blueprint was preferred to others, if there were any."""
     training: JointTraining | None = None
-    """Record of training the copy together with the exits, if that was done."""
+    """Record of the training, if a copy was trained together with the exits."""
     frozen: Blueprint | None = None
     """Blueprint without the trained copy, if there is one."""
     limit: str | None = None
@@ -72,14 +72,14 @@ class Blueprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certified:
-    """A blueprint with its results on the certify split and its measurement."""
+    """A blueprint with its results on the certify split, and with measured times."""
 
     chosen: Blueprint
     records: ExitRecords
     """Answers of each exit on the certify split."""
     policy: ExitPolicy
     limit: str | None = None
-    """Reason why no exit is in use, if none is."""
+    """Reason why no exit is in use; ``None`` if one is."""
     measured: Measured | None = None
     rehearsed: Rehearsed | None = None
 
@@ -115,9 +115,9 @@ def draw(timed: TimedModel, exits: Sequence[BuiltExit]) -> Blueprint:
 
 
 def time_copy(sliced: Cascade, copy: bytes, run: CompileRun) -> TimedModel:
-    """Compare the pieces of a copy with the whole copy, and time them with the model after them.
+    """Check that a copy's pieces answer like the whole copy, and time the pieces and the model.
 
-    CompileError if their answers differ, DataError if the copy fails on a sample.
+    CompileError if the answers differ, DataError if the copy fails on a sample.
     """
     verify_front(
         sliced,
@@ -144,7 +144,7 @@ def _fix_path(
 
 
 def own_exit(timed: TimedModel, plain: Blueprint) -> BuiltExit:
-    """Make the copy's own answer the last exit of a cascade, and judge it alone.
+    """Make the copy's own answer the last exit of a cascade, and measure how often it agrees.
 
     ``plain`` is the source model's blueprint, whose answers are the reference. DataError if the
     copy fails on a sample.
@@ -189,8 +189,8 @@ def _answered(
     """Run the copy on the tuning split.
 
     Returns principal values [samples, n], whether each answer agrees with the source model's
-    [samples], and the mask of tokens. For classification the one principal value is the graph's
-    confidence, by any criterion.
+    [samples], and the mask of tokens. For classification there is one principal value: the
+    confidence that the graph computes.
     """
     answer, tune = sliced.model.answer, parts.tune
     prefix, agreement = exit_prefix(len(sliced.cuts) - 1), agreement_of(answer)

@@ -1,11 +1,11 @@
 """A cascade: a copy of the model, cut into segments, followed by the unmodified model.
 
 Exits follow the copy's segments, and the copy's own answer is the last exit. Samples below every
-threshold go on to the source model, as do audited samples. So what is promised, certified and
-audited is agreement with the source model, however the copy was made.
+threshold go on to the source model, as do audited samples. So the promise, the certificate and
+audits are about agreement with the source model, for any kind of copy.
 
-The copy may be any graph with the source's inputs and output. Cut points are those of the source
-that are cut points of the copy, too, with a tensor of the same name.
+The copy may be any graph with the source's inputs and output. The cascade is cut where both the
+source model and the copy have a cut point with the same tensor name.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ PREFIX = "offramp_front/"
 """Prefix of all names of a copy except graph inputs."""
 _AGAIN = "/again"
 _FLOAT = frozenset({"LayerNormalization", "BatchNormalization", "Tanh", "Erf", "Gelu"})
-"""Operators without an int8 kernel: their outputs are quantised by the next operator alone."""
+"""Operators without an int8 kernel. Their outputs are quantised only by the operator that reads
+them."""
 
 
 def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Cascade:
     """Cut a quantised copy where its source model was cut, and append the source model.
 
-    ``plain`` is the source model in pieces. If a cut is missing in the copy, the segments next to
-    it are one segment there. ModelError if the copy has other inputs or another answer.
+    ``plain`` is the source model in pieces. If the copy lacks one of the cuts, the two segments
+    next to that cut become one segment. ModelError if the copy has other inputs or another answer.
     """
     front = _front_of(plain.model, copy)
     analysis = _surviving(plain.analysis, front)
@@ -66,9 +67,10 @@ def slice_cascade(plain: Sliced, copy: bytes, options: CompileOptions) -> Cascad
 
 
 def slice_twin(plain: Sliced, copy: bytes) -> Cascade:
-    """Cut a copy that differs in its weights alone, and append the source model.
+    """Cut a copy that differs from its source only in weights, and append the source model.
 
-    The cuts are those of the source. ModelError if the copy has other inputs or another answer.
+    The cuts are those of the source model. ModelError if the copy has other inputs or another
+    answer.
     """
     front = _front_of(plain.model, copy)
     chosen = {cut.name for cut in plain.cuts}
@@ -80,9 +82,10 @@ def slice_twin(plain: Sliced, copy: bytes) -> Cascade:
 def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Cascade:
     """Cut a subnet of the source model where the model was cut, and append the model.
 
-    A subnet has some of the model's operators and parts of its weights. So its own cut points are
-    found, and those whose names are also cut points of the model are used. The work of its segments
-    is a share of the model's. ModelError if it has other inputs or another answer.
+    A subnet has some of the model's operators and parts of the model's weights. So the cut points
+    of the subnet are searched, and kept if the model has cut points of the same names. The work of
+    the subnet's segments is a share of the model's work. ModelError if the subnet has other inputs
+    or another answer.
     """
     front = _front_of(plain.model, subnet)
     analysis = find_cuts(front, max_tensors=options.reading.max_cut_tensors)
@@ -99,19 +102,19 @@ def slice_subnet(plain: Sliced, subnet: bytes, options: CompileOptions) -> Casca
 
 
 def _moved(point: CutPoint) -> CutPoint:
-    """Return a cut point of the source model under the copy's names."""
+    """Return a cut point of the source model with the names that the copy uses."""
     return replace(point, tensor=PREFIX + point.tensor, beside=tuple(map(_in_front, point.beside)))
 
 
 def _in_front(cut: CutTensor) -> CutTensor:
-    """Return a cut tensor of the source model under the copy's names."""
+    """Return a cut tensor of the source model with the name that the copy uses."""
     return replace(cut, name=PREFIX + cut.name, beside=tuple(map(_in_front, cut.beside)))
 
 
 def _before_source(
     sliced: Sliced, front: SourceModel, kind: CopyKind, points: Sequence[CutPoint]
 ) -> Cascade:
-    """Split the copy at some of its points, and put the source model after it."""
+    """Split the copy at some of its cut points, and put the source model after it."""
     model = sliced.model
     own = CutTensor(
         name=front.answer.output,
@@ -144,7 +147,7 @@ def _before_source(
 
 
 def _with_scores(segment: SegmentModel, front: SourceModel) -> SegmentModel:
-    """Add the scores to the last segment's outputs: the copy's confidence is computed from them."""
+    """Add the scores to the last segment's outputs, because confidence is computed from scores."""
     scores = front.taught.output
     if scores == front.answer.output:
         return segment
@@ -201,7 +204,10 @@ def _front_of(model: SourceModel, copy: bytes) -> SourceModel:
 
 
 def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
-    """Copy types from the source model that inference may not find after custom operators."""
+    """Copy types of tensors from the source model: inference may not find them in the copy.
+
+    Type inference stops at custom operators.
+    """
     made = written_names(proto.graph)
     infos = [info for info in model.proto.graph.value_info if info.name in made]
     refill(proto.graph.value_info, infos)
@@ -209,7 +215,7 @@ def _describe(proto: onnx.ModelProto, model: SourceModel) -> None:
 
 
 def _surviving(analysis: CutAnalysis, front: SourceModel) -> CutAnalysis:
-    """Drop sets of tensors and cut points that are not cut points of the quantised model."""
+    """Drop cut points that are sets of tensors, and those that the quantised copy does not have."""
     looked_at = GraphAnalysis.of(front.proto)
     flow = looked_at.trace(analysis.main_inputs, rereads=analysis.rereads)
     gates = {gate.tensor: gate for gate in flow.gates}
@@ -232,9 +238,9 @@ def requantise(proto: onnx.ModelProto, tensors: Sequence[str]) -> None:
     ONNX Runtime computes an operator in int8 if its inputs come from ``DequantizeLinear`` and its
     output goes to ``QuantizeLinear`` in the same graph. A cut between an operator and its
     ``QuantizeLinear`` would leave the operator in float32. So if all readers of a cut tensor
-    quantise it with the same constants, a pair with these is put before the cut. The values after
-    the pair are steps of the scale, so quantising them again changes nothing. If no cut is made
-    there, ONNX Runtime removes one of the two pairs.
+    quantise it with the same constants, a pair of both operators with these constants is put before
+    the cut. The values after the pair are steps of the scale, so quantising them again changes
+    nothing. If the model is not cut there, ONNX Runtime removes one of the two pairs.
     """
     graph = proto.graph
     constants = {t.name: array_of(t).tobytes() for t in graph.initializer}
@@ -273,13 +279,12 @@ def verify_front(
     tolerance: float,
     batch_sizes: Sequence[int] = (1, 7),
 ) -> float:
-    """Run the copy's segments in a chain as they are served, and compare with the whole copy.
+    """Run the copy's segments in a chain, as they are served, and compare them with the whole copy.
 
-    ``samples`` are arrays by graph input, repeated if they are fewer than a batch; ``tolerance`` is
-    relative to the scale of each value (:mod:`~offramp.engine.answers.differences`).
-
-    Returns the largest difference. VerificationError if it is above ``tolerance``, or a value is
-    NaN; ModelError if ONNX Runtime cannot load a part, DataError if it fails on a sample.
+    ``samples`` are arrays by graph input, and are repeated to fill a batch. ``tolerance`` is
+    relative to the scale of each value (:mod:`~offramp.engine.answers.differences`). Returns the
+    largest difference. VerificationError if it is above ``tolerance``, or a value is NaN;
+    ModelError if ONNX Runtime cannot load a part, DataError if a part fails on a sample.
     """
     answer = sliced.copy.answer.output
     whole, *chain = map(_loaded, (copy, *sliced.graphs[:-1]))

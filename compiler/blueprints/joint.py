@@ -3,12 +3,12 @@
 The frozen model with its exits is trained once more, backbone included. The promise is still about
 the original model. The trained copy is put in front of it as a cascade (:mod:`.cascade`), with the
 copy's own answer as the last exit. So the original model answers samples that no exit is sure of,
-and audited samples, and the certificate is about the original. The copy is used if its predicted
-savings are larger than those of the frozen model's exits.
+and audited samples, and the certificate is about the original. The copy is used if it is predicted
+to save more time than exits on the frozen model.
 
 Training a whole model takes long, so a folder next to the future bundle keeps intermediate results.
-An interrupted run continues after the last completed epoch, with the same exits: exits were chosen
-by times, and another run would measure other times.
+An interrupted run continues after the last completed epoch. It keeps the exits: they were chosen by
+measured times, and would differ if they were chosen again.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from offramp.engine.graphs.assembly import assemble
 _log = logging.getLogger(__name__)
 
 TRAINED_EXITS: Final = 6
-"""Largest number of exits trained together: many make training unstable (PAME 5.2), and each takes
-time. They are the exits with the largest net savings on the frozen model, even if these are
-negative."""
+"""Largest number of exits trained together: many exits make training unstable (PAME 5.2), and each
+takes time. The exits trained are those with the largest net savings on the frozen model, even if
+these are negative."""
 
 
 def choose_training(plain: Blueprint, found: FoundExits, folder: JointFolder) -> Blueprint:
     """Train a copy with its exits, and return the blueprint with larger predicted savings.
 
-    That is the copy's or ``plain``; a warning is logged if it is ``plain``. ``folder`` keeps
-    intermediate results.
+    The result is the copy's blueprint or ``plain``, the source model's; for ``plain`` a warning is
+    logged. ``folder`` keeps intermediate results.
 
     Raises:
         UntrainableError: The model or an exit has an operator that cannot be trained.
@@ -132,7 +132,7 @@ def _drawn(plain: Blueprint, exits: Sequence[BuiltExit], copy: bytes) -> Bluepri
 
 
 def _moved(sliced: Sliced, exit_: BuiltExit) -> BuiltExit:
-    """Return an exit that reads the copy's outputs."""
+    """Return an exit of the source model, changed to read the copy's tensors."""
     given = {name for segment in sliced.segments[:-1] for name in segment.outputs}
 
     def renamed(name: str) -> str:
@@ -173,7 +173,7 @@ class JointFolder:
     def of(cls, timed: TimedModel) -> JointFolder:
         """Return the folder of a run; nothing is written yet.
 
-        CompileError if something else is at the path, which must not be replaced.
+        CompileError if the path holds anything else, which must not be replaced.
         """
         sliced, options, parts = timed.sliced, timed.run.options, timed.run.parts
         plain = dataclasses.asdict(replace(options, data=Path()))
@@ -215,7 +215,7 @@ class JointFolder:
         return FoundExits(built=tuple(built), best=best)
 
     def keep(self, found: FoundExits) -> None:
-        """Write the exits; OSError if that fails."""
+        """Write the exits; OSError if writing fails."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
         for number, exit_ in enumerate(found.built):

@@ -58,10 +58,10 @@ if TYPE_CHECKING:  # imports torch, which writing a bundle without exits does no
 
 
 PROFILE = "profiles/cpu.json"
-"""Profile of the machine that compiled."""
+"""Path in the bundle of the profile, which was measured on the machine that compiled."""
 _TOOLS = ("offramp", "onnx", "onnx-graphsurgeon", "onnxslim", "onnxruntime", "torch", "numpy")
 LOOKED_AT: Final = 64
-"""Number of samples from which examples are selected."""
+"""Number of samples from which the shown examples are selected."""
 _SHOWN: Final = 4
 _MOST_CLASSES: Final = 256
 
@@ -101,12 +101,12 @@ class BuiltVariant:
 
     variant: Variant
     graphs: Mapping[str, bytes]
-    """Segments and exits, by path in the bundle."""
+    """Graphs of segments and exits, by path in the bundle."""
     files: Mapping[str, bytes]
     """All other files, by path in the bundle."""
     recorded: RecordedVariant
     certify: ExitRecords
-    """Answers of its exits on the certify split."""
+    """Answers of the variant's exits on the certify split."""
 
 
 def make_manifest(
@@ -261,7 +261,7 @@ def rewrite(
 ) -> Bundle:
     """Write a bundle with the same graphs and engines, but other files and another policy.
 
-    Measurements of the replaced policy are left out.
+    Measurements of the old policy are left out.
     """
     stale = (POLICY, MEASURED, *changed)
     names = [entry.path for entry in bundle.manifest.files if entry.path not in stale]
@@ -277,9 +277,9 @@ def rewrite(
 
 
 def early_maps(draft: Draft, policy: ExitPolicy, source: bytes, some: Dataset) -> list[EarlyMap]:
-    """Select samples that leave early, from nearly equal to least equal to the model's answer.
+    """Select examples that leave early, from the most to the least similar to the model's map.
 
-    The result is empty if the answer is not a map of at most 256 classes, or no sample leaves
+    The result is empty if the answer is not a map of at most 256 classes, or if no sample leaves
     early.
     """
     answer = draft.answer

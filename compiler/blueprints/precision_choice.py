@@ -1,9 +1,10 @@
 """``eecompile --precision``: a quantised copy in front of the model, if that saves more here.
 
-Exits are trained on the float32 model and put on copies without changes: on the example model they
-agree with it as often as exits trained on the copy. So there is one set of exits, and one blueprint
-for each precision: the unmodified model, its fastest copy quantised throughout, and a copy that is
-quantised where that pays. The savings of each are predicted from its measured times.
+Exits are trained on the float32 model and put on copies without changes. On the example model they
+agree with the float32 model as often as exits that were trained on the copy. So there is one set of
+exits, and one blueprint for each precision: the unmodified model, its fastest fully quantised copy,
+and a copy that is quantised only where that saves time. The savings of each blueprint are predicted
+from measured times.
 """
 
 from __future__ import annotations
@@ -35,25 +36,26 @@ from offramp.engine.common.environment import cpu_features
 _log = logging.getLogger(__name__)
 
 LEAST_AGREEMENT: Final = 0.8
-"""Least agreement of a copy with the float32 model. Answers that a copy is not sure of are left to
-that model, so a copy may err more often than the bundle; but exits and threshold must detect its
-errors."""
+"""The smallest share of answers in which a copy must agree with the float32 model. That model
+answers the samples that a copy is not sure of, so a copy may err more often than the bundle; but
+exits and thresholds must detect these errors."""
 JUDGED_SAMPLES: Final = 512
-"""Samples of the tune split on which every kind is tried; the chosen kind is recorded on all
-samples."""
+"""Number of samples of the tune split on which every kind of copy is tried. The chosen kind is then
+recorded on all samples."""
 LEAST_GAIN: Final = 0.01
-"""Share of the source model's time that a copy must be predicted to save beyond exits alone. A
-second model costs memory, longer audits, which run both, and time if no sample exits."""
+"""The smallest share of the source model's time that a copy must be predicted to save in addition
+to the savings by exits alone. A second model costs memory, time if no sample exits, and longer
+audits, because audits run both models."""
 
 
 def choose_precision(plain: Blueprint, exits: Sequence[BuiltExit]) -> Blueprint:
-    """Return the blueprint that saves most on this machine: the model, or a copy in front of it.
+    """Return the blueprint that saves the most time here: the model, or a copy in front of it.
 
-    ``plain`` is the float32 model with the ``exits``. It is returned if no copy saves more; a
-    warning has the reason if a copy was asked for.
+    ``plain`` is the float32 model with the ``exits``. ``plain`` is returned if no copy saves more;
+    the reason is logged, as a warning if the user asked for a copy.
 
     Raises:
-        CompileError: A copy was asked for and cannot be cut, or its pieces differ from it.
+        CompileError: The user asked for a copy that cannot be cut, or its pieces differ from it.
         DataError: A copy fails on samples.
     """
     run = plain.timed.run
@@ -84,9 +86,10 @@ def choose_precision(plain: Blueprint, exits: Sequence[BuiltExit]) -> Blueprint:
 
 
 def _tried(choice: PrecisionChoice) -> tuple[CpuPrecision, ...]:
-    """Return the kinds to draw blueprints of: the fastest, and the one that agrees most often.
+    """Return the kinds to try as blueprints: the fastest, and the one that agrees most often.
 
-    Disagreement of a copy reduces the disagreement that its exits may use.
+    The certificate allows a limited disagreement. The more a copy itself uses up, the less is left
+    for the copy's exits.
     """
     fastest, *others = choice.graphs
     return fastest, *others[-1:]
@@ -103,22 +106,22 @@ def _without(plain: Blueprint, reason: str, options: CompileOptions) -> Blueprin
 
 
 def _say_what_the_cpu_has(cpu: CpuFeatures) -> None:
-    """Log the CPU's instructions, and what is done where int8 would saturate."""
+    """Log the CPU's instructions, and whether weights are rounded because int8 sums saturate."""
     _log.info("The int8 copy is made on this CPU: %s.", cpu.describe())
     if cpu.saturates:
         _log.warning(
             "This CPU (%s) has no VNNI and adds int8 products in 16 bits: weights that meet 8-bit "
             "activations are rounded to 7 bits, so that no sum overflows here or elsewhere. The "
             "copy agrees with the float32 model less often than one that is made on a CPU with "
-            "VNNI: for those, compile on one.",
+            "VNNI. To compile for CPUs with VNNI, compile on such a CPU.",
             cpu.describe(),
         )
 
 
 def fastest_kind(model: SourceModel, run: CompileRun) -> PrecisionChoice:
-    """Make every kind of copy that the model allows, and choose the fastest on this machine.
+    """Make every kind of int8 copy that the model allows, and choose the fastest on this machine.
 
-    Scales are measured on training samples, agreement on the tune split.
+    Scales are measured on training samples, and agreement on the tune split.
     """
     parts, options = run.parts, run.options
     samples = max(min(len(parts.tune), JUDGED_SAMPLES), options.choice.reference_batch_size)
@@ -159,7 +162,7 @@ def on_copy(plain: Blueprint, exits: Sequence[BuiltExit], copy: bytes) -> Bluepr
 
 
 def _moved(sliced: Sliced, exits: Sequence[BuiltExit]) -> list[BuiltExit]:
-    """Build exits of the source model on its copy, where the copy has their cut."""
+    """Build exits of the source model on its copy, at the cuts that the copy also has."""
     places = {cut.name: index for index, cut in enumerate(sliced.cuts)}
     return [
         replace(
@@ -179,8 +182,8 @@ def _mixed(
 ) -> Blueprint | None:
     """Put a copy in front of the model, quantised only where that is predicted to save time.
 
-    ``None`` if that is everywhere, if the copy saves no more than ``whole``, which is quantised
-    throughout, or if the copies' cuts are not the model's.
+    Returns ``None`` in three cases: quantising saves time everywhere, the copy saves no more than
+    ``whole``, the fully quantised copy, or the copies have other cuts than the model.
     """
     names = [PREFIX + cut.name for cut in plain.sliced.cuts]
     if names != [cut.name for cut in whole.sliced.cuts[:-1]]:
@@ -221,6 +224,6 @@ def _mixed(
 
 
 def _outputs_outside(sliced: Sliced, mix: Mix) -> set[str]:
-    """Return the names of operators' outputs in the segments that stay float32."""
+    """Return the names of all operator outputs in the segments that stay float32."""
     outside = (s.proto.graph for s in sliced.segments if s.index not in mix)
     return set().union(*map(written_names, outside))

@@ -1,14 +1,14 @@
-"""Variants of a model: subnets with exits of their own, as they go into a bundle.
+"""Variants of a model: subnets with exits of their own, stored in the model's bundle.
 
-A subnet is put in front of the model like every copy (:mod:`.cascade`): exits follow its segments,
-its own answer is the last exit, and the unmodified model comes after it, which audits run. So
-subnets are trained, recorded, certified and served like any cascade. Exits are trained on the
-subnet's own features, to answer what the *model* answers.
+A subnet is put in front of the model like every copy (:mod:`.cascade`): exits follow the subnet's
+segments, and the subnet's own answer is the last exit. The unmodified model comes last; audits run
+it. So subnets are trained, recorded, certified and served like any cascade. Exits are trained on
+the subnet's own features, to answer what the *model* answers.
 
 A model and its variants can share weights in memory
-(:class:`~offramp.engine.graphs.external_weights.WeightForm`). Such sessions pack no weights for
-their kernels, and have no blocked layouts. The cost in time depends on the model and the machine,
-so it is measured, alternating with a normal session.
+(:class:`~offramp.engine.graphs.external_weights.WeightForm`). Sessions with shared weights do not
+pack weights for their kernels, and use no blocked layouts. The cost in time depends on the model
+and the machine, so sessions with shared and with packed weights are timed in alternation.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class DrawnVariant:
     name: str
     blueprint: Blueprint
     proto: onnx.ModelProto
-    """The subnet as one graph, which holds its weights or names them in the model's file."""
+    """The subnet as one graph. Its weights are in the graph, or in the model's file by name."""
 
 
 class VariantFinder(Protocol):
-    """Finds the variants of a model that save enough."""
+    """Protocol of an object that finds the variants of a model that save enough time."""
 
     @property
     def model(self) -> SourceModel:
-        """The model, with its weights stored as its variants share them."""
+        """The model, with its weights stored so that variants can share them."""
         ...
 
     def find(self, plain: Blueprint, run: CompileRun) -> tuple[DrawnVariant, ...]:
@@ -96,8 +96,8 @@ def draw_variant(
 def build_variant(index: int, drawn: DrawnVariant, run: CompileRun, count: int) -> BuiltVariant:
     """Certify a variant, and describe it as number ``index`` of ``count``.
 
-    While serving, answers may come from any variant. For all certificates to be valid together with
-    the requested confidence, each gets a ``count``-th of the risk.
+    While serving, answers may come from any variant. All certificates must be valid together with
+    the requested confidence, so the risk of each certificate is a ``count``-th of the total.
     """
     blueprint, folder = drawn.blueprint, folder_of(index)
     draft = blueprint.draft
@@ -141,8 +141,8 @@ def measure_sharing(
 ) -> tuple[SharingCost, ...]:
     """Time a model and its variants with shared and with packed weights; empty without variants.
 
-    All refer to their large weights in one file, which is memory-mapped during the measurement, as
-    in every compilation (:func:`~offramp.compiler.graphs.weights.weight_file`).
+    All graphs refer to their large weights in one file, which is memory-mapped during the
+    measurement, as in every compilation (:func:`~offramp.compiler.graphs.weights.weight_file`).
     """
     protos = [sliced.model.proto, *(variant.proto for variant in drawn)]
     if not drawn or not packed_bytes(protos[0]):
@@ -173,7 +173,7 @@ def _measured(variant: int, light: bytes, packed: int, run: CompileRun) -> Shari
 
 
 def packed_bytes(proto: onnx.ModelProto) -> int:
-    """Return the bytes of large weights that packing would copy."""
+    """Return the size in bytes of the large weights that packing would copy."""
     read = {name for n in proto.graph.node if n.op_type in _PACKING for name in n.input[1:]}
     sizes = [
         int(np.prod(tensor.dims)) * ITEM_BYTES.get(tensor.data_type, 0)

@@ -32,7 +32,7 @@ from offramp.engine.common.extensions import extensions_for
 REPLACED = "folder to write to (default: BUNDLE is replaced)"
 SHORT = ("--data", "--output", "--overwrite", "--max-disagreement", "--confidence", "--task",
          "--answer", "--group", "--exits", "--backend", "--seed")  # fmt: skip
-"""Options that most users need."""
+"""Options that most users need, shown in the short help."""
 SUMMARIES: Final = {
     "inspect": "list the cut points of a model, or the content of a bundle",
     "verify": "compare a bundle with its model on any data",
@@ -68,7 +68,7 @@ class CompilerExtension(Protocol):
     """The object ``EXTENSION`` of an extension's module ``for_compiler``."""
 
     commands: Mapping[str, Command]
-    """Commands by name."""
+    """The extension's commands by name."""
 
 
 def commands_of_extensions() -> dict[str, Command]:
@@ -147,9 +147,9 @@ def add_grouping(
     default = "" if within is not None else " (default: as the bundle was made)"
     group.add_argument("--copies-within", type=values.share_from_0, default=within, metavar="SHARE",
                        help="samples at most this far apart, as a share of the usual distance "
-                       "between samples, count as copies of one, if no other pairs are "
-                       "slightly farther apart; 0: only equal samples are copies, and "
-                       "similar consecutive samples are not taken for a "
+                       "between samples, count as copies of one sample, if all other pairs are "
+                       "clearly farther apart; 0: only equal samples are copies, and "
+                       "similar samples in a row are not taken for frames of one "
                        f"film{default}")  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def add_promise(
     disagreement: float | None,
     confidence_level: float | None,
 ) -> None:
-    """Add the options of the promise; where they have no defaults, the bundle's values apply."""
+    """Add the options of the promise; where an option has no default, the bundle's values apply."""
     own = "" if disagreement is not None else " (default: as the bundle was made)"
     parser.add_argument("--max-disagreement", type=values.share, default=disagreement,
                         metavar="SHARE",
@@ -213,11 +213,11 @@ def add_rehearsing(
     own = "" if batch is not None else " (default: as the bundle was made)"
     of_search = "" if batch is not None else "; with --anew, or if no exit is in use"
     group.add_argument("--rehearsal-batch", type=values.positive, default=batch, metavar="N",
-                       help=f"rows of each rehearsed batch{own}")  # fmt: skip
+                       help=f"samples in each rehearsed batch{own}")  # fmt: skip
     group.add_argument("--max-violations", type=values.share_from_0, default=violations,
                        metavar="SHARE",
                        help="largest share of rehearsed batches that an exit may make slower than "
-                       f"the unmodified model is{own}")  # fmt: skip
+                       f"with the unmodified model{own}")  # fmt: skip
     group.add_argument("--min-gain", type=values.share_from_0, default=min_gain, metavar="SHARE",
                        help="smallest share of the model's time by which each exit must shorten "
                        f"the mean latency of rehearsed batches; PAME uses 0{of_search}{own}"
@@ -281,8 +281,8 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exits", metavar="A,B,…",
                         help="places of exits, such as 25%%,10%%-60%% (default: chosen).\nNumbers "
                         "or names of cut points as listed by inspect, patterns of names (*/Add*), "
-                        "shares of the work before them (25%%: the nearest; 10%%-60%%: all "
-                        "between)")  # fmt: skip
+                        "shares of the work before a place (25%%: the nearest place; "
+                        "10%%-60%%: all between)")  # fmt: skip
     exits = parser.add_argument_group("exits")
     exits.add_argument("--heads", choices=["auto", "pooled", "bridges", "both"], default="auto",
                        help="pooled: heads that pool; bridges: some of the model's own blocks, "
@@ -290,8 +290,8 @@ def _add_exits(parser: argparse.ArgumentParser) -> None:
                        "bridges if answers have positions, else pooled")  # fmt: skip
     exits.add_argument("--criterion", default="probability", metavar="NAME",
                        help="measure of an exit's confidence. probability: the largest "
-                       "probability; entropy: a low one is confident; margin: between the "
-                       "two largest probabilities; learned: a regression over these three; "
+                       "probability; entropy: confident if low; margin: difference of the two "
+                       "largest probabilities; learned: a regression over these three; "
                        "patience: the number of exits in a row that agree (PABEE); or your "
                        "own")  # fmt: skip
     exits.add_argument("--candidates", type=values.positive, default=12, metavar="N",
@@ -342,8 +342,8 @@ def _add_measuring(group: argparse._ActionsContainer) -> None:
                        "(default: 1e-5; 1e-2 for fp16 models, 5e-2 for bfloat16 and int8 "
                        "models)")  # fmt: skip
     group.add_argument("--scratch", type=Path, metavar="DIR",
-                       help="folder for recorded features, which are removed again (default: the "
-                       "system's folder for temporary files)")  # fmt: skip
+                       help="folder for recorded features, which are removed at the end (default: "
+                       "the system's folder for temporary files)")  # fmt: skip
     group.add_argument("--scratch-limit", type=values.gib, default=4.0, metavar="GIB",
                        help="largest space for recorded features; the rest is recorded in later "
                        "passes over the data")  # fmt: skip
@@ -556,7 +556,7 @@ def chooses_precision(options: argparse.Namespace) -> bool:
 
 
 def engine_options(options: argparse.Namespace) -> EngineBuildOptions:
-    """Return the engine options with defaults filled in; EngineOptionsError if malformed."""
+    """Return the engine options with defaults filled in; EngineOptionsError if any is malformed."""
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_ARGUMENTS}
     if chooses_precision(options):
         del given["precision"]  # each build that is tried sets its own

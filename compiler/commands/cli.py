@@ -214,7 +214,8 @@ COMMANDS = {
     **{name: Command(*found, SUMMARIES[name]) for name, found in _RUN.items()},
     **commands_of_extensions(),
 }
-"""Subcommands by name; any other argument is a model to compile, also ./NAME."""
+"""Subcommands by name. Any other first argument is a model to compile; ``./NAME`` is always a
+model."""
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def output_of(model: Path) -> Path:
 
 
 def read_options(kind: type[_Options], options: argparse.Namespace, **given: Any) -> _Options:
-    """Create the options of a run: each field is passed in, or is the argument of its name."""
+    """Create the options of a run. A field is taken from ``given``, else from the command line."""
     named = {field.name for field in dataclasses.fields(kind)} & vars(options).keys()  # type: ignore[arg-type]
     return kind(**{**{name: getattr(options, name) for name in named}, **given})
 
@@ -90,23 +90,23 @@ def run_compile(options: argparse.Namespace, console: Console) -> int:
 
 
 def _reporting(path: Path | None, progress: Progress) -> AbstractContextManager[Progress]:
-    """Report progress also to a file, if one is named."""
+    """Report progress also to a file, if ``path`` names one."""
     return nullcontext(progress) if path is None else closing(FileProgress(path, progress))
 
 
 class _Engines(NamedTuple):
-    """Consequences of ``--backend``."""
+    """Decision about building engines, which follows from ``--backend``."""
 
     build: BuildOptions | None = None
     """Engines to build once the bundle is written."""
     note: str = ""
-    """Line for the user."""
+    """Line that tells the user about this decision."""
     demanded: bool = False
-    """True if it is an error that they cannot be built."""
+    """True if the user demanded engines, so that failing to build them is an error."""
 
 
 def _plan_engines(options: argparse.Namespace, output: Path) -> _Engines:
-    """Decide whether engines are built here; CompileError if they are demanded and cannot be."""
+    """Decide whether engines are built here; CompileError if they are demanded but impossible."""
     if options.backend == "onnxruntime":
         return _Engines()
     from offramp.compiler.engines.build import BuildOptions, check_device  # noqa: PLC0415
@@ -136,7 +136,7 @@ def _plan_engines(options: argparse.Namespace, output: Path) -> _Engines:
 
 
 def _obstacle(options: argparse.Namespace) -> Illegal | None:
-    """Return the first option given that excludes engines."""
+    """Return the first given option that excludes engines, if any."""
     values = {**compile_parser().values(options), "--backend": "tensorrt"}
     given = {flag for flag, value in values.items() if value}
     return next((row for row in NO_ENGINES if row.matches(values, given)), None)

@@ -1,4 +1,4 @@
-"""An orderly end on signals: unfinished work is cleaned up, and written files are reported."""
+"""Ending in order on signals: clean up unfinished work, and report files that were written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIGNALS = tuple(
 
 
 class SignalledError(KeyboardInterrupt):
-    """The process was asked to end by another signal than Ctrl-C's."""
+    """A signal other than Ctrl-C's SIGINT asked the process to end."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -26,8 +26,8 @@ class SignalledError(KeyboardInterrupt):
 def raising_signals() -> Iterator[None]:
     """Raise :class:`SignalledError` on SIGTERM and SIGHUP; a second signal ends the process.
 
-    A signal that is ignored, as after ``nohup``, stays ignored. This does nothing outside the main
-    thread, as other threads cannot handle signals.
+    A signal that is ignored, as after ``nohup``, stays ignored. Outside the main thread this does
+    nothing, because other threads cannot handle signals.
     """
 
     def stop(number: int, _: object) -> NoReturn:
@@ -48,15 +48,15 @@ def raising_signals() -> Iterator[None]:
 
 
 def status_of(error: KeyboardInterrupt) -> int:
-    """Return the exit status of a process that was stopped, as shells have it."""
+    """Return the exit status of a stopped process, by the convention of shells."""
     return 128 + (error.number if isinstance(error, SignalledError) else signal.SIGINT)
 
 
 class Target:
-    """Target of a command, to report afterwards whether it was written."""
+    """Output of a command, to report after an interruption whether it was written."""
 
     def __init__(self, path: Path) -> None:
-        """Record the file or folder that is at ``path`` now."""
+        """Remember which file or folder is at ``path`` now."""
         self.path = path
         self._before = self._identity()
 

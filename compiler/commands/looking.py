@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 STATUS: Final = 2
-"""Exit status for missing data, as for any other required option."""
+"""Exit status if the data is missing; any other missing required option has the same."""
 SERVE_WELL: Final = 10_000
-"""Number of samples beyond which exits improve little."""
+"""Number of calibration samples beyond which exits improve little."""
 _INPUTS: Final = 6
 """Largest number of inputs that are listed."""
 _KINDS: Final = """\
@@ -40,7 +40,8 @@ parquet · Hugging Face data set · module:function"""
 def describe_model(model: SourceModel, analysis: CutAnalysis) -> dict[str, Any]:
     """Describe a model, its cut points, and the tensors where no exit can be attached.
 
-    If the work of operators had to be measured, shares of FLOPs are shares of that time.
+    If the FLOPs of an operator are not known, operators are timed, and shares of FLOPs are shares
+    of that time.
     """
     return {
         "model": model.name,
@@ -106,7 +107,7 @@ def _described(answer: Answer) -> str:
 
 
 def _work(analysis: CutAnalysis) -> str:
-    """Return the model's work, and how it is known."""
+    """Return the model's work as text: its FLOPs, or its measured time."""
     kinds = ", ".join(analysis.unknown_work)
     if analysis.total_s is not None:
         return f"{1e3 * analysis.total_s:.3g} ms measured, as the FLOPs of {kinds} are not known"

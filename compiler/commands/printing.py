@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _MOST_CLASSES = 5
-"""Largest number of classes that are listed, ordered by the share that they lose."""
+"""Largest number of classes that are listed. Classes that lose the largest share come first."""
 _BROKEN = (
     "THE PROMISE DOES NOT HOLD on data like these: so many would be unlikely. Compile the model "
     "with samples of them, or serve with --mode audit, which detects it."
@@ -118,7 +118,7 @@ def _of_policy(bundle: Bundle, policy: ExitPolicy) -> Iterator[str]:
 
 
 def _covered(manifest: Manifest, *, promised: bool) -> Iterator[str]:
-    """Yield lines on a promise's samples and kind of agreement, unless they are the default."""
+    """Yield lines on the samples that a promise covers and on agreement, if not the default."""
     if manifest.calibration.distinct is not None:
         yield words.distinct_samples(manifest.calibration, promised=promised)
     task = manifest.answer.task
@@ -127,7 +127,7 @@ def _covered(manifest: Manifest, *, promised: bool) -> Iterator[str]:
 
 
 def print_use(scratch: ScratchSpace, console: Console) -> None:
-    """Print the peak memory of a run, and its peak of temporary disk space."""
+    """Print a run's peak memory, and its peak of temporary disk space."""
     peak = peak_bytes()
     memory = "" if peak is None else f"{describe_bytes(peak)} of memory and "
     disk = f"{describe_bytes(scratch.peak_bytes)} of scratch in {escape(str(scratch.place))}"
@@ -143,7 +143,7 @@ def _promised(promise: Promise, like: str) -> str:
 
 
 def _by_class(bundle: Bundle, promise: Promise) -> Iterator[str]:
-    """Yield lines on the class that loses most on the certify split, and on bounds of classes."""
+    """Yield lines on the class that loses most answers on certify samples, and on class bounds."""
     answer, records = bundle.manifest.answer, bundle.records()
     losses = losses_on_records(answer, bundle.policy, records)
     if losses and losses[0].lost:
@@ -184,7 +184,7 @@ def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
 
 
 def _ranges(manifest: Manifest) -> Iterator[str]:
-    """Yield how exits end, and the range of their answers, if the model's own end is copied."""
+    """Yield a line on exits that end in a copy of the model's own end: its operators and range."""
     if manifest.calibration.answer_ranges:
         ended = ", ".join(manifest.answer.tail)
         ranges = manifest.calibration.describe_ranges()
@@ -212,7 +212,7 @@ def _variants(bundle: Bundle) -> Iterator[str]:
 
 
 def _added(bundle: Bundle) -> str:
-    """Return the time that exits add if none is taken, at batch 1 and at the reference size."""
+    """Return the time that exits add for a sample that leaves at none, by batch size."""
     profile, active = bundle.profile(), [a.exit for a in bundle.policy.active]
     sizes = sorted({profile.batch_sizes[0], bundle.manifest.calibration.reference_batch_size})
     costs = {size: CostModel.of(bundle.manifest, profile, size) for size in sizes}
@@ -263,7 +263,7 @@ def _advice(done: Profiled, active: list[int]) -> str:
 
 
 def print_rehearsing(done: Rehearsing, console: Console) -> None:
-    """Print the policy before and after ``eecompile rehearse``, and forecasts of both."""
+    """Print the policy before and after ``eecompile rehearse``, with a forecast for each."""
     say = partial(console.print, highlight=False, soft_wrap=True)
     for move in done.moves:
         where = "no longer in use" if move.to is None else f"moved to exit {move.to}"
@@ -385,7 +385,7 @@ def print_check(check: BundleCheck, path: Path, console: Console) -> None:
 
 
 def _lost_by_class(check: BundleCheck) -> Iterator[str]:
-    """Yield lines on the classes and labels that lose most, and warnings of harm."""
+    """Yield lines on the classes and labels that lose most answers, and warnings of harm."""
     for losses, whose in ((check.by_class, "that the model gives class"),
                           (check.by_label, "with label")):  # fmt: skip
         shown = [loss for loss in losses if loss.lost][:_MOST_CLASSES]
@@ -400,7 +400,7 @@ def _lost_by_class(check: BundleCheck) -> Iterator[str]:
 
 
 def print_building(building: Building, console: Console) -> None:
-    """Print a line per unit, and a summary."""
+    """Print a line for each unit to build, and a summary."""
     if building.results is None:
         table, line = _plan_table(building), _plan_line(building)
     else:
@@ -485,7 +485,7 @@ def _plan_line(building: Building) -> str:
 
 
 def part_of(unit: Unit, bundle: Bundle) -> str:
-    """Return the part of the bundle that a unit is, or several parts."""
+    """Return the part or parts of the bundle that a unit is built from."""
     if unit.variant:
         shown = bundle.variant(unit.variant)
         own = part_of(unit._replace(variant=0), shown)

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 def _reader(
     kind: Callable[[str], _T], fits: Callable[[_T], bool], reason: str
 ) -> Callable[[str], _T]:
-    """Return a parser of values of a kind, which refuses unsuitable values with a reason."""
+    """Return a parser of values of a kind. It refuses unsuitable values with ``reason``."""
 
     def read(text: str) -> _T:
         try:
@@ -35,7 +35,7 @@ share = _reader(
     lambda value: 0 < value <= MOST_SHARE,
     "is not a share: a number above 0, and below 1 by 1e-9 or more",
 )
-"""Parser of a number above 0 and below 1, by :data:`.MOST_SHARE`."""
+"""Parser of a number above 0 and at most :data:`.MOST_SHARE`, which is just below 1."""
 share_from_0 = _reader(float, lambda value: 0 <= value < 1, "is not 0 or between 0 and 1")
 share_up_to_1 = _reader(float, lambda value: 0 < value <= 1, "is not above 0, and at most 1")
 distance = _reader(float, lambda value: 0 <= value < _INF, "is not a distance; use 0 or more")
@@ -57,7 +57,7 @@ def tokens(text: str) -> tuple[int, ...]:
 
 
 def layers(text: str) -> tuple[int, ...]:
-    """Parse numbers of layers, separated by commas."""
+    """Parse numbers of the model's layers, separated by commas."""
     return _whole_numbers(text, "numbers of layers; use for instance 2,4")
 
 

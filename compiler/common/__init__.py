@@ -1,1 +1,1 @@
-"""Shared by all packages of the compiler: options, errors, progress, memory, rounding."""
+"""Code that all packages of the compiler share: options, errors, progress, memory, rounding."""

@@ -1,4 +1,4 @@
-"""Errors of compiling a model, all of which are :class:`CompileError`, and names in their texts."""
+"""Errors of compiling a model, all derived from :class:`CompileError`, and lists of names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 def listed(names: Sequence[str], most: int) -> str:
-    """Return names for a message: the first ``most``, and the number of further ones."""
+    """Return names as a list for a message: the first ``most``, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 class CompileError(Exception):
-    """Base of all errors of :mod:`offramp.compiler`; the message names value and remedy."""
+    """Base of all errors of :mod:`offramp.compiler`. Messages name the wrong value and a remedy."""
 
 
 class ModelError(CompileError):
@@ -20,7 +20,7 @@ class ModelError(CompileError):
 
 
 class OptionsConflictError(CompileError):
-    """Options exclude each other, or one lacks another that it needs."""
+    """Two options exclude each other, or an option lacks another option that it needs."""
 
 
 class NoCutPointError(CompileError):
@@ -32,7 +32,7 @@ class UnknownCutPointError(CompileError):
 
 
 class VerificationError(CompileError):
-    """Segments and source model, or an export and its bundle, have different results."""
+    """Segments answer differently from the source model, or an export from its bundle."""
 
 
 class ExportError(CompileError):

@@ -27,18 +27,19 @@ from offramp.engine.models.options import MOST_SHARE, refuse_unless
 
 AskedKind: TypeAlias = TaskKind | Literal["auto"]
 SHARES: Final[dict[TaskKind, float]] = {"token-classification": 0.98, "segmentation": 0.95}
-"""Defaults for the least share of equal tokens and of equal pixels; all key points must be equal.
-Pixels at the borders of objects are ambiguous for every model: if two answers to an image differ in
-5 % of its pixels, both are about equally right."""
+"""Defaults for the smallest share of equal tokens, or of equal pixels, at which two answers agree;
+key points must all be equal. Pixels at the borders of objects are ambiguous for every model: two
+answers that differ in 5 % of an image's pixels are about equally right."""
 WITHIN_SPREAD: Final = 0.1
-"""Default for the largest difference of values, as a share of their standard deviation."""
+"""Default for the largest difference of regression values, as a share of their standard
+deviation."""
 WITHIN_MAP: Final = 0.05
-"""Default for the distance of key points, as a share of the map's longer side."""
+"""Default for the largest distance of key points, as a share of the map's longer side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOptions:
-    """The user's options about the task; ``None`` means the task's default."""
+    """The user's options about the task of the answers; ``None`` means the task's default."""
 
     kind: AskedKind = "auto"
     share: float | None = None
@@ -67,7 +68,7 @@ class TaskOptions:
 
 
 class VariantSource(Protocol):
-    """Makes variants of the model that is compiled."""
+    """Protocol of an object that makes variants of the model being compiled."""
 
     @property
     def flag(self) -> str:
@@ -85,7 +86,7 @@ class VariantSource(Protocol):
 
 
 SEEDS = 2**63
-"""Number of possible seeds: torch takes no larger one, numpy no negative one."""
+"""Number of possible seeds: torch accepts no larger seed, and numpy no negative one."""
 _INF = float("inf")
 _A_SHARE = "a share above 0 and below 1"
 _FROM_0 = "a share from 0, and below 1"
@@ -109,18 +110,20 @@ class ReadingOptions:
     task: AskedKind = "auto"
     """Task of the answers; ``auto`` infers it from the graph."""
     agree_share: float | None = None
-    """Least share of tokens, pixels or key points that have to be equal for an answer to agree."""
+    """The smallest share of tokens, pixels or key points that must be equal for two answers to
+    agree."""
     agree_within: float | None = None
-    """Largest difference of values, or distance of key points as a share of the map's longer
-    side."""
+    """The largest difference of values at which two answers agree, or the largest distance of key
+    points as a share of the map's longer side."""
     class_map: bool = False
-    """True to answer with the classes of pixels or tokens, in a byte each, in place of their
+    """True to answer with the class of each pixel or token, in one byte each, instead of the
     scores."""
     answer_tokens: tuple[int, ...] = ()
     """Ids of the tokens that a decoder [batch, tokens, vocabulary] answers with, as classes; the
     model is reduced to their logits after the last token of the prompt."""
     max_cut_tensors: int = 4
-    """Largest number of tensors of a cut point, where no single tensor carries all data."""
+    """Largest number of tensors at a cut point, for places where no single tensor carries all
+    data."""
     simplify: bool = True
     simplify_limit: float = 180.0
     """Seconds that simplifying may take; after that the model is compiled without it."""
@@ -144,7 +147,7 @@ class ReadingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromiseOptions:
-    """Promise about answers, and definition of the samples that are evidence."""
+    """Promise about answers, and the definition of independent samples, which count as evidence."""
 
     max_disagreement: float = 0.01
     max_class_disagreement: float | None = None
@@ -154,7 +157,7 @@ class PromiseOptions:
     """Array of the data whose equal values mark samples that belong together."""
     copies_within: float = COPIES_WITHIN
     """Samples nearer than this share of the typical distance may count as copies of one sample;
-    with 0 only equal samples do, and no rows are a series."""
+    with 0 only equal samples do, and consecutive rows are never taken for a series."""
 
     def __post_init__(self) -> None:
         shares = ("max_disagreement", "max_class_disagreement", "confidence_level")
@@ -167,22 +170,22 @@ class ExitOptions:
     """Places of exits, their heads, and how these are trained."""
 
     exits: tuple[str, ...] = ()
-    """Cut points to build exits at (:class:`offramp.compiler.ExitRule`); empty chooses
-    ``candidates``."""
+    """Cut points to build exits at, as texts of :class:`offramp.compiler.ExitRule`. If empty, at
+    most ``candidates`` cut points are chosen."""
     candidates: int = 12
-    """Largest number of exits that are built."""
+    """Largest number of exits to build."""
     heads: HeadFamily = "auto"
     """Kind of heads: ``pooled`` pool their cut tensor; ``bridges`` are the model's own blocks and
-    head (PAME 5.1); ``both`` takes the larger net savings at each candidate; ``auto`` means bridges
-    if answers have positions, else pooled heads."""
+    head (PAME 5.1); ``both`` takes, at each place, the kind with the larger net savings; ``auto``
+    means bridges if answers have positions, else pooled heads."""
     criterion: str = "probability"
-    """Measure of an exit's confidence: a name of :class:`.Criterion`, or a registered one
-    (:mod:`offramp.engine.answers.criteria`). For classification."""
+    """Measure of an exit's confidence, for classification: the name of a :class:`.Criterion`, or of
+    a registered criterion (:mod:`offramp.engine.answers.criteria`)."""
     mask: str | None = None
-    """Graph input that marks the tokens that count; found by name by default."""
+    """Graph input that marks the tokens that count; found by its name by default."""
     augment: Literal["auto", "off"] = "auto"
-    """With ``auto``, heads are also trained on generated samples, if a method fits the inputs
-    (:mod:`offramp.calibration.data.augmentation`)."""
+    """With ``auto``, heads are also trained on generated samples, if a generator
+    (:mod:`offramp.calibration.data.augmentation`) suits the inputs."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
 
     def __post_init__(self) -> None:
@@ -199,11 +202,12 @@ class CopyOptions:
     machine, fp32 is used, with a warning; ``auto`` is the same without the warning."""
     train: Training = "frozen"
     """With ``joint``, a copy of the model is trained together with its exits (PAME 5.2), and used
-    if it saves more; its own answer is the last exit, and the unmodified model answers the rest."""
+    if it saves more time. The copy's own answer is the last exit, and the unmodified model answers
+    the remaining samples."""
     teach: Teacher = "model"
-    """Teacher of the copy: the unmodified model's answers, or the data's labels."""
+    """Teacher of the trained copy: the unmodified model's answers, or the data's labels."""
     joint_rate: float = 1e-4
-    """Peak learning rate of the copy."""
+    """Peak learning rate of training the copy."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "joint_rate")
@@ -214,22 +218,24 @@ class ChoiceOptions:
     """Method of choosing the exits in use among those that were built."""
 
     selection: Selection = "savings"
-    """With ``savings``, exits with the largest expected savings of time. With ``pame``, exits found
-    by a rehearsal on batches of the tuning split, which keeps batches from becoming late."""
+    """With ``savings``, the set of exits that is expected to save the most time is used. With
+    ``pame``, exits are searched by rehearsing batches of the tuning split, so that few batches
+    become slower than the unmodified model."""
     max_overhead: float | None = None
-    """Share of the source model's time that exits (and a copy of the model in front of it) may add
-    for a sample that takes none (Apparate's ramp budget), at the reference batch size, if the
-    measurement is significant. ``None`` is no limit: the added time only reduces the savings. With
-    ``savings`` only."""
+    """Largest time that exits (and a copy in front of the model) may add for a sample that leaves
+    at no exit, as a share of the source model's time at the reference batch size (Apparate's ramp
+    budget). A measured time counts only if it is statistically significant. ``None`` is no limit:
+    the added time only reduces the savings. With ``savings`` only."""
     rehearsal_batch: int = 32
-    """Rows of a rehearsed batch. With ``pame`` only."""
+    """Number of rows in a rehearsed batch. With ``pame`` only."""
     max_violations: float = 0.02
-    """Largest share of batches that an exit may make late. With ``pame`` only."""
+    """Largest share of batches that an exit may make slower than the unmodified model. With
+    ``pame`` only."""
     min_gain: float = 0.01
-    """Least share of the source model's time by which each exit must reduce the mean latency; 0 is
-    no limit, as in PAME. With ``pame`` only."""
+    """The smallest share of the source model's time by which each exit must reduce the mean
+    latency; 0 is no limit, as in PAME. With ``pame`` only."""
     reference_batch_size: int = 8
-    """Batch size of the profiled times that savings are predicted with."""
+    """Batch size for which savings are predicted from the profiled times."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "max_overhead")
@@ -240,11 +246,11 @@ class ChoiceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileOptions:
-    """One run of ``eecompile``."""
+    """Options of one run of ``eecompile``."""
 
     model: Path
     data: Path | DataSource
-    """Calibration data; a path is that of an npz file or of a folder of npy files."""
+    """Calibration data: a source, or the path of an npz file or of a folder of npy files."""
     output: Path
     overwrite: bool = False
     reading: ReadingOptions = field(default_factory=ReadingOptions)
@@ -253,8 +259,8 @@ class CompileOptions:
     copy: CopyOptions = field(default_factory=CopyOptions)
     choice: ChoiceOptions = field(default_factory=ChoiceOptions)
     tolerance: float | None = None
-    """Largest relative difference between chained segments and source; ``None`` means the default
-    for the precision that the source computes in (:mod:`offramp.compiler.common.rounding`)."""
+    """Largest relative difference between the chained segments and the source model. ``None`` means
+    the default for the precision of the model (:mod:`offramp.compiler.common.rounding`)."""
     threads: int = 1
     """Threads of ONNX Runtime while profiling."""
     seed: int = 0
@@ -263,8 +269,8 @@ class CompileOptions:
     scratch: Path | None = None
     """Folder that features are recorded in; ``None`` is the system's folder for temporary files."""
     scratch_limit: float = 4.0
-    """Largest size of features in GiB at a time: the rest is recorded in later passes over the
-    data."""
+    """Largest size of recorded features in GiB at a time; the rest is recorded in later passes over
+    the data."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: 0 < v <= MOST_SHARE, _A_SHARE, "tolerance")
@@ -274,7 +280,7 @@ class CompileOptions:
 
     @classmethod
     def of(cls, **named: Any) -> CompileOptions:
-        """Create options from flat names, as flags and keyword arguments have them.
+        """Create options from one flat list of names, as flags and keyword arguments have them.
 
         TypeError if there is no such option, ValueError if a value is out of range.
         """
@@ -309,12 +315,12 @@ _GROUPS: Final[dict[str, Any]] = {
     "copy": CopyOptions,
     "choice": ChoiceOptions,
 }
-"""Groups of options by their field of :class:`CompileOptions`."""
+"""Groups of options, by the name of the field of :class:`CompileOptions`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewriteOptions:
-    """A run of a subcommand that reads a bundle, and writes it again with changes."""
+    """Options of a subcommand that reads a bundle, and writes the bundle again with changes."""
 
     bundle: Path
     output: Path | None = None
@@ -343,7 +349,7 @@ class RewriteOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions(RewriteOptions):
-    """One run of ``eecompile profile``."""
+    """Options of one run of ``eecompile profile``."""
 
     threads: int | None = None
     """Threads of ONNX Runtime; ``None`` means as many as the bundle was profiled with."""
@@ -352,12 +358,15 @@ class ProfileOptions(RewriteOptions):
     device: str = "cuda:0"
     """The GPU."""
     json: Path | None = None
-    """File to write the profile to; the bundle is not changed then."""
+    """File to write the profile to. With it, the bundle is not changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearseOptions(RewriteOptions):
-    """One run of ``eecompile rehearse``; ``None`` means the value that the bundle was made with."""
+    """Options of one run of ``eecompile rehearse``.
+
+    Where an option is ``None``, the value that the bundle was made with is used.
+    """
 
     data: Path | DataSource
     group: str | None = None
@@ -370,12 +379,12 @@ class RehearseOptions(RewriteOptions):
     rehearsal_batch: int | None = None
     max_violations: float | None = None
     min_gain: float | None = None
-    """Least gain of each exit, as in :class:`ChoiceOptions`; for a search only."""
+    """The smallest gain of each exit, as in :class:`ChoiceOptions`; for a search only."""
     seed: int = 0
 
 
 def depends_on_earlier(values: Mapping[str, object]) -> bool:
-    """Return whether the criterion reads earlier exits."""
+    """Return whether the criterion of an exit depends on the answers of earlier exits."""
     try:
         return known_criterion(str(values["--criterion"])).depends_on_earlier
     except CriterionError:  # refused elsewhere
@@ -414,7 +423,8 @@ NO_ENGINES: Final = (
             why="TensorRT's engines cannot hold operators of a library; choose --backend "
             "onnxruntime, for serving too"),
 )  # fmt: skip
-"""Options of a bundle that has no engines: with them ``--backend auto`` builds none."""
+"""Combinations of options whose bundle cannot have engines. For these, ``--backend auto`` builds
+none."""
 COMPILE: Final[tuple[Illegal, ...]] = (
     *NO_ENGINES,
     *_READING,
@@ -496,7 +506,7 @@ EXPORT: Final = (
 
 
 def check_options(options: CompileOptions) -> None:
-    """Raise OptionsConflictError for illegal combinations of options that come from Python.
+    """Raise OptionsConflictError if options given from Python exclude each other.
 
     An option counts as given if it differs from its default.
     """

@@ -1,4 +1,4 @@
-"""Progress of long steps: a protocol, and versions for terminals, logs, programs, and silence."""
+"""Progress of long steps: a protocol, and its forms for terminals, logs, programs, and silence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 Advance: TypeAlias = Callable[[int], None]
-"""Callback with the amount of work done since the last call."""
+"""Callback that is passed the amount of work done since its last call."""
 
 
 class Progress(Protocol):
@@ -39,10 +39,10 @@ SILENT = SilentProgress()
 
 
 class TerminalProgress:
-    """Progress on standard error: a bar per step, or in a log a line as each step begins.
+    """Progress on standard error: a bar per step, or in a log a line when each step begins.
 
-    A log is everything that bars cannot be redrawn in: a file, a pipe, a dumb terminal. Its lines
-    begin with the time since the start, in seconds.
+    Output counts as a log if bars cannot be redrawn there: in a file, a pipe, a dumb terminal.
+    Lines of the log begin with the time since the start, in seconds.
     """
 
     def __init__(self, console: Console) -> None:
@@ -89,19 +89,23 @@ STAGES: Final = (
     ("Certify the policy", "Measure the policy"),
     ("Look at the range of the data", "Try padding", "Write the bundle"),
 )
-"""Stages of a compilation with heads on the unchanged model: prefixes of the titles of their steps.
-In other compilations, other steps count as part of the stage that they follow."""
+"""Stages of a compilation with heads on the unchanged model. Each stage is a tuple of the
+beginnings of its steps' titles. Steps of other compilations count as part of the stage before
+them."""
 
 
 class FileProgress:
     """Progress for programs: one JSON object per line, appended to a file.
 
-    ``step`` and ``steps`` count the stages of a compilation; ``title`` and ``share`` (the part
-    done) describe the running step.
+    ``step`` and ``steps`` count the stages of a compilation; ``title`` and ``share`` (the share of
+    its work that is done) describe the running step.
     """
 
     def __init__(self, path: Path, progress: Progress, *, pause_s: float = 0.5) -> None:
-        """Report to a file, and to ``progress``; two lines of a step are ``pause_s`` apart."""
+        """Report to a file and to ``progress``.
+
+        Two lines of one step are ``pause_s`` apart or more.
+        """
         self._file = path.open("w", encoding="utf-8")
         self._progress, self._pause_s = progress, pause_s
         self._stage = 1

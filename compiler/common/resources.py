@@ -31,7 +31,7 @@ except ImportError:  # no such locks on Windows, where nothing is swept
 
 _STATUS = Path("/proc/self/status")
 _most_together = 0
-"""Largest memory in bytes that this process and one counted child process had together."""
+"""Largest memory in bytes that this process and one counted child process used at the same time."""
 
 
 def give_back() -> None:
@@ -62,7 +62,7 @@ class MemoryReleasingProgress:
 
 
 def peak_bytes() -> int | None:
-    """Return the peak memory of this process in bytes, with child processes that were counted.
+    """Return the peak memory in bytes of this process and of its counted child processes.
 
     ``None`` if the system does not report it.
     """
@@ -78,17 +78,17 @@ def peak_bytes() -> int | None:
 
 
 def count_process(its_peak_bytes: int) -> None:
-    """Count a process that has just ended, together with this process's current memory.
+    """Add the peak of a child process that has just ended to this process's current memory.
 
-    The system's peak for ended children is not used: on Linux a child's peak begins with that of
-    the process that started it.
+    The sum counts for :func:`peak_bytes`. The system's peak for ended children is not used: on
+    Linux a child's peak begins at the peak of the process that started it.
     """
     global _most_together  # noqa: PLW0603 - of the process, like its own peak
     _most_together = max(_most_together, (_reported_bytes("VmRSS") or 0) + its_peak_bytes)
 
 
 def _reported_bytes(name: str) -> int | None:
-    """Return a figure that Linux reports for this process, in bytes."""
+    """Return a memory figure that Linux reports for this process, in bytes."""
     try:
         lines = _STATUS.read_text().splitlines()
     except OSError:
@@ -99,8 +99,8 @@ def _reported_bytes(name: str) -> int | None:
 
 PREFIX: Final = "offramp-features-"
 _OURS: Final = re.compile(rf"{PREFIX}\d+-\w+")
-"""Pattern of folder names with a process number; folders of older versions have no number and no
-lock."""
+"""Pattern of folder names with a process number. Folders of older versions have neither a number
+nor a lock."""
 
 
 @contextmanager
@@ -129,7 +129,7 @@ def find_scratch(named: Path | None) -> Path:
 
 
 def check_space(folder: Path, size_bytes: int) -> None:
-    """Raise DataError if a folder has no space for features."""
+    """Raise DataError if a folder has too little free space for features."""
     try:
         ScratchSpace(folder).check_space(size_bytes, "features", "bound them by --scratch-limit")
     except ScratchError as error:
@@ -137,7 +137,7 @@ def check_space(folder: Path, size_bytes: int) -> None:
 
 
 def sweep(scratch: Path | None = None) -> None:
-    """Remove the folders of this user's processes that ended without removing them.
+    """Remove the feature folders of this user's processes that ended without removing them.
 
     OSError if there is no folder for temporary files at all.
     """

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Rounding(NamedTuple):
-    """Differences that are no error, relative to the scale of each value of an answer."""
+    """Differences that are not errors, relative to the scale of each value of an answer."""
 
     name: str
     """Name of the precision, for messages."""
@@ -25,8 +25,8 @@ class Rounding(NamedTuple):
     """Largest difference between a model and its pieces, which compute the same sums, but fuse
     operators differently."""
     batches: float
-    """Largest difference of a row in batches of other sizes, or after simplification: sums are in
-    another order."""
+    """Largest difference of a row's answer between batches of different sizes, or after
+    simplification: sums are then added in another order."""
 
 
 SINGLE = Rounding("single precision", 1e-5, 1e-4)
@@ -34,7 +34,8 @@ HALF = Rounding("half precision", 1e-2, 1e-2)
 """Tolerances of ten times the step of a float16."""
 BFLOAT = Rounding("bfloat16", 5e-2, 5e-2)
 STEPS = Rounding("quantised to 8 bits", 5e-2, 5e-2)
-"""Tolerances for models where a difference in the last bit becomes one step of a scale."""
+"""Tolerances for quantised models, where a difference in the last bit may become a whole step of a
+scale."""
 
 
 def rounding_of(proto: onnx.ModelProto) -> Rounding:
@@ -49,7 +50,7 @@ def rounding_of(proto: onnx.ModelProto) -> Rounding:
 
 
 def warn_of_overflow(proto: onnx.ModelProto, cpu: CpuFeatures) -> None:
-    """Warn of a quantised model whose sums of products overflow on this CPU, and not on others."""
+    """Warn if sums of products of a quantised model overflow on this CPU, but not on others."""
     if not cpu.saturates or rounding_of(proto) is not STEPS:
         return
     if not fits_16_bits(proto):
@@ -63,7 +64,7 @@ def warn_of_overflow(proto: onnx.ModelProto, cpu: CpuFeatures) -> None:
 
 
 def fits_16_bits(proto: onnx.ModelProto) -> bool:
-    """Return whether int8 weights are small enough that two products with uint8 fit 16 bits.
+    """Return whether int8 weights are small: the sum of two products with uint8 fits 16 bits.
 
     Weights that are quantised in the graph are assumed to be larger.
     """

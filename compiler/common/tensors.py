@@ -1,4 +1,4 @@
-"""Values of tensors, which a graph contains, or names in the weight file of its compilation."""
+"""Values of tensors: they are in the graph, or in the weight file of the compilation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from offramp.engine.graphs.external_weights import weight_folder
 
 
 def array_of(tensor: onnx.TensorProto) -> NDArray[Any]:
-    """Return a tensor's value, from the message or from the file of weights.
+    """Return a tensor's value, from the graph or from the file of weights.
 
-    ValueError if it has no content, or is in a file and none is in use
+    ValueError if the tensor has no content, or if its content is in a file and no file is in use
     (:func:`offramp.engine.graphs.external_weights.weights_in`).
     """
     if not tensor.external_data:
@@ -27,7 +27,7 @@ def array_of(tensor: onnx.TensorProto) -> NDArray[Any]:
 
 
 def named_bytes(tensor: onnx.TensorProto) -> bytes:
-    """Return the bytes of a tensor that names them; ValueError if no file is in use."""
+    """Return a tensor's bytes from the file that it names; ValueError if no file is in use."""
     folder = weight_folder()
     if folder is None:
         raise ValueError(f"the weight {tensor.name!r:.100} is in a file, and none is in use here")
@@ -38,6 +38,6 @@ def named_bytes(tensor: onnx.TensorProto) -> bytes:
 
 
 def named_place(tensor: onnx.TensorProto) -> Place:
-    """Return the place of a tensor's bytes in the file that it names."""
+    """Return where a tensor's bytes are in the weight file that the tensor refers to."""
     told = {entry.key: entry.value for entry in tensor.external_data}
     return Place(offset=int(told["offset"]), length=int(told["length"]))

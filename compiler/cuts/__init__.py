@@ -1,1 +1,1 @@
-"""Finding places to cut a model, and cutting it into segments that are verified against it."""
+"""Finding places to cut a model, and cutting it into segments that are compared with the model."""

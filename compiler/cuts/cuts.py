@@ -1,9 +1,9 @@
 """Cut points: places where an exit can be attached, and the reasons why others cannot.
 
 Apparate 3.1 and PAME 4.1: an exit belongs where one tensor carries all data onward, between
-residual blocks and not inside them. If no single tensor does so for a large part of the work, a few
-tensors are a cut point. :class:`CutAnalysis` holds the cut points, and the reasons why other places
-are not cut points.
+residual blocks and not inside them. If a large part of the model has no such tensor, a few tensors
+together are a cut point. :class:`CutAnalysis` holds the cut points, and the reasons why other
+places are not cut points.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ if TYPE_CHECKING:
 MAX_CUT_TENSORS = 4
 """Largest number of tensors of a cut point."""
 WIDE_STRETCH = 0.4
-"""Sets of tensors are searched if no single tensor is a cut point over at least this share of the
-model's FLOPs. In a model of many blocks, sets would only add similar exits at a higher cost."""
+"""Sets of tensors are searched in parts of the model with at least this share of its FLOPs and no
+single tensor as cut point. In a model of many blocks, sets would only add similar exits at a higher
+cost."""
 NEAR = 0.1
-"""A set of tensors is replaced by a smaller one within this share of the model's FLOPs."""
+"""A set of tensors is dropped if a cut point of fewer tensors is within this share of the model's
+FLOPs."""
 
 
 def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutAnalysis:
     """Find the cut points by dominance in the dataflow graph (Apparate 3.1, PAME 4.1).
 
-    Main inputs, main flow and side work are explained in :mod:`.flow`. Each graph input in turn is
-    tried as the only main input, then all together, then all together with repeated reads allowed.
-    The choice with the largest number of cut points wins. Ties go to a choice that reads no main
-    input again, then to the least side work. If a large part of the work has no cut point, sets of
-    up to ``max_tensors`` are cut points, too. There may be none; then
+    Main inputs, main flow and side work are explained in :mod:`.flow`. Each graph input is tried as
+    the only main input; then all inputs are, without and with repeated reads. The choice with the
+    largest number of cut points wins. Among equals, a choice that reads no main input again is
+    preferred, then one with less side work. If a large part of the work has no cut point, sets of
+    up to ``max_tensors`` tensors are cut points, too. The result may have no cut point; then
     :func:`~offramp.compiler.cuts.exit_placement.choose_candidates` raises.
     """
     analysis = GraphAnalysis.of(model.proto, model.flow, max_tensors=max_tensors)
@@ -66,7 +68,7 @@ def find_cuts(model: SourceModel, *, max_tensors: int = MAX_CUT_TENSORS) -> CutA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphAnalysis:
-    """Possible data flows through a model, and the gates on them that are cut points."""
+    """Possible data flows through a model, and the gates on them that can be cut points."""
 
     fitness: GateFitness
     max_tensors: int
@@ -105,7 +107,7 @@ class GraphAnalysis:
         return self.fitness.work
 
     def best(self, *, free_shapes: frozenset[int] = frozenset()) -> _Judged:
-        """Choose the main inputs; return their flow, the gates kept and the rejections."""
+        """Choose the main inputs; return their flow, the gates kept, and the rejected tensors."""
         inputs = self.graph.inputs
         choices = [(name,) for name in inputs] + ([inputs] if len(inputs) > 1 else [])
         tries = [*((choice, False) for choice in choices), (inputs, True)]
@@ -125,7 +127,7 @@ class GraphAnalysis:
         return max(judged, key=self._merit)
 
     def _merit(self, choice: _Judged) -> tuple[float, ...]:
-        """Return a sort key: cut points of one tensor, then the gain of sets, then cost."""
+        """Return a sort key: first cut points of one tensor, then the gain by sets, then costs."""
         flow, kept, _ = choice
         alone = [gate for gate in kept if gate.alone]
         side = sum(self.work.costs[i] for i in flow.side_use)
@@ -134,11 +136,14 @@ class GraphAnalysis:
         return (len(alone), len(flow.steps) > 0, round(divided, 1), not flow.rereads, -side, -size)
 
     def _widest(self, flow: Flow, kept: Sequence[Gate]) -> float:
-        """Return the largest share of the work between two gates."""
+        """Return the largest share of the model's work between two neighbouring gates."""
         return max(share for *_, share in self._stretches(flow, kept))
 
     def _stretches(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[tuple[int, int, float]]:
-        """Yield, per part between gates, the steps before and after it, and its share of work."""
+        """Yield, for each part between gates, the steps before and after the part, and its work.
+
+        Work is a share of the model's.
+        """
         steps = [-1, *(gate.step for gate in kept), len(flow.steps)]
         left = [1.0, *(self.fitness.share_after(flow, gate) for gate in kept), 0.0]
         for (begin, end), (before, after) in zip(pairwise(steps), pairwise(left), strict=True):
@@ -157,7 +162,7 @@ class GraphAnalysis:
         rereads: bool = False,
         search: SetSearch | None = None,
     ) -> Flow:
-        """Trace the flow from some main inputs, which may be read again if ``rereads``."""
+        """Trace the flow from some main inputs. With ``rereads`` they may be read again later."""
         cheap = None
         if rereads:
             sizes = {
@@ -176,7 +181,7 @@ class GraphAnalysis:
         )
 
     def judge(self, flow: Flow) -> tuple[list[Gate], list[Rejection]]:
-        """Keep one gate per run of cheap steps, and reject the others with reasons."""
+        """Keep one gate in each run of cheap steps, and reject the other tensors with reasons."""
         kept: list[Gate] = []
         rejected: list[Rejection] = []
         ends: dict[str, list[Gate]] = {}
@@ -197,7 +202,7 @@ class GraphAnalysis:
         return sorted([*kept, *sets], key=attrgetter("step")), rejected
 
     def _sets(self, flow: Flow, kept: Sequence[Gate]) -> Iterator[Gate]:
-        """Yield the smallest sets of tensors in parts without a gate that do much of the work."""
+        """Yield the smallest sets of tensors in large parts of the work that have no gate."""
         several = [gate for gate in flow.gates if not gate.alone]
         found: list[Gate] = []
         for begin, end in self._wide_stretches(flow, kept) if several else ():
@@ -241,7 +246,7 @@ class GraphAnalysis:
         return None
 
     def shape_rejections(self, flow: Flow) -> Iterator[Rejection]:
-        """Yield the cut points that are lost only because a shape crosses them."""
+        """Yield cut points that would be possible if no tensor's shape were used across them."""
         inner = frozenset(op.index for op in self.graph.operators if op.kind in SHAPE_KINDS)
         if not inner:
             return
@@ -266,9 +271,9 @@ class GraphAnalysis:
         return Rejection(tensor=tensor, operator=kind, places=len(run), reason=reason)
 
     def _inside_blocks(self, flow: Flow, sets: Sequence[Gate]) -> Iterator[Rejection]:
-        """Yield one rejection for each part between gates that a tensor bypasses.
+        """Yield one rejection for each part between gates, with a tensor that bypasses the part.
 
-        Parts that are cut at ``sets`` have none.
+        Parts that are cut at ``sets`` get no rejection.
         """
         previous = -1
         cuts = [cut.step for cut in sets]
@@ -300,7 +305,7 @@ class GraphAnalysis:
         )
 
     def _too_many(self, flow: Flow, born: Mapping[str, int], before: int, steps: int) -> str:
-        """Return a note with the least number of tensors of a cut between two gates."""
+        """Return a note with the smallest number of tensors of a cut between two gates."""
         after = flow.flops_after[before] if before >= 0 else self.fitness.total
         if after - flow.flops_after[before + steps] <= WIDE_STRETCH * self.fitness.total:
             return ""
@@ -321,7 +326,7 @@ class GraphAnalysis:
 
 
 class _Judged(NamedTuple):
-    """A flow, its gates that are cut points, and the rejections."""
+    """A flow, the gates on it that are cut points, and the rejected tensors."""
 
     flow: Flow
     kept: list[Gate]
@@ -343,30 +348,30 @@ def _runs(flow: Flow, gates: Sequence[Gate]) -> Iterator[list[Gate]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutPoint:
-    """A tensor, or a few, through which all data reaches the rest of the model."""
+    """A tensor, or a few tensors, through which all data reaches the rest of the model."""
 
     index: int
     """Position among the cut points of the model, from 0."""
     tensor: str
-    """Name of the tensor; of several, the one that is written last."""
+    """Name of the tensor. For several tensors, the name of the one that is written last."""
     dtype: str
     """Element type, by numpy's name."""
     shape: tuple[int | str, ...]
-    """Sizes; the first one is the batch."""
+    """Sizes of the tensor; the first one is the batch."""
     operator: str
     """ONNX type of the operator that writes the tensor."""
     flops_share_before: float
-    """Share of the model's FLOPs before the cut, 0 to 1."""
+    """Share of the model's FLOPs before the cut, from 0 to 1."""
     side_inputs: tuple[str, ...]
     """Graph inputs that later segments need in addition to the tensor, in the model's order."""
     channels: int | None = None
     """Dimension of the channels, if the operators around the tensor show it."""
     beside: tuple[CutTensor, ...] = ()
-    """Other tensors of a set."""
+    """Other tensors, if the cut point is a set of several."""
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of all its tensors."""
+        """Names of all tensors of the cut point."""
         return (self.tensor, *(other.name for other in self.beside))
 
     def head_input(self) -> CutTensor:
@@ -385,7 +390,7 @@ class Rejection:
     """A tensor, or several of one kind, where no exit can be attached."""
 
     tensor: str
-    """Name of the tensor, or of the first of several."""
+    """Name of the tensor, or of the first one of several."""
     operator: str
     """ONNX type of the operator that writes it."""
     places: int
@@ -400,16 +405,17 @@ class CutAnalysis:
     cuts: tuple[CutPoint, ...]
     rejected: tuple[Rejection, ...]
     main_inputs: tuple[str, ...]
-    """Graph inputs whose data flow through the cut tensors."""
+    """Graph inputs whose data reaches the answer through the cut tensors."""
     total_flops: float
     """FLOPs of one sample, a multiply-add counting as two; 0 if they are not known."""
     unknown_work: tuple[str, ...] = ()
     """Types of operators whose FLOPs are not known. If there are any, shares are of measured
     time."""
     total_s: float | None = None
-    """Time in seconds of one run of all operators, each alone, if shares are of time."""
+    """If shares are of time: the time in seconds of one run of all operators, each run alone."""
     end: CutPoint | None = None
-    """First cut at one tensor that has too little work after it for an exit: the begin of the
-    model's own head."""
+    """First cut at a single tensor that has too little work after it for an exit. The model's own
+    head begins there."""
     rereads: bool = False
-    """True if main inputs are read again after cut tensors, and so passed to every segment."""
+    """True if main inputs are read again after cut tensors. They are then passed to every
+    segment."""

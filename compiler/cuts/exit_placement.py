@@ -19,7 +19,8 @@ DEFAULT_LIMIT = 12
 """Largest number of exits to build; PAME 5.2 finds eleven blocks to be enough."""
 _SHOWN = 5
 _DENSITY = 1.5
-"""Exponent of the marks in :func:`_thinned`; 1 spaces candidates evenly."""
+"""Exponent of the marks in :func:`_thinned`, which are denser near the model's start; 1 would space
+them evenly."""
 
 
 _SHARES = re.compile(r"(?P<first>\d+(?:\.\d+)?) ?%(?: ?- ?(?P<last>\d+(?:\.\d+)?) ?%)?")
@@ -31,7 +32,7 @@ class ExitRule:
 
     * ``/block3/Add``: the cut point of that tensor;
     * ``4``: the cut point of that number, as ``eecompile inspect`` counts them;
-    * ``25%``: the cut point with the share of work before it that is nearest to a quarter;
+    * ``25%``: the cut point whose share of work before it is nearest to a quarter;
     * ``10%-60%``: every cut point with such a share of work before it;
     * ``*/Add*``: every cut point whose tensor's name matches, with ``*``, ``?`` and ``[abc]``.
 
@@ -86,7 +87,7 @@ def choose_candidates(
     limit: int = DEFAULT_LIMIT,
     exits: Sequence[str | int | ExitRule] | None = None,
 ) -> tuple[CutPoint, ...]:
-    """Choose the cut points to build exits at, in the order of the data flow, at least one.
+    """Choose at least one cut point to build exits at, in the order of the data flow.
 
     At most ``limit`` are kept, spread over the model's cost (PAME 5.2). ``exits`` are the user's
     rules, or values that are parsed as rules; they take precedence over ``limit``.
@@ -110,12 +111,12 @@ def choose_candidates(
 
 
 def _thinned(cuts: Sequence[CutPoint], limit: int) -> tuple[CutPoint, ...]:
-    """Keep the distinct cut points nearest to some shares of the cost, denser near the start.
+    """Keep the cut points nearest to ``limit`` marks, which are denser near the model's start.
 
-    The marks are (i/(limit+1))^1.5: exits at the very start or end save nothing. PAME spaces marks
-    evenly. But most samples leave at the first exits, which save most of the time: on the
-    Fashion-MNIST example a first exit at 4 % of the model instead of 8 % still answers 61 % of the
-    samples.
+    The marks are the shares (i/(limit+1))^1.5 of the model's cost: exits at the very start or end
+    save nothing. PAME spaces marks evenly. But most samples leave at the first exits, which save
+    most of the time: on the Fashion-MNIST example a first exit at 4 % of the model instead of 8 %
+    still answers 61 % of the samples.
     """
     if len(cuts) <= limit:
         return tuple(cuts)

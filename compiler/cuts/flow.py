@@ -1,17 +1,17 @@
 """The main flow through a model, its gates, and cheap operators.
 
 Apparate (3.1) attaches ramps at cut vertices: no edge may start before a ramp and enter the model
-after it. By this definition a transformer has none, since its attention mask enters every layer. So
-the graph inputs are divided: the *main* inputs carry the data that is classified. Tensors that are
-computed from the other inputs alone, and the operators that compute them, are *side*: they are
-recomputed wherever they are needed. Many models read their main input again in every layer, for
-instance token ids for a mask; so cheap computations on main inputs may count as side, too
-(:func:`cheap_operators`).
+after it. By this definition a transformer has no cut vertex, since its attention mask enters every
+layer. So the graph inputs are divided: the *main* inputs carry the data that is classified. Tensors
+that depend only on the other inputs are *side*, and so are the operators that compute them: side
+operators run again in every segment that needs them. Many models read their main input again in
+every layer, for instance token ids for a mask; so cheap computations on main inputs may count as
+side, too (:func:`cheap_operators`).
 
 *Gates* are the tensors that all data passes. In most models one tensor carries all data between two
-blocks (Apparate 3.1). Where branches run in parallel for long (two towers, convolutions of several
-widths, a decoder and its encoder) no single tensor does. There a gate is the set of tensors that
-are still to be read.
+blocks (Apparate 3.1). Some models have long parallel branches (two towers, convolutions of several
+widths, a decoder and its encoder). No single tensor carries all data there; a gate is then the set
+of tensors that are still to be read.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from offramp.compiler.cuts.work import HEAVY, is_heavy
 from offramp.compiler.graphs.graph import Dataflow, Operator
 
 SHAPE_KINDS = frozenset({"Shape", "Size"})
-"""Operators that read sizes only: an edge into them carries no data."""
+"""Operators that read only the sizes of their input; their input carries no data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """The main flow for one choice of main inputs."""
+    """The main flow (see the module) for one choice of main inputs."""
 
     main_inputs: tuple[str, ...]
     steps: tuple[Operator, ...]
     """Operators on paths from a main input to the answer, in topological order."""
     gates: tuple[Gate, ...]
     last_use: dict[str, int]
-    """Index in ``steps`` of the last reader, by main tensor."""
+    """For each main tensor, the index in ``steps`` of the last step that reads it."""
     side_use: dict[int, int]
-    """Index of the last step that needs a side operator's value, by index of the operator."""
+    """For each side operator, by index, the last step that needs its value."""
     rereads: bool
     """True if main inputs may be read again after a gate, and by side operators."""
     search: SetSearch | None
@@ -47,7 +47,7 @@ class Flow:
     heavy_steps: tuple[int, ...]
     """Indices in ``steps`` of the operators that do the work."""
     flops_after: tuple[float, ...]
-    """Cost of the steps after each step."""
+    """For each step, the cost of all steps after it."""
 
 
 def trace(
@@ -62,9 +62,9 @@ def trace(
     """Follow the main flow of a model with one output and find its gates, in linear time.
 
     ``costs`` are FLOPs per operator. ``free_shapes`` are the indices of ``Shape`` operators on
-    inner tensors whose value can be computed from the graph inputs, so they carry nothing. With
-    ``cheap`` operators, main inputs may be read again anywhere: results of these operators are
-    side. With a ``search``, gates may be sets of tensors, and steps are ordered for it.
+    inner tensors that carry no data, because graph inputs determine their values. With ``cheap``
+    operators, main inputs may be read again anywhere: results of these operators are side. With a
+    ``search``, gates may be sets of tensors, and steps are ordered for it.
     """
     split = _Division.of(graph, main_inputs, free_shapes, cheap)
     steps = split.steps
@@ -110,15 +110,16 @@ def _costs_after(costs: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Division:
-    """Division of operators into the main flow and side computation."""
+    """Division of operators into the main flow and side operators (see the module)."""
 
     steps: tuple[Operator, ...]
-    """Operators that the answer needs and that have a main operand, or are the first to do work on
-    an input."""
+    """Operators that the answer needs and that read a main tensor, or that are the first to do work
+    on an input."""
     main: frozenset[str]
-    """Tensors that the steps write, and the main inputs unless these may be read again."""
+    """Tensors that the steps write. The main inputs are included if they may not be read again."""
     origins: Mapping[str, frozenset[str]]
-    """Main inputs that a cheaply computed tensor depends on, if they may be read again."""
+    """For each cheaply computed tensor, the main inputs that it depends on; empty if they may not
+    be read again."""
 
     @classmethod
     def of(
@@ -151,8 +152,8 @@ class _Division:
     def carried(self, op: Operator) -> Iterator[str]:
         """Yield the tensors that a step waits for: its main operands.
 
-        A step without main operands begins the flow: it waits for the main inputs that its operands
-        are computed from.
+        A step without main operands begins the flow: such a step waits for the main inputs that its
+        operands are computed from.
         """
         main = [t for t in op.reads if t in self.main]
         yield from main
@@ -161,11 +162,12 @@ class _Division:
 
 
 _MOST_WEIGHTS = 0.01
-"""Share of the model's constants that an operator may read and still be recomputed."""
+"""Share of the elements of all constants that an operator may read and still count as cheap."""
 _SMALL = 64
-"""Number of elements up to which a constant is small in any model, such as axes, or a scalar."""
+"""Constants of up to this number of elements are small in any model, such as axes or scalars."""
 _MOST_WORK = 0.001
-"""Share of the model's FLOPs up to which a product is cheap, for instance in rotary embeddings."""
+"""Matrix products of up to this share of the model's FLOPs are cheap, for instance in rotary
+embeddings."""
 _PRODUCTS = frozenset({"MatMul", "Einsum"})
 _BROADCASTING = frozenset(
     {"And", "Or", "Xor", "Where", "Add", "Sub", "Mul", "Div", "Max", "Min", "Pow"}
@@ -181,8 +183,8 @@ def cheap_operators(
 ) -> frozenset[int]:
     """Return indices of the operators that every segment should recompute rather than receive.
 
-    They do hardly any work, and read only small constants: a table of embeddings should not be
-    stored twice. ``sizes`` are the numbers of elements of constant tensors by name.
+    Such operators do hardly any work, and read only small constants, so that no large table of
+    embeddings is stored twice. ``sizes`` are the numbers of elements of constant tensors by name.
     """
     weights = sum(sizes.get(name, 0) for name in graph.constants)
     most_weights, most_work = max(_SMALL, _MOST_WEIGHTS * weights), _MOST_WORK * sum(costs)
@@ -227,16 +229,18 @@ class _SideSweep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Main tensors that every path from the main inputs to the answer passes."""
+    """Main tensors that together cut every path from the main inputs to the answer."""
 
     tensors: tuple[str, ...]
-    """Tensors; the gate's step writes the first, which is not the first of another gate."""
+    """Tensors of the gate. The gate's step writes the first one, which is the first of no other
+    gate."""
     step: int
-    """Index in :attr:`~offramp.compiler.cuts.flow.Flow.steps` of the operator before the gate."""
+    """Index of the operator before the gate in :attr:`~offramp.compiler.cuts.flow.Flow.steps`."""
     alone: bool
-    """True if one tensor carries all data. Otherwise several tensors do, or one and main inputs."""
+    """True if one tensor carries all data. Otherwise several tensors carry it, or a tensor and main
+    inputs."""
     side_inputs: frozenset[str]
-    """Graph inputs that the operators after the gate need in addition to its tensors."""
+    """Graph inputs that the operators after the gate need in addition to the gate's tensors."""
     side_flops: float
     """Cost of the side operators that the operators after the gate need."""
 
@@ -248,16 +252,16 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """Tensors that are still to be read after a step."""
+    """Tensors that later steps have yet to read after a step."""
 
     tensors: tuple[str, ...]
-    """Tensors that steps wrote; the first was written by this step."""
+    """Tensors that steps wrote; the first one was written by the step itself."""
     inputs: frozenset[str]
-    """Main inputs that are still to be read."""
+    """Main inputs that later steps have yet to read."""
 
     @property
     def alone(self) -> bool:
-        """True if it is one tensor."""
+        """True if a single tensor, and no main input, has yet to be read."""
         return len(self.tensors) == 1 and not self.inputs
 
 
@@ -266,12 +270,13 @@ class SetSearch(NamedTuple):
 
     most_tensors: int
     is_heavy: Callable[[Operator], bool]
-    """Function that returns whether a step does work."""
+    """Function that returns whether an operator does much work."""
     is_lazy: Callable[[Operator], bool]
-    """Function that returns whether a step should wait until needed, such as a view."""
+    """Function that returns whether an operator, such as a view, should wait until it is needed."""
     interleaved: bool
-    """True if steps that do work are ordered by progress. Branches that the exporter wrote one
-    after the other then advance side by side, so a set has information from all of them."""
+    """True if steps that do work are ordered by their progress. Branches that the exporter wrote
+    one after the other then advance side by side, so a set of tensors has information from all
+    branches."""
 
 
 def gates_of(
@@ -284,10 +289,10 @@ def gates_of(
     """Find the steps after which few tensors are still to be read, and those tensors.
 
     ``reads`` are, by step, the main tensors and inputs that the step waits for. If a single tensor
-    is left, all data passes it in any topological order: every operator here is on a path to the
-    answer, so it comes before or after that tensor. Sets, of at most ``most_tensors``, depend on
-    this order; each set holds everything that later sets are computed from. No gate comes before
-    all main inputs were read: an exit there would lack the others.
+    is left, all data passes through it, in any topological order, because every step is on a path
+    to the answer. Sets of up to ``most_tensors`` tensors depend on the order of steps; each set
+    holds everything that later sets are computed from. A set follows only after all main inputs
+    were read: an exit before would lack some of them.
     """
     last = {tensor: i for i, read in enumerate(reads) for tensor in read}
     unread = {name for name in main_inputs if name in last}
@@ -321,9 +326,9 @@ def arranged(
 ) -> tuple[int, ...]:
     """Return an order of steps (indices) in which few tensors wait between steps that do work.
 
-    Cheap steps come as early as possible if no more tensors wait then, such as the pooling of a
-    branch before the next one begins; else they come when needed. ``reads`` are, by step, the main
-    tensors that the step waits for; ``costs`` are by operator.
+    A cheap step, such as the pooling of a branch, comes as early as possible if that does not
+    increase the number of waiting tensors; otherwise it comes when it is needed. ``reads`` are, by
+    step, the main tensors that the step waits for; ``costs`` are by operator.
     """
     order = _Arrangement(steps, reads, search)
     worked = [i for i, op in enumerate(steps) if search.is_heavy(op)]
@@ -335,7 +340,7 @@ def arranged(
 
 
 class _Arrangement:
-    """An order of steps: each comes when it is needed, or earlier if it costs nothing."""
+    """An order of steps: each comes when it is needed, or earlier if no more tensors wait then."""
 
     def __init__(
         self,
@@ -356,7 +361,7 @@ class _Arrangement:
         self.places: list[int] = []
 
     def reach(self, step: int) -> None:
-        """Add a step after all steps that it needs."""
+        """Append a step, after all steps that it needs."""
         pending = [step]
         while pending:
             i = pending[-1]
@@ -368,7 +373,7 @@ class _Arrangement:
             self._take(i)
 
     def _take(self, step: int) -> None:
-        """Add a step, and cheap steps after it that leave no more tensors waiting."""
+        """Append a step, then cheap steps that are possible and leave no more tensors waiting."""
         ready = [step]
         while ready:
             i = ready.pop()
@@ -387,7 +392,7 @@ class _Arrangement:
             ready += sorted((r for r in among if self._is_free(r)), reverse=True)
 
     def _is_free(self, step: int) -> bool:
-        """Return whether a step can be added, does no work, and leaves no more tensors waiting."""
+        """Return whether a step is possible, does no work, and leaves no more tensors waiting."""
         op = self._steps[step]
         if self._done[step] or self._missing[step]:
             return False
@@ -399,7 +404,7 @@ class _Arrangement:
 
 
 def _progress(costs: Sequence[float], sources: Sequence[Collection[int]]) -> list[float]:
-    """Return, by step, the finished share of the work of the longest path through it."""
+    """Return, by step, the finished share of the work of the longest path through the step."""
     before, after = [0.0] * len(costs), [0.0] * len(costs)
     for i, behind in enumerate(sources):
         before[i] = max((before[j] for j in behind), default=0.0) + costs[i]

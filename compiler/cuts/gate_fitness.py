@@ -1,4 +1,4 @@
-"""Check whether an exit can be attached at a gate, and choose the best of similar gates."""
+"""Checks whether an exit can be attached at a gate, and the choice among similar gates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from offramp.compiler.graphs.shapes import BATCH, TensorType, declared_types
 MAX_SIDE_SHARE = 0.02
 """Largest share of the model's FLOPs that a later segment may recompute in side operators."""
 MIN_SHARE_LEFT = 0.005
-"""Least share of the model's FLOPs after an exit; with less, it saves nothing."""
+"""The smallest share of the model's FLOPs that must remain after an exit; with less, the exit saves
+nothing."""
 
 _VIEWS = frozenset(
     {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Dropout", "Cast"}
@@ -26,9 +27,10 @@ _VIEWS = frozenset(
 """Operators that only rearrange values: an exit should read their input, which can be pooled."""
 
 _RECURRENT = frozenset({"LSTM", "GRU", "RNN"})
-"""Operators whose output has a dimension of directions; a view without it is tokens."""
+"""Operators whose output has a dimension of directions. A view without that dimension is [batch,
+tokens, width]."""
 _TOKENS = 3
-"""Number of dimensions of [batch, tokens, width]."""
+"""Number of dimensions of a tensor [batch, tokens, width]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +42,13 @@ class GateFitness:
     layouts: ChannelFinder
     work: OperatorWork
     total: float
-    """Total work of all operators, in its unit."""
+    """Total work of all operators, in the unit of ``work``: FLOPs, or measured seconds."""
     transpose: bool
     """True if tensors are judged as if their batch were transposed to the front."""
 
     @classmethod
     def of(cls, proto: onnx.ModelProto, graph: Dataflow, *, transpose: bool) -> GateFitness:
-        """Create the judgement of an annotated model with a single output."""
+        """Create the object for an annotated model with a single output."""
         work = work_of(proto, graph)
         types = declared_types(proto)
         return cls(
@@ -61,7 +63,8 @@ class GateFitness:
     def is_lazy(self, op: Operator) -> bool:
         """Return whether an operator should run only when it is needed.
 
-        This is so if it loses the batch, or is a view that does not move the batch to the front.
+        This is so if its output has no batch, or if it is a view that does not move the batch to
+        the front.
         """
         if not batch_first(self._shape(op.writes[0])):
             return True
@@ -69,7 +72,7 @@ class GateFitness:
         return op.kind in _VIEWS and not brings
 
     def _is_in_front(self, name: str) -> bool:
-        """Return whether the batch is the first dimension."""
+        """Return whether the batch is the first dimension of a tensor."""
         return (self._shape(name) or ("",))[0] == BATCH
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
@@ -78,7 +81,7 @@ class GateFitness:
         return () if tensor is None else tensor.shape or ()
 
     def size(self, gate: Gate) -> tuple[int, float]:
-        """Return the number of a gate's tensors, and of their elements for one sample."""
+        """Return how many tensors a gate has, and how many elements one sample has in them."""
         sized = [
             [size if isinstance(size, int) else SYMBOLIC_SIZE for size in self._shape(name)]
             for name in gate.tensors
@@ -86,7 +89,11 @@ class GateFitness:
         return len(gate.tensors), sum(map(prod, sized))
 
     def best_of(self, fit: Sequence[Gate]) -> Gate:
-        """Return the last gate that has its batch in front and is not a view of another."""
+        """Return the last gate whose tensor has the batch in front and is not just a view.
+
+        If no gate has both properties, the last one with the first property is returned, else the
+        last one.
+        """
         in_front = [g for g in fit if self._is_in_front(g.tensor)] or fit
         solid = [g for g in in_front if self.graph.producers[g.tensor].kind not in _VIEWS]
         if solid and self.graph.producers[solid[-1].tensor].kind in _RECURRENT:
@@ -104,11 +111,11 @@ class GateFitness:
         return CutTensor(name=name, dtype=dtype, shape=shape, channels=channels)
 
     def share_after(self, flow: Flow, gate: Gate) -> float:
-        """Return the share of the work after a gate."""
+        """Return the share of the model's work after a gate."""
         return flow.flops_after[gate.step] / self.total if self.total else 0.0
 
     def useless(self, flow: Flow, run: Sequence[Gate]) -> str:
-        """Return the reason why an exit in a run of gates saves nothing; empty if it might."""
+        """Return why an exit in a run of gates saves nothing; empty if the exit may save time."""
         if not flow.heavy_steps or flow.heavy_steps[0] > run[-1].step:
             return "no work is done yet, so an exit here has no information"
         return self._little_left() if self.is_end(flow, run) else ""
@@ -130,7 +137,10 @@ class GateFitness:
         return f"less than {MIN_SHARE_LEFT:.1%} of the work is left to save{how}"
 
     def unfit(self, gate: Gate) -> str:
-        """Return the reason why a gate cannot be a cut: heads must be able to read one tensor."""
+        """Return why a gate cannot be a cut; empty if it can.
+
+        Heads must be able to read at least one of the gate's tensors.
+        """
         found = [self.types.get(name) for name in gate.tensors]
         if any(tensor is None or tensor.shape is None for tensor in found):
             return "its shape is not known to shape inference"
@@ -171,7 +181,7 @@ class GateFitness:
 
 
 def batch_first(shape: Sequence[int | str]) -> tuple[int, ...]:
-    """Return the order of dimensions with the batch first; empty if there is no batch."""
+    """Return the order of a tensor's dimensions with the batch first; empty without a batch."""
     if len(shape) < 2 or list(shape).count(BATCH) != 1:
         return ()
     front = list(shape).index(BATCH)

@@ -1,7 +1,7 @@
-"""The model in pieces: candidates for exits, the mask, and one model for each segment.
+"""The model in pieces: tensors that exits may read, the mask, and one model for each segment.
 
-:func:`slice_model` cuts; :func:`verify` runs the segments in a chain, also without samples that
-left, and compares their answers with those of the source model.
+:func:`slice_model` cuts the model. :func:`verify` runs the segments in a chain, with all samples
+and with only some of them after a cut, and compares the answers with those of the source model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 
 CopyKind: TypeAlias = Literal["quantised", "trained", "subnet"]
-"""Kind of copy before a cascade's source model: the model in int8, with weights that were trained
-together with its exits, or a part of it."""
+"""Kind of copy in front of a cascade's source model: the model in int8, the model with weights that
+were trained together with the exits, or a part of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +45,18 @@ class Sliced:
 
     model: SourceModel
     cuts: tuple[CutTensor, ...]
-    """Tensors that the exit after segment i would read; there is one less than segments."""
+    """Tensor that the exit after segment i would read, for each segment i except the last."""
     segments: tuple[SegmentModel, ...]
     graphs: tuple[bytes, ...]
-    """Segments, serialised."""
+    """Serialised segments."""
     analysis: CutAnalysis
     """All places where ``model`` could be cut."""
     weights: WeightFile | None = None
-    """File with the weights of ``model``, ``segments`` and ``graphs``, if they do not hold them."""
+    """File with the weights of ``model``, ``segments`` and ``graphs``, if the weights are not
+    inside these."""
 
     def stored(self, weights: WeightFile) -> Sliced:
-        """Return the same, with all large weights in a file."""
+        """Return the same pieces, with all large weights in a file."""
         model = replace(self.model, proto=weights.light(self.model.proto))
         segments = tuple(replace(s, proto=weights.light(s.proto)) for s in self.segments)
         graphs = tuple(s.proto.SerializeToString() for s in segments)
@@ -69,16 +70,16 @@ class Sliced:
 
     @property
     def front(self) -> SourceModel:
-        """The model that exits follow."""
+        """The model whose segments exits follow: the source model, or the copy in a cascade."""
         return self.model
 
     @property
     def versions(self) -> dict[str, int]:
-        """Versions of opset and file format of the segments that exits follow."""
+        """Versions of opset and file format of the model that exits follow."""
         return self.front.versions
 
     def without_weights(self) -> Self:
-        """Return the same, with the weights of segments in ``graphs`` alone."""
+        """Return the same pieces; only ``graphs`` then contain the weights of segments."""
         return replace(self, segments=tuple(s.without_weights() for s in self.segments))
 
     @property
@@ -101,7 +102,7 @@ class Cascade(Sliced):
 
     @property
     def front(self) -> SourceModel:
-        """The copy."""
+        """The copy, whose segments exits follow."""
         return self.copy
 
     @property
@@ -145,7 +146,7 @@ def before_scores(analysis: CutAnalysis, model: SourceModel) -> CutAnalysis:
 def cut_tensors(
     model: SourceModel, analysis: CutAnalysis, points: Sequence[CutPoint], options: CompileOptions
 ) -> tuple[CutTensor, ...]:
-    """Return the inputs of exits at some cut points; ModelError if ``--mask`` fits none of them."""
+    """Return the inputs of exits at some cut points; ModelError if ``--mask`` fits no input."""
     flows = (
         () if analysis.rereads else analysis.main_inputs
     )  # if main inputs may be read again, all inputs may be masks
@@ -181,11 +182,11 @@ def _masked(cut: CutTensor, masks: Mapping[int | str, TensorSpec]) -> CutTensor:
 def find_masks(
     inputs: Sequence[TensorSpec], main_inputs: Sequence[str], named: str | None
 ) -> dict[int | str, TensorSpec]:
-    """Find masks [batch, tokens] by their number of tokens: at most one for each.
+    """Find masks [batch, tokens], at most one for each number of tokens.
 
-    It is the input that the user named, and no other, or the one side input of that size with
-    "mask" in its name. A mask is 1 where a token counts and 0 where it pads. ModelError if the
-    named input does not exist, or is not [batch, tokens].
+    If the user named an input, only that input is a mask. Otherwise a side input with "mask" in its
+    name is, if no other one has the same number of tokens. A mask is 1 where a token counts and 0
+    where it pads. ModelError if the named input does not exist, or is not [batch, tokens].
     """
     shaped = {spec.name: spec for spec in inputs if len(spec.shape) == 2}
     if named is not None:
@@ -203,8 +204,8 @@ def find_masks(
 SOURCE = "source.onnx"
 """File of the unmodified model in a bundle."""
 INT8_TOLERANCE = 0.05
-"""Relative difference for segments of a quantised model: sums in another order may round to another
-of 255 steps, which moves the answer by a step."""
+"""Relative difference allowed for segments of a quantised model. Sums in another order may be
+rounded to a neighbouring one of 255 steps, which moves the answer by a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,18 +214,19 @@ class SegmentModel:
 
     index: int
     proto: onnx.ModelProto
-    """Graph, with its weights unless it is :meth:`without_weights`."""
+    """Graph of the segment; it contains its weights unless :meth:`without_weights` removed them."""
     inputs: tuple[str, ...]
-    """Tensors read: cut tensors, then the graph inputs needed in addition. The first segment reads
-    its main graph inputs, then graph inputs that other segments need, too."""
+    """Tensors that the segment reads: cut tensors, then the graph inputs needed in addition. The
+    first segment reads its main graph inputs, then graph inputs that other segments need."""
     output: str
-    """The cut tensor, or the model's answer in the last segment."""
+    """Cut tensor that the segment writes; for the last segment, the model's answer."""
     also: tuple[str, ...] = ()
-    """Further outputs, if the cut is a set; tensors from earlier segments are passed on."""
+    """Further outputs, if the cut is a set of tensors. Some of them may be written by earlier
+    segments and only passed on."""
     flops_share: float
-    """Share of the model's FLOPs, 0 to 1; the shares of all segments add up to 1."""
+    """Share of the model's FLOPs, from 0 to 1; the shares of all segments add up to 1."""
     is_source: bool = False
-    """True if it is the whole source model, the last segment of a cascade."""
+    """True if the segment is the whole source model, as the last segment of a cascade is."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -232,7 +234,7 @@ class SegmentModel:
         return (self.output, *self.also)
 
     def without_weights(self) -> SegmentModel:
-        """Return the segment with its nodes alone, unless it is the whole source model."""
+        """Return the segment's nodes without weights; the whole source model is unchanged."""
         if self.is_source:
             return self
         light = emptied(self.proto, self.proto.graph.name)
@@ -254,8 +256,8 @@ class SegmentModel:
 def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, ...]:
     """Slice the model at ``cuts``, which are in the order of the data flow.
 
-    Returns one segment more than there are cut points. Chained they compute what the model does.
-    Each reads the side inputs at its current, possibly smaller, batch.
+    Returns one segment more than there are cut points. Run in a chain, the segments compute what
+    the model does. Side inputs are fed to a segment for the samples that are still in the batch.
     """
     ends = [*(cut.tensors for cut in cuts), (model.answer.output,)]
     shares = np.diff([0.0, *(cut.flops_share_before for cut in cuts), 1.0])
@@ -285,7 +287,7 @@ def split(model: SourceModel, cuts: Sequence[CutPoint]) -> tuple[SegmentModel, .
 def _extent(
     graph: Dataflow, starts: Sequence[str], ends: Sequence[str], shared: set[str]
 ) -> tuple[tuple[Operator, ...], tuple[str, ...]]:
-    """Return the operators from some tensors to others, and the tensors they read first."""
+    """Return the operators between some tensors and others, and the tensors they read first."""
     operators = graph.upstream(ends, stop=frozenset(starts))
     read = {t for op in operators for t in op.reads}
     needed = [name for name in graph.inputs if name in read]
@@ -315,7 +317,7 @@ class _Source(NamedTuple):
         outputs: Sequence[str],
         name: str,
     ) -> onnx.ModelProto:
-        """Make a model of some operators, which graphsurgeon exports unchanged.
+        """Make a model of some operators, in the form that graphsurgeon exports.
 
         ``Graph.cleanup`` is not used: it edits the graph that all segments are taken from.
         """
@@ -343,10 +345,10 @@ class _Source(NamedTuple):
 
 
 VERIFIED_SAMPLES = 64
-"""Calibration samples on which chained segments and their model must agree."""
+"""Number of calibration samples for which the chained segments must agree with their model."""
 TOLERANCE = 1e-5
-"""Relative difference allowed between chained segments and source: float32 sums are in another
-order, as layouts and fusions differ where the model is cut."""
+"""Relative difference allowed between the chained segments and the source model. Float32 sums are
+in another order, because layouts and fusions differ where the model is cut."""
 
 
 def verify(
@@ -359,14 +361,14 @@ def verify(
 ) -> float:
     """Run the segments in a chain at some batch sizes, and compare with the source model.
 
-    ``samples`` are arrays by graph input, repeated if they are fewer than a batch; ``tolerance`` is
+    ``samples`` are arrays by graph input, and are repeated to fill a batch; ``tolerance`` is
     relative to the scale of each value (:mod:`~offramp.engine.answers.differences`).
 
-    After each cut some samples are also run without the others, as if these had left.
+    After each cut, some samples are also run alone, as if the other samples had left.
 
-    Returns the largest difference. VerificationError names the first segment that diverges, beyond
-    ``tolerance`` or by NaN or infinity on one side alone. ModelError names operators that make an
-    answer depend on other samples, or a cut after which answers do.
+    Returns the largest difference. VerificationError names the first segment that differs, by more
+    than ``tolerance`` or by NaN or infinity on one side only. ModelError names operators that make
+    an answer depend on other samples, or a cut after which answers depend on other samples.
     """
     answer = model.answer.output
     rows = [middle(size, max(batch_sizes)) for size in batch_sizes]
@@ -410,7 +412,7 @@ def _through(
     chained: Sequence[dict[str, NDArray[np.generic]]],
     left: Sequence[_RemainingRows],
 ) -> tuple[list[dict[str, NDArray[np.generic]]], list[_RemainingRows]]:
-    """Run a segment on batches and on samples that remain; its session is released at the end."""
+    """Run a segment on whole batches and on remaining samples; its session is released then."""
     runner = GraphRunner(segment.proto)
     passed = [values | runner.run(values) for values in chained]
     return passed, [survivors.through(runner) for survivors in left]
@@ -424,7 +426,7 @@ class _RemainingRows(NamedTuple):
     values: dict[str, NDArray[np.generic]]
 
     def through(self, runner: GraphRunner) -> _RemainingRows:
-        """Run the next segment; ModelError if it fails on them."""
+        """Run the next segment on the remaining samples; ModelError if that fails."""
         try:
             return self._replace(values=self.values | runner.run(self.values))
         except RuntimeError as error:
@@ -432,7 +434,7 @@ class _RemainingRows(NamedTuple):
             raise ModelError(f"{self._where()} cannot go on: {reason}; {_APART}") from error
 
     def check(self, wanted: NDArray[np.generic], answer: Answer, tolerance: float) -> None:
-        """Compare with the source model's answers to the same samples in the whole batch."""
+        """Compare with the source model's answers to these samples in the whole batch."""
         found, right = self.values[answer.output], wanted[self.rows]
         difference = compare(found, right, scales=Scales.of(wanted), answer=answer)
         if not difference.share <= tolerance:
@@ -456,9 +458,10 @@ _APART = (
 def _survivors(
     values: Mapping[str, NDArray[np.generic]], segment: SegmentModel
 ) -> Iterator[_RemainingRows]:
-    """Yield samples that go on after a segment: one alone, then three; each cut has others.
+    """Yield samples that go on after a segment: one sample, then three samples.
 
-    ``values`` are graph inputs and the outputs of segments so far.
+    Other samples are chosen for each segment. ``values`` are graph inputs and the outputs of
+    segments so far.
     """
     batch = len(values[segment.output])
     for count in {1, min(3, batch - 1)} - {0} if batch > 1 else ():
@@ -470,7 +473,7 @@ def _survivors(
 def _run_alone(
     proto: onnx.ModelProto, fed: Sequence[Mapping[str, NDArray[np.generic]]]
 ) -> list[dict[str, NDArray[np.generic]]]:
-    """Run a graph on some batches, with no other graph loaded: each holds its weights."""
+    """Run a graph on some batches while no other graph is loaded, because each holds weights."""
     runner = GraphRunner(proto)
     return [runner.run(feeds) for feeds in fed]
 
@@ -482,7 +485,7 @@ def _diagnosis(
     chained: Mapping[str, NDArray[np.generic]],
     tolerance: float,
 ) -> str:
-    """Return which segment's output is the first to differ from the same tensor in the source."""
+    """Describe the first segment whose output differs from the same tensor in the source model."""
     exposed = copied(model.proto)
     known = {info.name: info for info in model.proto.graph.value_info}
     inner = [name for s in segments for name in s.outputs if name in known]

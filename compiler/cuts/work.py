@@ -1,9 +1,9 @@
 """Work of a model's operators: counted if their arithmetic is known, else measured.
 
-Operators of custom libraries, and operators whose shapes cannot be inferred, have no count. A
-single one makes all counts useless, since only shares of the work matter: then ONNX Runtime's
-profiler times every operator. The rules at the end count an operator's FLOPs from the shapes of its
-inputs.
+Operators of custom libraries, and operators whose shapes cannot be inferred, have no count. Only
+shares of the total work matter, so one operator without a count makes all counts useless: then ONNX
+Runtime's profiler times every operator. The rules at the end count an operator's FLOPs from the
+shapes of its inputs.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from offramp.compiler.graphs.runtime_shapes import BodyScope, SizedType
 from offramp.compiler.graphs.shapes import BATCH, concrete_shapes, symbolic_sizes
 
 _BATCH = 2
-"""Samples of a timed run."""
+"""Number of samples in a timed run."""
 _RUNS = 7
-"""Number of timed runs after one warm-up; the median counts."""
+"""Number of timed runs after one warm-up run; the median time is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorWork:
-    """Cost of each operator of a model, in one unit for all."""
+    """Cost of each operator of a model; all costs have the same unit."""
 
     costs: tuple[float, ...]
-    """Costs by operator: FLOPs of a sample, or seconds of a run if measured."""
+    """Costs by operator: FLOPs for one sample, or measured seconds of one run."""
     unknown: tuple[str, ...] = ()
     """Types of operators whose arithmetic is not known."""
     measured: bool = False
-    """True if ``costs`` are times, because something was unknown."""
+    """True if ``costs`` are measured times, because the FLOPs of some operator are not known."""
 
 
 def work_of(proto: onnx.ModelProto, graph: Dataflow) -> OperatorWork:
     """Count the work of an annotated model, or measure it if something cannot be counted.
 
-    If the model cannot be run, the counts are returned, with the unknown operators.
+    If the model cannot be run, the result has the counts, and names the uncounted operators.
     """
     counted = count_flops(proto, graph)
     unknown = _unknown(graph, counted)
@@ -66,7 +66,7 @@ def work_of(proto: onnx.ModelProto, graph: Dataflow) -> OperatorWork:
 
 
 def _unknown(graph: Dataflow, counted: Sequence[float]) -> tuple[str, ...]:
-    """Return the types of the operators that do work that was not counted, in order."""
+    """Return the types of operators that do work but have no count, each type once."""
     found = (op for op in graph.changing if _is_unknown(op, counted[op.index]))
     return tuple(dict.fromkeys(op.kind for op in found))
 
@@ -104,12 +104,12 @@ FlopRule: TypeAlias = "Callable[[Operator, Sequence[tuple[int, ...]], float], fl
 
 
 def _convolution(weight: int) -> FlopRule:
-    """Return the rule for convolutions: an output sums over a window of its group's channels."""
+    """Return the rule for convolutions: each output sums over a window of its group's channels."""
     return lambda _, operands, written: 2 * written * prod(operands[weight][1:])
 
 
 def _transposed(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Return FLOPs: every input element is spread over a window of its group's output channels."""
+    """Return FLOPs: each input element is added to a window of its group's output channels."""
     return 2.0 * prod(operands[0]) * prod(operands[1][1:])
 
 
@@ -134,18 +134,21 @@ def _einsum(op: Operator, operands: Sequence[tuple[int, ...]], _: float) -> floa
 
 
 def _recurrent(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Return FLOPs: input and recurrent weights are applied once per step of the sequence."""
+    """Return FLOPs: input and recurrent weights are applied once for each step of the sequence."""
     return 2.0 * prod(operands[0][:2]) * (prod(operands[1]) + prod(operands[2]))
 
 
 def _attention(_: Operator, operands: Sequence[tuple[int, ...]], __: float) -> float:
-    """Return FLOPs of scores and weighted sum, for queries, keys, values as separate operands."""
+    """Return FLOPs of scores and weighted sum; queries, keys and values are separate operands."""
     query, key = operands[0], operands[1]
     return 4.0 * prod(query) * (key[-2] if len(key) > 1 else 1)
 
 
 def _packed_attention(op: Operator, operands: Sequence[tuple[int, ...]], written: float) -> float:
-    """Return FLOPs of the projection by one weight (ONNX's operator has none), and of attention."""
+    """Return FLOPs of attention, and of the projection that ONNX Runtime's operator includes.
+
+    ONNX's own operator has no projection.
+    """
     if not op.proto.domain:
         return _attention(op, operands, written)
     tokens, weight = operands[0], operands[1]
@@ -181,7 +184,7 @@ RULES: Mapping[str, FlopRule] = {
 }
 
 HEAVY = frozenset(RULES)
-"""Operator types with multiply-adds; all others are cheap steps between them."""
+"""Operator types with multiply-adds; operators of all other types are cheap."""
 _CHEAP = frozenset(
     {"BiasGelu", "DequantizeLinear", "EmbedLayerNormalization", "FastGelu", "Gelu", "QLinearAdd",
      "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu",
@@ -193,7 +196,7 @@ _CHEAP = frozenset(
 
 
 def is_heavy(op: Operator) -> bool:
-    """Return whether an operator does work, or might; all others are cheap."""
+    """Return whether an operator does much work, or might; all other operators are cheap."""
     if op.kind in HEAVY or op.has_body:
         return True
     return not is_standard(op.proto) and op.kind not in _CHEAP
@@ -202,7 +205,8 @@ def is_heavy(op: Operator) -> bool:
 SYMBOLIC_SIZE = 128
 """Size assumed for symbolic sizes other than the batch, for instance a sequence's length."""
 _FALLBACK_SIZES = (64, 32, 16)
-"""Sizes to try if inference fails at 128, for instance because a position table is shorter."""
+"""Sizes to try if inference fails at :data:`SYMBOLIC_SIZE`, for instance because a position table
+is shorter."""
 
 _Shapes: TypeAlias = "Mapping[str, tuple[int, ...]]"
 
@@ -211,8 +215,8 @@ def count_flops(proto: onnx.ModelProto, graph: Dataflow) -> tuple[float, ...]:
     """Count the floating-point operations of each operator, a multiply-add counting as two.
 
     The batch is 1, and other symbolic sizes are :data:`SYMBOLIC_SIZE`. Operators that depend on no
-    graph input count nothing: a backend folds them when it loads the model. Operators without
-    multiply-adds count one per element of their outputs.
+    graph input have zero cost: a backend folds them when it loads the model. Operators without
+    multiply-adds cost one operation for each element of their outputs.
     """
     two, three = (_numeric_types(proto, batch) for batch in (2, 3))
     costs = [_costs(proto, graph, types) for types in (two, three)]
@@ -240,11 +244,11 @@ def _body_cost(body: onnx.ModelProto) -> float:
 
 
 def _numeric_types(proto: onnx.ModelProto, batch: int) -> Mapping[str, SizedType]:
-    """Return shapes at the assumed size that leaves the fewest unknown, or the first such size.
+    """Return shapes with one number for all symbolic sizes: the one with most shapes known.
 
-    Batch 1 is not used, as inference cannot tell it from a dimension to be broadcast: costs are
-    linear in the batch and are extrapolated from 2 and 3. A single size that inference has lost is
-    replaced by the assumed size.
+    Batch 1 is not used, because inference cannot tell it from a dimension to be broadcast. Costs
+    are linear in the batch, and are extrapolated from batches of 2 and 3. If one size of a shape is
+    still unknown, the assumed number is used for it.
     """
     symbols = [s for s in symbolic_sizes(proto) if s != BATCH]
     most, best = -1, dict[str, SizedType]()

@@ -1,6 +1,6 @@
-"""Kinds of data that ``--data`` and the API take, each of them a source of samples.
+"""Kinds of data that ``--data`` and the API accept; each kind is a source of samples.
 
-:mod:`.find_source` recognises kinds; :mod:`.batches` reads arrays and iterables of a program.
+:mod:`.find_source` recognises the kind; :mod:`.batches` reads a program's arrays and iterables.
 """
 
 from offramp.compiler.data.batches import ArraySource, IterableSource

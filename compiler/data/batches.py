@@ -1,6 +1,6 @@
 """Samples of a program: arrays by name, iterables of batches, and functions that return them.
 
-Values of programs and tables are converted to the dtypes of inputs if nothing is lost
+Values are converted to the dtypes of the model's inputs if their values stay the same
 (:func:`fit`). A user's function is named as ``module:function``.
 """
 
@@ -30,7 +30,7 @@ from offramp.engine.common.validation import check_tensors
 
 
 class ArraySource:
-    """Arrays [n, …]: by name, as a tuple in the order of the inputs, or a single array.
+    """Arrays [n, …]: a mapping by name, a tuple in the order of the inputs, or a single array.
 
     Arrays with the right dtype are not copied, and must not be changed until the end of the run.
     """
@@ -43,7 +43,7 @@ class ArraySource:
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Return the arrays; those that an input takes in another dtype are converted in parts."""
+        """Return the arrays; arrays of another dtype than their input's are converted in parts."""
         named = _named(self._arrays, specs, self.name)
         arrays = {
             str(name): as_array(value, f"{self.name}: {name!r}") for name, value in named.items()
@@ -65,9 +65,9 @@ class ArraySource:
 
 
 class IterableSource:
-    """Batches of samples, one after the other: mappings, tuples or single arrays.
+    """Batches of samples, one after the other. Each batch is a mapping, a tuple or an array.
 
-    A mapping has arrays by the names of inputs. A tuple has them in the order of the inputs, and
+    A mapping has arrays by the names of inputs. A tuple has arrays in the order of the inputs, and
     may end with labels, integers [n]. The iterable is read once, to its end or up to ``limit``
     samples.
     """
@@ -83,7 +83,7 @@ class IterableSource:
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Collect the batches; large arrays are written to scratch."""
+        """Collect the batches; large arrays are written to the scratch space."""
         with SampleWriter(self.name, scratch, keys=keys) as writer:
             for number, batch in enumerate(self._iterable):
                 where = f"{self.name}: batch {number}"
@@ -98,7 +98,7 @@ class IterableSource:
                     break
             if not writer.samples:
                 raise DataError(
-                    f"{self.name}: no batch with samples came; a generator can be read once: pass "
+                    f"{self.name}: no batch has samples; a generator can only be read once: pass "
                     "a fresh one, or a list or data loader"
                 )
             return writer.finish()
@@ -141,7 +141,7 @@ def _named(batch: Any, specs: Sequence[TensorSpec], where: str) -> Mapping[Any, 
 
 
 def _with_label(batch: Mapping[Any, Any], specs: Sequence[TensorSpec]) -> Mapping[Any, Any]:
-    """Return a mapping with ``labels`` renamed to ``label``, if just one of these names occurs."""
+    """Return a mapping with ``labels`` renamed to ``label``, if only one of these names occurs."""
     found = [key for key in LABEL_KEYS if key in batch and all(s.name != key for s in specs)]
     if len(found) != 1:
         return batch
@@ -151,7 +151,7 @@ def _with_label(batch: Mapping[Any, Any], specs: Sequence[TensorSpec]) -> Mappin
 def _check_first(
     arrays: Mapping[str, NDArray[Any]], specs: Sequence[TensorSpec], where: str
 ) -> None:
-    """Refuse a batch that does not fit before all of them are read."""
+    """Refuse a first batch that does not fit the inputs, before all batches are read."""
     for spec in specs:
         if spec.name not in arrays:
             raise DataError(
@@ -166,7 +166,7 @@ _NUMBERS = "biuf"
 
 
 def as_array(value: Any, where: str) -> NDArray[Any]:
-    """Return a value as an array: one of numpy's, a tensor of another library, or a list.
+    """Return a value as an array: it is a numpy array, another library's tensor, or a list.
 
     Tensors of torch are recognised by their methods; torch is not imported. DataError if the value
     is not an array of numbers or texts.
@@ -193,13 +193,13 @@ def as_array(value: Any, where: str) -> NDArray[Any]:
 def fit(
     array: NDArray[Any], spec: TensorSpec, place: Callable[[int], str], *, numbers: bool = False
 ) -> NDArray[Any]:
-    """Return an array in the dtype of an input, if only digits are lost.
+    """Return an array in the dtype of an input, if at most digits of precision are lost.
 
-    Integers become integers of another width, booleans integers, and floats other floats. With
-    ``numbers``, integers also become floats, and floats integers: in a table they are just numbers,
-    elsewhere they may be pixels that are not scaled. Other arrays are returned unchanged, and
-    refused where names, dtypes and shapes are checked. DataError if a value is out of range;
-    ``place`` names its row.
+    Integers are converted to integers of another width, booleans to integers, and floats to other
+    floats. With ``numbers``, integers are also converted to floats, and floats to integers: a table
+    does not distinguish them. Elsewhere, integers for a float input may be pixels that still have
+    to be scaled. Other arrays are returned unchanged, and refused where names, dtypes and shapes
+    are checked. DataError if a value is out of range; ``place`` names its row.
     """
     wanted = np.dtype(spec.dtype)
     if array.dtype == wanted or not array.size:
@@ -239,7 +239,7 @@ def names_function(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FunctionSource:
-    """A function without arguments that yields batches, as :class:`.IterableSource` takes them."""
+    """A function without arguments that yields batches in the forms of :class:`.IterableSource`."""
 
     name: str
     """``module:function`` or ``file.py:function``."""
@@ -249,7 +249,7 @@ class FunctionSource:
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Import the function and collect its batches; its own errors become DataErrors."""
+        """Import the function and collect its batches; its exceptions become DataErrors."""
         function = self._import()
         with self._reporting():
             value = function()
@@ -318,7 +318,7 @@ def _run_file(path: Path) -> Any:
 
 @contextmanager
 def _current_folder() -> Iterator[None]:
-    """Find modules also in the current folder, as ``python -m`` does."""
+    """Let imports also find modules in the current folder, as ``python -m`` does."""
     sys.path.insert(0, "")
     try:
         yield

@@ -1,8 +1,9 @@
-"""Rows of a table as samples: choice and conversion of the columns of each input.
+"""Rows of a table as samples: which columns feed which input, and how they are converted.
 
-One rule is used for CSV, JSONL, parquet and data sets of Hugging Face. With a tokenizer, a column
-of texts feeds the model. Otherwise the model is fed by a column of images, or by a column for each
-input by its name, or by all columns of numbers together, as the features of the only input.
+The same rules are used for CSV, JSONL, parquet and data sets of Hugging Face. With a tokenizer, a
+column of texts feeds the model. Otherwise the first rule that fits is used: a column of images
+feeds the model, a column with the name of each input feeds that input, or all columns of numbers
+together are the features of the only input.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from offramp.compiler.data.texts import TextEncoder
 _log = logging.getLogger(__name__)
 
 ROWS: Final = 64
-"""Rows of a table that are in memory at a time."""
+"""Number of rows of a table that are in memory at a time."""
 
 
 class TableRows(Protocol):
@@ -51,7 +52,7 @@ class TableRows(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableColumns:
-    """Columns of a table, known before its rows are read."""
+    """Columns of a table, which are known before its rows are read."""
 
     names: Sequence[str]
     images: Sequence[str] = ()
@@ -60,14 +61,14 @@ class TableColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
-    """Plan by which rows become the inputs of a model."""
+    """Decision about which columns of a table become which inputs of a model, and how."""
 
     columns: tuple[str, ...]
     """Columns to read."""
     inputs: Callable[[TableRows], dict[str, NDArray[Any]]]
     label: str | None
     label_requested: bool
-    """True if the user named the column."""
+    """True if the user named the column of labels."""
     keys: tuple[str, ...]
     encoder: TextEncoder | None = None
 
@@ -139,7 +140,7 @@ def _inputs(
     *,
     aside: Collection[str | None],
 ) -> tuple[Sequence[str], Callable[[TableRows], dict[str, NDArray[Any]]], TextEncoder | None]:
-    """Return the columns that feed the model, their conversion, and a text encoder, if used."""
+    """Return the columns that feed the model, their conversion, and a text encoder, if any."""
     if options.tokenizer is not None:
         texts = options.text_column or ("text",)
         for column in texts:
@@ -227,7 +228,7 @@ def _images(rows: TableRows, column: str, form: ImageForm) -> NDArray[Any]:
 
 
 def _tensor(rows: TableRows, column: str, spec: TensorSpec) -> NDArray[Any]:
-    """Return a column as an input; a flat list of the right length takes the input's shape."""
+    """Return a column as an input; flat lists of the right length are reshaped to the input."""
     array = rows.numbers(column)
     sizes = spec.shape[1:]
     fixed = [size for size in sizes if isinstance(size, int)]
@@ -251,7 +252,7 @@ def _features(rows: TableRows, columns: Sequence[str], spec: TensorSpec) -> NDAr
 
 
 def _has_classes(rows: TableRows, label: str, plan: TablePlan) -> bool:
-    """Return whether labels are used: they were asked for, or the first one is a class number."""
+    """Return whether labels are used: the user named them, or the first one is a class number."""
     first = rows.objects(label)[0]
     if plan.label_requested or _is_class(first):
         return True

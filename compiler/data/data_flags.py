@@ -34,9 +34,9 @@ def add_data(
     required: bool = True,
     besides: Sequence[str] = (),
 ) -> None:
-    """Add ``--data``, to be read by :func:`source_of`, and the options of reading.
+    """Add ``--data``, which :func:`source_of` reads, and the options of reading data.
 
-    ``besides`` are fields of options that the command uses for more than reading.
+    ``besides`` are names of reading options that the command also uses for other purposes.
     """
     parser.set_defaults(besides_reading=besides)
     parser.add_argument("--data", required=required, metavar="DATA", help=help_)
@@ -52,5 +52,5 @@ def spec_of(options: argparse.Namespace) -> PreprocessingSpec:
 
 
 def source_of(text: str, options: argparse.Namespace) -> DataSource:
-    """Return the source of the data that a flag names; DataError as in :func:`.find_source`."""
+    """Return the source of the data that ``--data`` names; DataError as in :func:`.find_source`."""
     return find_source(text, spec_of(options), besides=getattr(options, "besides_reading", ()))

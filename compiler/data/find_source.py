@@ -1,7 +1,4 @@
-"""Kinds of data, and recognition of the kind of a command-line text or a program's object.
-
-:class:`FirstSamples` are the first samples of a source that is read as a whole.
-"""
+"""Kinds of data, and recognition of the kind from a command-line text or a program's object."""
 
 from __future__ import annotations
 
@@ -45,10 +42,10 @@ _SAVED: Final = ("state.json", "dataset_dict.json")
 
 
 class NamedData:
-    """A text that names data, and the file or folder at that place."""
+    """A text that names data, and the file or folder at that path, if there is one."""
 
     def __init__(self, text: str) -> None:
-        """Check the file or folder that a text names."""
+        """Look for the file or folder that a text names."""
         self.text, self.path = text, Path(text)
         self.exists = bool(text) and self.path.exists()
         self.is_file = self.exists and self.path.is_file()
@@ -81,14 +78,14 @@ class DataKind:
     """A kind of data that ``--data`` takes."""
 
     name: str
-    """Noun for messages, with its article."""
+    """Noun for messages, with its article, such as ``a folder of images``."""
     form: str
-    """Form of the text that names it, for lists of kinds."""
+    """Form of the text that names such data, for the list of kinds in messages."""
     fits: Callable[[NamedData], bool]
     """Function that returns whether a text names data of this kind."""
     make: Callable[[NamedData, PreprocessingSpec], DataSource]
     families: Collection[Family] = field(default=frozenset())
-    """Families of options that it uses."""
+    """Families of reading options that apply to this kind."""
 
 
 KINDS: Final[tuple[DataKind, ...]] = (
@@ -151,15 +148,15 @@ KINDS: Final[tuple[DataKind, ...]] = (
         make=lambda _, spec: RandomSource(spec.max_samples or SAMPLES),
     ),
 )
-"""All kinds; a text must fit exactly one of them."""
+"""All kinds of data; a text must fit exactly one of them."""
 
 
 def find_source(text: str, spec: PreprocessingSpec, *, besides: Collection[str] = ()) -> DataSource:
     """Return the source of the data that a text names.
 
-    A folder's own ``preprocessing.toml`` completes the options. DataError if no kind fits, or more
-    than one, as nothing is guessed; or if an option does not apply to the kind. Options named in
-    ``besides`` may be given with any kind, as the caller uses them as well.
+    A folder's own ``preprocessing.toml`` completes the options. DataError if no kind or more than
+    one kind fits, or if an option does not apply to the kind. Options named in ``besides`` may be
+    given with any kind, because the caller uses them, too.
     """
     data = NamedData(text)
     found = [kind for kind in KINDS if kind.fits(data)]
@@ -183,9 +180,9 @@ def find_source(text: str, spec: PreprocessingSpec, *, besides: Collection[str] 
 def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource:
     """Return the source of data that a program has.
 
-    Data is a path or text as in ``--data``, a source, arrays (a mapping, a tuple or one alone), a
-    ``datasets.Dataset``, a function that returns batches, or an iterable of batches. DataError for
-    anything else.
+    Data is a path or text as in ``--data``, a source, arrays (a mapping, a tuple or a single
+    array), a ``datasets.Dataset``, a function that returns batches, or an iterable of batches.
+    DataError for anything else.
     """
     spec = spec or PreprocessingSpec()
     if isinstance(data, str | Path):
@@ -200,7 +197,7 @@ def as_source(data: object, spec: PreprocessingSpec | None = None) -> DataSource
 
 
 def _is_zip(data: NamedData) -> bool:
-    """Return whether a file with any suffix is an archive, as those of numpy are."""
+    """Return whether a file with any suffix is a zip archive, as npz files are."""
     if not data.is_file or data.suffix in {PARQUET, *CSV_SUFFIXES, *JSONL_SUFFIXES}:
         return False
     try:
@@ -211,13 +208,13 @@ def _is_zip(data: NamedData) -> bool:
 
 
 def first_of(source: DataSource, samples: int | None) -> DataSource:
-    """Return a source of another's first ``samples`` samples; ``None`` means all."""
+    """Return a source with only the first ``samples`` samples of another; ``None`` means all."""
     return source if samples is None else FirstSamples(source, samples)
 
 
 @dataclass(frozen=True, slots=True)
 class FirstSamples:
-    """The first samples of a source, or all if it has fewer."""
+    """The first samples of a source, or all samples if the source has fewer."""
 
     source: DataSource
     samples: int

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SUFFIXES: Final = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp"})
-"""Suffixes of image files, in lower case."""
+"""Suffixes of image files that are read, in lower case."""
 INSTALL: Final = "pip install 'offramp[images]'"
 _MODES: Final = {1: "L", 3: "RGB"}
 """Pillow's image modes, by the model's number of channels."""
@@ -40,7 +40,7 @@ _BATCH: Final = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageForm:
-    """The input that takes images, and the conversion of an image to a sample of it."""
+    """The model input that takes images, and the conversion of an image to a sample of it."""
 
     spec: TensorSpec
     layout: Layout
@@ -246,7 +246,7 @@ class ImageFolderSource:
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
-        """Decode all images; a broken one is an error that names its file."""
+        """Decode all images; a broken image is an error that names its file."""
         form = image_form(specs, self.options, self.name)
         with SampleWriter(self.name, scratch, keys=keys) as writer:
             files = files_in(self.path, SUFFIXES)[: self.options.max_samples]
@@ -258,9 +258,10 @@ class ImageFolderSource:
 
 
 def files_in(folder: Path, suffixes: Collection[str]) -> list[Path]:
-    """Return the files with some suffixes, in lower case, in a folder and in folders inside it.
+    """Return the files with some suffixes in a folder and in folders inside it.
 
-    They are in the order of their paths; files whose name begins with a dot are left out.
+    ``suffixes`` are in lower case. Files are in the order of their paths; files whose name begins
+    with a dot are left out.
     """
     return sorted(
         (

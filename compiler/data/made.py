@@ -1,4 +1,4 @@
-"""Random inputs (``--data random``): a dry run that shows exits and times and certifies nothing."""
+"""Random inputs (``--data random``) for a dry run: it shows exits and times, certifies nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES: Final = 1000
 _BATCH: Final = 32
 
 Draw: TypeAlias = Callable[[int, int], Mapping[str, NDArray[Any]]]
-"""Function that draws inputs by name, for a batch size and a seed."""
+"""Function that draws random inputs, as arrays by name, for a batch size and a seed."""
 
 
 @dataclass(frozen=True, slots=True)

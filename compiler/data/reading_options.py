@@ -24,20 +24,22 @@ TOML_NAME: Final = "preprocessing.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessingSpec:
-    """Options of reading images, texts and tables; ``None`` is the default of each kind."""
+    """Options of reading images, texts and tables; ``None`` means the default of the kind."""
 
     image_size: tuple[int, int] | None = None
-    """Height and width; by default those of the model's input."""
+    """Height and width that images are resized to; by default those of the model's input."""
     mean: tuple[float, ...] | None = None
     """Mean for each channel, or one for all, of pixels after ``scale``; 0 by default."""
     std: tuple[float, ...] | None = None
-    """Deviation for each channel, or one for all, of pixels after ``scale``; 1 by default."""
+    """Standard deviation for each channel, or one for all, of pixels after ``scale``; 1 by
+    default."""
     scale: float | None = None
-    """Factor of pixels (0 to 255) before mean and std; 1/255 by default."""
+    """Factor that pixels (0 to 255) are multiplied by before mean and std; 1/255 by default."""
     layout: Layout | None = None
     """Order of the input's dimensions; derived from its shape by default."""
     resize: Resize | None = None
-    """Treatment of images of another shape: ``crop`` the middle (default), or ``stretch``."""
+    """Treatment of images that are not of the input's shape: ``crop`` the middle (default), or
+    ``stretch``."""
     crop_share: float | None = None
     """Share of the shorter side that ``crop`` keeps; 1 by default, 0.875 in torchvision."""
     resample: Resample | None = None
@@ -49,23 +51,23 @@ class PreprocessingSpec:
     text_column: tuple[str, ...] | None = None
     """Column of texts, or two columns for pairs of texts; ``text`` by default."""
     max_tokens: int | None = None
-    """Tokens that texts are padded and cut to; by default the model's length, or 128."""
+    """Number of tokens that texts are padded and cut to; by default the model's length, or 128."""
     label_column: str | None = None
     """Column of a table that holds classes; ``label`` or ``labels`` by default."""
     max_samples: int | None = None
     """Largest number of samples that are read, from the first on; all by default."""
 
     def filled_from(self, other: PreprocessingSpec) -> PreprocessingSpec:
-        """Return these options, completed by those of another."""
+        """Return these options; where one is ``None``, the value of ``other`` is used."""
         missing = {name: getattr(other, name) for name in _names() if getattr(self, name) is None}
         return replace(self, **missing)
 
     def check_used(
         self, families: Collection[Family], what: str, *, besides: Collection[str] = ()
     ) -> None:
-        """Raise DataError for options that do not apply to data called ``what``.
+        """Raise DataError for options that do not apply to the data; ``what`` names the data.
 
-        Fields named in ``besides`` are used for more than reading, and apply to all data.
+        Options named in ``besides`` are used for more than reading, and apply to all data.
         """
         for option in OPTIONS:
             used = option.family in {"samples", *families} or option.field in besides
@@ -82,13 +84,13 @@ def _names() -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingOption:
-    """A field of :class:`PreprocessingSpec` in the command line and in TOML files."""
+    """A field of :class:`PreprocessingSpec`, as a flag and as a key of TOML files."""
 
     field: str
     family: Family
     metavar: str
     parse: Callable[[str], Any]
-    """Function that parses a value; ``argparse.ArgumentTypeError`` if it is wrong."""
+    """Function that parses a value; raises ``argparse.ArgumentTypeError`` for a wrong one."""
     help: str
 
     @property
@@ -100,8 +102,8 @@ class ReadingOption:
 def read_toml(path: Path) -> PreprocessingSpec:
     """Read options from a file; DataError if one is unknown, or has a wrong value.
 
-    Keys are those of the command line with underscores, such as ``image_size = [224, 224]``. A
-    relative path in it is relative to the file.
+    Keys are the names of flags with underscores, such as ``image_size = [224, 224]``. A relative
+    path in the file is relative to the file's folder.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -224,4 +226,4 @@ OPTIONS: Final[tuple[ReadingOption, ...]] = (
     _option("label_column", "tables", "NAME", str, "column of classes (default: label or labels)"),
     _option("max_samples", "samples", "N", _count, "read only the first N samples"),
 )  # fmt: skip
-"""All options, in the order of the help."""
+"""All reading options, in the order of the help."""

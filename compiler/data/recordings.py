@@ -1,9 +1,9 @@
 """Inputs that a server recorded, as a source of samples.
 
-A model with symbolic sizes gets samples of different shapes. If a mask marks which positions of a
-sample count, samples are padded with zeros to the longest one. Without a mask the meaning of
-padding is unknown: the samples of the most frequent shape are used, and the log has the number of
-samples that are left out.
+Recorded samples of a model with symbolic sizes may have different shapes. If a mask marks which
+positions of a sample count, samples are padded with zeros to the longest one. Without a mask,
+padding could change answers: only samples of the most frequent shape are used, and the number of
+other samples is logged.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from offramp.engine.learning.recording_file import (
 _log = logging.getLogger(__name__)
 
 _BATCH: Final = 64
-"""Samples that are read at a time."""
+"""Number of samples that are read at a time."""
 _FAR: Final = 1e4
-"""A sample whose magnitude is beyond this multiple of the typical one is left out."""
+"""A sample is left out if its largest value is above this multiple of the median sample's."""
 
 
 class RecordingSource:
-    """Recording in a learn folder."""
+    """Inputs that a server recorded in its learn folder."""
 
     def __init__(self, folder: Path) -> None:
         """Create a source for a folder."""
@@ -73,7 +73,7 @@ class RecordingSource:
     def _choose(
         self, recorded: Recorded, specs: Sequence[TensorSpec]
     ) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Return the rows to use, and the shape that each input is padded to."""
+        """Return the rows of the recording to use, and the shape that each input is padded to."""
         groups = shapes_by_count(recorded)
         if not groups:
             raise DataError(f"{self.name} holds no sample; let eeserve --learn record some")
@@ -90,7 +90,7 @@ class RecordingSource:
         return rows, list(found[0])
 
     def _near(self, recorded: Recorded, rows: list[int]) -> list[int]:
-        """Leave out samples far beyond all others: a single one could spoil training."""
+        """Leave out samples with far larger values than all others: one could spoil training."""
         sizes = np.array([_magnitude(recorded.sample(row)) for row in rows])
         usual = sizes[np.isfinite(sizes) & (sizes > 0)]
         if not usual.size:
@@ -116,7 +116,7 @@ def _are_masked(specs: Sequence[TensorSpec]) -> bool:
 
 
 def _magnitude(sample: dict[str, NDArray[Any]]) -> float:
-    """Return the largest magnitude of a sample's floating-point values; 0 without any."""
+    """Return the largest magnitude of a sample's floating-point values; 0 if there are none."""
     floats = [values for values in sample.values() if values.dtype.kind == "f" and values.size]
     with np.errstate(invalid="ignore"):
         return max((float(np.abs(values).max()) for values in floats), default=0.0)
@@ -125,7 +125,7 @@ def _magnitude(sample: dict[str, NDArray[Any]]) -> float:
 def _stack(
     recorded: Recorded, rows: Sequence[int], shapes: Sequence[tuple[int, ...]]
 ) -> dict[str, NDArray[Any]]:
-    """Put samples into a batch: each begins its row, and zeros fill the rest."""
+    """Put samples into a batch: each fills the beginning of its row, and zeros the rest."""
     samples = [recorded.sample(row) for row in rows]
     batch = {}
     for (name, dtype), shape in zip(recorded.header.inputs, shapes, strict=True):

@@ -1,7 +1,7 @@
 """Tables as samples: CSV, JSONL and parquet files, and data sets of Hugging Face.
 
-CSV has a header, and JSONL an object in each line. :mod:`.columns` decides how columns become
-inputs.
+A CSV file has a header, and a JSONL file has an object in each line. :mod:`.columns` decides how
+columns become inputs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Record(NamedTuple):
     """A row of a text file."""
 
     line: int
-    """Number of its first line, from 1 on."""
+    """Number of the row's first line in the file, from 1 on."""
     values: Mapping[str, Any]
-    """Cells by column; all of them are texts in CSV."""
+    """Values by column; in CSV all of them are texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class TextTableSource:
 
 @dataclass(frozen=True, slots=True)
 class RecordRows:
-    """Some rows of a text file."""
+    """Consecutive rows of a text file."""
 
     path: Path
     records: Sequence[Record]
@@ -91,7 +91,7 @@ class RecordRows:
         return f"{self.path}:{self.records[row].line}"
 
     def objects(self, column: str) -> Sequence[Any]:
-        """Return a column; DataError if a row has none."""
+        """Return a column as Python objects; DataError if a row lacks the column."""
         for row, record in enumerate(self.records):
             if column not in record.values:
                 raise DataError(
@@ -140,7 +140,7 @@ def _batches(path: Path, records: Iterator[Record]) -> Iterator[RecordRows]:
 
 
 def _decoded(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file, and their numbers from 1 on; DataError if one is not UTF-8."""
+    """Yield the lines of a file with their numbers, from 1 on; DataError if one is not UTF-8."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -218,14 +218,15 @@ PARQUET: Final = ".parquet"
 _INSTALL: Final = "pip install 'offramp[parquet]'"
 _INSTALL_DATASETS: Final = "pip install 'offramp[datasets]'"
 _BUFFER_BYTES: Final = 2**20
-"""Bytes of a column that are read at a time; by default a whole row group is read into memory."""
+"""Number of bytes of a column that are read at a time. Without it, a whole row group would be read
+into memory."""
 _PARQUET_REMEDY: Final = "expected parquet; write it again"
 _SAVED_REMEDY: Final = "expected a data set of Hugging Face; write it with Dataset.save_to_disk"
 
 
 @dataclass(frozen=True, slots=True)
 class ArrowRows:
-    """Some rows of a table."""
+    """Consecutive rows of an Arrow table."""
 
     table: pyarrow.Table
     where: str
@@ -296,7 +297,7 @@ class ArrowRows:
 
     @staticmethod
     def _row(element: int, shape: Sequence[int]) -> int:
-        """Return the row that an element of nested lists is in."""
+        """Return the row that contains an element of nested lists."""
         return element // int(np.prod(shape, dtype=np.int64)) if shape else element
 
 
@@ -354,7 +355,7 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[ArrowRows]:
 
 
 def _rows_of(tables: Iterator[Any], where: Path | str, remedy: str) -> Iterator[ArrowRows]:
-    """Yield tables with their places; a failure while reading one is a DataError."""
+    """Yield tables as rows that know their places; a failure while reading one is a DataError."""
     first = 0
     while True:
         with _reporting(where, remedy):
@@ -367,7 +368,7 @@ def _rows_of(tables: Iterator[Any], where: Path | str, remedy: str) -> Iterator[
 
 @contextmanager
 def _reporting(where: Path | str, remedy: str) -> Iterator[None]:
-    """Convert any exception of a reader for damaged data into a DataError."""
+    """Convert any exception that a reader raises for damaged data into a DataError."""
     try:
         yield
     except Exception as error:

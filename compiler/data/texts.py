@@ -1,4 +1,4 @@
-"""Texts as inputs: token ids by a tokenizer of Hugging Face, padded and cut to one length."""
+"""Texts as inputs: a tokenizer of Hugging Face makes token ids, padded and cut to one length."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT_TOKENS: Final = 128
 _FIELDS: Final = {"input_ids": "ids", "attention_mask": "attention_mask"} | {
     "token_type_ids": "type_ids"
 }
-"""Inputs that texts feed, and the tokenizer's fields for them."""
+"""Names of inputs that texts can feed, and the field of the tokenizer's result for each."""
 _PADDING: Final = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
 """Padding tokens to look for if a tokenizer does not define one."""
 
@@ -74,7 +74,7 @@ class TextEncoder:
         }
 
     def warn_of_truncation(self) -> None:
-        """Warn if texts were cut to a length that was not asked for."""
+        """Warn if texts were cut to a length that neither the user nor the model set."""
         if self._truncated and not self._asked:
             _log.warning(
                 "%s: %d of %d texts are cut to %d tokens; allow more with --max-tokens if longer "
@@ -100,7 +100,7 @@ def _read(path: Path, name: str) -> Any:
 
 
 def _field(spec: TensorSpec, specs: Sequence[TensorSpec], name: str) -> str:
-    """Return the field of a tokenizer's encodings for an input."""
+    """Return the field of the tokenizer's result that feeds an input; DataError if none does."""
     whole = np.dtype(spec.dtype).kind in "iu" and len(spec.shape) == 2
     field = _FIELDS.get(spec.name) or ("ids" if len(specs) == 1 else None)
     if not whole or field is None:
@@ -113,7 +113,7 @@ def _field(spec: TensorSpec, specs: Sequence[TensorSpec], name: str) -> str:
 
 
 def _length(specs: Sequence[TensorSpec], options: PreprocessingSpec, name: str) -> tuple[int, bool]:
-    """Return the length of all texts in tokens, and whether the model or the user set it."""
+    """Return the length of all texts in tokens, and whether the user or the model set it."""
     fixed = {spec.shape[1] for spec in specs if isinstance(spec.shape[1], int)}
     asked = options.max_tokens
     if not fixed:

@@ -1,1 +1,1 @@
-"""Building engines for a GPU: choice of units, their graphs, shapes and precision."""
+"""Building engines for a GPU: their parts of the model, graphs, shapes and precision."""

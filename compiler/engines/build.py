@@ -36,22 +36,22 @@ from offramp.engine.kernels.kernel_compilation import load_kernels, source_hash
 from offramp.engine.tensorrt.probe import find_device, parse_device, require
 
 UNKNOWN = "unknown"
-"""Name of GPU and TensorRT in a dry run that finds none."""
+"""Name of the GPU and of TensorRT's version in a dry run that finds none."""
 _ASSUMED_VERSION = "10"
 """TensorRT version assumed in a dry run without TensorRT: the most common one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """One run of ``eecompile build``."""
+    """Options of one run of ``eecompile build``."""
 
     bundle: Path
     engines: EngineBuildOptions
     data: Path | DataSource | None = None
-    """Calibration data: engines are verified on it; int8's ranges are measured on one part of it,
-    and the effect of fp16 and int8 on answers on another part."""
+    """Calibration data. Engines are verified on it. Value ranges for int8 are measured on one part
+    of the data, and the effect of fp16 and int8 on answers on another part."""
     seed: int = 0
-    """Seed of the compilation, by which the certify split is found again in the data."""
+    """Seed of the compilation. With the seed, the certify split is found again in the data."""
     rebuild: bool = False
     """True to build engines again even if they are fresh (up to date)."""
     prune: bool = False
@@ -59,16 +59,17 @@ class BuildOptions:
     dry_run: bool = False
     """True to build nothing."""
     beside_serving: bool = False
-    """True to build for the sizes and settings of the existing engines, in little GPU memory,
-    without keeping TensorRT's timings, which other users of the GPU disturb."""
+    """True to build next to a server: for the sizes and settings of the existing engines, and in
+    little GPU memory. TensorRT's timings are not kept, because other users of the GPU disturb
+    them."""
 
 
 class _Data(NamedTuple):
     dataset: Dataset | None = None
     parts: PrecisionData | None = None
-    """Parts of the data set, if the precision is judged."""
+    """Parts of the data set, if the effect of the precision on answers is measured."""
     ranges: Ranges | None = None
-    """Ranges for int8."""
+    """Value ranges for int8."""
 
 
 class Reports(NamedTuple):
@@ -76,7 +77,7 @@ class Reports(NamedTuple):
 
     progress: Progress = SILENT
     print_line: Callable[[str], None] = lambda _: None
-    """Function that prints a line during the work."""
+    """Function that prints a line while engines are built."""
 
 
 SILENT_REPORTS = Reports()
@@ -86,8 +87,8 @@ def build_bundle(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Bu
     """Build the engines of a bundle that are missing or not fresh.
 
     Raises:
-        CompileError: Options make no sense, this machine cannot build, or data is missing. Failures
-            of single engines are in the results.
+        CompileError: Options contradict each other, this machine cannot build, or data is missing.
+            Failures of single engines are in the results.
         BundleError: There is no bundle, it is damaged, or engines cannot be written.
         DataError: The data does not fit the model.
     """
@@ -121,7 +122,7 @@ def build_bundle(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Bu
 
 
 def check_options(options: BuildOptions) -> None:
-    """Check the name of the device, which needs neither bundle nor GPU."""
+    """Check the device's name, without a bundle or a GPU."""
     try:
         parse_device(options.engines.device)
     except BackendError as error:
@@ -149,7 +150,7 @@ def _check_buildable(bundle: Bundle) -> None:
 
 
 def check_device(device: str) -> None:
-    """Raise EnginesUnavailableError if engines cannot be built here, without using the GPU."""
+    """Raise EnginesUnavailableError if engines cannot be built here; the GPU is not used."""
     try:
         require(device)
     except BackendError as error:
@@ -169,7 +170,7 @@ def make_builder(device: str) -> EngineBuilder:
 
 @contextlib.contextmanager
 def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder | None]:
-    """Make the builder, and close it; a dry run continues without one."""
+    """Make the builder, and close it at the end; a dry run continues without a builder."""
     try:
         builder = make_builder(options.engines.device)
     except EnginesUnavailableError as error:
@@ -183,7 +184,7 @@ def _builder(options: BuildOptions, reports: Reports) -> Iterator[EngineBuilder 
 
 
 def _target(bundle: Bundle, builder: EngineBuilder | None, options: BuildOptions) -> EngineTarget:
-    """Return the target: this machine, or else the only target that the bundle has engines for."""
+    """Return the target: this machine's, else the only one that the bundle has engines for."""
     precision = options.engines.precision
     if builder is not None:
         return EngineTarget(
@@ -248,10 +249,10 @@ def _prepare(
 
 
 class _Judgement(NamedTuple):
-    """Decision about the store's evidence (:class:`.PrecisionEvidence`)."""
+    """Decision about the stored evidence for a precision (:class:`.PrecisionEvidence`)."""
 
     keep: bool
-    """True if the existing evidence fits, and nothing better is known."""
+    """True to keep the existing evidence, because it fits the bundle and nothing newer is known."""
     found: Recertified | None = None
     """New evidence, to be stored once all engines are built."""
 
@@ -261,10 +262,10 @@ def _judge(
 ) -> _Judgement:
     """Certify the promise again in the precision, before engines are built in it.
 
-    This also happens if all engines exist: they may have been built without data. Without a
-    promise, or if the data is not recognised as that of the compilation, the effect of the
-    precision on answers is measured and reported. VerificationError if the promise cannot be kept
-    and that was not accepted.
+    This also happens if all engines exist, because they may have been built without data. If there
+    is no promise, or if the data is not recognised as that of the compilation, the effect of the
+    precision on answers is only measured and reported. VerificationError if the promise cannot be
+    kept, unless ``accept_disagreement`` is set.
     """
     engines, bundle = options.engines, building.bundle
     precision, known = engines.precision, store.index.evidence
@@ -299,7 +300,7 @@ def _judge(
 
 
 def _open(bundle: Bundle, target: EngineTarget, reports: Reports) -> EngineStore:
-    """Open the store; a damaged one is replaced by an empty one, as it is only a cache."""
+    """Open the store of engines; a damaged store, only a cache, is replaced by an empty one."""
     try:
         return EngineStore.open(bundle.path, target)
     except BundleError as error:
@@ -340,7 +341,7 @@ def _prune(store: EngineStore, building: Building, reports: Reports) -> None:
 def _keep_kernels(store: EngineStore, device: str, reports: Reports) -> None:
     """Compile our own kernels for the GPU, so that serving needs no compiler.
 
-    If that fails, the kernels of the last build are kept if their sources are the same.
+    If compiling fails, the kernels of the last build are kept if their sources are the same.
     """
     capability, source = store.index.target.compute_capability, source_hash()
     driver = None

@@ -11,18 +11,18 @@ from offramp.bundle.engines import Precision
 from offramp.compiler.common.errors import EngineOptionsError
 
 Part: TypeAlias = Literal["source", "stages", "segments"]
-"""Sources of engines: the unmodified model, the exit policy's stages, every segment."""
+"""Sources of engines: the unmodified model, the stages of the exit policy, or all segments."""
 PARTS: tuple[Part, ...] = get_args(Part)
 OPTIMIZATION_LEVELS = range(6)
 """TensorRT's optimisation levels, from fast builds to fast engines."""
 
 DEFAULT_BATCHES = "1,2-8,9-32"
-"""Default batch profiles: TensorRT uses different tactics for one sample, small and large
+"""Default batch profiles. TensorRT uses different tactics for one sample, for small and for large
 batches."""
 
 
 class SizeRange(NamedTuple):
-    """Sizes of one dimension, both ends included; an engine is tuned for the last."""
+    """Sizes of one dimension, both ends included; an engine is tuned for the last size."""
 
     first: int
     last: int
@@ -41,10 +41,10 @@ def parse_batches(text: str) -> tuple[SizeRange, ...]:
 
 
 def parse_buckets(options: Sequence[str]) -> dict[str, tuple[SizeRange, ...]]:
-    """Read ``sequence=32,64,128``: sizes of other dimensions, by the model's name for them.
+    """Read ``sequence=32,64,128``: sizes of dimensions other than the batch, by their symbol.
 
-    Each size is the end of a bucket, which begins after the end of the one before, or at 1; a
-    range, as in ``height=200-224``, is a whole bucket. Sizes rise, and each dimension is named
+    Each size is the upper end of a range, which begins after the previous range, or at 1. With
+    ``height=200-224`` both ends of the range are set. Sizes must rise, and each dimension is named
     once.
     """
     buckets: dict[str, tuple[SizeRange, ...]] = {}
@@ -115,7 +115,7 @@ def _rising(ranges: Sequence[SizeRange], where: str) -> tuple[SizeRange, ...]:
 
 
 def parse_parts(text: str) -> tuple[Part, ...]:
-    """Read ``source,stages,segments``, or some of them."""
+    """Read ``source,stages,segments``, or only some of these parts."""
     asked = [item.strip() for item in text.split(",")]
     unknown = [item for item in asked if item not in PARTS]
     if unknown:
@@ -126,7 +126,7 @@ def parse_parts(text: str) -> tuple[Part, ...]:
 
 
 def parse_units(text: str) -> tuple[str, ...]:
-    """Read ``00-01-exit1,02-03``: names of engines, to be checked against a bundle later."""
+    """Read ``00-01-exit1,02-03``: names of engines, which are compared with a bundle later."""
     return tuple(dict.fromkeys(_items(text, f"--units {text!r}", "name", "00-01-exit1,02-03")))
 
 
@@ -135,11 +135,11 @@ class BuildSettings:
     """Settings that an engine is built with."""
 
     precision: Precision
-    """Precision of the arithmetic that TensorRT may use; the graph is already in it."""
+    """Precision of the arithmetic that TensorRT may use; the graph has been converted to it."""
     workspace_bytes: int | None = None
     """Limit on device memory for scratch, in bytes; ``None`` means all free memory."""
     optimization_level: int = 3
-    """Level 0 to 5 of TensorRT's search for a faster engine."""
+    """Level from 0 to 5 of TensorRT's search for a faster engine."""
 
     def __post_init__(self) -> None:
         if self.optimization_level not in OPTIMIZATION_LEVELS:
@@ -156,9 +156,9 @@ class EngineBuildOptions(BuildSettings):
     device: str = "cuda:0"
     batches: tuple[SizeRange, ...] = parse_batches(DEFAULT_BATCHES)
     buckets: tuple[tuple[str, tuple[SizeRange, ...]], ...] = ()
-    """Ranges of other symbolic sizes, by the model's name."""
+    """Ranges of symbolic sizes other than the batch, by the model's name for the size."""
     parts: tuple[Part, ...] = PARTS
     units: tuple[str, ...] = ()
-    """Names of units to build instead of ``parts``, as the table of a build lists them."""
+    """Names of units to build instead of ``parts``, as the result of a build lists them."""
     accept_disagreement: bool = False
     """True to build although the precision breaks the bundle's promise."""

@@ -1,4 +1,4 @@
-"""Protocol of engine builders, which TensorRT's builder and the tests' fake one implement."""
+"""Protocol of engine builders, implemented by TensorRT's builder and by a fake one for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BuildProgress: TypeAlias = Callable[[str, int, int], None]
 
 
 class Built(NamedTuple):
-    """An engine from a builder."""
+    """An engine that a builder made."""
 
     plan: bytes
     """Serialised engine."""
@@ -29,11 +29,11 @@ class TimedEngine(NamedTuple):
     plan: bytes
     inputs: Mapping[str, NDArray[Any]]
     profile: int
-    """Index of a profile that includes the inputs' shapes."""
+    """Index of an optimisation profile that includes the shapes of the inputs."""
 
 
 class EngineBuilder(Protocol):
-    """Builds engines on one device, and runs them."""
+    """Protocol of an object that builds engines on one device, and runs them."""
 
     gpu: str
     """Name of the GPU in the driver."""
@@ -54,7 +54,7 @@ class EngineBuilder(Protocol):
     ) -> Built:
         """Build the engine of an ONNX graph, with an optimisation profile for each of ``profiles``.
 
-        EngineBuildError, with TensorRT's own errors, if it refuses; the caller adds the unit's
+        EngineBuildError, with TensorRT's own errors, if the build fails; the caller adds the unit's
         name.
         """
         ...
@@ -64,16 +64,17 @@ class EngineBuilder(Protocol):
     ) -> dict[str, NDArray[Any]]:
         """Run an engine from :meth:`build` once on the device.
 
-        ``profile`` is the index of the profile that includes these shapes. Inputs and outputs are
-        by name, with the graph's types. EngineBuildError if the engine cannot be loaded or run.
+        ``profile`` is the index of the profile that includes the shapes of the inputs. Inputs and
+        outputs are arrays by name, with the types in the graph. EngineBuildError if the engine
+        cannot be loaded or run.
         """
         ...
 
     def time(self, plans: Sequence[TimedEngine], *, rounds: int) -> list[float]:
         """Return times of engines from :meth:`build`, in seconds on the device.
 
-        They are medians of rounds; in each, all engines run once, one after the other.
-        EngineBuildError if an engine cannot be loaded or run.
+        Each time is the median over the rounds. In a round all engines run once, one after the
+        other. EngineBuildError if an engine cannot be loaded or run.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Planning which engines are fresh, and building, verifying and storing the others."""
+"""Planning which engines have to be built, and building, verifying and storing these."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PlannedEngine:
     profiles: tuple[SizedProfile, ...]
     key: dict[str, str]
     stale: str
-    """Reason to build it; empty if the existing engine is fresh."""
+    """Reason to build the engine; empty if the existing engine is fresh (up to date)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,21 +56,21 @@ class UnitResult:
     unit: Unit
     status: Status
     entry: EngineEntry | None = None
-    """Engine that is in the store now, if it is good."""
+    """Engine that is in the store after the build; ``None`` if the unit failed."""
     error: float | None = None
-    """Largest difference from ONNX Runtime, relative to the scale of each value; ``None`` if the
-    engine was not built."""
+    """Largest difference between engine and ONNX Runtime, relative to the scale of each value;
+    ``None`` if the engine was not built."""
     problem: str = ""
-    """Reason why it failed."""
+    """Reason why the unit failed; empty if it did not."""
 
 
 Planned: TypeAlias = PlannedEngine | UnitResult
-"""Plan of a unit; it is a failed result if there is no graph to build from."""
+"""Plan of a unit. If no graph can be made for the unit, the plan is a failed result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Building:
-    """Engines of a bundle as planned, and as built."""
+    """Engines of a bundle: the plan, and the results of building them."""
 
     bundle: Bundle
     target: EngineTarget
@@ -80,13 +80,13 @@ class Building:
 
     @property
     def failed(self) -> tuple[UnitResult, ...]:
-        """Units without a good engine."""
+        """Units whose engine could not be built."""
         return tuple(result for result in self.results or () if result.status == "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWork:
-    """Engines that a bundle is to have: their sources, sizes and settings."""
+    """Engines that a bundle should have: their sources, sizes and settings."""
 
     bundle: Bundle
     graphs: UnitGraphs
@@ -95,16 +95,17 @@ class EngineWork:
     """Sizes of the profiles that every engine is built with."""
     shapes: ModelShapes
     samples: Dataset | None = None
-    """Samples to verify with; ``None`` verifies on random inputs."""
+    """Samples to verify engines with; with ``None`` inputs are random."""
     keep_timings: bool = True
-    """True if TensorRT's timings are kept for later builds; timings on a busy GPU should not be."""
+    """True to keep TensorRT's timings for later builds; timings from a busy GPU should not be
+    kept."""
     variant_shapes: dict[int, ModelShapes] = field(default_factory=dict)
-    """Shapes of variants, filled when they are needed."""
+    """Shapes of variants, which are added when they are needed."""
 
     def plan(
         self, units: Sequence[Unit], store: EngineStore, *, rebuild: bool = False
     ) -> Iterator[Planned]:
-        """Yield the plan of each unit, with the reason if it is not fresh; builds nothing.
+        """Yield the plan of each unit, with the reason to build it, if any; nothing is built yet.
 
         EngineOptionsError if the model does not work at the sizes asked for.
         """
@@ -125,9 +126,9 @@ class EngineWork:
     ) -> tuple[UnitResult, ...]:
         """Build engines that are not fresh; each engine is stored as soon as it is verified.
 
-        A failing engine does not affect the others. Its stored predecessor, which was to be
-        replaced, is dropped if it would count as fresh next time. An interruption loses only the
-        engine being built. BundleError if the store cannot be written.
+        A failing engine does not affect the others. The stored engine that it was to replace is
+        dropped, if that would count as fresh next time. An interruption loses only the engine being
+        built. BundleError if the store cannot be written.
         """
         verifiers: dict[int, Verifier] = {}
         work = sum(isinstance(plan, PlannedEngine) and bool(plan.stale) for plan in planned)
@@ -219,7 +220,7 @@ class EngineWork:
         return UnitResult(unit=plan.unit, status="built", entry=entry, error=error)
 
     def _graph_again(self, plan: PlannedEngine) -> bytes:
-        """Make the graph again, instead of keeping those of all units in memory."""
+        """Make the graph of a unit again; graphs are not kept in memory between plan and build."""
         graph = self.graphs.of(plan.unit)
         if hashlib.sha256(graph).hexdigest() != plan.key["graph"]:
             raise EngineBuildError("its graph differs each time it is made; please report this")
@@ -227,7 +228,7 @@ class EngineWork:
 
 
 def explain(planned: Sequence[Planned], store: EngineStore) -> list[str]:
-    """Return, in few lines, the reasons why engines are built that a user could expect to exist."""
+    """Return lines on why existing engines are built again, or why none are found for this GPU."""
     target = store.index.target
     lines = []
     if not store.index.engines:
@@ -246,7 +247,7 @@ def explain(planned: Sequence[Planned], store: EngineStore) -> list[str]:
 
 
 def outermost(advance: Advance) -> BuildProgress:
-    """Return a callback that shows the builder's first, outermost phase in percent."""
+    """Return a callback that reports the builder's first phase, the outermost one, in percent."""
     phases: list[str] = []
     shown = 0
 
@@ -296,7 +297,8 @@ _WORDS = {
     "workspace": "workspace",
     "builder": "Offramp's builder revision",
 }
-"""Facts whose values are shown to users; for others only the change is reported."""
+"""Properties of engines whose old and new values are shown to users. For others only the fact of a
+change is shown."""
 
 
 def engine_key(
@@ -307,7 +309,7 @@ def engine_key(
     *,
     parts: str,
 ) -> dict[str, str]:
-    """Return everything that an engine depends on; equal keys mean that it need not be built.
+    """Return all properties that an engine depends on; with an equal key it is not built again.
 
     ``graph`` is in the target's precision; ``parts`` is the hash of the bundle's files that the
     graph is made of.
@@ -325,7 +327,7 @@ def engine_key(
 
 
 def differences(stored: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Describe what an engine was built with and what is asked for now; empty if all is equal."""
+    """Describe how the stored key differs from the wanted key; empty if both are equal."""
     names = dict.fromkeys([*wanted, *stored])
     changed = [name for name in names if stored.get(name) != wanted.get(name)]
     # A change of the first of each pair implies a change of the second.

@@ -1,10 +1,10 @@
-"""``eecompile build --precision auto``: build engines in the precision that saves most.
+"""``eecompile build --precision auto``: build engines in the precision that saves the most time.
 
 Only certified precisions are compared. fp16 and int8 are built if the calibration data certifies
 them again (:mod:`~offramp.compiler.engines.engine_verification`). tf32 is not tried: no CPU
-computes in it, so its effect on answers is unknown. Then the engines of all stages are timed next
-to each other on the GPU, and the times are weighted with the certified shares of samples that leave
-at each exit in each precision.
+computes in it, so its effect on answers is unknown. Then the engines of all stages and precisions
+are timed in alternation on the GPU. The time of each stage is weighted with the share of certify
+samples that run it in that precision.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from offramp.engine.stages.plan import Mode, make_plan
 CERTIFIABLE: Final[tuple[Precision, ...]] = ("fp32", "fp16", "int8")
 """Precisions that can be certified, from fine to coarse."""
 WORTH: Final = 0.02
-"""Share of the fp32 model's time that a coarser precision has to save beyond a finer one: less is
-within the noise of the times."""
+"""Share of the fp32 model's time that a coarser precision must save in addition to the savings of a
+finer one. A smaller difference is within the noise of the times."""
 ROUNDS: Final = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPrecision:
-    """Engines of a precision, and their predicted savings."""
+    """Engines in one precision, and their predicted savings."""
 
     building: Building
     savings: float
-    """Predicted savings, as a share of the fp32 source model's time, from times measured here and
-    certified shares of samples."""
+    """Predicted savings, as a share of the fp32 source model's time. They follow from the times
+    measured here and the shares of samples that leave at each exit."""
 
     @property
     def precision(self) -> Precision:
@@ -68,11 +68,11 @@ class TimedPrecision:
 
 
 def build_best(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Building:
-    """Build engines in all precisions that can be certified, and keep those that save most.
+    """Build engines in all precisions that can be certified, and keep those that save the most.
 
-    All others of this GPU and TensorRT are removed, as serving prefers the coarsest precision.
-    Returns the result that is kept, or fp32's if some fp32 engines failed; then nothing is removed.
-    Raises the errors of :func:`.build_bundle`.
+    The other engines for this GPU and TensorRT version are removed, as serving prefers the coarsest
+    precision. Returns the result that is kept, or fp32's if some fp32 engines failed; then nothing
+    is removed. Raises the errors of :func:`.build_bundle`.
     """
     bundle = Bundle.open(options.bundle)
     dataset = None if options.data is None else read_samples(options.data, bundle.manifest)
@@ -98,7 +98,7 @@ def build_best(options: BuildOptions, reports: Reports = SILENT_REPORTS) -> Buil
 
 
 def choose(timed: Sequence[TimedPrecision]) -> TimedPrecision:
-    """Choose among precisions, from fine to coarse; a coarser one has to save clearly more."""
+    """Choose a precision. A coarser precision has to save clearly more than a finer one."""
     best = timed[0]
     for each in timed[1:]:
         if each.savings > best.savings + WORTH:
@@ -109,7 +109,7 @@ def choose(timed: Sequence[TimedPrecision]) -> TimedPrecision:
 def _possible(
     bundle: Bundle, dataset: Dataset | None, options: BuildOptions
 ) -> tuple[tuple[Precision, ...], str]:
-    """Return the precisions that can be certified, and the reason why others cannot."""
+    """Return the precisions that can be certified, and why the other ones cannot be."""
     if dataset is None or options.data is None:
         return ("fp32",), (
             "the effect of fp16 and int8 on answers is unknown; add --data DATA, which the "
@@ -133,11 +133,11 @@ def _build(precision: Precision, options: BuildOptions, reports: Reports) -> Bui
 def _check_certified(building: Building) -> None:
     if building.failed:
         first = building.failed[0]
-        raise EngineBuildError(f"{len(building.failed)} engines failed, first {first.problem}")
+        raise EngineBuildError(f"{len(building.failed)} engines failed; the first: {first.problem}")
     store = EngineStore.open(building.bundle.path, building.target)
     evidence = store.index.evidence
     if evidence is None or evidence.model != model_digest(building.bundle.manifest):
-        raise EngineBuildError("nothing was certified for it")
+        raise EngineBuildError("nothing was certified in this precision")
 
 
 def _time(
@@ -179,7 +179,7 @@ def _as_served(building: Building) -> Bundle:
 
 
 def _point(building: Building, source: Unit) -> Point:
-    """Return the sizes to time: the reference batch, or the nearest one that engines allow."""
+    """Return the sizes to time: the reference batch, or the nearest batch that engines allow."""
     wanted = building.bundle.manifest.calibration.reference_batch_size
     planned = [p for p in building.planned if isinstance(p, PlannedEngine) and p.unit == source]
     sizes = [profile.sizes for profile in planned[0].profiles]
@@ -204,8 +204,9 @@ def _timed_engine(building: Building, unit: Unit, verifier: Verifier, point: Poi
 def predicted_savings(served: Bundle, stages_s: Sequence[float], source_s: float) -> float:
     """Predict the share of the source model's time that a policy saves.
 
-    ``stages_s`` are the times in seconds of its stages for a batch, with all of its exits in use; a
-    sample costs its share of the stages that it runs. The shares are those of the certify split.
+    ``stages_s`` are the times in seconds of the policy's stages for a whole batch. A sample costs
+    its part of the time of each stage that it runs. The shares of samples that leave at each exit
+    are those of the certify split.
     """
     stages = make_plan(served, mode=Mode.AUDIT).stages[:-1]
     exits = [stage.answered_by for stage in stages]
@@ -225,7 +226,7 @@ def predicted_savings(served: Bundle, stages_s: Sequence[float], source_s: float
 def _keep(
     best: TimedPrecision, timed: Sequence[TimedPrecision], options: BuildOptions, reports: Reports
 ) -> None:
-    """Remove engines that are not served, and report why."""
+    """Remove the engines in precisions that were not chosen, and report the choice."""
     others = ", ".join(each.describe() for each in timed if each is not best)
     reports.print_line(
         f"--precision auto: {best.precision} is kept: predicted to save {best.savings:.1%} of the "

@@ -1,4 +1,4 @@
-"""Checks of engines: their results against their graphs, and the effect of a precision on answers.
+"""Checks of engines: comparison with their graphs, and the effect of a precision on answers.
 
 :class:`Verifier` compares engines with ONNX Runtime on the CPU. :func:`measure_precision` counts
 how often answers in float16 or int8 differ from the float32 source model's. :func:`certify_anew`
@@ -6,10 +6,10 @@ certifies the thresholds again in the precision that will be served.
 
 The effect of a precision is measured before any engine is built. A promise ("disagreement with the
 source model stays within 1 %") was certified in float32; in float16 or int8 other samples leave
-early, and some answers of the model itself differ. So the exit policy's stages are run in the
-precision, next to the float32 source model, in ONNX Runtime. There Q/DQ pairs are computed as
-written, and float16 as :func:`~offramp.compiler.engines.halving.rounded` writes it out. That is the
-arithmetic of the graphs; TensorRT rounds slightly differently in some places.
+early, and some answers of the model itself differ. So the stages of the exit policy are run in that
+precision, and the source model in float32, both in ONNX Runtime. There Q/DQ pairs are computed as
+written, and float16 is imitated by :func:`~offramp.compiler.engines.halving.rounded`. TensorRT
+rounds slightly differently in some places.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ Run: TypeAlias = Callable[[Tensors, int], Mapping[str, NDArray[Any]]]
 class Verifier:
     """Compares engines of a bundle with their graphs, on inputs that the model could get.
 
-    Inner inputs of a unit are computed by the segments before it, as random numbers would not be
-    activations of that model.
+    If a unit begins inside the model, its inputs are computed by the segments before it: random
+    numbers would not be like the model's activations.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Verifier:
         samples: Dataset | None = None,
         seed: int = 0,
     ) -> None:
-        """Prepare for the engines of one precision; without samples, inputs are random."""
+        """Prepare to check engines of one precision; without ``samples``, inputs are random."""
         self._bundle = bundle
         self._shapes = shapes
         self._tolerance = TOLERANCES[precision]
@@ -100,7 +100,7 @@ class Verifier:
         return worst
 
     def inputs(self, unit: Unit, names: Iterable[str], point: Point) -> Tensors:
-        """Return a unit's inputs of these names at a point."""
+        """Return the named inputs of a unit, at the sizes of a point."""
         return self._values(self._prefix(unit), point, names)
 
     def _values(self, prefix: GraphRunner | None, point: Point, names: Iterable[str]) -> Tensors:
@@ -140,8 +140,8 @@ class Verifier:
     def _allowed(self, unit: Unit, wanted: Tensors) -> dict[str, float]:
         """Return tolerances by output.
 
-        A softmax turns the *absolute* error of its logits into a relative one, which may exceed the
-        tolerance.
+        An *absolute* error of logits becomes a *relative* error of their softmax, so the tolerance
+        of confidences grows with the scale of the logits.
         """
         allowed = dict.fromkeys(wanted, self._tolerance)
         manifest = self._bundle.manifest
@@ -160,7 +160,7 @@ class Verifier:
         return GraphRunner(onnx.load_from_string(assemble(parts, given)))
 
     def _feeds(self, point: Point) -> dict[str, NDArray[Any]]:
-        """Return inputs of the model at a point: samples if they are large enough, else random."""
+        """Return the model's inputs at a point: samples if they are large enough, else random."""
         shapes = self._shapes.inputs_at(point)
         if self._samples is not None:
             arrays = self._samples.take(np.arange(point.batch) % len(self._samples))
@@ -173,40 +173,43 @@ class Verifier:
 Verdict: TypeAlias = Literal["kept", "open", "broken"]
 
 _RECOGNISED = 200
-"""Number of samples by which a split is recognised."""
+"""Number of samples by which a data split is recognised."""
 OPSETS_AS_THEY_ARE = "10"
-"""Version of TensorRT for which no operator set is lowered: ONNX Runtime runs the graphs."""
+"""TensorRT version to make graphs for, so that no operator set is lowered: ONNX Runtime runs
+them."""
 
 
 class PrecisionData(NamedTuple):
-    """Samples to set a precision with, and others to judge it on."""
+    """Samples for setting a precision, and other samples for judging it."""
 
     ranges: Dataset
     tune: Dataset
-    """Samples that thresholds are fitted on; ``ranges`` may be among them."""
+    """Samples that thresholds are fitted on; samples of ``ranges`` may be among them."""
     judged: Dataset
     unseen: bool
-    """True if, as far as is known, no head or threshold was fitted on ``judged``: it is the certify
-    split, or other data than that of the compilation."""
+    """True if, as far as is known, no head or threshold was fitted on ``judged``: the samples are
+    the certify split, or not from the data of the compilation."""
     certifies: bool
     """True if ``tune`` and ``judged`` were recognised as the splits of the compilation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionCheck:
-    """Number of answers in a precision that differ from those of the float32 source model."""
+    """Numbers of answers in a precision that differ from the float32 source model's answers."""
 
     precision: Precision
     samples: int
-    """Number of samples; the counts below are all of these samples."""
+    """Number of samples that were run; the numbers below refer to all of them."""
     unseen: bool
-    """True if nothing was fitted on these samples, see :class:`PrecisionData`."""
+    """True if nothing was fitted on these samples (see :class:`PrecisionData`)."""
     source_differs: int
-    """Samples for which the source model in this precision, without exits, has another answer."""
+    """Number of samples to which the source model in this precision, without exits, answers
+    differently."""
     policy_differs: int
-    """Samples for which the bundle's policy in this precision has another answer."""
+    """Number of samples to which the bundle's policy in this precision answers differently."""
     policy_differs_fp32: int
-    """Samples for which the policy in float32 has another answer: the effect of exits alone."""
+    """Number of samples to which the policy in float32 answers differently: the effect of exits
+    alone."""
     promise: Promise | None
     """The bundle's promise, which was certified in float32."""
 
@@ -214,8 +217,8 @@ class PrecisionCheck:
     def verdict(self) -> Verdict | None:
         """The verdict on the promise by exact binomial tests at its confidence level.
 
-        ``kept``: these samples certify it in this precision. ``broken``: they disprove it.
-        ``open``: they do neither. ``None``: there is no promise.
+        ``kept``: these samples certify the promise in this precision. ``broken``: they disprove the
+        promise. ``open``: they do neither. ``None``: there is no promise.
         """
         if self.promise is None:
             return None
@@ -230,8 +233,9 @@ class PrecisionCheck:
         counts = (self.source_differs, self.policy_differs, self.policy_differs_fp32)
         source, policy, plain = (f"{count / self.samples:.2%}" for count in counts)
         text = (
-            f"{self.precision}: of {self.samples:,} samples the model answers {source} unlike in "
-            f"fp32, the policy with exits {policy} unlike the fp32 model (in fp32: {plain})"
+            f"{self.precision}: of {self.samples:,} samples the model answers {source} differently "
+            f"than in fp32, and the policy with exits {policy} differently than the fp32 model "
+            f"(in fp32: {plain})"
         )
         promise, verdict = self.promise, self.verdict
         if promise is not None and verdict is not None:
@@ -259,12 +263,12 @@ class PrecisionCheck:
 def part_data(
     bundle: Bundle, dataset: Dataset, *, seed: int = 0, threads: int = 1
 ) -> PrecisionData:
-    """Split samples: some set ranges, the others judge; DataError for fewer than two.
+    """Split samples into those that set ranges and those that judge; DataError for fewer than two.
 
-    Of the data that the bundle was compiled with, the certify split judges, as nothing was fitted
-    on it. It is found again with the seed of the compilation, and recognised by the source model's
-    answers. Other data is split in halves by a seeded permutation; it counts as unseen, as no part
-    of the bundle was made with it. Only one of several equal rows is used.
+    If the bundle was compiled with this data, the certify split judges, because nothing was fitted
+    on it. That split is found again with the seed of the compilation, and recognised by the source
+    model's answers. Other data is split in halves by a seeded permutation. Such data counts as
+    unseen, because no part of the bundle was made with it. Only one of several equal rows is used.
     """
     if len(dataset) < 2:
         raise DataError(f"{len(dataset)} samples are too few to measure and to judge; use 1,000")
@@ -297,8 +301,9 @@ def measure_precision(
 ) -> PrecisionCheck:
     """Run the source model and the policy's stages in a precision, and compare with float32.
 
-    All samples are run four times. ``ranges``, for ``int8``, are not measured on ``dataset``;
-    ``unseen`` is that of :class:`PrecisionData`. DataError if the model fails on a sample.
+    All samples are run four times. ``ranges``, for ``int8``, must have been measured on other
+    samples than ``dataset``; ``unseen`` is as in :class:`PrecisionData`. DataError if the model
+    fails on a sample.
     """
     graphs = UnitGraphs(bundle, precision, ranges=ranges, tensorrt_version=OPSETS_AS_THEY_ARE)
     plain = UnitGraphs(bundle, "fp32", tensorrt_version=OPSETS_AS_THEY_ARE)
@@ -333,7 +338,7 @@ def _answers(
     agreement: Agreement,
     threads: int,
 ) -> NDArray[Any]:
-    """Return the answers [samples, …], reduced to the values that are compared."""
+    """Run stages on samples; return answers [samples, …], reduced to what is compared."""
     runners = stage_runners(graph_of, stages, threads)
     places, said = list[NDArray[np.intp]](), list[NDArray[Any]]()
     for start, batch in batches_of(dataset):
@@ -372,7 +377,7 @@ def failing_from(dataset: Dataset, start: int) -> Iterator[None]:
 def _leaving(
     stages: Sequence[StageSpec], runners: Sequence[GraphRunner], tensors: dict[str, NDArray[Any]]
 ) -> Iterator[tuple[NDArray[np.intp], NDArray[Any]]]:
-    """Run one batch; yield the rows that leave, and their answers."""
+    """Run one batch; yield the rows of the samples that leave at each stage, and their answers."""
     rows = np.arange(len(next(iter(tensors.values()))))
     for stage, runner in zip(stages, runners, strict=True):
         tensors = tensors | runner.run(tensors)
@@ -390,7 +395,10 @@ def _leaving(
 
 
 def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
-    """Return whether the source model's answers to the first samples equal the recorded ones."""
+    """Return whether the source model's answers equal those recorded for the certify split.
+
+    Only the first samples are compared.
+    """
     records, manifest = bundle.records(), bundle.manifest
     said = records["final_prediction"][records["split"] == CERTIFY]
     if len(said) != len(judged):
@@ -406,14 +414,14 @@ def _is_certify_split(bundle: Bundle, judged: Dataset, threads: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recertified:
-    """A policy that was certified in a precision."""
+    """A policy whose exits were certified again in a precision."""
 
     precision: Precision
     evidence: PrecisionEvidence
     records: bytes
     """Content of the file with the evidence's records."""
     promise: Promise
-    """The bundle's promise, in float32."""
+    """The bundle's promise, which was certified in float32."""
 
     def describe(self) -> str:
         """Return one or two sentences for the command line."""
@@ -421,10 +429,10 @@ class Recertified:
         spent = evidence.spent(evidence.confidence_level)
         text = (
             f"{self.precision}: of {evidence.samples:,} samples the model answers "
-            f"{evidence.end_differs / evidence.samples:.2%} unlike in fp32, at most {spent:.2%} of "
-            f"all, which is taken from the promise ({evidence.max_disagreement:.2%} at "
-            f"{evidence.confidence_level:.0%}). For exits {evidence.max_disagreement - spent:.2%} "
-            "are left"
+            f"{evidence.end_differs / evidence.samples:.2%} differently than in fp32, at most "
+            f"{spent:.2%} of all, which is taken from the promise "
+            f"({evidence.max_disagreement:.2%} at {evidence.confidence_level:.0%}). For exits "
+            f"{evidence.max_disagreement - spent:.2%} are left"
         )
         if promise is None:
             return f"{text}: NONE CAN BE CERTIFIED, all samples will be answered at the end."
@@ -445,11 +453,11 @@ def certify_anew(
 ) -> Recertified:
     """Record all exits of a bundle in a precision, and certify those in use again.
 
-    All samples of ``parts`` except ``ranges`` are run, and ``judged`` ones twice. The bundle has a
-    promise; ``ranges`` are for ``int8``.
+    Samples of ``tune`` in ``parts`` are run once, samples of ``judged`` twice. The bundle must have
+    a promise; ``ranges`` are for ``int8``.
 
     Raises:
-        VerificationError: The model's end alone may use up the promise.
+        VerificationError: The model without exits may already use up the promise.
         DataError: The model fails on a sample.
     """
     record = recorder(bundle, precision, ranges, threads=threads)
@@ -461,7 +469,7 @@ def certify_anew(
 def recorder(
     bundle: Bundle, precision: Precision, ranges: Ranges | None, *, threads: int = 1
 ) -> Callable[[Dataset], ExitRecords]:
-    """Return a function that records all exits of a bundle, and the model's end, in a precision."""
+    """Return a function that records all exits and the model's end, in a precision."""
     graphs = UnitGraphs(bundle, precision, ranges=ranges, tensorrt_version=OPSETS_AS_THEY_ARE)
     active = tuple(ActiveExit(exit=e.index, threshold=NEVER) for e in bundle.manifest.exits)
     stages = make_plan(bundle, ExitPolicy(version=1, active=active), Mode.AUDIT).stages
@@ -484,10 +492,11 @@ def share_promise(
     certify: ExitRecords,
     source: NDArray[np.int32],
 ) -> Recertified:
-    """Certify exits in a precision for what remains of the promise after the model's end.
+    """Certify exits in a precision for the disagreement that the model's end leaves them.
 
+    The precision changes some answers of the model's end; these count against the promise.
     ``source`` [certify samples] are the float32 model's answers. VerificationError if nothing
-    remains.
+    remains for exits.
     """
     task = bundle.manifest.answer.task
     if task.is_relative:
@@ -510,8 +519,8 @@ def share_promise(
     if spent >= promise.max_disagreement:
         raise VerificationError(
             f"{precision}: of {samples:,} samples the model answers {differs / samples:.2%} "
-            f"differently than in fp32, so it may be up to {spent:.2%} of all samples at "
-            f"{half_risk(level):.1%}: that alone spends the promise "
+            f"differently than in fp32, so up to {spent:.2%} of all answers may differ, at "
+            f"{half_risk(level):.1%} confidence: that alone spends the promise "
             f"({promise.max_disagreement:.2%} at {level:.0%}), without any exit. Build with a "
             "finer --precision (fp16, tf32 or fp32), add more --data, or add "
             "--accept-disagreement to serve it anyway"
@@ -539,7 +548,7 @@ def share_promise(
 def _recorded(
     bundle: Bundle, stages: Sequence[StageSpec], runners: Sequence[GraphRunner], dataset: Dataset
 ) -> ExitRecords:
-    """Run samples through all stages; none leaves."""
+    """Run all samples through all stages, and record every exit's answers; no sample leaves."""
     exits, samples = len(bundle.manifest.exits), len(dataset)
     found = ExitRecords(
         confidence=np.zeros((exits, samples), np.float32),

@@ -1,4 +1,4 @@
-"""Building next to a server: for the sizes and settings of the engines that it serves."""
+"""Options for building next to a server: the sizes and settings of the engines it serves."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from offramp.compiler.engines.build_options import EngineBuildOptions, SizeRange
 from offramp.compiler.engines.profiles import Sizes, symbols_of
 
 WORKSPACE_BYTES: Final = 2**30
-"""Largest scratch memory in bytes next to a server, which needs free memory for its batches."""
+"""Limit on TensorRT's scratch memory in bytes next to a server, which needs free memory for
+batches."""
 
 
 def existing_build_options(
     manifest: Manifest, store: EngineStore, asked: EngineBuildOptions
 ) -> tuple[EngineBuildOptions, tuple[Sizes, ...]]:
-    """Return options and profiles with which the engines of a store were built.
+    """Return the options and sizes that the engines of a store were built with.
 
     The workspace is at most :data:`WORKSPACE_BYTES`. EngineOptionsError if there is no engine.
     """
@@ -45,7 +46,7 @@ def existing_build_options(
 
 
 def _dimensions(manifest: Manifest, entry: EngineEntry) -> dict[str, tuple[str, int]]:
-    """Return, by symbolic size, an input of the engine and the dimension with that size."""
+    """Return, for each symbolic size, an input of the engine and the dimension with that size."""
     symbols, found = symbols_of(manifest), {}
     for spec in manifest.inputs:
         for place, name in enumerate(spec.shape):

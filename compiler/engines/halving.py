@@ -8,11 +8,12 @@ Precision is a property of the graph: TensorRT builds strongly typed networks, w
 has the type in the graph. So this module decides, not a builder's flag.
 
 Two existing converters are not used (both tried with onnx 1.23 and numpy 2.4).
-``onnxconverter-common`` 1.16 makes graphs that ONNX Runtime refuses if the model casts, as the
-shipped example and a BERT's mask do. ``onnxruntime.transformers.float16`` 1.31 makes graphs that
-are not in topological order, two casts of one name if two float32 operators read one tensor, and
-wrong answers for a layer norm in single steps whose sums are kept in float32. Both raise tiny
-constants to float16's smallest number, and neither distinguishes sizes from activations.
+``onnxconverter-common`` 1.16 makes graphs that ONNX Runtime refuses if the model has casts, such as
+the shipped example or a BERT with a mask. ``onnxruntime.transformers.float16`` 1.31 makes graphs
+that are not in topological order. It makes two casts of the same name if two float32 operators read
+one tensor, and wrong answers if a layer norm is written as single operators and its sums stay in
+float32. Both raise tiny constants to float16's smallest number, and neither converter distinguishes
+tensor sizes from activations.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from offramp.compiler.graphs.shapes import concrete_shapes, declared_types
 _log = logging.getLogger(__name__)
 
 SUFFIX = "/offramp_fp16"
-"""Suffix of a tensor's float16 form; no name of a model or an exit ends with it."""
+"""Suffix of the name of a tensor's float16 form; no name of a model or an exit ends with it."""
 
 SINGLE = "/offramp_fp32"
-"""Suffix of a float16 tensor's float32 form."""
+"""Suffix of the name of a float16 tensor's float32 form."""
 _UNROUNDED = "/offramp_unrounded"
 _CLIPPED, _AT_LEAST = "/offramp_clipped", "/offramp_at_least"
 _BOUND = "offramp_bound/{:g}"
@@ -53,15 +54,16 @@ _BOUND = "offramp_bound/{:g}"
 _LARGEST = float(np.finfo(np.float16).max)
 _ARITHMETIC = frozenset({"Add", "Sub", "Mul", "Div", "Where", "Sum"})
 _SMALL = 16
-"""Number of elements up to which a constant may be an epsilon or a bound."""
+"""Number of elements up to which a constant may be an epsilon or a bound of values."""
 
 
 def halve(graph: bytes) -> bytes:
     """Compute a graph in float16 where :mod:`~.halving` considers it sound.
 
-    Names and types of the graph's inputs and outputs stay. Constants beyond float16's range are
-    clipped, with a warning that names them; so are numbers that count things (such as positions),
-    and masks made of them, where they enter half precision. The result is deterministic.
+    The graph's inputs and outputs keep their names and types. Constants beyond float16's range are
+    clipped, with a warning that names them. Numbers that count things (such as positions), and
+    masks made of such numbers, are clipped where they are converted to float16. The result is
+    deterministic.
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
@@ -70,7 +72,7 @@ def halve(graph: bytes) -> bytes:
 
 
 class _Halving:
-    """Rewrites one graph; a float32 tensor gets a float16 form if an operator reads that."""
+    """Rewrites one graph; a float32 tensor gets a float16 form if a float16 operator reads it."""
 
     def __init__(self, proto: onnx.ModelProto) -> None:
         self._graph = proto.graph
@@ -91,7 +93,7 @@ class _Halving:
         """Tensors that exist in float16."""
         self._half_weights: list[onnx.TensorProto] = []
         self._bounds: dict[float, str] = {}
-        """Names of scalars that tensors are bounded by."""
+        """Names of the scalar constants that tensors are clipped to, by value."""
         self._clipped: list[str] = []
 
     def rewrite(self) -> None:
@@ -146,7 +148,7 @@ class _Halving:
             self._nodes.append(_cast(name, name + SUFFIX, FLOAT16))
 
     def _clip(self, name: str) -> Iterable[onnx.NodeProto]:
-        """Clip a float32 result as constants are clipped: it may be a mask's bias."""
+        """Clip a float32 tensor in the same way as constants; it may be a mask's bias."""
         limit, between = self._limit(name), name + _AT_LEAST
         for kind, source, bound, target in (
             ("Max", name, -limit, between),
@@ -160,8 +162,9 @@ class _Halving:
     def _limit(self, name: str) -> float:
         """Return the magnitude that a tensor is clipped to.
 
-        A mask's bias of −1e9 is added to scores: with a margin, the sum stays finite, and a row
-        that is masked completely does not become NaN.
+        It is half of float16's range if the tensor is added to others: the sum of scores and a
+        mask's bias of −1e9 then stays finite, and a row that is masked completely does not become
+        NaN.
         """
         kinds = {op.kind for op in self._flow.consumers[name]}
         return _LARGEST / 2 if kinds & _ARITHMETIC else _LARGEST
@@ -208,7 +211,7 @@ def _cast(source: str, target: str, kind: int) -> onnx.NodeProto:
 
 
 def element_types(proto: onnx.ModelProto) -> dict[str, int]:
-    """Return element types by tensor: inferred ones, and those that the graph states."""
+    """Return element types by tensor: those that the graph states, and inferred ones."""
     stated = {name: tensor.elem_type for name, tensor in declared_types(proto).items()}
     return stated | {name: kind for name, (kind, _) in concrete_shapes(proto, {}).items()}
 
@@ -218,13 +221,12 @@ def rounded(graph: bytes) -> bytes:
 
     ONNX Runtime has few float16 kernels for CPUs. It puts casts around each operator and then
     removes pairs of opposite casts, at every optimisation level: a float16 graph runs in float32
-    with rounded weights, and nothing overflows. Casts in the graph itself are kept, so they are
-    added after each operator. That is the arithmetic of the graph; TensorRT also sums in float32,
-    and rounds less often where it fuses operators.
-
-    Operators of other domains, operators whose types are unknown, and operators with bodies stay
-    unchanged, as do the names and types of the graph's inputs and outputs. A graph without float16
-    is returned unchanged.
+    with rounded weights, and nothing overflows. ONNX Runtime keeps casts that are in the graph
+    itself, so a pair is added after each operator. Then every result is rounded as the graph says.
+    TensorRT also sums in float32, and rounds less often where it fuses operators. Operators of
+    other domains, operators whose types are unknown, and operators with bodies stay unchanged. The
+    graph's inputs and outputs keep their names and types. A graph without float16 is returned
+    unchanged.
     """
     proto = onnx.ModelProto.FromString(graph)
     types = element_types(proto)
@@ -296,7 +298,7 @@ def _as_single(tensor: onnx.TensorProto) -> onnx.TensorProto:
 FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 
 VANISHES_BELOW = 2.0**-25
-"""Half of float16's smallest number: smaller numbers become 0."""
+"""Half of float16's smallest positive number; numbers below it are rounded to 0."""
 
 _SUMS = frozenset({
     "Pow", "Exp", "Log", "CumSum", "ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceL1",
@@ -305,36 +307,37 @@ _SUMS = frozenset({
     "LRN"
 })  # fmt: skip
 """Operators that square, exponentiate or add up many values. ``LayerNormalization`` and ``Softmax``
-are not in the list: TensorRT computes them in float32 inside for every input type, and its fused
-attention needs them in half."""
+are not in the list: TensorRT computes their insides in float32 for every input type, and its fused
+attention needs them as float16 operators."""
 _FOLLOWING = frozenset({
     "Add", "Sub", "Mul", "Div", "Sqrt", "Reciprocal", "Clip", "Max", "Min", "Neg", "Abs", "Exp",
     "Log", "Pow", "Sum", "Mean"
 })  # fmt: skip
-"""Operators that stay in float32 if all their inputs do: the steps from a variance to a standard
-deviation belong together, and a cast between would cost more."""
+"""Operators that stay in float32 if their variable inputs are all in float32. For instance, the
+steps from a variance to a standard deviation belong together, and a cast between them would cost
+more."""
 _COUNTING = _FOLLOWING | {
     "Concat", "Cos", "Einsum", "Expand", "Flatten", "Gather", "Identity", "MatMul", "ReduceMax",
     "ReduceMin", "Reshape", "Sign", "Sin", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze",
     "Where"
 }  # fmt: skip
-"""Operators that pass on numbers that count things, such as positions: float16 represents all
-integers only up to 2,048. ``Sin`` and ``Cos`` are here as rotary embeddings apply them to positions
-times frequencies."""
+"""Operators whose result counts things if their inputs do, such as positions. Float16 represents
+all integers only up to 2,048. ``Sin`` and ``Cos`` are included because rotary embeddings apply them
+to positions times frequencies."""
 _DECIDING = frozenset({
     "ArgMax", "ArgMin", "Ceil", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less",
     "LessOrEqual", "Mod", "Round", "TopK"
 })  # fmt: skip
-"""Operators that stay float32 if one of their inputs counts things (:data:`_COUNTING`)."""
+"""Operators that stay in float32 if one of their inputs counts things (:data:`_COUNTING`)."""
 _WIDE = frozenset({
     onnx.TensorProto.INT16, onnx.TensorProto.UINT16, onnx.TensorProto.INT32,
     onnx.TensorProto.UINT32, onnx.TensorProto.INT64, onnx.TensorProto.UINT64
 })  # fmt: skip
 """Types of integers that float16 cannot represent; 8-bit pixels are not among them."""
 _EPSILONS = frozenset({"Add", "Sub", "Max", "Clip", "Div", "Sum"})
-"""Operators that a tiny constant keeps away from zero."""
+"""Operators that use a tiny constant to keep a value away from zero."""
 _ANSWERS = frozenset({"Softmax", "LogSoftmax", "Sigmoid"})
-"""Operators that compute the probabilities for argmax and confidence if they are the last one:
+"""Operators that stay in float32 if they compute the model's output, for argmax and confidence:
 float16 has steps of 0.0005 below 1."""
 
 
@@ -349,10 +352,10 @@ class Choice(NamedTuple):
     """The operators and tensors of a graph that are computed in half precision."""
 
     halved: dict[int, Slots]
-    """Operators by their index."""
+    """Operators to compute in half precision, by index, with their float16 inputs and outputs."""
     numbers: frozenset[str]
-    """Tensors with numbers that count things, which stay float32. Masks among them may be beyond
-    float16's range."""
+    """Float32 tensors with numbers that count things. Such a tensor, for instance a mask, may have
+    values beyond float16's range."""
 
 
 def halved_operators(
@@ -402,7 +405,7 @@ def _counts(op: Operator, variable: list[str], numbers: set[str], types: Mapping
 
 
 def _sizes(flow: Dataflow) -> set[str]:
-    """Return tensors that depend on the graph inputs by their shapes alone."""
+    """Return the tensors that depend only on the shapes of the graph inputs."""
     sizes: set[str] = set()
     for op in flow.operators:
         variable = [t for t in op.reads if t in flow.variable]
@@ -412,7 +415,7 @@ def _sizes(flow: Dataflow) -> set[str]:
 
 
 def _vanishes(op: Operator, constants: Mapping[str, NDArray[np.generic]]) -> bool:
-    """Return whether a scalar that the operator reads would become 0."""
+    """Return whether a scalar constant that the operator reads would become 0 in float16."""
     scalars = (constants[t] for t in op.reads if t in constants and constants[t].size == 1)
     return any(
         0 < abs(float(s.reshape(()))) < VANISHES_BELOW for s in scalars if s.dtype.kind == "f"
@@ -422,7 +425,7 @@ def _vanishes(op: Operator, constants: Mapping[str, NDArray[np.generic]]) -> boo
 def _slots(
     node: onnx.NodeProto, opset: int, floats: set[str], types: Mapping[str, int]
 ) -> Slots | None:
-    """Return the positions that become float16; ``None`` if the operator does not support it."""
+    """Return the inputs and outputs that become float16; ``None`` if float16 is not supported."""
     if any(name and name not in types for name in (*node.input, *node.output)):
         return None  # unknown operators stay unchanged
     is_cast = node.op_type == "Cast" and node.domain == ""
@@ -451,7 +454,7 @@ def _slots(
 def _type_variables(
     kind: str, domain: str, opset: int
 ) -> tuple[tuple[str, ...], tuple[str, ...], Mapping[str, bool]] | None:
-    """Return type variables of inputs and outputs, and whether each may be float16."""
+    """Return the type variables of inputs and outputs, and whether each variable may be float16."""
     if domain not in {"", "ai.onnx"}:
         return None
     try:

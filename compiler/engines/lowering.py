@@ -2,8 +2,8 @@
 
 Most operators do not change between two operator sets, or only accept more element types. Other
 changes are reversed if that is exact (the axes of reductions from an input to an attribute, new
-attributes at their defaults). Everything else is refused with the operator's name, so that nothing
-is misread.
+attributes at their defaults). Any other change is refused with the operator's name, so that
+TensorRT misreads nothing.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from offramp.compiler.graphs.graph import (
 from offramp.compiler.graphs.shapes import declared_types
 
 OPSET = 17
-"""Newest operator set that TensorRT 8.6 reads."""
+"""Newest operator set (opset) that TensorRT 8.6 reads."""
 IR_VERSION = 8
-"""IR version of the file format at the time of opset 17."""
+"""IR version of ONNX's file format at the time of opset 17."""
 
 _REMEDY = (
     f"export the model again with opset_version={OPSET} and compile that, "
     "or build with TensorRT 10 or newer"
 )
 _CHANGED_SEMANTICS = frozenset({"GridSample", "DFT", "GroupNormalization"})
-"""Operators whose modes or defaults changed without a change of the signature."""
+"""Operators whose modes or defaults changed after opset 17, although their signature did not."""
 _NEW_VALUES = {
     ("ScatterElements", "reduction"): (b"max", b"min"),
     ("ScatterND", "reduction"): (b"max", b"min"),
     ("Resize", "coordinate_transformation_mode"): (b"half_pixel_symmetric",),
     ("Pad", "mode"): (b"wrap",),
 }
-"""Values of known attributes that opset 17 does not have."""
+"""Values of attributes that opset 17 does not know, by operator and attribute."""
 
 _Constants = Mapping[str, "NDArray[np.generic]"]
 
 
 def lower(graph: bytes) -> bytes:
-    """Convert a model of any opset to opset 17, with initializers instead of constants.
+    """Convert a model of any opset to opset 17, with initializers instead of ``Constant`` nodes.
 
-    Defaults that 8.6 misreads are written out. ModelError if an operator has a meaning that opset
-    17 lacks.
+    Defaults that TensorRT 8.6 misreads are written out. ModelError if an operator has a meaning
+    that opset 17 lacks.
     """
     proto = onnx.ModelProto.FromString(graph)
     fold_constants(proto.graph)
@@ -115,7 +115,7 @@ class _Lowering:
             ) from None
 
     def _equal_split(self, node: onnx.NodeProto) -> None:
-        """Remove a Split's number of parts: before opset 18 all parts have to be equal."""
+        """Remove a Split's number of parts, which opset 17 lacks; ModelError for unequal parts."""
         flags = {a.name: a.i for a in node.attribute}
         if "num_outputs" not in flags:
             return
@@ -128,15 +128,16 @@ class _Lowering:
 
 
 def node_of(graph: bytes, number: int) -> str:
-    """Return operator and name of a node, as 8.6's parser reports only the node's number."""
+    """Return the operator and name of a node: TensorRT 8.6's parser reports only its number."""
     nodes = onnx.load_from_string(graph).graph.node
     return _named(nodes[number]) if number < len(nodes) else "of a body"
 
 
 def _name_axes_of_slices(graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
-    """Write out the axes that a Slice leaves to the default: the first ones.
+    """Write out the axes of a Slice that has none; by default they are the first ones.
 
-    8.6's parser takes all axes as the default, and refuses slices of fewer (seen on an H100).
+    TensorRT 8.6's parser takes all axes as the default, and refuses slices of fewer axes (seen on
+    an H100).
     """
     constants = {**outer, **{tensor.name: tensor for tensor in graph.initializer}}
     for node in graph.node:
@@ -211,8 +212,8 @@ def folded(model: bytes) -> bytes:
 def fold_constants(graph: onnx.GraphProto) -> None:
     """Turn the ``Constant`` nodes of a graph, and of the bodies in it, into initializers.
 
-    Then there is one kind of constant instead of two. Nodes that write a graph output stay, as do
-    constants of strings and sparse tensors.
+    Then there is one kind of constant instead of two. Nodes that write a graph output stay, and so
+    do constants that are strings or sparse tensors.
     """
     outputs = {output.name for output in graph.output}
     kept: list[onnx.NodeProto] = []

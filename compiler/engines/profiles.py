@@ -1,4 +1,4 @@
-"""Shape profiles of a unit's inputs: every batch range with every bucket of other sizes."""
+"""Shape profiles of a unit's inputs, for every batch range and every range of other sizes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 from offramp.engine.graphs.assembly import assemble
 
 MANY_PROFILES = 16
-"""Number of profiles beyond which a build takes long, and contexts need much device memory."""
+"""Number of profiles above which a build takes long, and contexts need much device memory."""
 
 _PROBED_BATCH = 2
-"""Batch size at which the model is run to find shapes: small, and not 1, which broadcasts."""
+"""Batch size at which the model is run to find shapes. It is small, and not 1, because dimensions
+of size 1 are broadcast."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,25 +31,25 @@ class Sizes:
 
     batch: SizeRange
     others: dict[str, SizeRange]
-    """Ranges by the model's name for the size."""
+    """Ranges of other sizes, by the model's name for each size."""
 
     @property
     def least(self) -> Point:
-        """Point with the smallest value of each size."""
+        """Point (:class:`Point`) with the smallest value of each size."""
         return Point(self.batch.first, tuple((n, r.first) for n, r in self.others.items()))
 
     @property
     def best(self) -> Point:
-        """Point with the largest value of each size, which engines are tuned for."""
+        """Point (:class:`Point`) with the largest value of each size; engines are tuned for it."""
         return Point(self.batch.last, tuple((n, r.last) for n, r in self.others.items()))
 
 
 class Point(NamedTuple):
-    """One choice of all symbolic sizes."""
+    """One value for each symbolic size of the model."""
 
     batch: int
     others: tuple[tuple[str, int], ...]
-    """Sizes by the model's name for them."""
+    """Values of the sizes other than the batch, with the model's name for each size."""
 
     def describe(self) -> str:
         """Return text such as ``batch 8, sequence 64``, for messages."""
@@ -56,7 +57,7 @@ class Point(NamedTuple):
 
 
 class SizedProfile(NamedTuple):
-    """A profile of a unit, and the sizes that it comes from."""
+    """A shape profile of a unit, and the symbolic sizes that it was made from."""
 
     sizes: Sizes
     shapes: ShapeProfile
@@ -65,8 +66,8 @@ class SizedProfile(NamedTuple):
 def symbols_of(manifest: Manifest) -> dict[str, SizeRange]:
     """Return the symbolic sizes other than the batch, with their default ranges.
 
-    A sequence may be shorter than in the calibration data; an image may not, as few sizes work with
-    a network's strides.
+    By default a sequence may be shorter than in the calibration data, but an image may not be
+    smaller, because few sizes fit a network's strides.
     """
     found: dict[str, SizeRange] = {}
     for spec in manifest.inputs:
@@ -80,7 +81,10 @@ def symbols_of(manifest: Manifest) -> dict[str, SizeRange]:
 def profile_sizes(
     manifest: Manifest, batches: Sequence[SizeRange], buckets: Mapping[str, Sequence[SizeRange]]
 ) -> tuple[Sizes, ...]:
-    """Combine every batch range with every bucket; buckets must name sizes of the model."""
+    """Combine every batch range with every bucket; buckets are ranges of the model's other sizes.
+
+    EngineOptionsError if a bucket names a size that the model does not have.
+    """
     symbols = symbols_of(manifest)
     unknown = sorted(buckets.keys() - symbols.keys())
     if unknown:
@@ -100,7 +104,7 @@ def profile_sizes(
 def profile_notes(
     manifest: Manifest, sizes: Sequence[Sizes], buckets: Mapping[str, Sequence[SizeRange]]
 ) -> list[str]:
-    """Return notes about the profiles for the user, before they are built."""
+    """Return notes for the user about profiles that are going to be built."""
     notes = [
         f"{name}: engines take {describe_ranges([size])}, as the calibration data has it; "
         f"for others set --buckets {name}=SIZES"
@@ -116,11 +120,11 @@ def profile_notes(
 
 
 class ModelShapes:
-    """Shapes of the model's inputs and cut tensors at given sizes, found by running it.
+    """Shapes of the model's inputs and cut tensors at given sizes, found by running the model.
 
-    Inference is not used: it loses sizes at a ``Reshape``, and does not detect a table that is too
-    short for a sequence. Running the model also finds sizes at which it fails, before anything is
-    built.
+    Shape inference is not used: it loses sizes at a ``Reshape``, and does not detect a table that
+    is too short for a sequence. Running the model also finds sizes at which it fails, before
+    anything is built.
     """
 
     def __init__(self, bundle: Bundle) -> None:
@@ -135,14 +139,14 @@ class ModelShapes:
         self._known: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]]] = {}
 
     def at(self, point: Point) -> dict[str, tuple[int, ...]]:
-        """Return the shapes at a point, by tensor; EngineOptionsError if the model fails there."""
+        """Return shapes at a point, by tensor; EngineOptionsError if the model cannot run there."""
         if point.others not in self._known:
             self._known[point.others] = self._measure(point)
         cuts = {name: (point.batch, *rest) for name, rest in self._known[point.others].items()}
         return self.inputs_at(point) | cuts
 
     def inputs_at(self, point: Point) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the model's inputs alone."""
+        """Return the shapes of the model's inputs at a point."""
         sizes = dict(point.others)
         return {
             spec.name: tuple(
@@ -152,7 +156,7 @@ class ModelShapes:
         }
 
     def _measure(self, point: Point) -> dict[str, tuple[int, ...]]:
-        """Return shapes of one sample, which do not depend on the batch."""
+        """Return the shapes of cut tensors without the batch dimension."""
         fixed = bound(self._chain, self.inputs_at(point._replace(batch=_PROBED_BATCH)))
         try:
             values = self._runner.run(random_inputs(fixed, _PROBED_BATCH))
@@ -181,7 +185,7 @@ def unit_profiles(
 ) -> tuple[SizedProfile, ...]:
     """Return the distinct profiles of a unit with these graph inputs.
 
-    There may be fewer than ``sizes``, as a unit may not depend on every size.
+    There may be fewer profiles than ``sizes``, because a unit may not depend on every size.
     """
     names = list(inputs)
     profiles: list[SizedProfile] = []

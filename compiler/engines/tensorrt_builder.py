@@ -2,9 +2,8 @@
 
 Differences between TensorRT 8.6, 10 and 11 are in :mod:`offramp.engine.tensorrt.compat`.
 
-Types of inputs: all versions accept uint8 for a graph input that only a Cast to float32 or float16
-reads; bool is accepted like other types; int64 is accepted from 10 on, and 8.6's parser converts it
-to int32.
+Types of graph inputs: all versions accept bool, and also uint8 if only a Cast to float32 or float16
+reads the input. int64 is accepted from TensorRT 10 on; the parser of 8.6 converts int64 to int32.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _MOST_GRAPH_BYTES = 2**31 - 1
 
 
 class TensorRTBuilder:
-    """Builds engines with TensorRT on one GPU; used by one thread."""
+    """Builds engines with TensorRT on one GPU. Only one thread may use the object."""
 
     def __init__(self, device: str) -> None:
         """Open a GPU, such as ``cuda:0``; BackendError if driver, GPU or libraries are missing."""
@@ -54,9 +53,9 @@ class TensorRTBuilder:
         self._context = primary_context(found.index)
         self._builder: trt.Builder | None = None
         self._caches: list[trt.ITimingCache] = []
-        """Timing caches that were used, which have to outlive the builder."""
+        """Timing caches that were used. They must not be freed before the builder."""
         self._measured = b""
-        """Content of the last timing cache at the end of the last build."""
+        """Content of the last timing cache, as it was at the end of the last build."""
 
     def build(
         self,
@@ -86,7 +85,7 @@ class TensorRTBuilder:
     def run(
         self, plan: bytes, inputs: Mapping[str, NDArray[Any]], profile: int
     ) -> dict[str, NDArray[Any]]:
-        """Run an engine once; in 8.6, outputs that are int64 in the graph are int32."""
+        """Run an engine once; with TensorRT 8.6, outputs that are int64 in the graph are int32."""
         try:
             with self._context.current():
                 return run_plan(plan, inputs, profile)
@@ -94,7 +93,7 @@ class TensorRTBuilder:
             raise EngineBuildError(str(error)) from error
 
     def time(self, plans: Sequence[TimedEngine], *, rounds: int) -> list[float]:
-        """Time engines, in interleaved rounds."""
+        """Time engines in interleaved rounds, as :class:`.EngineBuilder` defines it."""
         try:
             with self._context.current():
                 return time_plans(plans, rounds=rounds)
@@ -133,7 +132,7 @@ class TensorRTBuilder:
         return Built(plan=bytes(plan), timing_cache=measured)
 
     def _set_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache:
-        """Attach earlier timings: the last build's cache object if it has the same content."""
+        """Attach earlier timings; if they are the last build's, its cache object is used again."""
         if self._caches and data == self._measured:
             cache = self._caches[-1]
             if config.set_timing_cache(cache, ignore_mismatch=False):
@@ -156,8 +155,8 @@ class TensorRTBuilder:
 class BuildWatch:
     """Reports the progress of a build, and ends it on request.
 
-    TensorRT calls it from other threads, and must never get an exception. So an exception of the
-    progress callback is stored, ends the build, and is raised when this context is left.
+    TensorRT calls this object from other threads, and must never see an exception. So an exception
+    of the progress callback is stored and ends the build; it is raised when this context ends.
     """
 
     def __init__(self, progress: BuildProgress) -> None:
@@ -171,7 +170,7 @@ class BuildWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Raise the stored exception of the progress callback, which caused any later exception."""
+        """Raise the progress callback's stored exception, which caused any later exception."""
         if self._failure is not None:
             raise self._failure
 
@@ -206,9 +205,9 @@ class BuildWatch:
 
 
 def _in_a_thread(work: Callable[[], Built], *, on_interrupt: Callable[[], None]) -> Built:
-    """Run the work in a thread, and wait for it to end even if the user interrupts.
+    """Run the work in a thread, and wait until the work ends, even if the user interrupts.
 
-    Python handles signals only in the main thread, and not while TensorRT runs in it.
+    Python handles signals only in the main thread, and not while that thread runs TensorRT.
     """
     future: Future[Built] = Future()
 
@@ -316,7 +315,7 @@ def _check_shapes(
 
 
 def _new_timing_cache(config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache:
-    """Attach earlier timings; those of another device or version are ignored."""
+    """Attach earlier timings; timings of another device or TensorRT version are ignored."""
     for content in (data, b""):
         cache: trt.ITimingCache | None = config.create_timing_cache(content)
         if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):

@@ -21,30 +21,30 @@ from offramp.engine.stages.plan import Mode, make_plan
 
 
 class Unit(NamedTuple):
-    """Segments merged into one engine, with or without the exit after the last of them.
+    """Consecutive segments merged into one engine, with or without the exit after the last one.
 
-    Units sort by their first segment. All segments without an exit are the source model, whose
-    graph is the bundle's source file.
+    Units are ordered by their first segment. All segments without an exit are the source model,
+    whose graph is the bundle's source file.
     """
 
     first_segment: int
     last_segment: int
     exit: int | None
-    """Index into ``Manifest.exits``; ``None`` if it ends without an exit."""
+    """Index into ``Manifest.exits``; ``None`` if the unit ends without an exit."""
     variant: int = 0
-    """Index of the variant of its segments and exit; 0 is the full model."""
+    """Index of the variant that the segments and the exit belong to; 0 is the full model."""
 
     @property
     def name(self) -> str:
-        """``00-12``, or ``00-03-exit1`` with an exit; ``variant1-00-03-exit1`` of a variant."""
+        """Name such as ``00-12``, ``00-03-exit1`` with an exit, or ``variant1-00-03-exit1``."""
         return unit_name(*self)
 
 
 def units_of(bundle: Bundle, parts: Collection[Part] = PARTS) -> tuple[Unit, ...]:
-    """Return the units of a bundle, each once, ordered: source, stages, segments, variants.
+    """Return the units of a bundle, each once, in this order: source, stages, segments, variants.
 
-    Variants have their own stages and segments, up to their own answer; the source unit computes
-    the full model after them.
+    A variant has its own stages and segments, up to the variant's answer. The full model that runs
+    after a variant is the source unit.
     """
     found: list[Unit] = []
     if "source" in parts:
@@ -94,9 +94,10 @@ def source_unit(manifest: Manifest) -> Unit:
 
 
 def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
-    """Return the stages of the exit policy in the modes of serving.
+    """Return the stages of the exit policy, for all modes of serving.
 
-    The modes differ if an exit is switched off (NEVER): modes that compare answers still run it.
+    Stages differ between modes if an exit is switched off (NEVER): modes that compare answers still
+    run it.
     """
     plans = (make_plan(bundle, mode=mode) for mode in (Mode.LEAVE, Mode.AUDIT))
     stages = (stage for plan in plans for stage in plan.stages)
@@ -106,7 +107,7 @@ def stage_units(bundle: Bundle) -> tuple[Unit, ...]:
 def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
     """Return every segment as a unit, with its exit if there is one.
 
-    Chained they serve any exit policy until its stages are built.
+    Run in a chain, these units can serve any exit policy until engines of its stages are built.
     """
     exits = {exit_.after_segment: exit_.index for exit_ in manifest.exits}
     return tuple(Unit(s.index, s.index, exits.get(s.index)) for s in manifest.segments)
@@ -115,18 +116,19 @@ def segment_units(manifest: Manifest) -> tuple[Unit, ...]:
 def ranges_of(bundle: Bundle, dataset: Dataset, *, threads: int) -> Ranges:
     """Measure the ranges of a bundle's activations, which are valid for all its units.
 
-    DataError if there are no samples, or the model fails on one or has nothing to quantise.
+    DataError if there are no samples, if the model fails on a sample, or if it has nothing to
+    quantise.
     """
     source = folded(bundle.read(bundle.manifest.source.file))
     return measure_ranges(source, dataset, threads=threads)
 
 
 class UnitGraphs:
-    """Graphs that engines are built from, deterministic for each unit.
+    """Graphs that engines are built from; the graph of a unit is deterministic.
 
-    Exits stay float32 in every precision and read the float32 cut tensor: the thresholds were found
-    on float32 confidences. A graph's inputs and outputs keep their names and types, so units of any
-    precision can be chained, by an engine or by ONNX Runtime.
+    Exits stay in float32 in every precision, and read the cut tensor in float32: the thresholds
+    were found on float32 confidences. A graph's inputs and outputs keep their names and types, so
+    units of any precision can be chained, by an engine or by ONNX Runtime.
     """
 
     def __init__(
@@ -139,8 +141,8 @@ class UnitGraphs:
     ) -> None:
         """Create the graphs of a precision; ``fp32`` and ``tf32`` have the same graphs.
 
-        ``ranges``, of :func:`ranges_of`, are those of the activations; ``int8`` needs them.
-        TensorRT 8.x gets graphs of opset 17.
+        ``ranges`` of activations, from :func:`ranges_of`, are needed for ``int8``. Graphs for
+        TensorRT 8.x have opset 17.
         """
         if precision == "int8" and ranges is None:
             raise ValueError("int8 needs the ranges of activations; measure them on data first")
@@ -152,9 +154,9 @@ class UnitGraphs:
     def of(self, unit: Unit) -> bytes:
         """Return the serialised ONNX model of a unit.
 
-        Its outputs are the exit's answer and confidence, if there is an exit, then the tensors that
-        later segments read, or the answer. ModelError if TensorRT 8.6 cannot read one of its
-        operators.
+        The first outputs are the exit's answer and confidence, if there is an exit. Then come the
+        tensors that later segments read, or the model's answer. ModelError if TensorRT 8.6 cannot
+        read one of its operators.
         """
         graph = self._with_exit(unit, self._in_precision(self._span(unit)))
         return lower(graph) if self._lowered else graph

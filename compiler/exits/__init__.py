@@ -1,1 +1,1 @@
-"""Building exits: heads and bridges on segments, confidence, recording, the policy."""
+"""Building exits: heads and bridges after segments, confidences, recording, and the policy."""

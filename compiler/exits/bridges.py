@@ -1,14 +1,12 @@
 """Exits whose heads are bridges from a cut point to the model's own end, as in PAME (5.1).
 
-A bridge starts as the whole model after the exit's cut point. Blocks whose cut tensors have one
-shape are a region. The first block of every later region, which changes the tensor to the next
-shape, is kept, and the others are dropped. Then comes the model's own head, so the answer has the
-model's form. Weights are copies of the model's (5.2, transfer), under names with the bridge's
-prefix.
+A bridge is made from all of the model after the exit's cut point. Consecutive blocks whose cut
+tensors have the same shape are a region. Of each later region only the first block, which changes
+the shape, is kept. Then comes the model's own head, so the answer has the model's form. Weights are
+copies of the model's (5.2, transfer), under names with the bridge's prefix.
 
-The head is one of two parts of the model: everything after the last cut point, or everything after
-the last block, where hardly any work is left. The latter makes shorter bridges: cheaper, but with
-less capacity.
+The head begins either at the last cut point, or after the last block, where hardly any work is
+left. With the second choice bridges are shorter: cheaper, but with less capacity.
 
 Bridges are built, trained, timed and judged like pooled heads. If an answer has positions, pooled
 heads cannot answer, so all exits are bridges.
@@ -57,25 +55,25 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 BRIDGE = Head(kind="bridge")
 _OURS = re.compile(r"offramp_exit_\d+/bridge/")
-"""Prefix of operators' names in a bridge."""
+"""Pattern of the names of operators in a bridge."""
 TRAINED_BRIDGES = 4
 """Largest number of bridges that are trained completely: training one costs as much as some blocks
 of the model."""
 SCREENING_SAMPLES = 1500
 SCREENING_EPOCHS = 2
-"""Number of samples on which all bridges are tried, and number of epochs of that trial."""
+"""Number of epochs in the short training of all bridges, on ``SCREENING_SAMPLES`` samples."""
 
 
 def needs_bridges(answer: Answer, options: CompileOptions) -> bool:
-    """Return whether exits may be bridges: if asked for, or if the answer has positions."""
+    """Return whether exits may be bridges: the user asked for them, or answers have positions."""
     return options.building.heads in ("bridges", "both") or answer.task.is_dense
 
 
 def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
-    """Raise UntrainableError for bridges with operators that cannot be trained, before any run.
+    """Raise UntrainableError if bridges have operators that cannot be trained; nothing is run yet.
 
-    With ``--heads both`` a warning is logged instead, and options with pooled heads alone are
-    returned.
+    With ``--heads both`` a warning is logged instead, and the returned options have pooled heads
+    only.
     """
     answer = sliced.model.answer
     if not needs_bridges(answer, options):
@@ -96,9 +94,10 @@ def check_bridges(sliced: Sliced, options: CompileOptions) -> CompileOptions:
 
 
 def find_bridged_exits(timed: TimedModel) -> FoundExits:
-    """Try a bridge at every candidate, train the best, and keep those with positive net savings.
+    """Try bridges at every candidate, train the best, and keep those with positive net savings.
 
-    :func:`check_bridges` has checked their operators. DataError if the model fails on a sample.
+    :func:`check_bridges` must have checked their operators. DataError if the model fails on a
+    sample.
     """
     sliced = timed.sliced
     bridges = bridges_of(sliced)
@@ -121,16 +120,17 @@ def _net(exit_: BuiltExit) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BridgeSearch:
-    """Trains all bridges briefly, and completely those with the best results, like pooled heads."""
+    """Trains all bridges briefly, and then the ones with the best results completely."""
 
     timed: TimedModel
     source: bytes
-    """Source model, which outputs the tensors that bridges read and imitate."""
+    """Source model, with the tensors that bridges read and imitate as its outputs."""
 
     def screen(self, bridges: Sequence[Bridge]) -> list[Bridge]:
-        """Train all bridges on some samples; return the best of them, in depth order.
+        """Train all bridges on some samples; return the best bridges, in the order of depth.
 
-        The best have the largest net savings; there is at most one for each candidate.
+        The best ones have the largest net savings; at most one bridge of each candidate is
+        returned.
         """
         if len(bridges) <= TRAINED_BRIDGES:
             return list(bridges)
@@ -175,7 +175,7 @@ class BridgeSearch:
     def _built(
         self, bridges: Sequence[Bridge], trained: Sequence[TrainedBridge]
     ) -> list[BuiltExit]:
-        """Time and judge bridges, and make exits of them."""
+        """Time and judge trained bridges, and make an exit of each."""
         graphs = [
             _served(self.timed.sliced, bridge, of, 1.0)
             for bridge, of in zip(bridges, trained, strict=True)
@@ -187,7 +187,7 @@ class BridgeSearch:
         ]
 
     def judged(self, bridge: Bridge, of: TrainedBridge, cost_ms: float) -> BuiltExit:
-        """Judge a trained bridge as the only exit, and make an exit of it."""
+        """Measure the net savings of a trained bridge as the only exit, and make an exit of it."""
         sliced, run = self.timed.sliced, self.timed.run
         mask = sliced.model.answer.task.mask
         judged = judge(
@@ -212,10 +212,10 @@ class BridgeSearch:
 
 
 def bridges_of(sliced: Sliced) -> list[Bridge]:
-    """Build the bridges of all candidates, untrained, in depth order.
+    """Build the untrained bridges of all candidates, in the order of depth.
 
-    A candidate has a second, shorter bridge if one exists: it leaves out the operators between the
-    last cut point and the begin of the model's own end.
+    A candidate has a second, shorter bridge if the model has operators between its last cut point
+    and its own end: the second bridge leaves these operators out.
     """
     return _bridges(sliced, sliced.whole_model())
 
@@ -271,31 +271,32 @@ class Bridge:
     """Operators from a cut point to the model's answer, untrained."""
 
     candidate: int
-    """Index of the segment that it follows."""
+    """Index of the segment that the bridge follows."""
     proto: onnx.ModelProto
-    """Graph that reads cut tensors, and perhaps graph inputs; its output is the scores, under the
-    bridge's prefix. The model's tail comes after it."""
+    """Graph that reads cut tensors, and perhaps graph inputs. It writes the scores, under a name
+    with the bridge's prefix. The model's tail (:mod:`~offramp.compiler.graphs.tail`) comes after
+    the graph."""
     scores: str
-    """Name of its output: the scores that the model computes its answer from, or the answer
+    """Name of the graph's output: the scores that the model computes its answer from, or the answer
     itself."""
     scores_type: TensorType
     kept: int
-    """Number of the model's blocks that it keeps, without the head."""
+    """Number of the model's blocks that the bridge keeps, without the head."""
     dropped: int
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Tensors that it reads, cut tensors first."""
+        """Tensors that the bridge reads, cut tensors first."""
         return tuple(tensor.name for tensor in self.proto.graph.input)
 
 
 def build_bridge(
     source: SourceModel, points: Sequence[CutPoint], *, candidate: int, prefix: str
 ) -> Bridge:
-    """Build the bridge from the first of some cut points; its head begins at the last.
+    """Build a bridge that begins at the first of ``points``; its head begins at the last one.
 
-    ``source`` has its weights. Inner names begin with ``prefix``; graph inputs keep their names.
-    The output is the scores ``source.taught``, named ``{prefix}{taught.output}``.
+    ``source`` must contain its weights. Inner names begin with ``prefix``; graph inputs keep their
+    names. The output, named ``{prefix}{taught.output}``, is the scores ``source.taught``.
     """
     proto, taught, types = source.proto, source.taught, declared_types(source.proto)
     aliases, kept, dropped = _regions(points)
@@ -330,9 +331,10 @@ def build_bridge(
 def _regions(points: Sequence[CutPoint]) -> tuple[dict[str, str], int, int]:
     """Return replacements of tensors, and the numbers of kept and dropped blocks.
 
-    The path starts at the first point and repeats two steps up to the last point. It jumps to the
-    last point of the same shapes, whose tensors are replaced by the current ones; then it goes
-    through the next block. Everything after the last point is the head, which is kept.
+    The bridge starts at the first point, and two steps are repeated up to the last point. First all
+    blocks up to the last point with the same shapes are dropped: the tensors of that point are
+    replaced by the current ones. Then the next block is kept. Everything after the last point is
+    the head, which is kept.
     """
     aliases: dict[str, str] = {}
     place = kept = 0
@@ -346,7 +348,7 @@ def _regions(points: Sequence[CutPoint]) -> tuple[dict[str, str], int, int]:
 
 
 def _alike(before: CutPoint, after: CutPoint) -> dict[str, str]:
-    """Map a later point's tensors, if new, to the earlier point's; empty if shapes differ."""
+    """Map a later point's new tensors to those of an earlier point; empty if shapes differ."""
     old, new = _described(before), _described(after)
     gone = [name for name in old if name not in new]
     come = [name for name in new if name not in old]

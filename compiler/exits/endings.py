@@ -1,10 +1,10 @@
 """The end of an exit as served: its answer in the source model's form, and its confidence.
 
-The confidence is computed in the graph, in the same way as
-:mod:`offramp.engine.answers.principal_values` and :mod:`offramp.engine.answers.certainty` compute
-it in numpy: operators in the graph cost a tenth of numpy calls between two stages. PAME's count
-threshold (5.3) chooses one of the sorted principal values. :class:`PartBuilder` writes such graphs
-operator by operator.
+The graph computes the confidence, because operators in the graph take a tenth of the time of numpy
+calls between two stages. The same computation in numpy is in
+:mod:`offramp.engine.answers.principal_values` and :mod:`offramp.engine.answers.certainty`. PAME's
+count threshold (5.3) chooses one of the sorted principal values. :class:`PartBuilder` writes such
+graphs operator by operator.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from offramp.engine.answers.principal_values import HIGHEST, ROUNDING, stride_of
 from offramp.engine.graphs.assembly import assemble
 
 DescribedTensor: TypeAlias = tuple[str, str, Sequence[int | str]]
-"""Name, element type by numpy's name, and shape."""
+"""A tensor's name, its element type as a name of numpy's, and its shape."""
 
 
 class PartBuilder:
-    """Collects nodes and weights under a unique prefix, so that parts can be joined."""
+    """Collects nodes and weights under a unique prefix, so that graphs can be joined later."""
 
     def __init__(self, prefix: str, opset: int, ir_version: int) -> None:
         self.prefix = prefix
@@ -68,7 +68,7 @@ class PartBuilder:
     def reduce(
         self, op: str, tensor: str, axis: int, name: str = "", *, keepdims: bool = False
     ) -> str:
-        """Add ReduceMax, ReduceMin or ReduceMean; their axes became an input with opset 18."""
+        """Add ReduceMax, ReduceMin or ReduceMean; axes are an input from opset 18 on."""
         if self.opset >= 18:
             axes = self.weight("axes", np.array([axis], np.int64))
             return self.add(op, [tensor, axes], name, keepdims=int(keepdims))
@@ -99,13 +99,14 @@ def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.Value
 
 
 CONFIDENCE = "confidence"
-"""Name of the output with the confidence, after the exit's prefix."""
+"""Name of an exit's output with the confidence, without the exit's prefix."""
 _STEP = 1e-3
-"""Largest float32 error of a share times a number of tokens, above its integer value."""
+"""Largest float32 error of a share multiplied by a number of tokens, when the exact result is an
+integer."""
 
 
 def exit_prefix(candidate: int) -> str:
-    """Return the prefix of all names in a candidate's exit, unique in the joined graph."""
+    """Return the prefix of all names in a candidate's exit, which is unique in the joined graph."""
     return f"offramp_exit_{candidate:02d}/"
 
 
@@ -114,8 +115,8 @@ def end_classes(
 ) -> None:
     """Add a classification answer from logits [b, classes], and its confidence.
 
-    ``scores`` must have the answer's name already if the form is float32 logits. ``weights`` are
-    those of the criterion ``learned``. The answer's criterion determines the confidence.
+    ``scores`` must have the answer's name already if the form is float32 logits. The answer's
+    criterion determines the confidence; ``weights`` are for the criterion ``learned``.
     """
     # A tensor of the answer's type gets its name directly: a Cast to the same type would be
     # executed.
@@ -147,7 +148,7 @@ def end_labels(part: PartBuilder, scores: str, answer: Answer, dtype: str, share
 
 
 def end_values(part: PartBuilder, scores: str, answer: Answer, dtype: str) -> None:
-    """Add an answer of values from scores [b, values + 1]; the last is the logit of being right."""
+    """Add an answer of values from scores [b, values + 1]; the last score is a confidence logit."""
     last = answer.classes
     sizes = part.weight("sizes", np.array([last, 1], np.int64))
     named = answer.output if dtype == "float32" else ""
@@ -166,11 +167,11 @@ def _in_its_type(part: PartBuilder, given: str, answer: Answer, dtype: str) -> N
 def add_principal(
     part: PartBuilder, scores: str, answer: Answer, shape: tuple[int | str, ...]
 ) -> tuple[str, int | None]:
-    """Add the principal values [b, n] of an answer; returns them, and n if it is fixed.
+    """Add the principal values [b, n] of an answer; return their name, and n if it is fixed.
 
-    ``scores`` are float32 of ``shape``: [b, classes], [b, labels], [b, tokens, classes], [b,
-    classes, height, width] or heat maps [b, key points, height, width]. They are the answer, or the
-    tensor that its classes are picked from.
+    ``scores`` are float32 of one of these shapes: [b, classes], [b, labels], [b, tokens, classes],
+    [b, classes, height, width] or heat maps [b, key points, height, width]. The scores are the
+    answer itself, or the tensor that the answer's classes are picked from.
     """
     soft = answer.form == "probabilities"
     match answer.task.kind:
@@ -209,10 +210,10 @@ def add_principal(
 def add_confidence(
     part: PartBuilder, principal: str, share: float, *, places: int | None, mask: str | None = None
 ) -> str:
-    """Add the confidence [b], the value that a share of the principal values [b, n] reach.
+    """Add the confidence [b]: the value that a share of the principal values [b, n] reach.
 
-    Its name is ``CONFIDENCE``. ``places`` is n if it is fixed; ``mask`` [b, n], a float32 tensor,
-    marks the values that count.
+    The confidence's name is ``CONFIDENCE``. ``places`` is n if n is fixed; ``mask`` [b, n], a
+    float32 tensor, marks the values that count.
     """
     if mask is None and share == 1:
         smallest = part.reduce("ReduceMin", principal, 1)
@@ -257,7 +258,7 @@ def add_confidence(
 
 
 def add_counts(part: PartBuilder, mask: TensorSpec) -> str:
-    """Add 1 for every token that a mask marks, and 0 for others: float32 [b, tokens]."""
+    """Add float32 [b, tokens] with 1 for each token that a mask marks, and 0 for other tokens."""
     zero = part.weight("nothing", np.array(0, mask.dtype))
     counts = part.add("Not", [part.add("Equal", [mask.name, zero])])
     return part.add("Cast", [counts], to=TensorProto.FLOAT)
@@ -274,8 +275,8 @@ def add_certainty(
 ) -> None:
     """Add the certainty [b] of probabilities [b, classes] by a criterion, named ``name``.
 
-    For ``probability`` NaN stays NaN, so that the sample stays; for other criteria NaN becomes 0.
-    ``weights`` are those of ``learned``.
+    With ``probability`` NaN stays NaN, and with other criteria NaN becomes 0: in both cases the
+    sample does not leave. ``weights`` are for the criterion ``learned``.
     """
     if criterion == "probability":
         part.reduce("ReduceMax", probabilities, 1, name)
@@ -291,11 +292,12 @@ def add_certainty(
 def with_certainty(
     graph: bytes, exits: Mapping[str, str], answer: Answer, dtype: str, criterion: str
 ) -> bytes:
-    """Replace the confidences in a graph of exits by those of another criterion.
+    """Replace the confidences in a graph of exits by confidences of another criterion.
 
-    ``exits`` maps the names of answers [b, classes], of the answer's form and ``dtype``, to the
-    names of their confidences. All outputs keep their names, and outputs other than confidences
-    keep their values. ``learned`` is not possible, as its weights are not in the graph.
+    ``exits`` maps the names of answers [b, classes], which have the form of ``answer`` and element
+    type ``dtype``, to the names of their confidences. All outputs keep their names, and outputs
+    other than confidences keep their values. The criterion ``learned`` is not possible, because its
+    weights are not in the graph.
     """
     proto = onnx.ModelProto.FromString(graph)
     renamed = {old: f"{old}/before" for old in exits.values()}
@@ -318,7 +320,7 @@ def with_certainty(
 
 
 def _renamed(graph: bytes, old: str, new: str) -> bytes:
-    """Rename the one output of a graph."""
+    """Rename the only output of a graph."""
     proto = onnx.ModelProto.FromString(graph)
     (output,) = proto.graph.output
     output.name = new
@@ -360,7 +362,7 @@ def _margin(part: PartBuilder, probabilities: str, classes: int) -> str:
 
 
 def _certainty(part: PartBuilder, probabilities: str, classes: int) -> str:
-    """Add 1 − entropy / log(classes), the largest possible entropy."""
+    """Add the certainty 1 − entropy / log(classes); log(classes) is the largest entropy."""
     if classes == 1:
         return part.reduce("ReduceMax", probabilities, 1)
     least = _number(part, "least", SMALLEST)
@@ -385,13 +387,13 @@ def _largest(part: PartBuilder, scores: str, axis: int, *, soft: bool) -> str:
 
 
 def _decided(part: PartBuilder, chance: str) -> str:
-    """Add the probability of the decision, yes or no, from the probability of yes."""
+    """Add the probability of a yes-or-no decision, from the probability of yes."""
     one = _number(part, "one", 1)
     return part.add("Max", [chance, part.add("Sub", [one, chance])])
 
 
 def _bounded(part: PartBuilder, values: str, name: str = "") -> str:
-    """Replace NaN by 0, and clip to [0, 1]."""
+    """Replace NaN in a tensor by 0, and clip its values to [0, 1]."""
     zero, one = _number(part, "zero", 0), _number(part, "one", 1)
     valid = part.add("Where", [part.add("IsNaN", [values]), zero, values])
     return part.add("Clip", [valid, zero, one], name)
@@ -402,7 +404,7 @@ def _flattened(part: PartBuilder, values: str) -> str:
 
 
 def _every(part: PartBuilder, step: int) -> list[str]:
-    """Return starts, ends, axes and steps of a Slice of every ``step``-th row and column."""
+    """Return the inputs of a Slice of every ``step``-th row and column of [b, c, height, width]."""
     ends = [np.iinfo(np.int64).max] * 2
     numbers = {"starts": [0, 0], "ends": ends, "axes": [2, 3], "steps": [step, step]}
     return [part.weight(name, np.array(v, np.int64)) for name, v in numbers.items()]

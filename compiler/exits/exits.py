@@ -1,8 +1,8 @@
-"""Choice of the head of each candidate: all are trained briefly, the best completely.
+"""Choice of the head of each candidate: all heads are trained briefly, the best completely.
 
-This is successive halving with one step: differences between heads show early. So a short training
-on a part of the real samples chooses, by the net savings of each head. Only the chosen heads are
-trained on all samples, generated ones included.
+This is successive halving with one step, because differences between heads show early. After a
+short training on a part of the real samples, the heads with the largest net savings are chosen.
+Only these are trained on all samples, including generated ones.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from offramp.engine.answers.principal_values import sure_of
 from offramp.engine.control.costs import CostModel
 
 SCREENING_SAMPLES = 6000
-"""Largest number of real samples in the short training that heads are chosen by."""
+"""Largest number of real samples in the short training after which heads are chosen."""
 SCREENING_DRAWS = 12_000
-"""Number of samples, counted with repetitions, that the short training shows to a head."""
+"""Number of samples that the short training shows to a head; repeated samples count again."""
 
 COUNT_SHARES = (1.0, 0.99, 0.97, 0.95, 0.9, 0.8, 0.5)
-"""Shares of the principal values that have to reach the threshold: the count thresholds that are
-tried (PAME 6.1 tries ten)."""
+"""Tried values of the count threshold: the share of the principal values that must reach the
+threshold (PAME 6.1 tries ten)."""
 
 _AS_IT_IS = (1.0, 0.0, 0.0, 0.0)
-"""Weights of ``learned`` for exits that are only timed."""
+"""Weights of the criterion ``learned`` for exits that are only timed."""
 _net = attrgetter("net_savings")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltExit:
-    """An exit as an ONNX graph: the head chosen for a candidate, and the scores of others."""
+    """An exit as an ONNX graph: the head chosen for a candidate, and the scores of all heads."""
 
     candidate: int
     """Index of the segment that the exit follows."""
@@ -66,24 +66,24 @@ class BuiltExit:
     weights: Mapping[str, NDArray[np.float32]]
     """Weights of the trained head; none for a copy's own answer."""
     heads: tuple[HeadScore, ...]
-    """All heads that were trained completely."""
+    """Scores of all heads of the candidate that were trained completely."""
     best: HeadScore
-    """Head in ``heads`` with the largest net savings as the only exit."""
+    """Score in ``heads`` with the largest net savings, computed for the head as the only exit."""
     share: float = 1.0
-    """Share of the principal values of its answer that reach the confidence."""
+    """Share of the answer's principal values that are at least the confidence."""
     certainty: tuple[float, ...] = ()
     """Weights of the criterion ``learned``, if it is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundExits:
-    """Exits worth building, and the best results of others."""
+    """Exits worth building, and the scores of the best heads of all candidates."""
 
     built: tuple[BuiltExit, ...]
-    """Exit with the largest net savings at every candidate with a head, even if they are
+    """For every candidate with a head, the exit with the largest net savings, which may be
     negative."""
     best: tuple[HeadScore, ...]
-    """Head with the largest net savings at every candidate, of every family."""
+    """For every candidate, the score of the head with the largest net savings in each family."""
 
     @property
     def exits(self) -> tuple[BuiltExit, ...]:
@@ -91,7 +91,10 @@ class FoundExits:
         return tuple(exit_ for exit_ in self.built if exit_.best.net_savings > 0)
 
     def or_better(self, other: FoundExits) -> FoundExits:
-        """Return the exit with larger net savings for each candidate, with the trials of both."""
+        """Return, for each candidate, the exit with larger net savings of the two results.
+
+        The scores of both results are kept.
+        """
         exits = {exit_.candidate: exit_ for exit_ in self.built}
         for exit_ in other.built:
             known = exits.setdefault(exit_.candidate, exit_)
@@ -106,8 +109,8 @@ class FoundExits:
 def find_exits(timed: TimedModel) -> FoundExits:
     """Record features, choose a head for every candidate, and train it.
 
-    All candidates with a head are returned. Candidates whose features do not fit on the disk
-    together are recorded in turns; DataError if even that does not fit.
+    The result has all candidates with a head. If the features of all candidates do not fit on the
+    disk together, candidates are recorded in groups. DataError if even one group does not fit.
     """
     exits: list[BuiltExit] = []
     run = timed.run
@@ -138,9 +141,9 @@ class _HeadSearch:
 
     timed: TimedModel
     group: frozenset[int]
-    """Candidates whose features were recorded."""
+    """Indices of the candidates whose features were recorded."""
     train: Recording
-    """Real samples first, then generated ones."""
+    """Features of training samples: real samples first, then generated ones."""
     tune: Recording
     truth: NDArray[np.generic]
     """Reference values [tune samples, …] of the source model's scores."""
@@ -155,7 +158,7 @@ class _HeadSearch:
         return self.timed.run.options
 
     def screen(self, real_samples: int) -> dict[int, list[HeadScore]]:
-        """Train all heads briefly, on real samples alone; time and judge them, by candidate."""
+        """Train all heads briefly, on real samples only; return their scores by candidate."""
         samples = min(real_samples, SCREENING_SAMPLES)
         epochs = min(
             max(round(SCREENING_DRAWS / samples), 1), self._options.building.training.epochs
@@ -175,9 +178,10 @@ class _HeadSearch:
         }
 
     def build(self, screened: Mapping[int, Sequence[HeadScore]]) -> list[BuiltExit]:
-        """Train all heads on the best view of every candidate, on all samples, and build the best.
+        """Train all heads on the best view of each candidate, on all samples; build the best heads.
 
-        Heads on one view share the reading, and the benefit of a hidden layer shows late.
+        A view is what a head reads. Heads with the same view share the reading, and the benefit of
+        a hidden layer shows only late in the training.
         """
         views = {c: view_of(c, max(heads, key=_net).head) for c, heads in screened.items()}
         families = [
@@ -256,7 +260,7 @@ class _HeadSearch:
 
 
 class JudgedHead(NamedTuple):
-    """A head, and the share of principal values with its largest net savings."""
+    """Score of a head, and the count threshold that gives its largest net savings."""
 
     score: HeadScore
     share: float
@@ -273,10 +277,10 @@ def judge(
     max_disagreement: float,
     mask: NDArray[Any] | None = None,
 ) -> JudgedHead:
-    """Find the count threshold (PAME 5.3) with the largest net savings, for an exit alone.
+    """Find the count threshold (PAME 5.3) with the largest net savings of a single exit.
 
-    ``principal`` [samples, n] and ``agrees`` [samples] are from the tuning split; ``cost`` is that
-    of this exit alone.
+    ``principal`` values [samples, n] and ``agrees`` [samples] are from the tuning split; ``cost``
+    is the cost with this exit as the only one.
     """
     shares = COUNT_SHARES if principal.shape[1] > 1 else COUNT_SHARES[:1]
     netted = [
@@ -294,7 +298,7 @@ def judge(
 
 
 def reads_of(cut: CutTensor, head: Head) -> tuple[str, ...]:
-    """Return the inputs of a pooled head: cut tensors, and the masks of those that have one."""
+    """Return the names of a pooled head's inputs: cut tensors, and masks where there are any."""
     return (*(tensor.name for tensor in cut.read), *masks_of(cut, head))
 
 

@@ -1,4 +1,4 @@
-"""Recording of features: their size on the disk, and the passes over the data."""
+"""Recording of features: their size on the disk, and the passes over the data that are needed."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureRecorder:
-    """Records features in the passes of a plan."""
+    """Records the features that heads train on, in one or more passes over the data."""
 
     sliced: Sliced
     graph: bytes
-    """Graph of segments and poolings."""
+    """Graph of the model's segments and the heads' poolings."""
     outputs: tuple[Mapping[int, str], ...]
-    """Names of the graph's outputs, by candidate and grid."""
+    """Names of the graph's outputs: for each candidate, by size of the pooling grid."""
     train: Dataset
     tune: Dataset
     made: AugmentedSamples | None
@@ -50,7 +50,7 @@ class FeatureRecorder:
 
     @classmethod
     def of(cls, sliced: Sliced, run: CompileRun) -> FeatureRecorder:
-        """Plan the passes within the disk limit; DataError if too few samples would be left."""
+        """Plan passes within the disk limit; DataError if too few samples would fit."""
         parts, options = run.parts, run.options
         graph, outputs = attach_poolings(sliced.model, sliced.graphs, sliced.cuts)
         sizes = sample_sizes(graph, outputs, sliced.cuts, parts.train, threads=available_cores())
@@ -90,7 +90,7 @@ class FeatureRecorder:
 
     @property
     def size_bytes(self) -> int:
-        """Largest size in bytes of a pass on the disk: features, and masks."""
+        """Size in bytes of the largest pass on the disk: features and masks."""
         first = self.train.take(slice(1))
         return self.plan.size_bytes + self.plan.counts.total * sum(
             first[name].nbytes for name in self.masks
@@ -101,7 +101,7 @@ class FeatureRecorder:
         check_space(directory.parent, self.size_bytes)
 
     def fit(self) -> Projections:
-        """Compute the components of tokens, of all candidates in one run over some samples."""
+        """Compute the principal components of tokens, for all candidates in one run."""
         samples = projected_samples(self.outputs, self.sliced.cuts, len(self.train))
         if not samples:
             return {}
@@ -118,7 +118,7 @@ class FeatureRecorder:
     def record(
         self, number: int, directory: Path, projections: Projections
     ) -> tuple[Recording, Recording]:
-        """Record one pass on the training samples and the tuning samples."""
+        """Record one pass for the training samples, and for the tuning samples."""
         group, passes = self.plan.groups[number], len(self.plan.groups)
         outputs = tuple(names if i in group else {} for i, names in enumerate(self.outputs))
         title = "Record features" + (f" ({number + 1} of {passes})" if passes > 1 else "")
@@ -152,7 +152,7 @@ def augmentation(sliced: Sliced, train: Dataset, options: CompileOptions) -> Met
 
 
 def _spread(samples: int, kept: int) -> NDArray[np.intp]:
-    """Return evenly spaced rows: a data set may be sorted."""
+    """Return evenly spaced rows, because a data set may be sorted."""
     return np.linspace(0, samples - 1, kept).round().astype(np.intp)
 
 

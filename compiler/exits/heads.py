@@ -1,7 +1,7 @@
 """Exits as ONNX graphs: the pooling before a head, and the trained head after it.
 
-The pooling is also a separate graph, with which features are recorded. So the same operators
-compute a head's inputs in training and in serving.
+The pooling is also available as a separate graph, which records the features that heads are trained
+on. So the same operators compute a head's inputs in training and in serving.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from offramp.engine.graphs.assembly import assemble
 def build_pooling(
     cut: CutTensor, prefix: str, grids: Sequence[int], *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
-    """Build the graph that pools a map; returns it, and its output [n, features] by grid."""
+    """Build the graph that pools a map; return it and, by grid, its outputs [n, features]."""
     part = PartBuilder(prefix, opset, ir_version)
     tensor = _as_float32(part, cut)
     names = {
@@ -60,7 +60,7 @@ def build_pooling(
 def build_last(
     cut: CutTensor, prefix: str, *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
-    """Build the graph that selects the last token that counts; returns it, and its output."""
+    """Build the graph that selects the last token that counts; return it and its output."""
     part = PartBuilder(prefix, opset, ir_version)
     last = last_token(part, _as_float32(part, cut), cut.mask, "last")
     inputs = _described([cut], [cut])
@@ -70,7 +70,7 @@ def build_last(
 def build_joining(
     cut: CutTensor, prefix: str, *, opset: int, ir_version: int
 ) -> tuple[bytes, dict[int, str]]:
-    """Build the graph that pools and joins a set of tensors; returns it, and its output."""
+    """Build the graph that pools and joins a set of tensors; return it and its output."""
     part = PartBuilder(prefix, opset, ir_version)
     joined = join_tensors(part, [_as_float32(part, tensor) for tensor in cut.read], cut)
     inputs = _described(cut.read, masked_tensors(cut, Head(kind="joined")))
@@ -81,7 +81,7 @@ def build_joining(
 def _described(
     read: Sequence[CutTensor], masked: Sequence[CutTensor] = ()
 ) -> list[DescribedTensor]:
-    """Describe the inputs of a head: cut tensors, and the masks of those that have one."""
+    """Describe the inputs of a head: cut tensors, and masks where there are any."""
     inputs: list[DescribedTensor] = [(cut.name, cut.dtype, cut.shape) for cut in read]
     masks = ((cut, cut.mask) for cut in masked if cut.mask is not None)
     inputs += ((mask, cut.mask_dtype, ("batch", cut.shape[1])) for cut, mask in masks)
@@ -104,9 +104,10 @@ def build_exit(
     """Build an exit: pooling, trained head, the source model's activation, confidence.
 
     ``answer`` describes the scores that the head imitates: the model's answer, or the input of its
-    tail (:meth:`.tail.Tail.end`). They are named ``{prefix}{answer.output}``; ``answer_dtype`` is
-    numpy's name of their element type. The confidence is the value that a ``share`` of their
-    principal values reach; ``certainty`` are the weights of the criterion ``learned``.
+    tail (:meth:`.tail.Tail.end`). The exit's scores are named ``{prefix}{answer.output}``;
+    ``answer_dtype`` is numpy's name of their element type. The confidence is the value that a
+    ``share`` of their principal values reach. ``certainty`` are the weights of the criterion
+    ``learned``.
     """
     part = PartBuilder(prefix, opset, ir_version)
     read = [_as_float32(part, tensor) for tensor in cut.read]
@@ -138,9 +139,9 @@ def build_own(
 ) -> bytes:
     """Build the exit that returns a copy's own answer, and its confidence.
 
-    ``cut`` is that answer, and ``mask`` marks the tokens that count; names are those of
-    :func:`build_exit`. With the copy's ``tail`` the confidence is that of its scores. Probabilities
-    are clipped, as quantised ones may be outside of [0, 1] after rounding.
+    ``cut`` is the copy's answer, and ``mask`` marks the tokens that count; outputs are named as in
+    :func:`build_exit`. With a ``tail``, the confidence is computed from the scores before that
+    tail. Probabilities are clipped, because quantised ones may be outside of [0, 1] after rounding.
     """
     part = PartBuilder(prefix, opset, ir_version)
     part.add("Identity", [cut.name], answer.output)
@@ -185,7 +186,7 @@ def _as_float32(part: PartBuilder, cut: CutTensor) -> str:
 def _layers(
     part: PartBuilder, features: str, weights: Mapping[str, NDArray[np.float32]], name: str = ""
 ) -> str:
-    """Add one or two dense layers, the last one named; weights as [inputs, outputs]."""
+    """Add one or two dense layers with weights [inputs, outputs]; ``name`` is the last output."""
 
     def dense(tensor: str, layer: str, name: str = "") -> str:
         terms = [part.weight(kind, weights[f"{layer}{kind}"]) for kind in ("weight", "bias")]
@@ -201,9 +202,10 @@ def attach_poolings(
 ) -> tuple[bytes, tuple[Mapping[int, str], ...]]:
     """Join segments and poolings into one graph, with which features are recorded.
 
-    Returns the model, whose first output is the scores that heads imitate, and per candidate the
-    names of its outputs by grid (``FULL_TENSOR`` for tensors that are recorded unchanged, ``LAST``
-    for the last token; none if no head fits).
+    Returns the graph, and for each candidate the names of the outputs to record, by grid. Instead
+    of a grid, ``FULL_TENSOR`` stands for a tensor that is recorded unchanged, and ``LAST`` for the
+    last token. A candidate that no head fits has no outputs. The graph's first output is the scores
+    that heads imitate.
     """
     parts: list[bytes] = []
     outputs: list[Mapping[int, str]] = []

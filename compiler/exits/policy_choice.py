@@ -1,7 +1,7 @@
 """Choosing an exit policy from recorded answers and profiled times, and certifying it.
 
-The exits in use and the path of their thresholds are fixed by the tuning split alone; then the
-certify split determines how far along the path the promise holds.
+The tuning split alone fixes the exits in use, and a list of thresholds from conservative to
+aggressive, the path. Then the certify split determines how far along the path the promise holds.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def record_exits(
     *,
     batch_sizes: Sequence[int] = (BATCH_SIZE,),
 ) -> ExitRecords:
-    """Answer a data set at every exit, with the graphs that will be served.
+    """Compute the answers of every exit for a data set, with the graphs that will be served.
 
-    With several batch sizes, each sample's worst result counts (:meth:`.ExitRecords.worst_of`).
+    With several batch sizes, the worst result of each sample counts
+    (:meth:`.ExitRecords.worst_of`).
     """
     outputs = [(e.output, e.confidence) for e in structure.exits]
     graphs = answering_graphs(structure, read)
@@ -73,16 +74,16 @@ def record_exits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedPath:
-    """Exit policies to be tested on the certify split, fixed without it."""
+    """Exit policies to be tested on the certify split, which does not influence them."""
 
     active: tuple[int, ...]
-    """Exits in use."""
+    """Indices of the exits in use."""
     thresholds: NDArray[np.float64]
-    """Thresholds [levels, active], from conservative to aggressive."""
+    """Thresholds [levels, active exits]; levels are from conservative to aggressive."""
 
     @classmethod
     def of(cls, tune: ExitRecords, active: Sequence[int]) -> FixedPath:
-        """Create the common path of some exits from the tuning split."""
+        """Compute the thresholds of a path for some exits from the tuning split."""
         rows, path = list(active), np.empty((0, 0))
         if rows:
             path = tuning_path(tune.confidence[rows], tune.agrees[rows])
@@ -91,16 +92,16 @@ class FixedPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedPath(FixedPath):
-    """Policies of exits that a rehearsal chose."""
+    """Policies with the exits that a rehearsal chose."""
 
     rehearsal: Rehearsal
     moves: tuple[ExitMove, ...] = ()
-    """Moves of exits that made too many batches late."""
+    """Exits that made too many batches late, with the later candidates that replaced them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyChoice:
-    """Choice of an exit policy: the exits, their times, and the promise to be made."""
+    """Choice of an exit policy: the available exits, their times, and the promise to be made."""
 
     structure: ModelStructure
     profile: Profile
@@ -108,9 +109,9 @@ class PolicyChoice:
     confidence_level: float
     """Confidence level of the promise."""
     batch_size: int
-    """Batch size that savings are predicted at."""
+    """Batch size for which savings are predicted."""
     max_class_disagreement: float | None = None
-    """Bound on each class of the model separately, if its samples suffice."""
+    """Bound on the disagreement in each class of the model, for classes with enough samples."""
     seed: int = 0
     """Seed of rehearsals."""
 
@@ -124,7 +125,7 @@ class PolicyChoice:
         max_class_disagreement: float | None = None,
         seed: int = 0,
     ) -> PolicyChoice:
-        """Create the choice among the exits of a bundle, with its own profile."""
+        """Create the choice for the exits of a bundle, with the profile in the bundle."""
         return cls(
             structure=bundle.manifest,
             profile=bundle.profile(),
@@ -136,7 +137,7 @@ class PolicyChoice:
         )
 
     def cost(self, batch_size: int) -> CostModel:
-        """Return costs of all exits at a batch size that was profiled."""
+        """Return the costs of all exits at a batch size that was profiled."""
         column = self.profile.column(batch_size)
         exits_ms = [row[column] for row in self.profile.exits_ms]
         times = self.times
@@ -150,7 +151,7 @@ class PolicyChoice:
 
     @property
     def times(self) -> StageTimes:
-        """Times of stages, for rehearsals."""
+        """Times of stages, which rehearsals use."""
         after = tuple(e.after_segment for e in self.structure.exits)
         begins = last_beginning(self.structure.segments)
         return StageTimes(profile=self.profile, after_segment=after, source_begins=begins)
@@ -162,7 +163,7 @@ class PolicyChoice:
         *,
         candidates: Candidates | None = None,
     ) -> FixedPath:
-        """Choose the exits that are expected to save most time together.
+        """Choose the exits that together are expected to save the most time.
 
         ``candidates`` are the sets of exits on ``tune``, if they were computed already.
         """
@@ -175,7 +176,7 @@ class PolicyChoice:
         return FixedPath.of(tune, active)
 
     def candidates(self, tune: ExitRecords) -> Candidates:
-        """Return the sets of exits that may be in use, on the tuning split."""
+        """Return the sets of exits to choose from, with the answers on the tuning split."""
         return Candidates(
             tune.confidence,
             tune.agrees,
@@ -185,7 +186,7 @@ class PolicyChoice:
         )
 
     def strata(self, records: ExitRecords) -> tuple[Stratum, ...]:
-        """Return the classes of a split that have a separate bound."""
+        """Return the classes that have a separate bound, with their samples in a split."""
         return class_strata(
             self.structure.answer,
             records.final_prediction,
@@ -196,7 +197,7 @@ class PolicyChoice:
         )
 
     def by_rehearsal(self, tune: ExitRecords, settings: RehearsalSettings) -> RehearsedPath:
-        """Choose the exits by rehearsing batches, so that batches do not become late (PAME)."""
+        """Choose the exits by rehearsing batches, so that few batches become late (PAME)."""
         rehearsal = rehearse_records(
             tune, self.times, settings, confidence_level=self.confidence_level, seed=self.seed
         )
@@ -204,7 +205,7 @@ class PolicyChoice:
         return RehearsedPath(active=path.active, thresholds=path.thresholds, rehearsal=rehearsal)
 
     def certify(self, path: FixedPath, certify: ExitRecords) -> ExitPolicy:
-        """Find how far along the path the promise holds."""
+        """Find the most aggressive thresholds of the path with which the promise holds."""
         return certified_policy(
             path.active,
             path.thresholds,
@@ -220,7 +221,7 @@ class PolicyChoice:
         )
 
     def terms(self, max_overhead: float | None) -> limits.PolicyTerms:
-        """Return the requested terms of the policy, for messages."""
+        """Return the requested properties of the policy, for messages."""
         return limits.PolicyTerms(
             max_disagreement=self.max_disagreement,
             confidence_level=self.confidence_level,
@@ -237,7 +238,7 @@ class PolicyChoice:
     ) -> str:
         """Return the reason why :meth:`certify` put no exit into use.
 
-        The bundle has at least one exit. If the path has none, :meth:`by_savings` chose none.
+        The bundle must have at least one exit. A path without exits comes from :meth:`by_savings`.
         """
         asked = self.terms(max_overhead)
         tested = asked.tested(copies=certify.copies is not None)
@@ -253,5 +254,5 @@ class PolicyChoice:
     def forecast(
         self, policy: ExitPolicy, certify: ExitRecords, settings: RehearsalSettings
     ) -> Forecast:
-        """Predict a policy's effect on batches of the recorded load."""
+        """Predict the times of batches with a policy, under the recorded load."""
         return forecast_policy(policy, certify, self.times, settings, seed=self.seed)

@@ -1,9 +1,10 @@
 """The scores that heads imitate: the tensor of the model, and its scale, measured on data.
 
-A graph names its activation, or hides it: a softmax may be an Exp, a sum and a division. So every
-tensor through which all of the answer's data passes is measured on training samples. Heads imitate
-the first that holds probabilities, and the operators after it are the tail of every exit
-(:mod:`offramp.compiler.graphs.tail`). If there is none, heads imitate the answer itself.
+The activation may be one operator of the graph, or several: a softmax may be an Exp, a sum and a
+division. So every tensor through which all of the answer's data passes is measured on training
+samples. Heads imitate the first tensor that holds probabilities. The operators after that tensor
+become the tail of every exit (:mod:`offramp.compiler.graphs.tail`). If no tensor holds
+probabilities, heads imitate the answer itself.
 """
 
 from __future__ import annotations
@@ -46,39 +47,39 @@ _log = logging.getLogger(__name__)
 
 Values = Mapping[str, NDArray[Any]]
 MEASURED_SAMPLES: Final = 256
-"""Largest number of training samples that scales are measured on."""
+"""Largest number of training samples that tensors are measured on."""
 _EXACT: Final = 1e-3
-"""Largest distance of a sum of probabilities from 1, in single precision."""
+"""Largest difference of a sum of probabilities from 1, in single precision."""
 _COARSE: Final = 0.02
-"""Largest distance of that sum from 1 after rounding to half precision or 8 bits."""
+"""Largest difference of a sum of probabilities from 1, in half precision or with 8 bits."""
 _HARD: Final = 0.15
-"""Largest distance of a HardSigmoid or a rounded sigmoid from a sigmoid."""
+"""Largest difference of a HardSigmoid or a rounded sigmoid from a sigmoid."""
 _SAME: Final = 1e-4
-"""Largest difference of equal values, as a share of their range."""
+"""Largest difference at which two values count as equal, as a share of the values' range."""
 _REPRODUCED: Final = 0.99
-"""Least share of values that a tail has to reproduce: two sessions may round a value that is
-halfway between two steps of a quantised answer differently."""
+"""The smallest share of the model's answers that a tail must reproduce. It is below 1 because two
+sessions may round a value differently that is halfway between two steps of a quantised answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreScale:
-    """Meaning of the values of a tensor [batch, k]."""
+    """Meaning of the values of a tensor [batch, k], whose columns are classes or labels."""
 
     tensor: str
     form: AnswerForm
     kind: TaskKind
-    """Classification if the columns are classes of which one is right; multi-label if each is a yes
-    or no."""
+    """Classification if exactly one column is right for a sample; multi-label if each column is a
+    yes or no."""
 
 
 def resolve_scores(model: SourceModel, train: Dataset, *, user_requested: bool) -> SourceModel:
-    """Find the scores that heads imitate, and complete the answer by measurements of them.
+    """Find the scores that heads imitate, and complete the model's answer by measuring them.
 
     ``user_requested`` is true if the user named the task.
 
     Raises:
-        ModelError: It is unclear whether an answer is one class or several labels, or the answer
-            has a scale that no exit can have.
+        ModelError: It is unclear whether an answer is one class or several labels, or no exit can
+            imitate the scale of the answer's values.
         VerificationError: The tail does not reproduce the model's answers.
         DataError: The model fails on a sample.
     """
@@ -105,7 +106,7 @@ def resolve_scores(model: SourceModel, train: Dataset, *, user_requested: bool) 
 
 
 def _ends_with_activation(model: SourceModel, flow: Dataflow) -> bool:
-    """Return whether the graph shows that the answer is an activation without later operators."""
+    """Return whether the graph shows that the answer is an activation, unchanged afterwards."""
     soft = find_activation(model.proto, flow, model.answer.output)
     if soft is None or (soft.kind in SIGMOIDS) != (model.answer.task.kind == "multi-label"):
         return False
@@ -113,9 +114,9 @@ def _ends_with_activation(model: SourceModel, flow: Dataflow) -> bool:
 
 
 def _form_alone(model: SourceModel, flow: Dataflow, scale: ScoreScale) -> AnswerForm | None:
-    """Return the form of an answer that is only an activation; ``None`` for others.
+    """Return the form of an answer that an activation computes; ``None`` for other answers.
 
-    A softmax and its logarithm are LogSoftmax, which never returns -infinity.
+    A logarithm after a softmax counts as LogSoftmax, which never returns -infinity.
     """
     if scale.kind != model.answer.task.kind:
         return None
@@ -129,9 +130,10 @@ def _form_alone(model: SourceModel, flow: Dataflow, scale: ScoreScale) -> Answer
 def _scores_of(
     model: SourceModel, flow: Dataflow, chain: Sequence[str], scale: ScoreScale, values: Values
 ) -> tuple[str, bool]:
-    """Find the input of an activation, before it was rounded or clipped; else its output.
+    """Find the input of an activation, before that input was rounded or clipped.
 
-    Returns the tensor, and whether it was rounded or clipped on the way.
+    Returns the name of the tensor, and whether it is rounded or clipped before the activation. If
+    no input is found, the tensor is the activation's output.
     """
     before, nearest, levels = chain[chain.index(scale.tensor) + 1 :], scale.tensor, False
     for name in before:
@@ -165,7 +167,7 @@ def _activates(scores: NDArray[Any], found: NDArray[Any], scale: ScoreScale) -> 
 def read_scale(
     flow: Dataflow, types: Mapping[str, TensorType], chain: Sequence[str], values: Values
 ) -> ScoreScale | None:
-    """Find the first tensor of a chain, the answer first, that holds probabilities."""
+    """Find the first tensor that holds probabilities; ``chain`` has the answer first."""
     for place in range(len(chain) - 1, -1, -1):
         name, op = chain[place], activation_of(flow, types, chain[place])
         found = values[name].astype(np.float64)
@@ -222,7 +224,7 @@ def _is_sigmoid_of(found: NDArray[np.float64], scores: NDArray[Any]) -> bool:
 def _check_kind(
     model: SourceModel, flow: Dataflow, scale: ScoreScale, values: Values, *, user_requested: bool
 ) -> None:
-    """Raise ModelError if the scores imply another task than the graph, or none."""
+    """Raise ModelError if the scores show another task than the graph does, or no task."""
     answer, found = model.answer, values[model.answer.output].astype(np.float64)
     if user_requested or (scale.kind == "classification" and answer.classes > 1):
         return
@@ -254,7 +256,7 @@ def _imitating(
     *,
     user_requested: bool,
 ) -> SourceModel:
-    """Return the model with heads that imitate its answer, or the logits before its bounds."""
+    """Return the model for heads that imitate its answer, or the logits before clipping."""
     answer = model.answer
     found = values[answer.output].astype(np.float64)
     picks = answer.task.kind == "classification" and len(chain) > 1 and _are_picks(found)
@@ -285,7 +287,7 @@ def _imitating(
 def _bounded(
     model: SourceModel, flow: Dataflow, chain: Sequence[str], values: Values
 ) -> SourceModel:
-    """Return the model with heads that imitate the logits before they are bounded or rounded."""
+    """Return the model for heads that imitate the logits before these are clipped or rounded."""
     answer = model.answer
     for after, scores in zip([*chain[-2::-1]], [*chain[:0:-1]], strict=True):
         between = operators_between(flow, scores, after)
@@ -303,7 +305,7 @@ def _bounded(
 def _ending(
     model: SourceModel, tail: Tail, values: Values, *, scale: ScoreScale | None = None
 ) -> SourceModel:
-    """Return the model with its tail, verified, and with measurements of its answer."""
+    """Return the model with a tail that was verified, and with measurements of its answer."""
     answer = model.answer
     scores, wanted = values[tail.taught.output], values[answer.output]
     within = max(_SAME, rounding_of(model.proto).chained)
@@ -325,10 +327,11 @@ def _ending(
 def _verify(
     answer: Answer, tail: Tail, scores: NDArray[Any], wanted: NDArray[Any], *, within: float
 ) -> None:
-    """Compare the tail's results on the model's own scores with the model's answers.
+    """Compare the results of the tail, computed from the model's scores, with the model's answers.
 
-    ``within`` is the largest difference of equal values, as a share of their column's range: a
-    masked class must not hide differences of the others.
+    Two values are equal if they differ by at most ``within``, as a share of the range of their
+    class. Ranges of single classes are used so that a masked class does not hide differences in the
+    others.
     """
     given = tail.apply(scores).astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -346,7 +349,7 @@ def _verify(
 
 
 def _form_at_end(answer: Answer, scale: ScoreScale, values: Values) -> AnswerForm:
-    """Return the form of the answers: that of the activation, or ``values`` if they differ."""
+    """Return the activation's form if the answers equal its results; ``values`` otherwise."""
     given, wanted = values[scale.tensor], values[answer.output]
     if scale.form == "log-probabilities" and answer.task.kind == "multi-label":
         return "values"

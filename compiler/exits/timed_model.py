@@ -1,4 +1,4 @@
-"""A model in pieces, its run of the compiler, and times of its parts on this machine."""
+"""A model in pieces, the options and data of its compilation, and the times of its parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from offramp.engine.control.costs import CostModel
 from offramp.engine.stages.plan import ModelStructure, plan_stages
 
 HeadTimes = list[list[list[float]]]
-"""Milliseconds, [candidates][heads of a candidate][batch sizes]."""
+"""Times in milliseconds, as [candidates][heads of a candidate][batch sizes]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +41,28 @@ class CompileRun:
     progress: Progress
     scratch: ScratchSpace = field(default_factory=ScratchSpace)
     batch_effect: BatchEffect | None = None
-    """Effect of batches that was subtracted from the promise in ``options``, if there is any."""
+    """Share of disagreement that batches cause; it was subtracted from the promise in ``options``.
+    ``None`` if batches cause none."""
     value_bounds: tuple[ValueBound, ...] = ()
-    """Values of inputs beyond which the model fails."""
+    """Input values beyond which the model fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileTimer:
-    """Times the parts of a model on this machine's CPU, and composes its profile."""
+    """Times the parts of a model on this machine's CPU, and makes its profile."""
 
     source: bytes
     """The unmodified model."""
     segments: Sequence[bytes]
     samples: Callable[[int], Mapping[str, NDArray[Any]]]
-    """Function that returns model inputs of a batch size."""
+    """Function that returns the model's inputs for a batch size."""
     threads: int
     """Threads of ONNX Runtime."""
     batch_sizes: Sequence[int]
     progress: Progress
     quantised: bytes | None = None
-    """Copy in a cascade, which contains all segments but the last."""
+    """Copy that precedes the source model in a cascade; the copy contains all segments but the
+    last."""
 
     def backbone(self) -> BackboneTimes:
         """Time the source model and its segments."""
@@ -78,7 +80,7 @@ class ProfileTimer:
     def heads(
         self, graphs: Sequence[Sequence[bytes]], empty: Sequence[bytes], batch_sizes: Sequence[int]
     ) -> HeadTimes:
-        """Time exits by candidate, against graphs that read the same tensors and do nothing."""
+        """Time exits by candidate; the time of a graph that only reads is subtracted."""
         with self.progress.step("Profile the heads", len(graphs)) as advance:
             return profile_heads(
                 graphs,
@@ -97,7 +99,7 @@ class ProfileTimer:
         structure: ModelStructure,
         read: Callable[[str], bytes],
     ) -> Profile:
-        """Time all exits in operation together, and compose the profile.
+        """Time the model with all exits in use, and make the profile.
 
         ``exits_ms`` is [exits][batch sizes], each exit alone; ``read`` returns a file's content.
         """
@@ -137,7 +139,7 @@ class ProfileTimer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedModel:
-    """A model in pieces with known times, so that exits can be judged by theirs."""
+    """A model in pieces with known times, so that exits can be judged by their times."""
 
     sliced: Sliced
     run: CompileRun
@@ -146,7 +148,7 @@ class TimedModel:
 
     @classmethod
     def of(cls, sliced: Sliced, run: CompileRun) -> TimedModel:
-        """Time a model on the training part, which is repeated if it is too short for a batch."""
+        """Time a model on training samples, which are repeated to fill a batch."""
         options, train = run.options, run.parts.train
         sizes = {*BATCH_SIZES, options.choice.reference_batch_size}
         if options.choice.selection == "pame":
@@ -174,7 +176,7 @@ class TimedModel:
         return self.timer.heads(list(graphs.values()), empty, sizes)
 
     def alone(self, candidate: int, cost_ms: float) -> CostModel:
-        """Return the costs of an exit as the only one, at the reference batch size."""
+        """Return the costs with an exit as the only one, at the reference batch size."""
         column = self.times.batch_sizes.index(self.run.options.choice.reference_batch_size)
         return CostModel(
             source_ms=self.times.source_ms[column],

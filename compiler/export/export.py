@@ -1,8 +1,9 @@
 """Write a bundle as one ONNX file: the same answers at the same exits, without Offramp.
 
-The steps: read the bundle, nest its stages (:mod:`offramp.compiler.export.nesting`), compare with
-the bundle on every sample (:mod:`offramp.compiler.export.export_verification`), write the file and
-the model repositories with it (:mod:`offramp.compiler.export.repositories`).
+The steps are: read the bundle, nest its stages (:mod:`offramp.compiler.export.nesting`), compare
+the result with the bundle on every sample (:mod:`offramp.compiler.export.export_verification`), and
+write the file and the model repositories that contain it
+(:mod:`offramp.compiler.export.repositories`).
 """
 
 from __future__ import annotations
@@ -45,27 +46,27 @@ from offramp.engine.stages.plan import Plan, make_plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
-    """One run of ``eecompile export``."""
+    """Options of one run of ``eecompile export``."""
 
     bundle: Path
     data: Path | DataSource | None
     """Samples to verify with: the bundle's calibration data."""
     output: Path | None = None
-    """File to write; not needed with a repository."""
+    """File to write; not needed if a model repository is written."""
     repositories: RepositoryOptions = field(default_factory=RepositoryOptions)
     overwrite: bool = False
     with_exits: bool = False
-    """True if exit index and confidence are outputs, too."""
+    """True to add outputs for the index of the exit and the confidence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported file, and its verification."""
+    """An exported file, and the result of its verification."""
 
     path: Path | None
     """Path of the single file, if one was asked for."""
     repositories: tuple[Repository, ...]
-    """Repositories that have the file, too."""
+    """Model repositories that also contain the file."""
     size_bytes: int
     plan: Plan
     names: Names
@@ -144,7 +145,7 @@ def export_bundle(options: ExportOptions, progress: Progress = SILENT) -> Export
 
 
 def _is_large(plan: Plan) -> bool:
-    """Return whether one message cannot hold all stages with their weights."""
+    """Return whether all stages with their weights are too large for one protobuf message."""
     graphs = [stage.load_light().model for stage in plan.stages]
     return sum(map(filled_size, graphs)) > MOST_BYTES
 
@@ -154,12 +155,12 @@ def _weight_bytes(bundle: Bundle) -> int:
 
 
 def _data_of(model: Path) -> Path:
-    """Return the path of the weight file next to a model that does not hold its weights."""
+    """Return the path of the weight file next to a model whose weights are not inside it."""
     return model.with_name(f"{model.name}.data")
 
 
 def _whole(model: onnx.ModelProto, weights: Path | None) -> bytes:
-    """Serialise a model with its weights, read from the folder ``weights`` if it names them."""
+    """Serialise a model with its weights; these are read from ``weights`` if they are in files."""
     if weights is None:
         return serialised(model)
     with weights_in(weights):
@@ -169,9 +170,10 @@ def _whole(model: onnx.ModelProto, weights: Path | None) -> bytes:
 def _files(
     bundle: Bundle, model: onnx.ModelProto, whole: bytes | None, name: str
 ) -> dict[str, FileContent]:
-    """Return a model's files by name: the ``whole`` model, or its weights and then the model.
+    """Return a model's files by name: the ``whole`` model, or a weight file and then the model.
 
-    In this order a model that exists always has its weights, even if writing is interrupted.
+    Weights come first, so that a written model always has its weights, even if writing is
+    interrupted.
     """
     if whole is not None:
         return {name: whole}
@@ -183,7 +185,7 @@ def _files(
 def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> onnx.ModelProto:
     """Make the exported model, checked by ONNX's checker.
 
-    It names its weights if the bundle's graphs do.
+    Its weights are in a separate file if those of the bundle's graphs are.
     """
     source = onnx.load_model_from_string(bundle.graph(bundle.manifest.source.file))
     nested = nest(plan, source, names, with_exits=with_exits)
@@ -197,7 +199,7 @@ def make_model(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) ->
 
 
 def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> dict[str, str]:
-    """Return the file's metadata; values of more than a word are JSON."""
+    """Return the file's metadata; values of more than one word are JSON."""
     manifest = bundle.manifest
     promise = whole_policy(bundle.policy, end_evidence(bundle)).promise
     exits = [
@@ -224,7 +226,7 @@ def _metadata(bundle: Bundle, plan: Plan, names: Names, *, with_exits: bool) -> 
 def _check(
     bundle: Bundle, plan: Plan, options: ExportOptions, places: Sequence[Repository]
 ) -> Path | DataSource:
-    """Raise ExportError for unsuitable bundles or targets; return the data."""
+    """Raise ExportError for unsuitable bundles or targets; return the data to verify with."""
     if len(plan.stages) == 1:
         raise ExportError(
             f"{options.bundle} has no active exit, so that an export would be the source model: "
@@ -256,7 +258,7 @@ def _check(
 
 
 def _check_output(output: Path, options: ExportOptions) -> None:
-    """Refuse a file that cannot or must not be written."""
+    """Raise ExportError for a file that cannot or must not be written."""
     if output.resolve().is_relative_to(options.bundle.resolve()):
         raise ExportError(
             f"{output} is inside the bundle, which it would damage; choose another --output"
@@ -272,7 +274,7 @@ def _check_output(output: Path, options: ExportOptions) -> None:
 
 
 def _check_opsets(path: Path, plan: Plan) -> None:
-    """Refuse stages of different operator sets: a file has one operator set for each domain."""
+    """Raise ExportError for stages of different opsets: a file has one opset for each domain."""
     imports: dict[str, set[int]] = {}
     for stage in plan.stages:
         for opset in onnx.load_model_from_string(stage.load_light().model).opset_import:
@@ -289,7 +291,7 @@ def _check_opsets(path: Path, plan: Plan) -> None:
 
 
 def _write(target: Path, files: Mapping[str, FileContent]) -> None:
-    """Write files under temporary names and rename them, so that each is whole or absent."""
+    """Write files under temporary names and rename them, so that each is complete or absent."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

@@ -1,4 +1,4 @@
-"""Check that an exported file has the results of its bundle, on every sample of some data."""
+"""Check that an exported file answers like its bundle, on every sample of some data."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def verify(
     """Run bundle and exported models over all samples, in the same batches of several sizes.
 
     ``plan`` is in ``leave`` mode. ``models`` are keyed by their names in messages; if they output
-    exits, these are compared, too. Only one is loaded at a time. ``unread`` names inputs that
-    nothing reads and that data lacks; ``weights`` is the folder of the weights that models name.
-    Answers may differ by ``tolerance``, relative to the scale of each value
-    (:mod:`~offramp.engine.answers.differences`); ``progress`` is called with the number of samples
-    of each batch of the bundle, and of each model.
+    exits, these are compared, too. Only one model is loaded at a time. ``unread`` names inputs that
+    no operator reads and that the data lacks. ``weights`` is the folder of weight files, if models
+    do not contain their weights. Answers may differ by ``tolerance``, relative to the scale of each
+    value (:mod:`~offramp.engine.answers.differences`); ``progress`` is called with the number of
+    samples after each batch that the bundle or a model ran.
 
     Raises:
         VerificationError: A model cannot be run, or a sample's exit or answer differs from the
@@ -94,7 +94,7 @@ def _answers_of(
 
 
 class _Exported:
-    """An exported model in a session with ONNX Runtime's defaults, on one thread."""
+    """An exported model in an ONNX Runtime session with default options, on one thread."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """The folder of an exported model in a repository: the file, its configuration, and a README.
 
-Triton checks a configuration against the file, and rejects entries that are not in it. Two of its
-rules determine the form of the folder: dimensions may not be empty, so a tensor of one number per
-sample is reshaped; and with batching no input may be optional, so thresholds are constants there
-and inputs that the model never reads have to be sent.
+Triton compares the configuration with the model file, and rejects entries that are not in the file.
+Two of Triton's rules determine the configuration. Dimensions may not be empty, so a tensor with one
+number per sample is reshaped. With batching no input may be optional, so thresholds are constants,
+and clients must also send inputs that the model never reads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOST: Final = {
     "the check of inputs": "Samples far outside the calibration data are answered by exits like "
     "any other.",
 }
-"""Features of `eeserve` with a bundle that another server with the exported model lacks."""
+"""Features of ``eeserve`` with a bundle that are lost if another server runs the exported model."""
 
 _FILES: Final = {
     "1/model.onnx": ("the model, with exits inside", {"triton", "ovms"}),
@@ -49,7 +49,7 @@ _FILES: Final = {
     "../config.json": ("the models that OpenVINO Model Server loads", {"ovms"}),
     "../{name}.kserve.yaml": ("the definition by which KServe runs Triton", {"kserve"}),
 }
-"""Purpose of each file, and the servers that read it."""
+"""Purpose of each file in the folder, and the servers that read the file."""
 _STARTS: Final = {
     "triton": """\
 Triton, in an image that has the ONNX Runtime backend:
@@ -80,8 +80,8 @@ def model_files(
 ) -> dict[str, FileContent]:
     """Return the files of the model's folder, by relative path.
 
-    ``content`` is the serialised ``model``, with its weights if they are in a separate file, and
-    ``names`` are those that exporting added.
+    ``content`` is the serialised ``model``, and its weight file if there is one. ``names`` are the
+    names that exporting added to the model.
     """
     served = _describe(bundle, place.name, model, names)
     files = {**content, README: _readme(bundle, place, served).encode()}
@@ -120,7 +120,7 @@ def _describe(bundle: Bundle, name: str, model: onnx.ModelProto, names: Names) -
 def _made_sample(bundle: Bundle) -> dict[str, NDArray[Any]]:
     """Return generated inputs of one sample, [1, ...], with the sizes of the calibration data.
 
-    They are not taken from the data, which may be private.
+    Inputs are not taken from the data, because the data may be private.
     """
     source = onnx.load_model_from_string(bundle.graph(bundle.manifest.source.file))
     shapes = bundle.manifest.calibration.sample_shapes
@@ -195,12 +195,13 @@ WARMUP: Final = "warmup"
 _NEAR_BEST: Final = 1.1
 """Batch sizes are preferred if their time per sample is within this factor of the shortest."""
 _DELAY_SHARE: Final = 0.1
-"""Longest time in the queue, as a share of the time of one sample alone in the whole model."""
+"""Longest time that a sample waits in the queue, as a share of the time that the unmodified model
+takes for one sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedFile:
-    """An exported file as its configuration describes it."""
+    """An exported file, as Triton's configuration describes it."""
 
     name: str
     """Name of the model in the repository."""
@@ -212,7 +213,8 @@ class ServedFile:
     """Profile of the bundle, measured where it was compiled."""
     metadata: Mapping[str, str]
     half_precision: bool
-    """True if ONNX Runtime must not optimise beyond the level ``extended``."""
+    """True if the weights have half precision: ONNX Runtime then must not optimise beyond the level
+    ``extended``."""
 
     @property
     def max_batch_size(self) -> int:
@@ -221,7 +223,7 @@ class ServedFile:
 
     @property
     def preferred_batch_sizes(self) -> tuple[int, ...]:
-        """Batch sizes at which a sample takes about the shortest time in the unmodified model."""
+        """Batch sizes at which the unmodified model takes about the shortest time per sample."""
         times = [
             milliseconds / size
             for milliseconds, size in zip(
@@ -235,7 +237,7 @@ class ServedFile:
 
     @property
     def max_queue_delay_us(self) -> int:
-        """Longest time that a sample waits for others, in microseconds."""
+        """Longest time that a sample waits for other samples, in microseconds."""
         alone_ms = self.profile.source_ms[0] / self.profile.batch_sizes[0]
         return round(1000 * _DELAY_SHARE * alone_ms)
 
@@ -264,7 +266,7 @@ def config_text(served: ServedFile) -> bytes:
 
 
 def warmup_files(served: ServedFile) -> dict[str, bytes]:
-    """Return the tensors of a warm-up request by their files in the model's folder."""
+    """Return the tensors of a warm-up request, by their file names in the model's folder."""
     return {
         f"{WARMUP}/{_file_of(number)}": np.ascontiguousarray(served.sample[tensor.name]).tobytes()
         for number, tensor in enumerate(served.inputs)
@@ -295,5 +297,5 @@ def _type_of(tensor: TensorSpec) -> str:
 
 
 def _file_of(number: int) -> str:
-    """Return the file name of an input, whose own name may be invalid in file systems."""
+    """Return the file name of an input; the input's own name may not be valid as a file name."""
     return f"input_{number}"

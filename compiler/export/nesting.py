@@ -1,10 +1,10 @@
-"""The stages of a plan as one graph: each is inside the one before it.
+"""The stages of a plan as one graph: each stage is inside the stage before it.
 
-Stage 0 is the main graph. After a stage's exit, the indices of the rows that stay are computed
-(``NonZero``). If there are any, an ``If`` runs the rest of the model on those rows alone
-(``Gather``) and replaces their answers (``ScatterND``). The weights of a stage belong to the branch
-that it runs in: ONNX Runtime folds and prepacks the constants of a branch, not those that a branch
-captures from outside.
+Stage 0 is the main graph. After a stage's exit, the indices of the samples that do not leave are
+computed (``NonZero``). If there are such samples, an ``If`` runs the rest of the model on these
+rows of the batch (``Gather``) and replaces their answers (``ScatterND``). The weights of a stage
+are stored in the branch of the ``If`` that uses them: ONNX Runtime folds and prepacks a branch's
+own constants, but not constants that a branch takes from outside.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _ANSWER, _CONFIDENCE, _EXIT = "answer", "confidence", "exit"
 def nest(plan: Plan, source: onnx.ModelProto, names: Names, *, with_exits: bool) -> onnx.ModelProto:
     """Make one model of the stages of a plan in ``leave`` mode with at least one exit.
 
-    It has the source model's inputs, answer, opset and IR version; ``with_exits`` adds outputs for
-    exit index and confidence. It names its weights if the bundle's graphs do.
+    The model has the source model's inputs, answer, opset and IR version; ``with_exits`` adds
+    outputs for exit index and confidence. Weights are in a separate file if those of the bundle's
+    graphs are.
     """
     stages = [onnx.load_model_from_string(stage_graph(stage)) for stage in plan.stages]
     graph = _Nesting(plan.stages, stages, source.graph, names, with_exits=with_exits).graph()
@@ -48,13 +49,13 @@ def nest(plan: Plan, source: onnx.ModelProto, names: Names, *, with_exits: bool)
 
 
 def stage_graph(stage: StageSpec) -> bytes:
-    """Return a stage's graph as the engine runs it, with operators that keep blocked layouts."""
+    """Return a stage's graph as the engine runs it; more operators then keep blocked layouts."""
     return enter_blocked(stage.load_light().model)
 
 
 @dataclass(slots=True)
 class _Level:
-    """Graph of the rows that reach a stage, while it is built."""
+    """Graph of the rows of the batch that reach a stage, while the graph is built."""
 
     prefix: str
     nodes: list[onnx.NodeProto] = field(default_factory=list)
@@ -63,11 +64,11 @@ class _Level:
     described: list[onnx.ValueInfoProto] = field(default_factory=list)
 
     def own(self, name: str) -> str:
-        """Return the name of a tensor that exporting adds."""
+        """Return the name, at this level, of a tensor that exporting adds."""
         return f"{self.prefix}:{name}"
 
     def inner(self, name: str) -> str:
-        """Return the name of a tensor of the stage's own graph; it never equals an added name."""
+        """Return the name of a tensor of the stage's own graph, which no added tensor has."""
         return f"{self.prefix}/{name}"
 
     def add(
@@ -97,7 +98,7 @@ class _Level:
 
 
 class _Nesting:
-    """Builds the main graph, and in it the graph of each later stage."""
+    """Builds the main graph, and inside it the graph of each later stage."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class _Nesting:
         return graph
 
     def _level(self, index: int) -> _Level:
-        """Build the graph of the rows that reach a stage, with all stages after it."""
+        """Build the graph of the rows that reach a stage, including all later stages."""
         spec = self._specs[index]
         level = _Level(prefix=f"{self._names.inner}{index}")
         if index:
@@ -145,7 +146,7 @@ class _Nesting:
         return level
 
     def _gather(self, level: _Level, index: int) -> None:
-        """Add a Gather of the rows that stay for every tensor that this and later stages read."""
+        """Add a Gather of the remaining rows for each tensor that this or a later stage reads."""
         outer = index - 1
         rows = _Level(prefix=f"{self._names.inner}{outer}").own("rows")
         for name in self._specs[outer].carried:
@@ -157,7 +158,7 @@ class _Nesting:
             level.described.append(info)
 
     def _inline(self, level: _Level, index: int) -> None:
-        """Add the stage's operators and weights, and distinguish row counts of different levels."""
+        """Add the stage's operators and weights, with a symbol for the number of its rows."""
         graph = self._stages[index].graph
         rename_graph(graph, lambda name: self._name(index, name))
         level.nodes += graph.node
@@ -168,7 +169,7 @@ class _Nesting:
         rename_symbol(level.described, BATCH, self._rows(index))
 
     def _add_exit_decision(self, level: _Level, index: int) -> None:
-        """Add the exit's decision, and the rest of the model inside it."""
+        """Add the exit's decision, and an ``If`` that contains the rest of the model."""
         spec = self._specs[index]
         assert spec.answer is not None
         assert spec.confidence is not None
@@ -194,7 +195,7 @@ class _Nesting:
         level.nodes.append(node)
 
     def _go_on(self, index: int, here: dict[str, str], rows: str) -> onnx.GraphProto:
-        """Run the rest on the rows that stay, and write the results to these rows."""
+        """Run the later stages on the remaining rows, and put the results in these rows."""
         level = self._level(index + 1)
         column = level.weight("column", np.array([-1, 1], np.int64))
         places = level.add("Reshape", [rows, column], "places")
@@ -210,7 +211,7 @@ class _Nesting:
         return level.graph([], self._outputs(index, kept))
 
     def _finish(self, level: _Level, spec: StageSpec) -> None:
-        """Add exit and confidence of the model's own answer, as ``confidence_of`` does."""
+        """Add exit index and confidence of the model's own answer, as ``confidence_of`` does."""
         if _EXIT not in self._given:
             return
         results = self._results(spec.index)
@@ -229,19 +230,19 @@ class _Nesting:
         _filled(level, largest, MODEL_END, results[_EXIT])
 
     def _row_max(self, level: _Level, tensor: str, name: str) -> str:
-        """Add the largest value of every row; axes became an input with opset 18."""
+        """Add the largest value of each row; axes are an input or an attribute, by the opset."""
         if self._opset >= 18:
             axes = level.weight(f"axes/{name}", np.array([1], np.int64))
             return level.add("ReduceMax", [tensor, axes], name, keepdims=0)
         return level.add("ReduceMax", [tensor], name, axes=[1], keepdims=0)
 
     def _name(self, index: int, name: str) -> str:
-        """Return the name of a stage's tensor in the file; inputs keep their names in stage 0."""
+        """Return the name of a stage's tensor in the file; in stage 0 inputs keep their names."""
         level = _Level(prefix=f"{self._names.inner}{index}")
         return name if not index and name in self._inputs else level.inner(name)
 
     def _results(self, index: int) -> dict[str, str]:
-        """Return the names of a level's results for each of its rows."""
+        """Return the names of the results of a stage and all later ones, for each of its rows."""
         level = _Level(prefix=f"{self._names.inner}{index}")
         shown = {_CONFIDENCE: self._names.confidence, _EXIT: self._names.exit}
         every = {_ANSWER: self._answer.name, **shown}
@@ -264,7 +265,7 @@ class _Nesting:
         return infos
 
     def _rows(self, index: int) -> str:
-        """Return the symbolic number of rows at a level; it differs from that of outer levels."""
+        """Return the symbol for the number of rows in a stage; each stage has another symbol."""
         return f"{self._names.inner}rows_{index}" if index else BATCH
 
 
@@ -296,24 +297,24 @@ _OURS = "offramp_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names that exporting adds to those of the model, chosen so that none clashes."""
+    """Names that exporting adds to the names in the model, all different from these."""
 
     exit: str
-    """Output, int32 [batch]: index of the exit that answered, -1 at the model's end."""
+    """Output, int32 [batch]: index of the exit that answered, -1 for the model's end."""
     confidence: str
     """Output, float32 [batch]: confidence of the answer."""
     thresholds: tuple[str, ...]
     """Optional inputs, float32 scalars: the exits' thresholds, in depth order."""
     inner: str
-    """Prefix of every other name."""
+    """Prefix of all other added names."""
 
     @classmethod
     def of(cls, manifest: Manifest, plan: Plan) -> Names:
         """Choose names that no input or output of the model has.
 
-        The outputs are called ``exit`` and ``confidence``. If the model has an input or output of
-        one of these names, both are called ``offramp_exit`` and ``offramp_confidence``;
-        ``offramp_`` is repeated if the model has one of these as well.
+        The outputs are called ``exit`` and ``confidence``. If the model has an input or output with
+        one of these names, both names get the prefix ``offramp_``, which is repeated if that name
+        exists as well.
         """
         taken = {tensor.name for tensor in (*manifest.declared, *manifest.outputs)}
         shown = _free((EXIT, CONFIDENCE), taken)

@@ -1,4 +1,4 @@
-"""Model repositories of other servers, with an exported file in them.
+"""Model repositories of other servers, which contain an exported file.
 
 Triton and OpenVINO Model Server (OVMS) read the same layout, ``ROOT/NAME/VERSION/model.onnx``, so
 one folder may serve both. Next to the file, Triton reads ``ROOT/NAME/config.pbtxt``, and OVMS
@@ -37,19 +37,19 @@ _MOST_CONFIG_BYTES: Final = 2**24
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _STORAGE: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^\s\"'\\]+")
 _KIND: Final = "InferenceService"
-"""Resource kind of KServe that runs a model."""
+"""Kubernetes resource kind with which KServe runs a model."""
 _MOST_DNS_CHARS: Final = 63
 _TITLES: Final = {"triton": "Triton", "ovms": "OpenVINO Model Server", "kserve": "KServe"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryOptions:
-    """Model repositories that ``eecompile export`` is asked for."""
+    """Model repositories that the user asks ``eecompile export`` to write."""
 
     triton: Path | None = None
     """Root of a repository for Triton."""
     ovms: Path | None = None
-    """Root of a repository for OpenVINO Model Server; may be the same folder."""
+    """Root of a repository for OpenVINO Model Server; may be the same folder as ``triton``."""
     kserve: str | None = None
     """URI at which KServe finds the repository for Triton, once it is uploaded."""
     name: str | None = None
@@ -63,7 +63,7 @@ class Repository:
     root: Path
     name: str
     servers: tuple[str, ...]
-    """Some of ``triton``, ``ovms`` and ``kserve``."""
+    """Servers that read the repository: some of ``triton``, ``ovms`` and ``kserve``."""
     storage: str = ""
     """URI of ``root`` for KServe; empty without KServe."""
 
@@ -77,7 +77,7 @@ class Repository:
         return ", ".join(_TITLES[server] for server in self.servers)
 
     def check(self, bundle: Path, *, overwrite: bool) -> None:
-        """Refuse a target that cannot or must not be written: ExportError, BundleWriteError."""
+        """Raise ExportError or BundleWriteError for a target that cannot or must not be written."""
         option = f"--{self.servers[0]}"
         if self.folder.resolve().is_relative_to(bundle.resolve()):
             raise ExportError(
@@ -103,7 +103,7 @@ class Repository:
         check_writable(self.folder, option=option)
 
     def write(self, files: Mapping[str, FileContent]) -> None:
-        """Put the model's folder in place in one step, then the files that list it for servers."""
+        """Replace the model's folder in one step, then write the files that list it for servers."""
         listing = self._listing()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ class Repository:
             ) from error
 
     def _listing(self) -> dict[str, bytes]:
-        """Return the files in the root, by name."""
+        """Return the files to write in the repository's root, by name."""
         files = {}
         if "ovms" in self.servers:
             listed = self._listed()
@@ -149,7 +149,7 @@ class Repository:
         }
 
     def _listed(self) -> dict[str, Any]:
-        """Return the content of OVMS's list of models; other models in the list stay."""
+        """Return the content of OVMS's list of models, in which other models are kept."""
         place = self.root / _OVMS_CONFIG
         if not place.exists():
             return {"model_config_list": []}
@@ -233,7 +233,10 @@ def check_model(manifest: Manifest, bundle: Path) -> None:
 
 
 def dns_label(name: str) -> str:
-    """Return a name in Kubernetes' form: lower-case letters, digits, hyphens; a letter first."""
+    """Return a name in the form that Kubernetes requires.
+
+    It consists of lower-case letters, digits and hyphens, and begins with a letter.
+    """
     label = re.sub(r"[^a-z0-9]+", "-", name.lower())
     if not label[0].isalpha():
         label = f"model-{label}"

@@ -1,8 +1,9 @@
 """The answer of a model: the output that holds it, its task, and its form.
 
 The user names the task, or it is inferred from the end of the graph. With ``--class-map`` the graph
-answers with classes, one byte per pixel or token, instead of all scores: scores of 19 classes in
-1024 × 2048 pixels are 159 MB a sample, their classes 2 MB. Agreement is judged by classes.
+answers with the class of each pixel or token, in one byte, instead of all scores. For 19 classes
+and 1024 × 2048 pixels, scores are 159 MB per sample, and classes 2 MB. Agreement is judged by
+classes in both cases.
 """
 
 from __future__ import annotations
@@ -34,27 +35,29 @@ from offramp.compiler.graphs.tail import SIGMOIDS, find_activation, keeps_column
 _log = logging.getLogger(__name__)
 
 LISTED: Final = 8
-"""Most names of outputs that a message lists."""
+"""Largest number of output names that a message lists."""
 _TRANSPARENT = frozenset(
     {"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Clip", "Dropout", "ZipMap"}
 )
-"""Operators that are skipped when looking for the last operator that computes."""
+"""Operators that are skipped in the search for the last operator that computes something."""
 _LABELS = frozenset({"int32", "int64"})
-"""Types of outputs that hold class numbers."""
+"""Element types of outputs that hold class numbers."""
 _PICKING = frozenset({"ArgMax", "TopK", "Hardmax"})
 _MOST_TAGS = 512
-"""Largest number of classes of tokens, unless the task was asked for: more are a vocabulary."""
+"""Largest number of classes of tokens, unless the user named the task; a larger number is probably
+a vocabulary."""
 _PROJECTIONS = frozenset({"Add", "Gemm", "MatMul", "Mul"})
-"""Operators that a decoder's logits may come from."""
+"""Operators that may compute a decoder's logits."""
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _TREES = frozenset({"TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor"})
 _FORMS: dict[str, AnswerForm] = {"Softmax": "probabilities", "LogSoftmax": "log-probabilities"}
 
 
 def settle_output(proto: onnx.ModelProto, answer: str | None) -> str | None:
-    """Return the name of the output that is the answer; ``None`` if nobody named it.
+    """Return the name of the output that is the answer, or ``None``.
 
-    Of several outputs the only floating-point one is the answer if all others are integers: labels.
+    It is the output that the user named. If the user named none, it is the only floating-point
+    output of several, provided that all others are integers: labels.
     """
     outputs = {o.name: output_type(o) for o in proto.graph.output}
     scores = [name for name, found in outputs.items() if found in FLOATING]
@@ -65,7 +68,7 @@ def settle_output(proto: onnx.ModelProto, answer: str | None) -> str | None:
 
 
 def output_type(output: onnx.ValueInfoProto) -> str:
-    """Return the element type of an output, or its kind if it is no tensor."""
+    """Return the element type of an output, or its ONNX kind if it is not a tensor."""
     if not output.type.HasField("tensor_type"):
         return str(output.type.WhichOneof("value") or "unknown").removesuffix("_type")
     return dtype_name(output.type.tensor_type.elem_type)
@@ -115,7 +118,7 @@ def keep_answer(
 
 
 def _flatten(proto: onnx.ModelProto, name: str) -> None:
-    """Flatten the output; the flattened tensor keeps the name, which clients ask for."""
+    """Flatten the output; the flattened tensor keeps the name, because clients use the name."""
     graph = proto.graph
     inner = f"{name}/unflattened"
     rename_tensor(graph, name, inner)
@@ -142,10 +145,10 @@ def _likely(outputs: Iterable[onnx.ValueInfoProto]) -> str:
 
 
 def find_answer(proto: onnx.ModelProto, task_options: TaskOptions = TaskOptions()) -> Answer:  # noqa: B008
-    """Describe an annotated model's one output, for the requested or the inferred task.
+    """Describe the one output of an annotated model, for the requested or the inferred task.
 
-    ModelError if the output does not fit the task: classification needs floating-point [batch,
-    classes], with at least two classes of which one is right.
+    ModelError if the output does not fit the task. Classification needs a floating-point output
+    [batch, classes] with at least two classes, of which exactly one is right.
     """
     name = proto.graph.output[0].name
     flow, types = Dataflow(proto.graph), declared_types(proto)
@@ -183,7 +186,7 @@ def find_answer(proto: onnx.ModelProto, task_options: TaskOptions = TaskOptions(
 
 
 def _check_tags(output: str, shape: tuple[int | str, ...] | None) -> None:
-    """Refuse to take a vocabulary for the classes of tokens, unless the task was asked for."""
+    """Raise ModelError for so many classes of tokens that they are probably a vocabulary."""
     size = shape[2] if shape is not None and len(shape) == 3 else None
     if isinstance(size, int) and size > _MOST_TAGS:
         raise ModelError(
@@ -236,7 +239,7 @@ def _labels_of(
 
 
 def _form(proto: onnx.ModelProto, flow: Dataflow, output: str, classes: int) -> AnswerForm:
-    """Return the form of scores of classes; ModelError if they are labels."""
+    """Return the form of the scores of classes; ModelError if each score is a separate label."""
     if (labels := _labels_of(proto, flow, output, (BATCH, classes))) is not None:
         raise ModelError(
             f"output {output!r} ends with {labels.label}: each of its {classes} columns is a yes "
@@ -255,7 +258,7 @@ def _form(proto: onnx.ModelProto, flow: Dataflow, output: str, classes: int) -> 
 def _form_of(
     proto: onnx.ModelProto, flow: Dataflow, output: str, kind: TaskKind, *, picks: bool
 ) -> AnswerForm:
-    """Return the form of an answer of another task than classification."""
+    """Return the form of an answer for all tasks other than classification."""
     if kind in ("pose", "regression"):
         return "values"
     if picks:
@@ -274,14 +277,14 @@ def _form_of(
 
 
 def _along(proto: onnx.ModelProto, soft: Operator, wanted: int) -> bool:
-    """Return whether a softmax is computed along an axis."""
+    """Return whether a softmax is computed along the wanted axis."""
     axis = integer(soft.proto, "axis", -1)
     shape = shape_of(declared_types(proto), soft.writes[0])
     return shape is not None and axis % len(shape) == wanted
 
 
 def _last(graph: Dataflow, tensor: str) -> Operator | None:
-    """Return the last operator that computes something."""
+    """Return the last operator before a tensor that computes something."""
     op = graph.producers.get(tensor)
     while op is not None and op.kind in _TRANSPARENT:
         op = graph.producers.get(op.proto.input[0])
@@ -289,7 +292,7 @@ def _last(graph: Dataflow, tensor: str) -> Operator | None:
 
 
 def _ends(graph: Dataflow, tensor: str) -> Iterator[Operator]:
-    """Yield the operators before a tensor, from the last that computes up to one with weights."""
+    """Yield the operators before a tensor, from the last that computes to one with weights."""
     op = _last(graph, tensor)
     while op is not None:
         yield op
@@ -304,7 +307,7 @@ _INTEGERS: Final = frozenset({"int64", "int32", "uint8", "int8", "uint16", "int1
 _HEAT_MAPS: Final = re.compile(
     r"(?i:(?<![a-z])heat|heat_?map|key_?point|landmark)|(?<![A-Za-z])(?i:pose)(?![a-z])|Pose(?![a-z])"
 )
-"""Pattern of names of heat maps, which does not match Transpose."""
+"""Pattern of tensor names that suggest heat maps; it does not match Transpose."""
 
 
 def find_kind(
@@ -364,7 +367,7 @@ def describe_answer(
 ) -> Answer:
     """Describe an answer of another task than classification; ModelError if it does not fit.
 
-    ``picked`` is the input of a final ArgMax; with one, the answer is class numbers.
+    ``picked`` is the input of a final ArgMax; with an ArgMax, the answer is class numbers.
     """
     kind = task.kind
     axis = 2 if kind == "token-classification" else 1
@@ -409,12 +412,12 @@ _EXPECTED: Final[dict[TaskKind, str]] = {
 
 
 _AXES = {3: 2, 4: 1}
-"""Axis of the classes by the number of dimensions: of tokens, and of pixels."""
+"""Axis of the classes, by the number of dimensions: 3 for tokens, 4 for pixels."""
 _MOST_IN_A_BYTE = 256
 
 
 def answer_with_classes(proto: onnx.ModelProto) -> None:
-    """Make a model of one output answer with the classes of its tokens or pixels, in place.
+    """Replace a model's scores of tokens or pixels by their classes, in place.
 
     The output keeps its name. It becomes uint8, or int32 for more than 256 classes. ModelError if
     it is not floating-point [batch, tokens, classes] or [batch, classes, height, width].

@@ -1,12 +1,11 @@
 """Decoders that answer with one token: the model is reduced to the logits of a few tokens.
 
-A decoder [batch, tokens, vocabulary] that answers yes or no needs neither its cache, nor the logits
-of other positions, nor those of other words. Checking exits against 128,000 words at every layer
-made exits of Llama slower than the model at batch 1 (E3, 5.1.3); against two words the cost is
-negligible. The reduced model's answer is [batch, answers]. It equals those columns of the source at
-the last real token.
-
-The reduced form is compared with the original model on generated prompts.
+A decoder [batch, tokens, vocabulary] that answers yes or no needs no cache, and only two logits:
+those of the words yes and no at the last position. Checking exits against 128,000 words at every
+layer made exits of Llama slower than the model at batch 1 (E3, 5.1.3); against two words the cost
+is negligible. The reduced model's answer is [batch, answers]. It equals the logits of the answer
+tokens that the original model computes at the last token that is not padding. This is tested on
+generated prompts.
 """
 
 from __future__ import annotations
@@ -55,15 +54,15 @@ _log = logging.getLogger(__name__)
 _LOGITS = "logits"
 """Name that exporters of decoders use for the output."""
 _SEEN_THROUGH = ELEMENTWISE | {"Reshape", "Slice"}
-"""Operators that may follow the projection to the vocabulary."""
+"""Operators that may follow the projection (a MatMul or Gemm) to the vocabulary."""
 
 
 def answer_with_tokens(proto: onnx.ModelProto, tokens: Sequence[int], answer: str | None) -> None:
     """Reduce a decoder, in place, to its logits of some tokens at the last position that counts.
 
     ``tokens`` are the columns of the answer, in order; ``answer`` names the output if it is not
-    ``logits``. ModelError if the tokens are not distinct ids of the vocabulary, or the model has no
-    such output, a fused cache, or another answer once it is reduced.
+    ``logits``. ModelError if the tokens are not distinct ids of the vocabulary, if the model has no
+    such output or has a fused cache, or if the reduced model answers differently.
     """
     _check_distinct(tokens)
     check_no_fused_cache(proto)
@@ -121,7 +120,7 @@ def _name_sizes(proto: onnx.ModelProto) -> None:
 
 
 def _find_output(proto: onnx.ModelProto, answer: str | None) -> str | None:
-    """Return the named output, ``logits``, or the only output that is no cache."""
+    """Return the output that ``answer`` names, else ``logits``, else the only one but caches."""
     if answer is not None:
         return answer
     names = [info.name for info in proto.graph.output]
@@ -144,7 +143,7 @@ def _check_rank(proto: onnx.ModelProto, output: str) -> None:
 
 
 def _share_size(proto: onnx.ModelProto, prompts: PromptInputs) -> None:
-    """Make mask and positions as long as the prompts, if they were to count a past, too."""
+    """Give mask and positions the length of the prompts; they may also have counted a past."""
     infos = {info.name: info for info in proto.graph.input}
     sizes = infos[prompts.tokens].type.tensor_type.shape.dim
     for name, info in infos.items():
@@ -154,7 +153,7 @@ def _share_size(proto: onnx.ModelProto, prompts: PromptInputs) -> None:
 
 
 class _Reduction:
-    """A decoder's graph while its end is reduced."""
+    """A decoder's graph, the end of which is being reduced to the logits of some tokens."""
 
     def __init__(
         self,
@@ -177,7 +176,7 @@ class _Reduction:
         self._behind = self._rows.upstream(self._output)
 
     def reduce(self, tokens: Sequence[int]) -> None:
-        """Gather the last token, and keep the columns of the answer."""
+        """Keep only the last token before the graph's end, and only the logits of the answers."""
         columns = self._columns_of(tokens)
         last = self._last_token()
         gathered: dict[str, str] = {}
@@ -192,9 +191,10 @@ class _Reduction:
         self._finish(len(tokens))
 
     def _columns_of(self, tokens: Sequence[int]) -> dict[tuple[str, str], str]:
-        """Reduce constants between the projection and the output to the columns of tokens.
+        """Reduce constants from the projection to the output to the columns of the answer tokens.
 
-        Returns the new input, by the operator's first output and its original input.
+        Returns the name of each new constant, by the first output of the operator that reads it and
+        the name of the original constant.
         """
         vocabulary = self._rows.width(self._output)
         pending, done = [self._output], set[str]()
@@ -234,7 +234,7 @@ class _Reduction:
         )
 
     def _taken(self, tensor: str, axis: int, tokens: Sequence[int]) -> str:
-        """Take the columns of tokens from a constant, stored or computed."""
+        """Keep only the columns of some tokens in a constant, which may be stored or computed."""
         ids, name = np.array(tokens, np.int64), f"{tensor}/tokens"
         while name in self._weights:
             name += "'"
@@ -250,7 +250,7 @@ class _Reduction:
         return self._add("Gather", [tensor, self._constant(f"{name}/ids", ids)], name, axis=axis)
 
     def _last_token(self) -> str:
-        """Add the position of the last token that counts, int64 [batch, 1, 1]."""
+        """Add the position of each sample's last token that counts, int64 [batch, 1, 1]."""
         prefix, mask = f"{self._output}/last", self._prompts.mask
         read = mask or self._prompts.tokens
         self._add("Shape", [read], f"{prefix}/shape")
@@ -283,7 +283,7 @@ class _Reduction:
         last: str,
         answers: int,
     ) -> onnx.NodeProto:
-        """Return an operator changed to run on one token of each sample."""
+        """Return an operator, changed to run on only one token of each sample."""
         node = copied(op.proto)
         for i, tensor in enumerate(node.input):
             if (op.writes[0], tensor) in columns:
@@ -302,13 +302,13 @@ class _Reduction:
         return node
 
     def _is_border(self, tensor: str) -> bool:
-        """Return whether a tensor holds all tokens and is computed before the last is gathered."""
+        """Return whether a tensor has all tokens, and is read where only one token is needed."""
         maker = self._flow.producers.get(tensor)
         inside = maker is not None and maker.writes[0] in self._behind
         return not inside and self._rows.rows_of(tensor) is not None
 
     def _finish(self, answers: int) -> None:
-        """Restore the output's name for the answer [batch, answers], and remove outdated shapes."""
+        """Give the answer [batch, answers] the output's old name, and remove outdated shapes."""
         graph, inner = self._graph, f"{self._output}/one_token"
         rename_tensor(graph, self._output, inner)
         axis = self._constant(f"{self._output}/axis", np.array([1], np.int64))
@@ -335,35 +335,37 @@ class _Reduction:
 
 
 _WIDTHS = (3, 8, 13)
-"""Lengths that batches of prompts are padded to."""
+"""Lengths in tokens that the batches of test prompts are padded to."""
 _PROMPTS = 6
-"""Prompts of a batch."""
+"""Number of prompts in a batch."""
 _NAMED = 4
 """Largest number of tokens that a message names."""
 _LOOKED_AT = 1000
-"""Number of samples whose last tokens are read."""
+"""Number of samples whose last tokens are read in the search for padding."""
 _A_RUN = 3
-"""Repetitions of the last token that count as padding."""
+"""Number of equal tokens at the end of a prompt that count as padding."""
 
 
 class PromptInputs(NamedTuple):
     """Inputs of a decoder that hold prompts."""
 
     tokens: str
-    """Name of the input [batch, tokens] of ids, or [batch, tokens, width] of embeddings."""
+    """Name of the input with token ids [batch, tokens], or with embeddings [batch, tokens,
+    width]."""
     mask: str | None
-    """Name of the input [batch, tokens], which is 1 where a token counts."""
+    """Name of the input [batch, tokens] that is 1 where a token counts; ``None`` if there is
+    none."""
 
 
 class PromptBatch(NamedTuple):
     """A batch of prompts, padded to one length."""
 
     feeds: Mapping[str, NDArray[Any]]
-    """Arrays by input, with a past of length 0 if the model takes one."""
+    """Arrays by input; if the model takes a past, it has length 0."""
     last: NDArray[np.intp]
-    """Position of the last token that counts, by prompt."""
+    """Position of the last token that counts, for each prompt."""
     width: int
-    """Length that the prompts are padded to."""
+    """Length in tokens that the prompts are padded to."""
 
 
 def find_prompts(proto: onnx.ModelProto) -> PromptInputs:
@@ -388,8 +390,9 @@ def find_prompts(proto: onnx.ModelProto) -> PromptInputs:
 def check_lengths(inputs: Sequence[TensorSpec], data: Dataset) -> None:
     """Raise DataError for prompts that end with padding if no input is a mask.
 
-    Without a mask the last position answers, even if it is padding. A token counts as padding if it
-    ends some of the first samples several times in a row, and in different numbers.
+    Without a mask the model answers at the last position, even if that is padding. Prompts count as
+    padded if several of the first samples end with repetitions of the same token, and the number of
+    repetitions differs.
     """
     if any("mask" in spec.name.lower() and len(spec.shape) == 2 for spec in inputs):
         return
@@ -410,7 +413,7 @@ def check_lengths(inputs: Sequence[TensorSpec], data: Dataset) -> None:
 
 
 def make_prompts(proto: onnx.ModelProto, inputs: PromptInputs) -> list[PromptBatch]:
-    """Make random prompts of several lengths, padded on the right and on the left.
+    """Make batches of random prompts of several lengths, padded on the right and on the left.
 
     Without a mask all prompts of a batch have the same length.
     """
@@ -430,7 +433,7 @@ def make_prompts(proto: onnx.ModelProto, inputs: PromptInputs) -> list[PromptBat
 def _masks(
     rng: np.random.Generator, count: int, width: int, *, several: bool
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield masks [count, width] of prompts that end, or begin, with padding."""
+    """Yield masks [count, width] of prompts that are padded at the end or at the beginning."""
     if not several:
         yield np.ones((count, width), np.int64)
         return
@@ -478,9 +481,10 @@ def _padded(
 def source_answers(
     proto: onnx.ModelProto, batches: Sequence[PromptBatch], tokens: Sequence[int]
 ) -> list[NDArray[Any]]:
-    """Return per batch the logits [prompts, tokens] of some tokens at the last position.
+    """Return, for each batch, the logits [prompts, tokens] of some tokens at the last position.
 
-    ModelError if the model fails, its one output has another form, or the tokens are not in it.
+    ModelError if the model fails, if its output has another form, or if the vocabulary lacks a
+    token.
     """
     output = proto.graph.output[0].name
     found = []
@@ -507,9 +511,9 @@ def source_answers(
 def check_equal(
     proto: onnx.ModelProto, batches: Sequence[PromptBatch], wanted: Sequence[NDArray[Any]]
 ) -> float:
-    """Compare a reduced model's one output with the answers of the source.
+    """Compare the output of a reduced model with the answers of the original model.
 
-    Returns the largest relative difference; ModelError if it exceeds rounding.
+    Returns the largest relative difference; ModelError if rounding cannot explain that difference.
     """
     output, allowed = proto.graph.output[0].name, rounding_of(proto).batches
     worst = 0.0

@@ -1,14 +1,16 @@
 """Sizes of a model's inputs: the batch is made symbolic; sizes that the graph fixes are found.
 
-Exporters that trace a model bake the length of the example into constants, mostly those of Reshape.
-ONNX Runtime then runs the model at this length only, although the file declares the length free.
+Exporters that trace a model may write the length of the example input into constants, mostly those
+of Reshape. ONNX Runtime then runs the model only at this length, although the file declares the
+length as free.
 
 A model is refused if it makes one choice for a whole batch by the data of its samples; the error
 names the operator. An ``If`` takes one branch for all rows. If its condition depends on data, as in
 a BranchyNet that was exported with its own exit, a sample's answer depends on the other samples of
-its batch. A rare choice does not show when a few rows are run. So the graph is followed: each
-tensor depends on data of its own row alone, of several rows, or of one row for all. Sums of several
-rows are found by :mod:`.graphs.row_mixing`, which runs the model: they always show.
+its batch. A test with a few rows may not show a choice that is rare. So the graph is followed, to
+find for each row of each tensor whether it depends only on data of the same row, or on data of
+other rows. Sums over several rows always show in a test: :mod:`.graphs.row_mixing` finds them by
+running the model.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from offramp.compiler.graphs.shapes import (
 from offramp.engine.answers.differences import compare
 
 _COMMON: Final = (8, 32, 64, 128, 224, 256, 384, 512)
-"""Sizes that are tried after the sizes in the graph's constants."""
+"""Sizes to try after those that are found in the graph's constants."""
 _TRIED: Final = 24
 _LARGEST: Final = 4096
 _SHORT: Final = 8
@@ -61,11 +63,11 @@ _SHORT: Final = 8
 def free_batch(proto: onnx.ModelProto) -> None:
     """Name dimension 0 of all graph inputs ``batch``, in place; repair operators that fix its size.
 
-    After the repair, rows are run at another batch size and compared with the original. In every
-    case the data of some rows may not decide for all rows (:func:`check_conditions`), and rows
-    alone and together have to agree (:mod:`.graphs.row_mixing`). ModelError if an input has no
-    batch dimension, the model cannot be made to work at another batch size, or rows change each
-    other's answers.
+    After a repair, rows are run at another batch size and compared with the original model. In
+    every case, data of some rows must not decide for all rows (:func:`check_conditions`), and rows
+    must get equal answers alone and together (:mod:`.graphs.row_mixing`). ModelError if an input
+    has no batch dimension, if the model cannot be made to work at another batch size, or if rows
+    change each other's answers.
     """
     old = fixed_size(proto)
     original = None if old is None else copied(proto)
@@ -117,7 +119,7 @@ def rename_batch(graph: onnx.GraphProto) -> None:
 
 
 def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) -> None:
-    """Compare rows at another batch size with the original's answers at its own."""
+    """Compare rows at another batch size with the original model's answers at its own."""
     remedy = f"the batch size was fixed at {old} and cannot be made dynamic; {REMEDY}"
     rows = 3 * old
     feeds = random_inputs(freed, rows)
@@ -152,7 +154,7 @@ def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) ->
 
 
 def _name_mixing(freed: onnx.ModelProto, remedy: str) -> None:
-    """Raise ModelError that names operators that mix rows, if they keep the batch fixed."""
+    """Raise ModelError with the operators that mix rows, if these keep the batch size fixed."""
     try:
         check_rows(freed)
     except ModelError as error:
@@ -160,10 +162,10 @@ def _name_mixing(freed: onnx.ModelProto, remedy: str) -> None:
 
 
 def fix_baked_sizes(proto: onnx.ModelProto) -> str:
-    """Fix the free sizes of the inputs, in place, if the model runs at one size only.
+    """Fix the free sizes of the inputs, in place, if the model runs only with certain sizes.
 
-    Returns a description for users; empty if the free sizes stay as they are. All free sizes but
-    the batch are tried with the same number.
+    Returns a description for users; empty if the free sizes stay as they are. In a trial, all free
+    sizes except the batch have the same number.
     """
     trial = copied(proto)
     if fixed_size(trial) is None:
@@ -238,26 +240,26 @@ Shape: TypeAlias = "tuple[int | str, ...]"
 
 
 class Level(IntEnum):
-    """Kind of data that the values or sizes of a tensor depend on."""
+    """Kind of data that the values, or the sizes, of a tensor depend on."""
 
     FIXED = 0
-    """Constants, and sizes of inputs."""
+    """Only constants, and sizes of inputs."""
     ROWS = 1
-    """Data of each row separately, as far as the graph shows."""
+    """For each row, data of that row only, as far as the graph shows."""
     COUNTED = 2
-    """Number of elements that are chosen from several rows, as by ``NonZero``."""
+    """The number of elements that were selected from several rows, as by ``NonZero``."""
     MIXED = 3
-    """Data of several rows, or of one row for all of them."""
+    """Data of several rows, or data of one row that affects all rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
-    """Dependence of a tensor on its graph's inputs."""
+    """Data that a tensor's values and sizes depend on, of the inputs of its graph."""
 
     values: Level = Level.FIXED
     sizes: Level = Level.FIXED
     mixed_by: str = ""
-    """Label of the operator that combines several rows, if one does."""
+    """Label of the operator that combines several rows; empty if there is none."""
 
 
 FIXED: Final = Dependence()
@@ -266,30 +268,31 @@ _DISCRETE: Final = frozenset({
     "Equal", "Floor", "Greater", "GreaterOrEqual", "Hardmax", "IsInf", "IsNaN", "Less",
     "LessOrEqual", "NonZero", "Not", "Or", "Round", "Sign", "Unique", "Xor",
 })  # fmt: skip
-"""Operators with a discontinuous result: all rows of a trial run may be on the same side."""
+"""Operators with a discontinuous result. In a trial run all rows may give the same result, although
+other rows would not."""
 _GATES: Final = frozenset({
     "Celu", "Clip", "Elu", "Erf", "Exp", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Max",
     "Min", "Mish", "Pow", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Swish", "Tanh",
     "ThresholdedRelu",
 })  # fmt: skip
-"""Operators whose result may be the same for most values, and change for few."""
+"""Operators whose result may be constant for most values and change for only a few."""
 _STEERED: Final[Mapping[str, tuple[int, ...]]] = {
     "Compress": (1,), "ConstantOfShape": (0,), "Expand": (1,), "Gather": (1,),
     "GatherElements": (1,), "GatherND": (1,), "OneHot": (0, 1), "Pad": (1,), "Range": (0, 1, 2),
     "Reshape": (1,), "Resize": (2, 3), "ScatterElements": (1,), "ScatterND": (1,),
     "Slice": (1, 2, 3, 4), "Split": (1,), "Tile": (1,), "TopK": (1,), "Trilu": (1,), "Where": (0,),
 }  # fmt: skip
-"""Inputs by which operators choose positions or sizes."""
+"""Inputs (by index) that make an operator choose positions or sizes, by operator type."""
 _SIZED_BY: Final = frozenset({"ConstantOfShape", "Expand", "Range", "Reshape", "Resize", "Tile"})
-"""Operators with an input in :data:`_STEERED` that decides the result's size, not its values."""
+"""Operators whose input in :data:`_STEERED` decides the size of the result, not its values."""
 _CHOOSING: Final = frozenset({"If", "Loop", "Where"})
 _COUNTING: Final = frozenset({"Compress", "NonMaxSuppression", "NonZero", "Unique"})
 _SHAPING: Final = frozenset({"Cast", "Concat", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
-"""Operators that may process a count before it is used as a size."""
+"""Operators that may lie between a count of elements and its use as a size."""
 _ALONG: Final = frozenset({
     "ArgMax", "ArgMin", "CumSum", "Hardmax", "LogSoftmax", "LpNormalization", "Softmax", "TopK",
 })  # fmt: skip
-"""Operators that compute along an axis, and keep it."""
+"""Operators that compute along an axis, and whose result keeps that axis."""
 _RECURRENT: Final = frozenset({"GRU", "LSTM", "RNN"})
 _INTEGER_TYPES: Final = frozenset({
     TensorProto.BOOL, TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64,
@@ -302,7 +305,7 @@ _REMEDY: Final = (
 
 
 def check_conditions(proto: onnx.ModelProto) -> None:
-    """Check what conditions, positions and sizes depend on, in a model with a symbolic batch.
+    """Check the data that conditions, positions and sizes depend on; the batch is symbolic.
 
     Raises:
         ModelError: The model chooses for a whole batch by data of its samples.
@@ -318,7 +321,7 @@ def check_conditions(proto: onnx.ModelProto) -> None:
 
 
 class _Followed:
-    """Dependences in a graph or the body of an operator, followed from its inputs."""
+    """Dependences of the tensors in a graph or in an operator's body, found from its inputs on."""
 
     def __init__(
         self,
@@ -333,7 +336,7 @@ class _Followed:
         self._types = types
 
     def run(self) -> list[Dependence]:
-        """Return the dependence of each output."""
+        """Return the dependence of each output of the graph."""
         for op in self._flow.operators:
             read = [self._known.get(name, FIXED) for name in op.reads]
             self._check(op)
@@ -345,7 +348,7 @@ class _Followed:
         return [self._known.get(name, FIXED) for name in self._flow.outputs]
 
     def _check(self, op: Operator) -> None:
-        """Raise ModelError if data of some rows decides an operator's choice for all rows."""
+        """Raise ModelError if an operator chooses for all rows by data of some rows."""
         conditions = {"If": (0,), "Loop": (0, 1)}.get(op.kind, ())
         for tensor, found in self._inputs(op, conditions):
             if found.values >= Level.ROWS:
@@ -365,7 +368,7 @@ class _Followed:
                 yield tensor, self._known.get(tensor, FIXED)
 
     def _is_one_for_all(self, tensor: str) -> bool:
-        """Return whether a tensor has no separate value for each row."""
+        """Return whether a tensor lacks a separate value for each row."""
         shape = shape_of(self._types, tensor)
         return shape is not None and UNKNOWN not in shape and not _batch_axes(shape)
 
@@ -380,7 +383,7 @@ class _Followed:
         return found is not None and found.elem_type in _INTEGER_TYPES
 
     def _through(self, op: Operator, body: onnx.GraphProto) -> list[Dependence]:
-        """Follow a body (inner graph) until dependences of its loop variables no longer change."""
+        """Follow a body (inner graph) until the dependences of its loop variables stay equal."""
         weights = {**self._weights, **{tensor.name: tensor for tensor in body.initializer}}
         first, states = _states(op, body)
         reads = [self._known.get(name, FIXED) for name in op.proto.input]
@@ -400,7 +403,7 @@ class _Followed:
             given = again
 
     def _given(self, op: Operator, tensor: str, read: Dependence) -> Dependence:
-        """Return the dependence of a tensor that an operator makes from its inputs."""
+        """Return the dependence of an output of an operator, ``read`` being its inputs'."""
         if op.kind in ("Shape", "Size"):
             return Dependence(values=read.sizes, mixed_by=read.mixed_by if read.sizes else "")
         if op.kind == "DynamicQuantizeLinear" and tensor != op.writes[0]:
@@ -421,9 +424,9 @@ class _Followed:
         return Dependence(values=values, sizes=sizes, mixed_by=read.mixed_by)
 
     def _counts(self, op: Operator) -> bool:
-        """Return whether an operator counts chosen elements, to size the values that replace them.
+        """Return whether an operator counts selected elements, as the size of their new values.
 
-        torch's exporter makes this of ``y[y < 0] = 0``.
+        torch's exporter makes such operators of ``y[y < 0] = 0``.
         """
         cast = self._flow.producers.get(op.proto.input[0])
         if op.kind != "ReduceSum" or cast is None or cast.kind != "Cast":
@@ -433,7 +436,7 @@ class _Followed:
         return chosen and self._is_size(op.writes[0])
 
     def _is_size(self, tensor: str) -> bool:
-        """Return whether a tensor is only used as the size of a repeated value."""
+        """Return whether a tensor is only used as the size to which another value is repeated."""
         users = self._flow.consumers.get(tensor, ())
         for op in users:
             places = [place for place, name in enumerate(op.proto.input) if name == tensor]
@@ -444,7 +447,7 @@ class _Followed:
         return bool(users) and tensor not in self._flow.outputs
 
     def _mixes(self, op: Operator, tensor: str) -> bool:
-        """Return whether values of single rows become values of several, or of one for all."""
+        """Return whether the output mixes values of several rows, or has one for all rows."""
         shape = shape_of(self._types, tensor)
         if shape is not None and UNKNOWN not in shape and _batch_axes(shape) != 1:
             return True
@@ -468,7 +471,7 @@ class _Followed:
         return op.kind == "Slice" and self._takes_some(op, batch, source, shape)
 
     def _reduces_all(self, op: Operator) -> bool:
-        """Return whether a reduction has no axes, so that it reduces all."""
+        """Return whether a reduction has no axes, which means that it reduces all of them."""
         told = {a.name for a in op.proto.attribute}
         return not {"axes", "noop_with_empty_axes"} & told and not any(op.proto.input[1:])
 
@@ -503,7 +506,7 @@ class _Followed:
         )
 
     def _user(self, op: Operator) -> Operator | None:
-        """Find the first operator after another that takes one of several branches."""
+        """Find the first operator downstream of ``op`` that chooses between branches or values."""
         reached = set(op.writes)
         for later in self._flow.operators[op.index + 1 :]:
             if not reached.isdisjoint(later.reads):
@@ -519,14 +522,14 @@ class _Followed:
 
 
 def _states(op: Operator, body: onnx.GraphProto) -> tuple[int, int]:
-    """Return the index of the first loop variable among a body's inputs, and their number."""
+    """Return the index of a body's first input that is a loop variable, and how many there are."""
     if op.kind == "Loop":
         return 2, len(body.input) - 2
     return 0, len(body.input) - integer(op.proto, "num_scan_inputs")
 
 
 def _joined(found: Sequence[Dependence]) -> Dependence:
-    """Return the joint dependence of several tensors."""
+    """Return the dependence of a tensor that is computed from several tensors."""
     if not found:
         return FIXED
     most = max(found, key=lambda each: (max(each.values, each.sizes), each.values))

@@ -1,10 +1,10 @@
 """Freeing a batch size that an export has fixed, so that a model takes any batch size.
 
-Exporters bake the size into the targets of ``Reshape`` and ``Expand``, into positions, initial
-states and class tokens. So the graph is followed at two batch sizes together, its own and a large
-prime (:class:`BatchEdits`), with the position of the batch in each tensor (:class:`BatchPlace`).
-Where a shape does not follow the batch, the operator is repaired. The result is tested: rows are
-run and compared with the original.
+Exporters may write the batch size into the targets of ``Reshape`` and ``Expand``, and into
+positions, initial states and class tokens. So shapes are followed through the graph at two batch
+sizes together, the model's own and a large prime (:class:`BatchEdits`), with the position of the
+batch in each tensor (:class:`BatchPlace`). Where a shape does not change with the batch size, the
+operator is repaired. The result is tested: rows are run and compared with the original.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ REMEDY = (
 )
 _END = np.iinfo(np.int64).max
 _STATES = {"LSTM": (4, 5, 6), "GRU": (4, 5), "RNN": (4, 5)}
-"""Inputs with a size for every row: lengths, and initial states."""
+"""Indices of inputs that have a size for each row: sequence lengths, and initial states."""
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Sum", "Mean")
 _LOGIC = ("Where", "Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "And", "Or", "Xor")
 
 
 class BatchEdits:
-    """A graph at its fixed batch size and at another, and the added nodes and constants.
+    """A graph at its fixed batch size and at another one, and the changes made to it so far.
 
-    ``fixed`` and ``freed`` hold shapes and small values at ``old`` and ``rows`` samples; ``nodes``
-    are the nodes of the new graph so far.
+    ``fixed`` and ``freed`` hold shapes and small values at batch sizes ``old`` and ``rows``.
+    ``nodes`` are the nodes of the new graph so far.
     """
 
     def __init__(self, proto: onnx.ModelProto, batch: int) -> None:
@@ -68,9 +68,9 @@ class BatchEdits:
         length: int,
         computed: str = "",
     ) -> str:
-        """Return a vector with some entries replaced, whether it is constant or computed.
+        """Return a vector with some entries replaced; the vector may be constant or computed.
 
-        The new entries are ``values``, or the single entry of the tensor ``computed``.
+        The new entries are ``values`` by index, or all equal to the single entry of ``computed``.
         """
         name, known = f"{node.output[0]}/freed", self.fixed.value(vector)
         if vector not in self.flow.variable and known is not None and not computed:
@@ -85,19 +85,19 @@ class BatchEdits:
         return self.add("Where", [self.constant(f"{name}/at", at), replaced, vector], name)
 
     def numbers(self, size: str, name: str) -> str:
-        """Add the numbers 0, 1, 2 … below a size, which is a vector with one element."""
+        """Add the numbers 0, 1, 2 … below ``size``, which is a vector with one element."""
         ends = [self.constant(f"{name}/{k}", np.array(v)) for k, v in (("0", 0), ("1", 1))]
         scalar = self.add("Squeeze", [size], f"{name}/scalar")
         return self.add("Range", [ends[0], scalar, ends[1]], f"{name}/count")
 
     def size_of(self, tensor: str, axis: int, name: str) -> str:
-        """Add the size of a tensor's axis, as a vector with one element."""
+        """Add the size of a tensor along an axis, as a vector with one element."""
         shape = self.add("Shape", [tensor], f"{name}/shape")
         at = self.constant(f"{name}/axis", np.array([axis], np.int64))
         return self.add("Gather", [shape, at], f"{name}/size")
 
     def first_row(self, tensor: str, axis: int, name: str) -> str:
-        """Take one row of a tensor with the old number of rows, all of them equal."""
+        """Take the first row of a tensor with the old number of rows, which must be equal."""
         if self.old == 1:
             return tensor
         weights = self.weights.get(tensor)
@@ -112,7 +112,7 @@ class BatchEdits:
         return self.add("Slice", [tensor, *ends, axes], f"{name}/first")
 
     def constant(self, name: str, value: NDArray[np.generic]) -> str:
-        """Add an initializer; returns its name."""
+        """Add an initializer; return its name."""
         tensor = numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
         self.graph.initializer.append(tensor)
         self.fixed.give(tensor)
@@ -120,7 +120,7 @@ class BatchEdits:
         return name
 
     def add(self, kind: str, inputs: list[str], name: str, **attributes: Any) -> str:
-        """Add a node before the one that is being repaired."""
+        """Add a node before the node that is being repaired; return its output."""
         node = helper.make_node(kind, inputs, [name], name=name, **attributes)
         self.nodes.append(node)
         self.freed.follow(node)
@@ -133,20 +133,20 @@ class BatchPlace:
 
     axis: int
     slower: int = 1
-    """Factor of the axis that varies slower than the batch: tokens in ``[tokens * batch, width]``,
-    1 in ``[batch * heads, tokens, width]``."""
+    """Size of the part of the axis that varies slower than the batch: the number of tokens in
+    ``[tokens * batch, width]``, 1 in ``[batch * heads, tokens, width]``."""
 
 
 def scaled(shape: Shape, axis: int, old: int, rows: int) -> Shape:
-    """Return a shape of ``old`` rows changed to ``rows``."""
+    """Return a shape at batch size ``old``, changed to batch size ``rows``."""
     return (*shape[:axis], shape[axis] // old * rows, *shape[axis + 1 :])
 
 
 def moved(place: BatchPlace, before: Shape, after: Shape, batch: int) -> BatchPlace | None:
     """Find where a reshape, which keeps the order of elements, puts the batch.
 
-    ``before`` and ``after`` are shapes at ``batch`` rows. In both, the same number of elements
-    varies slower than the batch; if possible, the batch gets an axis where it varies slowest.
+    ``before`` and ``after`` are shapes at batch size ``batch``. The product of the sizes before the
+    batch is the same in both. If possible, the batch is at the beginning of an axis.
     """
     slower = prod(before[: place.axis]) * place.slower
     outer = [prod(after[:axis]) for axis in range(len(after))]
@@ -161,7 +161,7 @@ def moved(place: BatchPlace, before: Shape, after: Shape, batch: int) -> BatchPl
 
 
 def repair(proto: onnx.ModelProto, batch: int) -> None:
-    """Repair operators with the fixed batch size, in place; ModelError names one that cannot be."""
+    """Repair operators that fix the batch size, in place; ModelError if one cannot be repaired."""
     _Repair(proto, batch).run()
 
 
@@ -232,7 +232,7 @@ class _Repair(BatchEdits):
         return BatchPlace(axis)
 
     def _assume(self, name: str, source: str) -> None:
-        """Use the model's stated type of an operator that ONNX's inference does not know."""
+        """Use the type that the model states for an output, because inference does not know it."""
         stated, place = self._stated.get(name), self._places[source]
         read = self.fixed.shape(source)
         if stated is None or read is None or not _is_known(stated):
@@ -256,7 +256,8 @@ class _Repair(BatchEdits):
         found = moved(place, before, shape, self.old)
         if found is None:
             raise ValueError(
-                f"it reshapes {list(before)} to {list(shape)}, where none can hold the batch"
+                f"it reshapes {list(before)} to {list(shape)}, where no dimension can hold the "
+                "batch"
             )
         wanted = scaled(shape, found.axis, self.old, self.rows)
         with suppress(ValueError):  # other rows may not divide by the size that the target states
@@ -266,7 +267,7 @@ class _Repair(BatchEdits):
         self._places[node.output[0]] = found
 
     def _retarget(self, node: onnx.NodeProto, target: str, axis: int, shape: Shape) -> None:
-        """Leave the batch open in the target shape: 0 if the batch keeps its axis, else -1."""
+        """Write the batch into a target shape as 0 if the batch keeps its axis, and else as -1."""
         data, known = node.input[0], self.fixed.value(target)
         before, after = self.fixed.shape(data), self.freed.shape(data)
         if known is None or len(known) != len(shape) or before is None or after is None:
@@ -321,7 +322,7 @@ class _Repair(BatchEdits):
                 node.input[i] = self._fit(node, i, source, place.axis)
 
     def _elements(self, node: onnx.NodeProto) -> None:
-        """Extend constant data or indices to as many rows as the other input has."""
+        """Extend constant data or indices to the number of rows that the other input has."""
         for i, other in ((0, node.input[1]), (1, node.input[0])):
             if other in self._places and node.input[i] not in self._places:
                 node.input[i] = self._fit(node, i, other, self._places[other].axis)
@@ -338,9 +339,10 @@ class _Repair(BatchEdits):
     def _fit(
         self, node: onnx.NodeProto, i: int, source: str, axis: int, measured: int | None = None
     ) -> str:
-        """Extend an input to as many rows as ``source`` has, all equal to the input's first row.
+        """Extend an input to the number of rows of ``source``, by repeating the input's first row.
 
-        Rows that count 0, 1, 2 … to pick one element of each sample continue the count.
+        If the rows are the numbers 0, 1, 2 …, which pick one element of each sample, the numbers
+        are continued instead.
         """
         tensor, name = node.input[i], f"{node.output[0]}/row{i}"
         shape = self.fixed.shape(tensor)
@@ -362,14 +364,14 @@ class _Repair(BatchEdits):
         return self.add("Expand", [row, target], name)
 
     def _counts(self, node: onnx.NodeProto, known: NDArray[np.generic]) -> bool:
-        """Return whether values are the numbers of the rows."""
+        """Return whether values are row numbers 0, 1, 2 …, and not by chance."""
         if not _counts_rows(known):
             return False
         readers = self.flow.consumers.get(node.output[0], [])
         return known.size > 1 or any(op.kind == "GatherND" for op in readers)
 
     def _offsets(self, node: onnx.NodeProto) -> None:
-        """Continue the offsets of rows in a flattened tensor, 0, S, 2 S …, with the batch."""
+        """Extend the offsets 0, S, 2 S … of samples in a flattened tensor to the batch size."""
         adds = [op for op in self.flow.consumers.get(node.output[0], []) if op.kind == "Add"]
         picks = [r.kind for op in adds for r in self.flow.consumers.get(op.writes[0], [])]
         for i, tensor in enumerate(node.input):
@@ -383,7 +385,7 @@ class _Repair(BatchEdits):
         self._broadcast(node)
 
     def _broadcast(self, node: onnx.NodeProto) -> None:
-        """Take one row of operands whose size equals the old batch but is not the batch."""
+        """Keep one row of operands that have the old batch size but do not depend on the batch."""
         shape = self.fixed.shape(node.output[0])
         if self.old == 1 or shape is None:
             return
@@ -402,7 +404,7 @@ class _Repair(BatchEdits):
                     node.input[i] = self.first_row(tensor, axis, f"{node.output[0]}/row{i}")
 
     def _slice(self, node: onnx.NodeProto) -> None:
-        """Make a slice of the whole batch independent of the batch's size."""
+        """Let a slice of the whole batch take batches of any size."""
         data = node.input[0]
         place, before = self._places.get(data), self.fixed.shape(data)
         given = [self.fixed.value(t) if t else None for t in node.input[1:]]
@@ -422,7 +424,7 @@ class _Repair(BatchEdits):
                 node.input[2] = self.with_entries(node, node.input[2], {entry: _END}, len(ends))
 
     def _squeeze(self, node: onnx.NodeProto) -> None:
-        """Name the axes, so that a batch of one row stays; refuse to squeeze the batch itself."""
+        """State the axes, so that a batch of one sample is kept; ValueError for the batch axis."""
         place, before = self._places.get(node.input[0]), self.fixed.shape(node.input[0])
         if place is None or before is None:
             return
@@ -437,7 +439,7 @@ class _Repair(BatchEdits):
             raise ValueError("it removes the dimension of the batch")
 
     def _resize(self, node: onnx.NodeProto) -> None:
-        """Take the size of the batch from the input, if the operator states the size."""
+        """Take the batch size from the input, if the operator's sizes are constants."""
         sizes = self.fixed.value(node.input[3]) if len(node.input) > 3 else None
         shape = self.fixed.shape(node.input[0])
         place = self._places.get(node.input[0])
@@ -450,7 +452,7 @@ class _Repair(BatchEdits):
             node.input[3] = self.add("Concat", [size, rest], name, axis=0)
 
     def _gather(self, node: onnx.NodeProto) -> None:
-        """Refuse to pick some rows; keep all if all are picked one by one."""
+        """Remove a Gather of all rows, or extend its indices; ValueError if it keeps only some."""
         place, before = self._places.get(node.input[0]), self.fixed.shape(node.input[0])
         known = self.fixed.value(node.input[1])
         axis = integer(node, "axis")
@@ -469,7 +471,7 @@ class _Repair(BatchEdits):
         node.input[1] = self._picks(node, first, np.array(within))
 
     def _gather_nd(self, node: onnx.NodeProto) -> None:
-        """Extend constant indices that pick the same element of each row to all rows."""
+        """Extend constant indices that pick the same element of each sample to more samples."""
         data, indices = node.input
         place, known = self._places.get(data), self.fixed.value(indices)
         if place is None or indices in self._places or known is None or place.axis:
@@ -482,7 +484,7 @@ class _Repair(BatchEdits):
             node.input[1] = self._picks(node, known[:1], step)
 
     def _picks(self, node: onnx.NodeProto, first: NDArray[Any], step: NDArray[Any]) -> str:
-        """Pick the same element of each row; the index grows by ``step`` per row."""
+        """Add indices that pick the same element of each sample; ``step`` is added per sample."""
         name = f"{node.output[0]}/picks"
         size = self.size_of(self.flow.inputs[0], 0, name)
         sizes = np.array([-1, *[1] * (first.ndim - 1)], np.int64)

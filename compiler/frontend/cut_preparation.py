@@ -1,14 +1,14 @@
-"""Preparation of a model for cuts: shapes are anchored, and batches put in front.
+"""Preparation of a model for cuts: shapes are computed from inputs, and batches put in front.
 
 *Anchoring.* An export often measures a tensor once, ``Shape(hidden)``, and reshapes by that vector
 in every layer. After a cut the vector would be outdated, because the batch shrinks there. If each
-size is a constant or a size of a graph input, the vector is computed from that input instead. Every
-later segment reads the input, which shrinks like the other tensors.
+size is a constant or a size of a graph input, the vector is computed from that input instead. Later
+segments read the input, from which samples that left are removed, too.
 
 *Turning.* Recurrent networks, and by default torch's transformers, compute on [sequence, batch,
-width]. Rows leave a batch along the first dimension, so such a tensor cannot be carried from one
+width]. Samples leave a batch along the first dimension, so such a tensor cannot be passed from one
 stage to the next. If that is the only obstacle, the tensor is transposed and transposed back, and
-the cut is between the two operators. Where no cut is made, ONNX Runtime removes both.
+the model may be cut between the two operators. If it is not cut there, ONNX Runtime removes both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Source = tuple[str, int]
 
 
 def anchor_shapes(proto: onnx.ModelProto, *, max_tensors: int = MAX_CUT_TENSORS) -> onnx.ModelProto:
-    """Compute shapes that cross a cut point from graph inputs.
+    """Compute shapes that are used across a cut point from graph inputs instead.
 
     ``proto`` is annotated and has a single output; it is not changed. Shapes that cannot be
     computed in this way stay, and :func:`~.cuts.cuts.find_cuts` rejects the cuts that they cross.
@@ -73,7 +73,7 @@ def _measured(analysis: GraphAnalysis, op: Operator) -> tuple[int | str, ...] | 
 
 
 def _sizes_of_inputs(analysis: GraphAnalysis, inputs: Sequence[str]) -> dict[str, _Source]:
-    """Return the symbolic sizes of graph inputs, each with the first input and axis that has it."""
+    """Return the symbolic sizes of graph inputs, each with the first input and axis it has."""
     found: dict[str, _Source] = {}
     for name in inputs:
         for axis, size in enumerate(analysis.types[name].shape or ()):
@@ -83,7 +83,7 @@ def _sizes_of_inputs(analysis: GraphAnalysis, inputs: Sequence[str]) -> dict[str
 
 
 def _carried(analysis: GraphAnalysis, flow: Flow, first_cut: int) -> list[str]:
-    """Return graph inputs that segments after the first need for more than their sizes."""
+    """Return graph inputs whose values, not only sizes, are needed after the first cut."""
     side = [analysis.graph.operators[i] for i, use in flow.side_use.items() if use > first_cut]
     readers = [op for op in side if op.kind not in SHAPE_KINDS]
     read = {t for op in (*readers, *flow.steps[first_cut + 1 :]) for t in op.reads}
@@ -93,7 +93,10 @@ def _carried(analysis: GraphAnalysis, flow: Flow, first_cut: int) -> list[str]:
 def _spares(
     op: Operator, sizes: Sequence[int | str], sources: Mapping[str, _Source], carried: Sequence[str]
 ) -> bool:
-    """Return whether measuring other inputs makes this one unnecessary in later segments."""
+    """Return whether later segments then no longer need the tensor that an operator measures.
+
+    They need ``carried`` inputs in any case.
+    """
     used = {sources[size][0] for size in sizes if isinstance(size, str)}
     return op.reads[0] not in carried and used <= set(carried)
 
@@ -101,7 +104,7 @@ def _spares(
 def _crossing(
     analysis: GraphAnalysis, flow: Flow, kept: Sequence[Gate], vectors: Mapping[int, object]
 ) -> list[Operator]:
-    """Return the ``Shape`` operators whose value is used beyond a cut after their tensor."""
+    """Return ``Shape`` operators of tensors before a cut, whose results are used after the cut."""
     written = _places(analysis, flow)
     crossing: list[Operator] = []
     for index in vectors:
@@ -114,7 +117,10 @@ def _crossing(
 
 
 def _places(analysis: GraphAnalysis, flow: Flow) -> dict[str, int]:
-    """Return the step that writes each main tensor, even if only the tensor's sizes are read."""
+    """Return the index of the step that writes each main tensor.
+
+    Tensors of which only the sizes are read are included.
+    """
     written = {t: i for i, op in enumerate(flow.steps) for t in op.writes}
     for op in analysis.graph.operators:
         if op.kind not in SHAPE_KINDS and not written.keys() & op.writes:
@@ -174,9 +180,10 @@ _BACK = "/as_before"
 def turn_batch_first(
     proto: onnx.ModelProto, *, max_tensors: int = MAX_CUT_TENSORS
 ) -> onnx.ModelProto:
-    """Transpose the tensors that could be cut points if their batch were in front, and back.
+    """Transpose tensors, and back, that could be cut points if their batch were in front.
 
-    ``proto`` is annotated and has a single output. It is not changed; the result computes the same.
+    ``proto`` is annotated and has a single output. It is not changed; the returned model computes
+    the same.
     """
     if not any(_is_behind(tensor) for tensor in declared_types(proto).values()):
         return proto
@@ -197,13 +204,13 @@ def turn_batch_first(
 
 
 class _Transposition(NamedTuple):
-    """Transposition of a tensor."""
+    """How a tensor is transposed to have its batch in front."""
 
     order: tuple[int, ...]
     """Dimensions of the tensor, the batch first."""
     often: bool
-    """True if every reader is a transposition back; then it can be passed on beyond other
-    readers."""
+    """True if each reader has its own transposition back. Then the tensor with the batch in front
+    can be passed on to readers in later segments."""
 
 
 def _is_behind(tensor: TensorType) -> bool:
@@ -233,7 +240,7 @@ def _back(name: str, output: str, transposition: _Transposition) -> onnx.NodePro
 
 
 def _read_instead(node: onnx.NodeProto, renamed: Mapping[str, str]) -> None:
-    """Make an operator, and its inner graphs, read tensors under other names."""
+    """Make an operator, and the graphs inside it, read tensors under other names."""
     node.input[:] = [renamed.get(name, name) for name in node.input]
     for body in bodies(node):
         for inner in body.node:

@@ -1,9 +1,9 @@
 """Removal of a decoder's cache: a prompt is read in one pass, and no text is generated after it.
 
 Exports for text generation read the keys and values of earlier tokens (``past_key_values.*``) and
-output those of all tokens (``present.*``). With a past of length 0 the inputs are empty, and the
-outputs are not needed: a ``Concat`` of past and new tokens returns the new tokens, and all measured
-sizes of the past are known.
+output those of all tokens (``present.*``). Here the past is given length 0. Then the inputs are
+empty, and the outputs are not needed. A ``Concat`` of past and new tokens returns the new tokens,
+and all sizes of the past are constants.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from offramp.compiler.common.tensors import array_of
 from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, is_standard, refill
 
 _CACHE = "past"
-"""Prefix of names of inputs with keys and values."""
+"""Prefix of the names of inputs with keys and values of earlier tokens."""
 _PRESENT = "present"
-"""Prefix of names of outputs with keys and values."""
+"""Prefix of the names of outputs with keys and values of all tokens."""
 _BRANCH = "use_cache_branch"
 """Input of exports that hold two decoders, one with a cache and one without."""
 _FUSED = frozenset(
@@ -46,7 +46,7 @@ _PLAIN = (
 
 
 def check_no_fused_cache(proto: onnx.ModelProto) -> None:
-    """Raise ModelError for operators that hold a cache, and for exports of two decoders in one."""
+    """Raise ModelError for operators that contain a cache, and for two decoders in one export."""
     names = [info.name for info in proto.graph.input]
     if _BRANCH in names:
         raise ModelError(
@@ -71,15 +71,15 @@ def check_no_cache(proto: onnx.ModelProto) -> None:
     more = f" and {len(held) - 1} more" if len(held) > 1 else ""
     outputs = [info.name for info in proto.graph.output if not is_cache(info.name)]
     raise ModelError(
-        f"input {held[0]!r}{more} hold the cache of a decoder, whose answer is "
-        f"{', '.join(map(repr, outputs)) or 'missing'}: if that is [batch, tokens, vocabulary], "
-        "name the tokens that it chooses between, such as those of yes and no, by --answer-tokens "
-        "ID,ID; for any other answer export it without a cache (use_cache=False)"
+        f"input {held[0]!r}{more} hold the cache of a decoder with the output "
+        f"{', '.join(map(repr, outputs)) or 'missing'}: if that output is [batch, tokens, "
+        "vocabulary], name the tokens that it chooses between, such as those of yes and no, by "
+        "--answer-tokens ID,ID; for any other answer export it without a cache (use_cache=False)"
     )
 
 
 def _holds_past(info: onnx.ValueInfoProto) -> bool:
-    """Return whether an input holds keys or values, not the past of a forecast (fewer axes)."""
+    """Return whether an input holds keys or values; the past of a forecast has fewer axes."""
     rank = len(info.type.tensor_type.shape.dim)
     return info.name.startswith(f"{_CACHE}_key") or (info.name.startswith(_CACHE) and rank >= 4)
 
@@ -110,16 +110,16 @@ def drop_cache(proto: onnx.ModelProto, prompts: str) -> int:
 
 
 class Past(NamedTuple):
-    """An input with keys or values, or both."""
+    """Shape of an empty input for keys, for values, or for both."""
 
     sizes: tuple[int, ...]
-    """Sizes of the empty past: 0 on the axis of the length; the entry of the batch axis has no
+    """Sizes of the empty past: 0 on the axis of its length. The number on the batch axis has no
     meaning."""
     batch_axis: int
 
 
 class _Emptied:
-    """Nodes of a graph, changed to run without a past."""
+    """Nodes of a graph, changed so that the graph runs without a past."""
 
     def __init__(self, graph: onnx.GraphProto, prompts: str, batch: int | None) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -169,7 +169,7 @@ class _Emptied:
         self.nodes.append(node)
 
     def _known(self, node: onnx.NodeProto, past: Past) -> onnx.NodeProto:
-        """Return a constant for the size of a past that a node computes, unless it is the batch."""
+        """Return a constant in place of a node that reads past sizes other than the batch."""
         chosen = self._constants.get(node.input[1])
         if chosen is None:
             return node
@@ -189,7 +189,7 @@ class _Emptied:
 
 
 def read_past(info: onnx.ValueInfoProto) -> Past:
-    """Find the axes of the batch and of the length, the only other symbolic size."""
+    """Find the axes of the batch and of the past's length, which are the only symbolic sizes."""
     dims = info.type.tensor_type.shape.dim
     # Keys and values may be one tensor [2, batch, heads, length, size].
     batch_axis = 1 if len(dims) == 5 and dims[0].dim_value == 2 else 0

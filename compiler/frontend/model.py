@@ -45,10 +45,9 @@ def read_model(
         task: The user's options about the task; it is inferred by default.
         simplify: Whether to fold constants and fuse operators with onnxslim, if the result computes
             the same.
-        simplify_limit: Seconds that this may take.
-        weights: File in which the model names its large weights; with it, models may be of any
-            size.
-        max_cut_tensors: Largest number of tensors of a cut point that the model is prepared for.
+        simplify_limit: Seconds that onnxslim may take.
+        weights: File for the model's large weights. With such a file, models may be of any size.
+        max_cut_tensors: Largest number of tensors at a cut point.
 
     The steps and their order are :data:`.passes.SLICEABLE`.
 

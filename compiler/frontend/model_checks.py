@@ -1,4 +1,4 @@
-"""Requirements on a model without which exits make no sense, checked before it is run."""
+"""Requirements that a model must meet to have exits, checked before the model is run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from offramp.compiler.graphs.graph import Dataflow, Operator, constant_tensor, i
 from offramp.compiler.graphs.shapes import dtype_name
 
 _MOST_DIMENSIONS: Final = 8
-"""Largest number of dimensions of an input: a video has five, and each multiplies the cost of trial
-runs."""
+"""Largest number of dimensions of an input. A video has five, and each further dimension multiplies
+the cost of trial runs."""
 _BATCH_NAME: Final = re.compile(r"(mini_?)?batch(_?(size|dim|axis))?|bs", re.IGNORECASE)
 """Names that exporters and users choose for the size of the batch."""
 
 
 def check_some_input(proto: onnx.ModelProto) -> None:
-    """Refuse a model whose answer depends on no input."""
+    """Raise ModelError for a model whose answer depends on no input."""
     if not proto.graph.input:
         raise ModelError("no inputs that the answer depends on: there is nothing to classify")
 
 
 def check_inputs(proto: onnx.ModelProto) -> None:
-    """Refuse inputs that are not arrays of numbers; name sizes that have no name."""
+    """Raise ModelError for inputs that are not arrays of numbers; name sizes that have no name."""
     check_some_input(proto)
     for info in proto.graph.input:
         tensor = info.type.tensor_type
@@ -54,9 +54,10 @@ def check_inputs(proto: onnx.ModelProto) -> None:
 
 
 def check_batch_first(graph: onnx.GraphProto) -> None:
-    """Refuse inputs whose first dimension is not the batch, by the names of their sizes.
+    """Raise ModelError if the names of an input's sizes show that the batch is not the first.
 
-    The batch is the size with such a name, or else the first size of the answer.
+    A size counts as the batch if its name means batch, or else if it is the first size of the
+    answer.
     """
     answers = {sizes[0] for output in graph.output if (sizes := _names(output)) and sizes[0]}
     for info in graph.input:
@@ -82,12 +83,12 @@ def _misplaced_batch(info: onnx.ValueInfoProto, axis: int) -> str:
 
 
 def _names(info: onnx.ValueInfoProto) -> tuple[str, ...]:
-    """Return the names of a tensor's sizes; fixed and unnamed sizes are empty."""
+    """Return the names of a tensor's sizes; the name of a fixed or unnamed size is empty."""
     return tuple(dim.dim_param for dim in info.type.tensor_type.shape.dim)
 
 
 def check_inference(graph: onnx.GraphProto) -> None:
-    """Refuse a model with dropout in training mode."""
+    """Raise ModelError for a model with dropout in training mode."""
     flow = Dataflow(graph)
     values = dict(_constants(graph, flow))
     for op in flow.operators:

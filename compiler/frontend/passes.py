@@ -1,8 +1,8 @@
 """Preparation of a model as a list of passes, each of which states what it requires and ensures.
 
 Read :data:`SLICEABLE` from top to bottom: it lists the steps before slicing, and its requirements
-explain the order. The runner checks a pass's requirements before running it, and what it ensures
-afterwards. The form is that of the pass infrastructure of onnx/ir-py; ours works on ``ModelProto``.
+explain the order. :func:`prepare` checks what a pass requires before running the pass, and what it
+ensures afterwards. The passes are written like those of onnx/ir-py, but work on ``ModelProto``.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ class PassError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class ModelDraft:
-    """A model that is being prepared, with the user's requests and the results of passes."""
+    """A model that is being prepared, with the user's options and the results of passes."""
 
     proto: onnx.ModelProto
-    """Model, owned by the passes, which change it in place or replace it."""
+    """The model. Passes own it: they change it in place or replace it."""
     answer: str | None = None
-    """Output to keep, if there are several."""
+    """Name of the output to keep, if there are several."""
     answer_tokens: tuple[int, ...] = ()
-    """Tokens that a decoder answers with; empty for every other model."""
+    """Ids of the tokens that a decoder answers with; empty for every other model."""
     class_map: bool = False
-    """True if each position of the answer is to be a class."""
+    """True if the model shall answer with the class of each position."""
     simplify_limit_s: float | None = None
-    """Longest time that onnxslim may take; ``None`` leaves the model as it is."""
+    """Longest time in seconds that onnxslim may take; ``None`` to leave the model as it is."""
     weights: WeightFile | None = None
-    """File in which the model names its large weights, if it does not hold them."""
+    """File that holds the model's large weights, if they are not inside the model."""
     max_cut_tensors: int = MAX_CUT_TENSORS
-    """Largest number of tensors that may cross a cut point."""
+    """Largest number of tensors at a cut point."""
     note: Callable[[str], None] = lambda _text: None
     """Called with a sentence for users about each difference from the file."""
     flat: bool = False
-    """True if the file's answer is [batch], which the model now has as [batch, 1]."""
+    """True if the answer was [batch] in the file; the model's answer is then [batch, 1]."""
     declared: DeclaredInputs | None = None
-    """Inputs as the file declares them, once inputs are settled."""
+    """Inputs as the file declares them; ``None`` until a pass has settled the inputs."""
     holding: set[Property] = field(default_factory=set)
     """Properties that passes have ensured so far."""
 
     @property
     def unread(self) -> tuple[UnreadInput, ...]:
-        """Inputs that the file declares and nothing reads."""
+        """Inputs that the file declares but that no operator reads."""
         assert self.declared is not None, "inputs are not settled yet"
         return self.declared.unread(self.proto.graph)
 
@@ -114,7 +114,7 @@ def _annotated(proto: onnx.ModelProto) -> bool:
 
 
 class Property(Enum):
-    """A property of a model that passes require and ensure; the value is its check."""
+    """A property of a model that passes require and ensure; the value holds its check."""
 
     KNOWN = (_known,)
     """ONNX Runtime has every operator."""
@@ -123,7 +123,7 @@ class Property(Enum):
     WEIGHTS_UNLISTED = (_weights_unlisted,)
     """Initializers are not listed as inputs."""
     ONE_ANSWER = (_one_answer,)
-    """The one output is the answer."""
+    """The model has one output, which is the answer."""
     PRUNED = (_pruned,)
     """The answer depends on every operator."""
     INPUTS_READ = (_inputs_read,)
@@ -131,9 +131,9 @@ class Property(Enum):
     BATCH_FREE = (_batch_free,)
     """Dimension 0 of every input is the symbolic batch, and rows do not change each other."""
     NAMED = (_named,)
-    """Every operator has a name of its own."""
+    """Every operator has a different name."""
     ANNOTATED = (_annotated,)
-    """Types and shapes of inner tensors are those that inference finds; none is outdated."""
+    """Types and shapes of inner tensors are the inferred ones; none is outdated."""
 
     def holds(self, proto: onnx.ModelProto) -> bool:
         """Return whether a model has the property, as far as the check can detect."""
@@ -155,11 +155,12 @@ class Pass:
 
 
 def prepare(draft: ModelDraft, passes: Sequence[Pass]) -> None:
-    """Run passes on a draft, in order; properties ensured by earlier calls still hold.
+    """Run passes on a draft, in order; properties from earlier calls are kept in the draft.
 
     Raises:
         ModelError: A pass refuses the model.
-        PassError: A required property does not hold yet, or an ensured one does not hold.
+        PassError: A property that a pass requires does not hold yet, or one that it ensures does
+            not hold afterwards.
     """
     for each in passes:
         if early := each.requires - draft.holding:
@@ -354,4 +355,4 @@ SLICEABLE = (
     ANCHOR_SHAPES,
     TURN_BATCH_FIRST,
 )
-"""Passes that make a file's model sliceable, in order."""
+"""Passes, in order, that prepare a file's model for slicing."""

@@ -32,20 +32,21 @@ from offramp.engine.answers.differences import relative_difference
 _log = logging.getLogger(__name__)
 
 MIN_OPSET = 13
-"""Opset that older models are converted to; in it ``axes`` are inputs and Softmax is per axis."""
+"""Opset that older models are converted to. In it, ``axes`` are inputs, and Softmax computes along
+one axis."""
 _MOST_OPSET = 99
-"""Opset at which the search for the newest runnable one begins."""
+"""Opset at which the downward search for the newest runnable opset begins."""
 MIN_IR_VERSION = 8
-"""IR version of the file format; since 4 initializers need not be graph inputs."""
+"""Oldest IR version of the file format; since version 4 initializers need not be graph inputs."""
 MOST_SIMPLIFIED = 8000
-"""Largest number of operators in a model that onnxslim is run on: with so many it takes half a
-minute."""
+"""Largest number of operators in a model that onnxslim is run on; it takes half a minute for so
+many."""
 _MOST_TIED = 1000
-"""Largest number of operators for which equal small constants are merged: that takes quadratic
-time."""
+"""Largest number of operators in a model in which equal small constants are merged: merging takes
+quadratic time."""
 _SMALL_BYTES = 2**24
-"""Largest size of weights with which onnxslim runs on a copy in memory, not in a process of its
-own."""
+"""Largest size in bytes of weights with which onnxslim runs on a copy in memory; for larger weights
+it runs in a separate process."""
 _SHOWN = 120
 """Largest number of characters of the simplifier's error that are shown."""
 _BATCH = 2
@@ -53,7 +54,7 @@ _BATCH = 2
 
 
 def modern(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert to :data:`MIN_OPSET` if the model is older."""
+    """Convert a model to :data:`MIN_OPSET` if it is older."""
     opset = default_opset(proto)
     if opset < MIN_OPSET:
         try:
@@ -77,7 +78,10 @@ def modern(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _converted(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert to :data:`MIN_OPSET`; meanwhile weights that are named in a file are inputs."""
+    """Convert to :data:`MIN_OPSET`.
+
+    During the conversion, weights that are in a file are inputs.
+    """
     named = [tensor for tensor in proto.graph.initializer if tensor.external_data]
     # before the file's IR version is raised: the converter finds weights by it
     made = version_converter.convert_version(without_named(proto), MIN_OPSET)
@@ -107,7 +111,7 @@ def unlist_initializers(proto: onnx.ModelProto) -> None:
 def give_column(proto: onnx.ModelProto) -> bool:
     """Add a second dimension to an output [batch], in place, so that it is [batch, 1].
 
-    The new tensor gets the output's name. Returns whether the output was changed.
+    The output keeps its name. Returns whether the output was changed.
     """
     (output,) = proto.graph.output
     tensor = output.type.tensor_type
@@ -124,7 +128,7 @@ def give_column(proto: onnx.ModelProto) -> bool:
 
 
 def remove_unused(proto: onnx.ModelProto) -> None:
-    """Remove operators and initializers that no output depends on; sort the rest."""
+    """Remove operators and initializers that no output depends on; sort the remaining ones."""
     graph = proto.graph
     refill(graph.node, [op.proto for op in Dataflow(graph).needed])
     read = read_names(graph)
@@ -134,7 +138,7 @@ def remove_unused(proto: onnx.ModelProto) -> None:
 
 
 def name_operators(proto: onnx.ModelProto) -> None:
-    """Name every operator uniquely, so that segments can be united by name."""
+    """Give every operator a unique name, so that segments can be joined by name."""
     taken: set[str] = set()
     for node in proto.graph.node:
         if not node.name or node.name in taken:
@@ -150,9 +154,10 @@ def simplified(
 ) -> onnx.ModelProto:
     """Fold constants and fuse operators of a model with a symbolic batch; it is not changed.
 
-    The raw graph of an export can hide most of its cut points. ``proto`` itself is returned, and a
-    warning logged, if onnxslim fails, takes longer than ``limit_s`` seconds, or changes the result
-    on random inputs. The model may name its weights in ``weights``.
+    The unsimplified graph of an export may show few of its cut points. ``proto`` itself is
+    returned, and a warning is logged, if onnxslim fails, takes longer than ``limit_s`` seconds, or
+    changes the result on random inputs. ``weights`` is the file of the model's weights, if they are
+    not inside it.
     """
     operators = len(proto.graph.node)
     if operators > MOST_SIMPLIFIED:
@@ -188,12 +193,12 @@ def simplified(
 
 
 def _one_line(error: Exception) -> str:
-    """Return the beginning of an error on one line: errors of ONNX Runtime have several."""
+    """Return the beginning of an error in one line: errors of ONNX Runtime have several lines."""
     return f"{' '.join(str(error).split()):.{_SHOWN}}"
 
 
 def _difference(proto: onnx.ModelProto, simpler: onnx.ModelProto) -> float:
-    """Return the largest relative difference of outputs; infinite if inputs or outputs changed."""
+    """Return the largest relative difference of outputs; infinite if inputs or outputs differ."""
     feeds = random_inputs(proto, _BATCH)
     wanted = GraphRunner(proto).run(feeds)  # run one after the other, as each holds all weights
     after = GraphRunner(simpler)

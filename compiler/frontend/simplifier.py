@@ -22,11 +22,11 @@ from offramp.compiler.graphs.weights import check_standard
 from offramp.engine.common.job_runner import environment_of_child
 
 LIMIT_S: Final = 180.0
-"""Default for the seconds that simplifying may take."""
+"""Default for the largest number of seconds that simplifying may take."""
 # -P: modules of the working directory are not imported.
 COMMAND: Final = (sys.executable, "-P", "-m", "offramp.compiler.frontend.simplifier")
 _SMALL_OPERATORS = 300
-"""Number of operators up to which simplifying takes less time than starting a process."""
+"""Number of operators up to which simplifying is faster than starting a process."""
 
 
 class SimplifierError(Exception):
@@ -40,9 +40,9 @@ def slim(
     folder: Path | None,
     limit_s: float = LIMIT_S,
 ) -> onnx.ModelProto:
-    """Simplify a model, which is not changed; ``skipped`` are optimisations of onnxslim.
+    """Simplify a model, which is not changed, without onnxslim's ``skipped`` optimisations.
 
-    ``folder`` has the file of weights that the model names, if any. A small model without loops or
+    ``folder`` contains the model's weight file, if there is one. A small model without loops or
     named weights is simplified in this process, other models by :data:`COMMAND`. SimplifierError if
     simplifying fails, or if the process takes longer than ``limit_s`` seconds.
     """
@@ -92,7 +92,7 @@ def _slim(proto: onnx.ModelProto, skipped: Sequence[str]) -> onnx.ModelProto:
 def main() -> None:
     """Simplify a file, and print this process's peak memory in bytes.
 
-    Weights that the model names are read from the current folder, if they are needed.
+    Weights in a file are read from the current folder, if they are needed.
     """
     given, made, skipped = sys.argv[1:]
     proto = onnx.load(given, load_external_data=False)
@@ -104,9 +104,9 @@ def main() -> None:
 
 
 def _keeps_names() -> bool:
-    """Keep weights that onnxslim does not compute in their file; return whether it can be done.
+    """Let onnxslim keep unchanged weights in their file; return whether this version of it can.
 
-    onnxslim itself would also mark the weights that it computes as external.
+    Without this change, onnxslim would also mark the weights that it computes as external.
     """
     try:
         from onnxslim.third_party.onnx_graphsurgeon.exporters import (  # noqa: PLC0415

@@ -1,11 +1,12 @@
 """Reading the user's ONNX file and its external data, each file only after it was checked.
 
 A model file names the files that hold its weights. A model file from an untrusted source could name
-any file of the user who compiles it. So names outside the model's folder, and links, are refused
-before they are opened.
+any file that the user may read. So names outside the model's folder, and links, are refused before
+they are opened.
 
 Some files run in ONNX Runtime although the ONNX checker refuses them; exporters and tools that cut
-graphs write such files. They are rewritten in the standard form, as their meaning is clear.
+graphs write such files. These files are rewritten in the standard form, because their meaning is
+clear.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from offramp.compiler.graphs.shapes import UNKNOWN, TensorType, infer_types
 from offramp.compiler.graphs.weights import WeightFile, check_standard
 
 _TORCH = frozenset({".pt", ".pth", ".safetensors"})
-"""Suffixes of torch's files."""
+"""Suffixes of torch's model files."""
 
 
 def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.ModelProto, str]:
     """Read and check a model file with its external data; return the model and a hash of both.
 
-    Large weights are put into ``weights`` one by one, and the model names them there. Without it
-    the model holds all weights, at most 2 GiB.
+    Large weights are moved into ``weights`` one by one, and the model refers to them by name.
+    Without ``weights`` the model contains all weights, at most 2 GiB.
 
     Raises:
         ModelError: The file is missing, not an ONNX model, names forbidden files, or is too large.
@@ -117,14 +118,15 @@ def _read(path: Path) -> bytes:
 def _check_size(path: Path, size: int) -> None:
     if size > MOST_BYTES:
         raise ModelError(
-            f"{path}: {size / 2**30:.1f} GiB in one message, which is {MOST_BYTES / 2**30:.0f} GiB "
-            "at most; store the weights as external data, as initializers of the graph: "
+            f"{path}: {size / 2**30:.1f} GiB in one message, which may have "
+            f"{MOST_BYTES / 2**30:.0f} GiB at most; store the weights as external data, as "
+            "initializers of the graph: "
             "onnx.save(model, path, save_as_external_data=True)"
         )
 
 
 def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
-    """Return the files with weights next to the model, all checked."""
+    """Return the weight files next to the model, after checking all of them."""
     sizes: dict[str, int] = {}
     for tensor in chain(proto.graph.initializer, _inner_tensors(proto)):
         if uses_external_data(tensor):
@@ -140,7 +142,7 @@ def _external_files(proto: onnx.ModelProto, path: Path) -> list[Path]:
 
 
 def _claim(tensor: onnx.TensorProto, path: Path) -> tuple[str, int]:
-    """Return the file that a tensor names, and the least size that the file must have."""
+    """Return the file that a tensor names, and the smallest size that the file must have."""
     told = {entry.key: entry.value for entry in tensor.external_data}
     try:
         start, length = int(told.get("offset") or 0), int(told.get("length") or 0)
@@ -187,7 +189,7 @@ def _size_of(path: Path, location: str) -> int:
 
 
 def _load_external(proto: onnx.ModelProto, folder: Path, weights: WeightFile | None) -> int:
-    """Load tensors from files, one by one; return how many bytes of them the model now holds.
+    """Load tensors from files, one by one; return the number of bytes that the model now contains.
 
     Initializers are put into ``weights`` if it accepts them.
     """
@@ -209,7 +211,7 @@ def _load_external(proto: onnx.ModelProto, folder: Path, weights: WeightFile | N
 
 
 def _inner_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """Yield all tensors of a model except its initializers: in operators, subgraphs, functions."""
+    """Yield all tensors of a model that are inside operators, subgraphs or functions."""
     yield from _inner_tensors_of(proto.graph)
     for function in proto.functions:
         for node in function.node:
@@ -234,16 +236,16 @@ def _tensors_in(node: onnx.NodeProto) -> Iterator[onnx.TensorProto]:
 
 
 _ROWS = 2
-"""Number of samples of a run that finds the shape of an output, if inference does not find it."""
+"""Number of samples in a run that finds the shapes of outputs, if inference does not find them."""
 
 
 def to_standard_form(proto: onnx.ModelProto) -> None:
     """Rewrite, in place, everything that differs from the ONNX standard only in form.
 
     The domain ``ai.onnx`` becomes the empty one; operator sets that are used but not imported are
-    imported; sizes of 0 and below become open; graphs get names; among initializers with the same
-    name, the one that ONNX Runtime uses stays; outputs get types and shapes. ModelError for defects
-    that cannot be repaired.
+    imported; sizes of 0 and below become unknown; graphs get names; of initializers with the same
+    name, only the one that ONNX Runtime uses is kept; outputs get types and shapes. ModelError for
+    defects that cannot be repaired.
     """
     _check_versions(proto)
     graphs = list(all_graphs(proto.graph))
@@ -289,7 +291,7 @@ def _rename_domains(proto: onnx.ModelProto, graphs: Iterable[onnx.GraphProto]) -
 
 
 def _import_domains(proto: onnx.ModelProto, graphs: Iterable[onnx.GraphProto]) -> None:
-    """Import what ONNX Runtime imports automatically: the newest version of a used domain."""
+    """Import used domains in their newest version, as ONNX Runtime does automatically."""
     known = {each.domain for each in proto.opset_import}
     for domain in dict.fromkeys(node.domain for graph in graphs for node in graph.node):
         if domain not in known:
@@ -305,7 +307,7 @@ def _open_sizes(graph: onnx.GraphProto) -> None:
 
 
 def _check_reads(graph: onnx.GraphProto) -> None:
-    """Refuse operators of a sorted graph that read a tensor nothing computes before them."""
+    """Raise ModelError if an operator reads a tensor that no earlier operator computes."""
     given = {info.name for info in graph.input} | {tensor.name for tensor in graph.initializer}
     given.update(tensor.values.name for tensor in graph.sparse_initializer)
     written = {name for node in graph.node for name in node.output}
@@ -336,7 +338,7 @@ def _check_shapes(graph: onnx.GraphProto) -> None:
 
 
 def _describe_outputs(proto: onnx.ModelProto) -> None:
-    """Add types and shapes to outputs without them, by inference or by running the model."""
+    """Add types and shapes to outputs that lack them, by inference or by running the model."""
     vague = [output for output in proto.graph.output if _is_vague(output)]
     if not vague:
         return
@@ -359,7 +361,7 @@ def _is_vague(output: onnx.ValueInfoProto) -> bool:
 
 
 def _types_of_run(proto: onnx.ModelProto) -> dict[str, TensorType]:
-    """Run a model on random inputs; return the types and ranks of its outputs, with open sizes."""
+    """Run a model on random inputs; return its outputs' types, with the rank but no sizes."""
     try:
         given: dict[str, Any] = GraphRunner(proto).run(random_inputs(proto, _ROWS))
     except RuntimeError as error:

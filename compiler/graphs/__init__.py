@@ -1,1 +1,1 @@
-"""Views of ONNX graphs: dataflow, shapes, rows, weights, and operators after the scores."""
+"""Views of ONNX graphs: dataflow, shapes, rows, weights, and the operators after the scores."""

@@ -1,9 +1,10 @@
 """Channel dimension of tensors, derived from the operators around them.
 
-A map may be [batch, channels, height, width] or have its channels last, and three dimensions may be
-tokens or the channels of a signal. Heads need to know which dimension it is. Convolutions, poolings
-and normalisations read channels at a known dimension. So the nearest of them is searched from a
-tensor, through elementwise operators and ``Transpose``, whose permutation is known.
+A map may be [batch, channels, height, width] or have its channels last, and a tensor of three
+dimensions may hold tokens or the channels of a signal. Heads need to know which dimension holds the
+channels. Convolutions, poolings and normalisations have their channels at a known dimension. So the
+search for such an operator begins at the tensor, and continues through elementwise operators and
+``Transpose``.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _CHANNELS_LAST = frozenset(
 )
 _NORMALISATIONS = frozenset({"LayerNormalization", "RMSNormalization"})
 _WEIGHTS = {"MatMul": 1, "FusedMatMul": 1, "MatMulInteger": 1, "QLinearMatMul": 3}
-"""Products, and the index of their weight input [width, width after it]."""
+"""Matrix products, and the index of their weight input [width before, width after]."""
 _MEANS = frozenset({"ReduceMean", "ReduceMax", "ReduceSum"})
 _NORMALISING = frozenset({"Sub", "Add", "Sqrt"})
-"""Operators that follow a mean in a normalisation written in single operators."""
+"""Operators that follow a mean if a normalisation is written as single operators."""
 _TRANSPARENT = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Where", "Sum", "Concat", "Pad", "Slice"}
     | {"Relu", "LeakyRelu", "PRelu", "Elu", "Selu", "Celu", "Gelu", "Mish", "Swish", "Erf", "Tanh"}
@@ -44,7 +45,8 @@ _TRANSPARENT = frozenset(
 )
 """Operators whose output has the dimensions of their operands, in the same order."""
 _MOST_STEPS = 64
-"""Largest number of tensors that a search visits; operators beyond do not show the channels."""
+"""Largest number of tensors that a search visits; operators farther away do not show the
+channels."""
 _MOST_AXES = 8
 
 
@@ -55,13 +57,13 @@ class ChannelFinder:
     graph: Dataflow
     types: Mapping[str, TensorType]
     axes: Mapping[str, tuple[int, ...]]
-    """Values of constants that may be the axes of a mean."""
+    """Values of integer constants that may be the axes of a mean, by name."""
 
     @classmethod
     def of(
         cls, proto: onnx.ModelProto, graph: Dataflow, types: Mapping[str, TensorType]
     ) -> ChannelFinder:
-        """Create a finder for a model and its types."""
+        """Create a finder for a model and the types of its tensors."""
         constants = [t for node in proto.graph.node if (t := constant_tensor(node)) is not None]
         axes = {
             tensor.name: tuple(array_of(tensor).ravel().tolist())
@@ -93,7 +95,7 @@ class ChannelFinder:
         return len(found.shape or ()) if found is not None else 0
 
     def _implied(self, tensor: str) -> Iterator[int]:
-        """Yield the channel dimensions that readers and writer of a tensor imply."""
+        """Yield the channel dimensions that are implied by the operators next to a tensor."""
         last = self._rank(tensor) - 1
         readers = [op for op in self.graph.consumers.get(tensor, ()) if op.reads[0] == tensor]
         writer = self.graph.producers.get(tensor)
@@ -107,7 +109,7 @@ class ChannelFinder:
                 yield from self._spared(op, last)
 
     def _is_last(self, op: Operator, tensor: str) -> bool:
-        """Return whether an operator works along the last dimension only."""
+        """Return whether an operator works along the last dimension of a tensor only."""
         if op.kind in _NORMALISATIONS:
             return integer(op.proto, "axis", -1) in (-1, self._rank(tensor) - 1)
         if op.kind in _WEIGHTS:
@@ -120,7 +122,11 @@ class ChannelFinder:
         return any(name not in self.graph.variable and self._rank(name) == 2 for name in names)
 
     def _spared(self, op: Operator, last: int) -> Iterator[int]:
-        """Yield the dimension that a mean keeps, or that it reduces in a normalisation."""
+        """Yield the channel dimension that a mean shows.
+
+        It is the only dimension that the mean keeps, besides the batch, or the last one if the mean
+        is part of a normalisation.
+        """
         attributes = {a.name: helper.get_attribute_value(a) for a in op.proto.attribute}
         given = op.proto.input[1] if len(op.proto.input) > 1 else ""
         over = {a % (last + 1 or 1) for a in attributes.get("axes", self.axes.get(given, ()))}
@@ -133,7 +139,7 @@ class ChannelFinder:
     def _neighbours(
         self, tensor: str, axes: tuple[int, ...]
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield tensors with the same channels, and to which original dimensions theirs belong."""
+        """Yield tensors with the same channels, with the original dimension of each dimension."""
         for op in self.graph.consumers.get(tensor, ()):
             if op.kind == "Transpose":
                 order = self._order(op, len(axes))
@@ -155,7 +161,7 @@ class ChannelFinder:
                 yield name, axes
 
     def _order(self, op: Operator, rank: int) -> list[int]:
-        """Return the permutation of a Transpose; empty if the file's is not valid for the rank."""
+        """Return the permutation of a Transpose; empty if it is not valid for the rank."""
         usual = list(reversed(range(rank)))
         given = next((list(a.ints) for a in op.proto.attribute if a.name == "perm"), usual)
         return given if sorted(given) == sorted(usual) else []

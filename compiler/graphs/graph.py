@@ -29,15 +29,16 @@ class Operator:
     """A node of the graph, with all tensors that it reads."""
 
     index: int
-    """Position in topological order."""
+    """Position of the operator in topological order."""
     name: str
     kind: str
     """ONNX operator type, for instance ``Conv``."""
     reads: tuple[str, ...]
-    """Tensors read, including those captured by ``If`` and ``Loop`` bodies; none twice."""
+    """Tensors that the operator reads, each once, including those that bodies of ``If`` and
+    ``Loop`` read from outside."""
     writes: tuple[str, ...]
     has_body: bool
-    """True if it runs a subgraph."""
+    """True if the operator runs a subgraph (body)."""
     proto: onnx.NodeProto
 
     @property
@@ -50,9 +51,9 @@ class Dataflow:
     """Producer and consumers of each tensor, in one topological order.
 
     ``constants`` are the names of initializers; ``inputs`` are the graph inputs that are not
-    initializers. ``producers`` and ``consumers`` map a tensor to the operator that writes it and to
-    those that read it, in order. ``variable`` are the tensors that depend on a graph input; others
-    are constant.
+    initializers. ``producers`` maps a tensor to the operator that writes the tensor, and
+    ``consumers`` to the operators that read it, in order. ``variable`` are the tensors that depend
+    on a graph input; others are constant.
     """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
@@ -85,7 +86,7 @@ class Dataflow:
         return self.upstream(self.outputs, stop=frozenset())
 
     def is_constant(self, op: Operator) -> bool:
-        """Return whether the operator computes the same value for all graph inputs."""
+        """Return whether an operator computes the same values whatever the graph inputs are."""
         return self.variable.isdisjoint(op.writes)
 
     def upstream(
@@ -97,7 +98,7 @@ class Dataflow:
     ) -> tuple[Operator, ...]:
         """Return the operators that compute ``tensors`` from the tensors in ``stop``, in order.
 
-        ``instead_of`` maps tensors to the tensors that replace them.
+        Where an operator reads a key of ``instead_of``, the mapped tensor is used in its place.
         """
         needed: set[int] = set()
         pending = list(tensors)
@@ -148,7 +149,7 @@ def copied(message: _Message) -> _Message:
 
 
 def refill(field: Any, items: Iterable[Any]) -> None:
-    """Replace all items of a repeated field, such as a graph's nodes; old items may stay."""
+    """Replace all items of a repeated field, such as a graph's nodes; old items may be reused."""
     kept = list(items)
     del field[:]
     field.extend(kept)
@@ -166,8 +167,8 @@ def rename_tensor(graph: onnx.GraphProto, name: str, other: str) -> None:
 def rename_graph(graph: onnx.GraphProto, rename: Callable[[str], str]) -> None:
     """Rename every tensor and node of a graph, so that several graphs fit into one namespace.
 
-    Bodies of operators are renamed, too. ONNX has no shadowing: a name is the same tensor in a
-    graph and in all bodies inside it, so ``rename`` applies to all.
+    Names in bodies of operators are changed, too. ONNX has no shadowing: a name is the same tensor
+    in a graph and in all bodies inside it.
     """
     for info in (*graph.input, *graph.output, *graph.value_info):
         info.name = rename(info.name)
@@ -206,7 +207,7 @@ def constant_tensor(node: onnx.NodeProto) -> onnx.TensorProto | None:
 
 
 def hoisted(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Copy a model with initializers instead of ``Constant`` nodes."""
+    """Return a copy of a model with initializers instead of ``Constant`` nodes."""
     copy = copied(proto)
     found = [(node, constant_tensor(node)) for node in copy.graph.node]
     copy.graph.initializer.extend(tensor for _, tensor in found if tensor is not None)
@@ -215,7 +216,7 @@ def hoisted(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def emptied(proto: onnx.ModelProto, name: str, *, producer: str | None = None) -> onnx.ModelProto:
-    """Return a model without nodes, with the operator sets and functions of another."""
+    """Return a model without nodes, with the operator sets and functions of ``proto``."""
     model = onnx.ModelProto(ir_version=proto.ir_version)
     model.opset_import.extend(proto.opset_import)
     model.functions.extend(proto.functions)
@@ -231,7 +232,7 @@ def serialised(proto: onnx.ModelProto) -> bytes:
 
 
 def weight_bytes(proto: onnx.ModelProto) -> int:
-    """Return the bytes of a model's initializers; ``ByteSize`` would copy them all."""
+    """Return the size in bytes of a model's initializers; ``ByteSize`` would copy them all."""
     sizes = ((t.dims, helper.tensor_dtype_to_np_dtype(t.data_type)) for t in _numbers(proto.graph))
     return sum(prod(dims) * dtype.itemsize for dims, dtype in sizes)
 
@@ -241,13 +242,13 @@ def _numbers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 
 def captured_names(node: onnx.NodeProto) -> Iterator[str]:
-    """Yield the outer tensors that the node's subgraphs read, such as those of ``If``."""
+    """Yield the outer tensors that a node's subgraphs read, for instance those of an ``If``."""
     for body in bodies(node):
         yield from captured_by(body)
 
 
 def captured_by(body: onnx.GraphProto) -> Iterator[str]:
-    """Yield the outer tensors that a subgraph reads."""
+    """Yield the tensors that a subgraph reads from outside."""
     local = {i.name for i in body.input} | set(_initializer_names(body))
     for inner in body.node:
         yield from (t for t in (*inner.input, *captured_names(inner)) if t not in local)
@@ -256,7 +257,7 @@ def captured_by(body: onnx.GraphProto) -> Iterator[str]:
 
 
 def read_names(graph: onnx.GraphProto) -> set[str]:
-    """Return the tensors that operators or their bodies read, and the outputs of the graph."""
+    """Return the tensors that operators or their bodies read, and the graph's outputs."""
     return {o.name for o in graph.output}.union(*map(_reads, graph.node))
 
 
@@ -292,7 +293,7 @@ def _operator(index: int, node: onnx.NodeProto, reads: tuple[str, ...]) -> Opera
 
 
 def sort_operators(graph: onnx.GraphProto) -> None:
-    """Sort the nodes of a graph and its bodies, in place; nodes of a cycle stay."""
+    """Sort the nodes of a graph and its bodies, in place; nodes of a cycle keep their order."""
     nodes = list(graph.node)
     order = _ordered(nodes, [_reads(node) for node in nodes])
     if len(order) == len(nodes):
@@ -307,7 +308,7 @@ def _reads(node: onnx.NodeProto) -> tuple[str, ...]:
 
 
 def _ordered(nodes: Sequence[onnx.NodeProto], reads: Sequence[tuple[str, ...]]) -> Sequence[int]:
-    """Sort nodes topologically (Kahn), stable: a sorted graph stays as it is."""
+    """Return a topological order of nodes (Kahn); it is stable: a sorted graph keeps its order."""
     written = {t: i for i, node in enumerate(nodes) for t in node.output if t}
     readers: dict[int, list[int]] = {}
     missing = [0] * len(nodes)

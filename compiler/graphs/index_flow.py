@@ -1,9 +1,9 @@
 """Values of graph inputs that are used as indices: ranges beyond which the model fails.
 
-``Gather`` and its relatives fail on an index beyond the length of the indexed dimension. The range
-of legal indices is known if that length is fixed. It is traced back through the operators that
-compute the indices, up to the graph inputs. The trace ends at an unknown operator, so a range is
-never narrower than the one that the model accepts.
+``Gather`` and similar operators fail on an index beyond the length of the indexed dimension. If
+that length is fixed, the range of legal indices is known. The range is traced back through the
+operators that compute the indices, up to the graph inputs. A trace ends at an unknown operator,
+without a range, so a found range is never narrower than what the model accepts.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ _FLOAT_TYPES: Final = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT1
 _MOST_CONSTANTS: Final = 2**16
 """Largest number of elements of a constant whose values are read."""
 _MOST_STEPS: Final = 2000
-"""Largest number of operators through which indices are traced, as there may be many paths."""
+"""Largest number of steps of a trace from operator to operator, because there may be many paths."""
 _INDEXING: Final = frozenset(
     {"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"}
 )
 """Operators that read the indexed tensor first, and then the indices."""
 _EMBEDDED: Final = ((0, 2), (1, 4), (8, 3))
-"""Pairs of input numbers of ``EmbedLayerNormalization``, which ONNX Runtime fuses: indices and
-their table, for words, segments and positions."""
+"""Pairs of input indices of ``EmbedLayerNormalization``, an operator that ONNX Runtime fuses: an
+input with indices and its table, for words, segments and positions."""
 
 Array: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexRange:
-    """Least and greatest legal value, inclusive, of each element of a tensor.
+    """Smallest and largest legal value, both inclusive, of each element of a tensor.
 
-    Both arrays broadcast against the tensor; they are infinite for an element without limit.
+    Both arrays broadcast against the tensor. They are infinite where an element has no limit.
     """
 
     lowest: Array
     highest: Array
 
     def map(self, change: Callable[[Array], Array]) -> IndexRange:
-        """Return the range with both ends rearranged."""
+        """Return the range with ``change`` applied to both of its arrays."""
         return IndexRange(change(self.lowest), change(self.highest))
 
     def meet(self, other: IndexRange) -> IndexRange:
-        """Return the values that are legal in both ranges, for tensors of one shape."""
+        """Return the values that are legal in both ranges, which are for tensors of one shape."""
         return IndexRange(
             np.maximum(self.lowest, other.lowest), np.minimum(self.highest, other.highest)
         )
 
     def draw(self, rng: np.random.Generator, shape: Sequence[int]) -> NDArray[np.int64]:
-        """Draw legal non-negative integers; 0 or 1 where there is no limit."""
+        """Draw legal non-negative integers; elements without a limit are 0 or 1."""
         lowest = np.where(np.isfinite(self.lowest), np.ceil(self.lowest), 0)
         highest = np.where(np.isfinite(self.highest), np.floor(self.highest), lowest + 1)
         lowest = np.minimum(np.maximum(lowest, 0), highest)
@@ -68,11 +68,11 @@ class IndexRange:
         return rng.integers(lowest.astype(np.int64), highest.astype(np.int64) + 1, shape)
 
     def clip(self, values: Array) -> Array:
-        """Return the nearest legal values."""
+        """Replace each value by the nearest legal value."""
         return np.clip(values, self.lowest, self.highest)
 
     def loosest(self, axes: tuple[int, ...] | None = None) -> IndexRange:
-        """Return the widest range along some axes, so that it is constant along them."""
+        """Return the widest range of all elements along some axes, as one range for all of them."""
         keep = axes is not None
         return IndexRange(
             np.asarray(self.lowest.min(axes, keepdims=keep)),
@@ -84,22 +84,21 @@ class Requirement(NamedTuple):
     """An operator that requires values of a graph input to be in a range."""
 
     operator: Operator
-    """Operator that indexes."""
+    """Operator that uses values of the graph input as indices."""
     input: str
     range: IndexRange
 
 
 def index_requirements(proto: onnx.ModelProto, graph: Dataflow) -> tuple[Requirement, ...]:
-    """Return the requirements of a model's operators, except those in bodies, on its inputs.
+    """Return the ranges of input values that a model's operators require, except those in bodies.
 
-    A body (inner graph of If or Loop) may not run at all, so its operators require nothing for
-    certain.
+    A body (inner graph of If or Loop) may not run at all, so its requirements may not apply.
     """
     return tuple(_Trace(proto, graph).requirements())
 
 
 def required_ranges(proto: onnx.ModelProto, graph: Dataflow) -> dict[str, IndexRange]:
-    """Return the range of each input for which an operator requires one."""
+    """Return the range of legal values for each input with a requirement."""
     found: dict[str, IndexRange] = {}
     for _, name, needed in index_requirements(proto, graph):
         found[name] = found[name].meet(needed) if name in found else needed
@@ -107,7 +106,7 @@ def required_ranges(proto: onnx.ModelProto, graph: Dataflow) -> dict[str, IndexR
 
 
 class _Trace:
-    """Trace of ranges from indices back to graph inputs."""
+    """Traces ranges of indices back to the graph inputs that they are computed from."""
 
     def __init__(self, proto: onnx.ModelProto, graph: Dataflow) -> None:
         self._graph = graph
@@ -123,7 +122,7 @@ class _Trace:
                         yield Requirement(op, name, needed)
 
     def _legal_indices(self, op: Operator) -> Iterator[tuple[str, IndexRange]]:
-        """Yield the tensors that an operator takes as indices, and their legal values."""
+        """Yield the tensors that an operator uses as indices, with the range of legal values."""
         read = op.proto.input
         if op.proto.domain == "com.microsoft" and op.kind == "EmbedLayerNormalization":
             for place, of_table in _EMBEDDED:
@@ -139,7 +138,7 @@ class _Trace:
                 yield indices, _between(-lengths, lengths - 1)
 
     def _indexed_sizes(self, op: Operator, table: str, indices: str) -> list[int]:
-        """Return the sizes that indices select from; empty if they are not fixed."""
+        """Return the sizes of the dimensions that are indexed; empty if one is not fixed."""
         if not op.kind.endswith("ND"):
             size = self._size(table, _attribute(op, "axis", 0))
             return [] if size is None else [size]
@@ -151,7 +150,7 @@ class _Trace:
         return [size for size in sizes if size is not None] if None not in sizes else []
 
     def _back(self, tensor: str, needed: IndexRange) -> Iterator[tuple[str, IndexRange]]:
-        """Yield the graph inputs from which a tensor's values come, and their ranges."""
+        """Yield the graph inputs that a tensor is computed from, with their legal ranges."""
         pending = [(tensor, needed)]
         while pending and self._steps < _MOST_STEPS:
             self._steps += 1
@@ -178,7 +177,7 @@ class _Trace:
         return size if isinstance(size, int) else None
 
     def _value(self, name: str) -> NDArray[Any] | None:
-        """Return the value of a small constant."""
+        """Return the value of a small constant; ``None`` for other tensors."""
         tensor = self._weights.get(name)
         if tensor is None and (op := self._graph.producers.get(name)) is not None:
             tensor = constant_tensor(op.proto)
@@ -190,7 +189,7 @@ class _Trace:
             return None
 
     def _operand(self, op: Operator) -> tuple[int, NDArray[Any]] | None:
-        """Return the index of the variable operand, and the value of the constant one."""
+        """Return the index of an operator's variable operand, and its constant operand's value."""
         for variable, constant in ((0, 1), (1, 0)):
             value = self._value(op.proto.input[constant])
             if value is not None and op.proto.input[variable] in self._graph.variable:
@@ -300,7 +299,7 @@ class _Trace:
     def _selected(
         self, source: str, axis: int, places: NDArray[Any], legal: IndexRange
     ) -> list[tuple[str, IndexRange]]:
-        """Limit the elements selected along an axis; elements at other indices have no limit."""
+        """Limit the elements that are selected along an axis; other elements have no limit."""
         shape, size = self._shape(source), self._size(source, axis)
         if shape is None or size is None or not places.size:
             return []
@@ -338,7 +337,7 @@ def _between(lowest: Any, highest: Any) -> IndexRange:
 
 
 def _fitted(legal: IndexRange, shape: Sequence[int | str] | None) -> IndexRange:
-    """Return a range that broadcasts against a shape; the loosest one if the shape is unclear."""
+    """Return a range that broadcasts to a shape; a single widest range if that is not possible."""
     if legal.lowest.shape != legal.highest.shape:
         legal = IndexRange(*np.broadcast_arrays(legal.lowest, legal.highest))
     if legal.lowest.size == 1 or shape is None or legal.lowest.ndim > len(shape):
@@ -363,7 +362,7 @@ def _along(ends: Array, axis: int, shape: tuple[int, ...]) -> Array:
 
 
 def _clipped(legal: IndexRange, low: NDArray[Any] | None, high: NDArray[Any] | None) -> IndexRange:
-    """Return the range of values before clipping: an end is open if clipping makes it legal."""
+    """Return the legal range before a Clip; where the Clip ensures a limit, there is none."""
     lowest, highest = legal.lowest, legal.highest
     if low is not None:
         lowest = np.where(low >= lowest, -np.inf, lowest)
@@ -373,7 +372,7 @@ def _clipped(legal: IndexRange, low: NDArray[Any] | None, high: NDArray[Any] | N
 
 
 def _next(ends: Array, step: int, dtype: np.dtype[Any]) -> Array:
-    """Return the last number of a type before the next integer beyond each end."""
+    """Return, for floats that are cast to integers, the limits just before the next integer."""
     beyond = np.nextafter((ends + step).astype(dtype), dtype.type(0)).astype(np.float64)
     return np.where(np.isfinite(ends), beyond, ends)
 

@@ -1,7 +1,7 @@
-"""Sizes of a model's parts: bytes of a row that pass between segments, and bytes of weights.
+"""Sizes of a model's parts: bytes of a sample that pass between segments, and weight bytes.
 
-Plans of clusters need them (E3 3.2). The compiler writes them into the manifest; for bundles of
-older compilers, ``eecompile plan`` measures them in the same way.
+Plans of clusters need these sizes (E3 3.2). The compiler writes them into the manifest; for bundles
+of older compilers, ``eecompile plan`` measures them in the same way.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def measure_sizes(
 ) -> PartSizes:
     """Measure the sizes of all parts.
 
-    ``read`` returns a part's graph, which may name its weights; ``row`` is one row of each graph
-    input, in the shapes of the calibration data.
+    ``read`` returns a part's graph, whose weights may be in a file. ``row`` is one sample, with
+    arrays by graph input, in the shapes of the calibration data.
     """
     return PartSizes(
         row_bytes=_crossing_bytes(structure, read, row),
@@ -52,10 +52,10 @@ def measure_sizes(
 def _crossing_bytes(
     structure: ModelStructure, read: Callable[[str], bytes], row: Mapping[str, NDArray[Any]]
 ) -> tuple[int, ...]:
-    """Return the bytes [segments - 1] of tensors and inputs that are read after each segment.
+    """Return the bytes [segments - 1] of tensors and inputs that are needed after each segment.
 
-    Sizes of cut tensors are those that the segments output for one row: shapes in a graph may be
-    symbolic, and depend on the calibration data.
+    Sizes of cut tensors are measured by running the segments on one sample: shapes in a graph may
+    be symbolic.
     """
     before = structure.segments[:-1]
     carried = [carried_over(structure, segment.index, segment.index + 1) for segment in before]
@@ -70,7 +70,7 @@ def _crossing_bytes(
 
 
 def _weight_bytes(structure: ModelStructure, read: Callable[[str], bytes]) -> tuple[int, ...]:
-    """Return weight bytes [segments] of each segment's graph and the exit after it."""
+    """Return the weight bytes [segments] of each segment's graph with the exit after it."""
 
     def of(file: str) -> int:
         return weight_bytes(onnx.load_model_from_string(read(file)))

@@ -1,9 +1,9 @@
 """Check whether a sample's answer depends on the other samples of its batch, and by which operator.
 
 Exits shrink batches, and a server merges and splits them, so a sample's answer must not depend on
-the rest of its batch. Rows are run alone and together. If they differ, every operator is run alone
-on the same rows, separately and together. That finds the operators that mix rows, but not the
-operators after them.
+the rest of its batch. Samples (rows) are run one by one and in a batch. If their answers differ,
+every operator is run as a separate model, on rows one by one and together. That finds the operators
+that mix rows, and not the operators after them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 _ROWS = 3
 _MIXED = 5e-3
-"""Relative difference above which an operator, run alone, counts as mixing rows."""
+"""Relative difference above which an operator, run as a separate model, counts as mixing rows."""
 _SHOWN = 3
 _SCALED_BY_BATCH = frozenset(
     {"DynamicQuantizeLinear", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM"}
@@ -40,7 +40,7 @@ _SCALED_BY_BATCH = frozenset(
 _MOVING = frozenset(
     {"Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze", "Expand", "Identity", "Cast"}
 )
-"""Operators that compute nothing: the rows that they separate need not be contiguous."""
+"""Operators that compute no values. In a result of theirs, rows need not be contiguous."""
 _OTHERWISE = "let it compute each sample separately"
 _REMEDIES = {
     "BatchNormalization": "it normalises by the batch, as in training; call model.eval() before "
@@ -54,19 +54,20 @@ _REMEDIES = {
 def scaled_by_batch(proto: onnx.ModelProto) -> tuple[Operator, ...]:
     """Return the operators that round a row by the range of all rows of its batch.
 
-    Dynamically quantised models have them: some of their answers depend on the rest of the batch.
+    Dynamically quantised models have such operators: some answers of these models depend on the
+    rest of the batch.
     """
     return tuple(op for op in Dataflow(proto.graph).changing if op.kind in _SCALED_BY_BATCH)
 
 
 def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
-    """Run some rows alone and together; random ones by default.
+    """Run some samples (rows) one by one and in a batch; by default they are random.
 
-    If they differ, the operators that compute with all rows are searched. Operators that only round
-    by all rows (:func:`scaled_by_batch`) are accepted; their effect is counted later.
+    If answers differ, the operators that compute across rows are searched. Operators whose rounding
+    depends on all rows (:func:`scaled_by_batch`) are accepted; their effect is counted later.
 
     Raises:
-        ModelError: Operators compute with all rows of a batch, or rows cannot be run together.
+        ModelError: Operators compute across rows of a batch, or rows cannot be run together.
     """
     feeds = random_inputs(proto, _ROWS) if feeds is None else feeds
     rows = len(next(iter(feeds.values())))
@@ -75,7 +76,7 @@ def check_rows(proto: onnx.ModelProto, feeds: Arrays | None = None) -> None:
         alone = [runner.run(_row(feeds, i)) for i in range(rows)]
     except RuntimeError as error:
         _log.warning(
-            "rows alone and in a batch are not compared yet: random inputs (%s) fail: %s",
+            "samples alone and in a batch are not compared yet: random inputs (%s) fail: %s",
             describe_shapes({name: array[:1] for name, array in feeds.items()}),
             error,
         )
@@ -111,10 +112,10 @@ def compare_batches(
     answers: Mapping[int, NDArray[Any]],
     answer: Answer | None = None,
 ) -> None:
-    """Compare answers to the same rows, by batch size; ModelError if they differ.
+    """Compare answers to the same samples in batches of several sizes; ModelError if they differ.
 
-    The rows of a batch are the middle ones of the next larger (:func:`middle`), so computation
-    along the batch reaches them from both ends. With ``answer``, a description of the answers,
+    The samples of a batch are the middle ones of the next larger batch (:func:`middle`), so the
+    larger batch has other samples on both sides. With ``answer``, a description of the answers,
     decisions are compared, too. Dynamically quantised models are skipped: their difference is
     counted later.
     """
@@ -137,7 +138,7 @@ def compare_batches(
 
 
 def middle(size: int, largest: int) -> NDArray[np.intp]:
-    """Return the indices [size] of the middle rows of the largest batch."""
+    """Return the indices [size] of the middle samples of the largest batch."""
     return np.arange(size) + (largest - size) // 2
 
 
@@ -159,13 +160,13 @@ def _row(arrays: Arrays, i: int) -> dict[str, NDArray[Any]]:
 
 
 def _are_rows(together: NDArray[Any], alone: list[NDArray[Any]]) -> bool:
-    """Return whether outputs of single rows have the shape of rows of the joint output."""
+    """Return whether the outputs for single samples have the shape of rows of the joint output."""
     shapes = {row.shape for row in alone}
     return shapes == {(1, *together.shape[1:])} and len(together) == len(alone)
 
 
 class _Rows:
-    """All tensors of a model for some rows together, and for each of them alone."""
+    """All tensors of a model, computed for some rows together and for each row alone."""
 
     def __init__(self, proto: onnx.ModelProto, feeds: Arrays) -> None:
         self._proto = proto
@@ -180,7 +181,7 @@ class _Rows:
         self._constants = {t.name: t for t in proto.graph.initializer}
 
     def mixing(self) -> Iterator[Operator]:
-        """Yield operators whose output for a row alone differs from that for all rows."""
+        """Yield the operators that compute something else for a row alone than for all rows."""
         for op in self._flow.changing:
             if op.kind not in _MOVING and self._mixes(op):
                 yield op
@@ -204,7 +205,11 @@ class _Rows:
         )
 
     def _row_of(self, tensor: str, i: int) -> NDArray[Any]:
-        """Return a row of a tensor; without rows, the tensor, or for integers that of the row."""
+        """Return a tensor's values for one row.
+
+        If the tensor has no rows, the whole tensor is returned; for integers, which may be sizes,
+        the tensor that was computed for the row alone.
+        """
         together, alone = self._together[tensor], self._alone[i][tensor]
         axis = self._axis(together, alone)
         if axis is not None:
@@ -229,7 +234,7 @@ class _Rows:
         return not relative_difference(part, whole) <= _MIXED
 
     def _single(self, op: Operator, variable: list[str]) -> onnx.ModelProto:
-        """Make a model of an operator, and of the constants that it reads."""
+        """Make a model of one operator and the constants that it reads."""
         needed = self._flow.upstream(op.writes, stop=frozenset(variable))
         read = {t for each in needed for t in each.reads}
         model = emptied(self._proto, op.kind)
@@ -250,7 +255,7 @@ def _taken(whole: NDArray[Any], axis: int, i: int, size: int) -> NDArray[Any]:
 
 
 def _exposed(proto: onnx.ModelProto, flow: Dataflow) -> onnx.ModelProto:
-    """Make every inner tensor an output."""
+    """Return a copy of a model in which every inner tensor is also an output."""
     exposed = copied(proto)
     known = {output.name for output in proto.graph.output}
     for name, tensor in infer_types(proto).items():

@@ -1,7 +1,7 @@
-"""Operators that compute each token of a sequence separately, as norms and projections do.
+"""Operators that compute each token of a sequence separately, such as norms and projections.
 
-If only one token of their result is needed, they can run on that token alone. Operators that mix
-tokens, such as attention, need all of them.
+If only one token of their result is needed, these operators can run on that token alone. Operators
+that mix tokens, such as attention, need all tokens.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _REDUCTIONS = ("ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", 
 _NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
 _SKIP_NORMS = ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")
 _ALL = 2**31 - 1
-"""A slice with this end or a larger one takes everything."""
+"""A slice whose end is this number or larger has no end."""
 
 
 class RowWise:
-    """Operators of a graph that compute tokens one by one.
+    """Finds the operators of a graph that compute tokens one by one.
 
-    ``rows`` are the sizes of batch and tokens, ``values`` the small constants.
+    ``rows`` are the sizes of the batch and token dimensions; ``values`` are the graph's small
+    constants.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class RowWise:
         }
 
     def rows_of(self, tensor: str) -> Rows | None:
-        """Return the layout of tokens in a tensor; ``None`` if it holds none."""
+        """Return the layout of tokens in a tensor; ``None`` if the tensor holds no tokens."""
         shape = shape_of(self._types, tensor)
         if tensor not in self._flow.variable or shape is None:
             return None
@@ -78,14 +79,14 @@ class RowWise:
         return "flat" if len(shape) == 2 and shape[0] in self._flat else None
 
     def width(self, tensor: str) -> Size | None:
-        """Return the size of a token in a tensor."""
+        """Return the number of elements of a token in a tensor."""
         shape = shape_of(self._types, tensor)
         return shape[-1] if shape else None
 
     def upstream(self, output: str) -> frozenset[str]:
         """Return operators (by first output) before ``output`` that may run on one token alone.
 
-        These compute tokens one by one, and only they read each other's outputs.
+        Each of them computes tokens one by one, and its output is read only by other ones of them.
         """
         flow = self._flow
         found = {op.writes[0]: op for op in flow.operators if self._is_one_by_one(op)}
@@ -101,7 +102,7 @@ class RowWise:
     def _fits(
         self, op: Operator, found: Mapping[str, Operator], targets: AbstractSet[str], output: str
     ) -> bool:
-        """Return whether ``found`` has all readers and the operators that make tokens flat."""
+        """Return whether ``found`` has an operator's readers, and the writers of flat tokens."""
         for tensor in op.writes:
             readers = {reader.writes[0] for reader in self._flow.consumers.get(tensor, ())}
             if tensor != output and not readers <= found.keys() | targets:
@@ -110,7 +111,7 @@ class RowWise:
         return all(t in self._flow.producers and self._makes(t) in found for t in flat)
 
     def _targets(self, found: Mapping[str, Operator]) -> set[str]:
-        """Return operators that only compute target shapes of the reshapes in ``found``."""
+        """Return operators whose result only serves as target shape of reshapes in ``found``."""
         targets: set[str] = set()
         for op in reversed(self._flow.operators):
             readers = [(reader, t) for t in op.writes for reader in self._flow.consumers.get(t, ())]
@@ -153,7 +154,7 @@ class RowWise:
         return isinstance(self.width(op.writes[0]), int) and self._has_rows(op)
 
     def _has_rows(self, op: Operator) -> bool:
-        """Return whether the first input is tokens, and others are constants or target shapes."""
+        """Return whether the first input is tokens, and others constants or target shapes."""
         first, *others = op.reads
         fixed = op.kind == "Reshape" or self._flow.variable.isdisjoint(others)
         return self.rows_of(first) is not None and fixed

@@ -39,23 +39,25 @@ from offramp.engine.backends.custom_ops import (
 from offramp.engine.common.errors import BackendError
 
 _SEQUENCE_SIZES = (16, 64, 400, 1600, 6400, 25_600)
-"""Symbolic sizes to try for random inputs of up to three dimensions: the first is used at which
-every window fits."""
+"""Numbers that symbolic sizes are set to for random inputs of up to three dimensions: the first one
+at which every window fits is used."""
 _IMAGE_SIZES = (64, 64, 400, 800, 1600, 3200)
-"""Symbolic sizes to try for random inputs of four dimensions and more."""
+"""Numbers that symbolic sizes are set to for random inputs of four or more dimensions."""
 LIMIT_S, LIMIT_PER_ROW_S = 60.0, 10.0
-"""Seconds that a run may take, in total and per row: the file may contain an endless loop."""
+"""Largest number of seconds that a run may take, in total and for each row, because the file may
+contain an endless loop."""
 
 
 class GraphRunner:
-    """A graph loaded into ONNX Runtime on the CPU, to run and compare graphs while compiling."""
+    """A graph in an ONNX Runtime session on the CPU, to run and compare graphs at compile time."""
 
     def __init__(
         self, proto: onnx.ModelProto, threads: int = 1, *, profile: Path | None = None
     ) -> None:
         """Load a graph; RuntimeError if ONNX Runtime refuses it, for any reason.
 
-        With ``profile``, the prefix of a file's name, operators are timed without optimisation.
+        With ``profile``, the prefix of the name of a trace file, operators are timed, and the graph
+        is not optimised.
         """
         options = session_options()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
@@ -76,11 +78,11 @@ class GraphRunner:
         self.outputs = tuple(o.name for o in self._session.get_outputs())
 
     def end_profile(self) -> Path:
-        """End the timing of operators; returns the file with ONNX Runtime's trace events."""
+        """End the timing of operators; return the path of ONNX Runtime's trace file."""
         return Path(self._session.end_profiling())
 
     def run(self, feeds: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
-        """Return all outputs by name; ``feeds`` may have further arrays.
+        """Return all outputs by name; ``feeds`` may contain more arrays than the inputs.
 
         RuntimeError if the run fails, ModelError if it takes longer than the limit.
         """
@@ -113,7 +115,7 @@ class GraphRunner:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Convert ONNX Runtime's exceptions to RuntimeError with their first line."""
+    """Convert ONNX Runtime's exceptions to RuntimeError with the first line of their message."""
     try:
         yield
     except BackendError as error:
@@ -142,9 +144,9 @@ def random_inputs(
 ) -> dict[str, NDArray[np.generic]]:
     """Return random inputs that a model accepts, by name, for a batch size.
 
-    Floating-point inputs are normally distributed; integers that index a table are valid indices;
-    other integers are 0 or 1 with a leading 1, like a mask that hides no whole sample, or all 1 if
-    samples are to be ``whole``, like a mask that hides nothing. Symbolic sizes are 16, or 64 for
+    Floating-point inputs are normally distributed. Integers that index a table are valid indices.
+    Other integers are 0 or 1 and begin with 1, like a mask that hides no sample completely; with
+    ``whole`` they are all 1, like a mask that hides nothing. Symbolic sizes are 16, or 64 for
     images, or larger if convolutions and poolings have wider windows.
     """
     rng = np.random.default_rng(seed)
@@ -197,14 +199,14 @@ def _random(
 
 
 class _CustomOperator(NamedTuple):
-    """An operator outside of ONNX's own operator set."""
+    """An operator outside ONNX's own operator sets."""
 
     domain: str
     name: str
     version: int
 
     def is_known(self, given: Sequence[LoadedLibrary]) -> bool:
-        """Return whether ONNX Runtime has the operator, with these libraries."""
+        """Return whether ONNX Runtime has the operator, if it has loaded these libraries."""
         node = helper.make_node(self.name, ["x"], ["y"], domain=self.domain)
         read = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None)
         graph = helper.make_graph([node], "x", [read], [helper.make_empty_tensor_value_info("y")])
@@ -227,7 +229,7 @@ def check_operators(proto: onnx.ModelProto) -> None:
 
 
 def libraries_of(proto: onnx.ModelProto) -> tuple[OperatorLibrary, ...]:
-    """Return the loaded libraries that a model needs."""
+    """Return the loaded operator libraries that a model needs."""
     holders: dict[LoadedLibrary, list[str]] = {}
     for op in _foreign(proto) if libraries() else ():
         if not op.is_known(()):
@@ -240,7 +242,7 @@ def libraries_of(proto: onnx.ModelProto) -> tuple[OperatorLibrary, ...]:
 
 
 def _foreign(proto: onnx.ModelProto) -> list[_CustomOperator]:
-    """Return operators outside of ONNX's own set that the model does not define, in order."""
+    """Return operators outside ONNX's operator sets that the model does not define, in order."""
     defined = {(function.domain, function.name) for function in proto.functions}
     versions = {opset.domain: opset.version for opset in proto.opset_import}
     nodes = [_all_nodes(proto.graph.node), *(_all_nodes(f.node) for f in proto.functions)]

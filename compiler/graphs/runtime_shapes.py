@@ -1,13 +1,13 @@
 """Shapes that ONNX's own inference does not know, inferred by ONNX Runtime.
 
-Graphs that ONNX Runtime fused or quantised have many custom operators, after which ONNX's inference
-knows nothing. ONNX Runtime infers shapes when it loads a graph, and reports those of graph outputs.
-So every unknown tensor is made an output of a copy that has no weights.
-
-Bodies of ``If``, ``Loop`` and ``Scan`` are handled as separate models. ONNX's inference drops the
-shapes of a ``Loop``'s carried values (its loop variables), since a body (inner graph) might change
-them, and does not count work inside bodies. With the types of outer tensors, a body is a model like
-others: its shapes can be inferred, and its operators counted.
+Graphs that ONNX Runtime fused or quantised have many custom operators, and ONNX's inference does
+not know the shapes after these. ONNX Runtime infers shapes when it loads a graph, and reports the
+shapes of graph outputs. So the graph is copied without weights, and every tensor of unknown shape
+is made an output of the copy. Bodies (inner graphs) of ``If``, ``Loop`` and ``Scan`` are handled as
+separate models. ONNX's inference drops the shapes of a ``Loop``'s carried values (its loop
+variables), because a body might change them, and infers nothing inside bodies. If the types of
+outer tensors are known, a body becomes a model whose shapes can be inferred and whose operators can
+be counted.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _ELEMENT_TYPES = {
     for bits in (8, 16, 32, 64)
 }
 _ROUNDS = 4
-"""Largest number of rounds in which ONNX's and ONNX Runtime's inference continue each other's
+"""Largest number of rounds in which ONNX's inference and ONNX Runtime's continue from each other's
 results."""
 
 
 def infer_shapes(skeleton: onnx.ModelProto, empty: frozenset[str]) -> onnx.ModelProto:
-    """Infer shapes at concrete sizes, as ONNX does, with ONNX Runtime's help if needed.
+    """Infer shapes for concrete sizes by ONNX's inference, and by ONNX Runtime's if needed.
 
-    ``empty`` are the initializers of ``skeleton`` without content.
+    ``empty`` are the names of initializers of ``skeleton`` that have no content.
     """
     inferred: onnx.ModelProto = onnx.shape_inference.infer_shapes(skeleton, data_prop=True)
     nodes = skeleton.graph.node
@@ -88,7 +88,7 @@ def types_in(inferred: onnx.ModelProto) -> dict[str, SizedType]:
 
 
 def _shapes_of_loops(inferred: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
-    """Return the types of carried values of loops whose body keeps the initial shape."""
+    """Return the types of carried values (loop variables) whose shape stays as it begins."""
     loops = [node for node in inferred.graph.node if node.op_type == "Loop"]
     types = types_in(inferred) if loops else {}
     scope = BodyScope.of(inferred, types)
@@ -102,7 +102,7 @@ def _shapes_of_loops(inferred: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 
 
 def _sizes(types: dict[str, SizedType], name: str) -> tuple[int | None, ...]:
-    """Return a tensor's sizes; one unknown size if the rank is unknown."""
+    """Return a tensor's sizes; a single ``None`` if the rank is unknown."""
     shape = types.get(name, (0, None))[1]
     return (None,) if shape is None else shape
 
@@ -112,7 +112,7 @@ def _infer_body(model: onnx.ModelProto) -> dict[str, SizedType]:
 
 
 def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[onnx.ValueInfoProto]:
-    """Return ONNX Runtime's shapes of unknown tensors; empty if it cannot load the graph."""
+    """Return unknown shapes as ONNX Runtime infers them; empty if it cannot load the graph."""
     infos = (*inferred.graph.value_info, *inferred.graph.output)
     known = {info.name for info in infos if info.type.tensor_type.HasField("shape")}
     written = dict.fromkeys(t for node in inferred.graph.node for t in node.output if t)
@@ -144,7 +144,7 @@ def _missing_shapes(inferred: onnx.ModelProto, empty: frozenset[str]) -> list[on
 def _shapes_of_libraries(
     inferred: onnx.ModelProto, empty: frozenset[str]
 ) -> list[onnx.ValueInfoProto]:
-    """Return shapes of library operators' outputs and of their readers, by runs if needed."""
+    """Return shapes after library operators, which are run on a few rows if needed."""
     if not libraries():
         return []
     graph = inferred.graph
@@ -180,29 +180,29 @@ def _as_inputs(graph: onnx.GraphProto, empty: frozenset[str]) -> None:
 
 
 SizedType: TypeAlias = "tuple[int, tuple[int | None, ...] | None]"
-"""Element type, and sizes as far as they are known."""
+"""Element type of a tensor, and its sizes; ``None`` stands for an unknown size or rank."""
 Infer: TypeAlias = "Callable[[onnx.ModelProto], Mapping[str, SizedType]]"
 """Function that infers the types of a model's tensors."""
 
 _CARRIED = 2
-"""Index of a ``Loop``'s first carried value, after trip count and condition."""
+"""Index of the first carried value among a ``Loop``'s inputs, after trip count and condition."""
 _SMALL = 64
-"""Largest number of elements of a constant that may be a trip count, or a shape that a body
-reads."""
+"""Largest number of elements of constants that are known to a body: they may be a trip count or a
+shape."""
 
 
 class BodyScope(NamedTuple):
-    """Known types and values around an operator with bodies."""
+    """Types and values that are known around an operator with bodies (inner graphs)."""
 
     types: Mapping[str, SizedType]
     values: Mapping[str, NDArray[Any]]
-    """Values of small constants."""
+    """Values of small constants, by name."""
     opsets: tuple[onnx.OperatorSetIdProto, ...]
     functions: tuple[onnx.FunctionProto, ...] = ()
 
     @classmethod
     def of(cls, proto: onnx.ModelProto, types: Mapping[str, SizedType]) -> BodyScope:
-        """Create the scope of a model with its constants, opsets and functions."""
+        """Create the scope for operators of a model, with its constants, opsets and functions."""
         tensors = [t for t in proto.graph.initializer if _is_small(t)]
         tensors += [t for node in proto.graph.node if (t := constant_tensor(node)) is not None]
         values = {
@@ -213,15 +213,15 @@ class BodyScope(NamedTuple):
         return cls(types, values, tuple(proto.opset_import), tuple(proto.functions))
 
     def models(self, node: onnx.NodeProto) -> list[onnx.ModelProto]:
-        """Make a model of each body, with its inputs and all captured tensors.
+        """Make a model of each body; the inputs include tensors that the body reads from outside.
 
-        The result is empty if the type of one of these is not known.
+        The result is empty if the type of an input is not known.
         """
         found = [self._model(node, body) for body in bodies(node)]
         return [model for model in found if model is not None] if all(found) else []
 
     def trips(self, node: onnx.NodeProto) -> int | None:
-        """Return the largest number of runs of a body; ``None`` if unknown before it runs."""
+        """Return how often a body runs at most; ``None`` if the graph does not show it."""
         if node.op_type == "If":
             return 1
         if node.op_type == "Loop":
@@ -237,8 +237,8 @@ class BodyScope(NamedTuple):
     def flops(self, node: onnx.NodeProto, count: Callable[[onnx.ModelProto], float]) -> float:
         """Return an operator's FLOPs: those of its largest body, times the largest number of runs.
 
-        The result is NaN if that number is not known before it runs. ``count`` returns the FLOPs of
-        a body.
+        The result is NaN if the graph does not show the number of runs. ``count`` returns the FLOPs
+        of a body.
         """
         trips, models = self.trips(node), self.models(node)
         if trips is None or not models:
@@ -246,7 +246,7 @@ class BodyScope(NamedTuple):
         return float(trips * np.max([count(model) for model in models]))
 
     def carried(self, node: onnx.NodeProto, infer: Infer) -> dict[str, SizedType]:
-        """Return the types of a ``Loop``'s carried values: the initial types, if kept."""
+        """Return the types of a ``Loop``'s carried values that keep their initial type."""
         models = self.models(node) if node.op_type == "Loop" else []
         if not models:
             return {}
@@ -284,7 +284,7 @@ class BodyScope(NamedTuple):
         )
 
     def _given(self, node: onnx.NodeProto) -> Iterator[SizedType | None]:
-        """Yield the types of a body's inputs at each iteration."""
+        """Yield the types of a body's inputs in one iteration."""
         if node.op_type == "Loop":
             yield onnx.TensorProto.INT64, ()
             yield onnx.TensorProto.BOOL, ()
@@ -303,7 +303,7 @@ class BodyScope(NamedTuple):
 
 
 def _scanned(node: onnx.NodeProto) -> tuple[int, list[int]]:
-    """Return the number of a ``Scan``'s states, and the axis along which each input is scanned."""
+    """Return a ``Scan``'s number of states, and the axis along which each input is scanned."""
     told = {a.name: helper.get_attribute_value(a) for a in node.attribute if a.name != "body"}
     count = told["num_scan_inputs"]
     return len(node.input) - count, list(told.get("scan_input_axes", [0] * count))

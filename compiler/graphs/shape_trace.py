@@ -1,10 +1,9 @@
 """Shapes and small values of a graph's tensors at one batch size, one operator after another.
 
 ONNX's inference over a whole model stops at an operator that contradicts its inputs. Here the
-caller follows the operators in order, and can repair one before its readers are reached.
-
-Neither ONNX's inference nor ONNX Runtime's knows shapes of operators of a library
-(``--custom-ops``): each is run alone on a few rows (:func:`run_alone`).
+caller follows the operators in order, and can repair an operator before the operators that read its
+result are reached. The inferences of ONNX and ONNX Runtime do not know the shapes of operators from
+a library (``--custom-ops``): each such operator is run alone on a few rows (:func:`run_alone`).
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ Shape: TypeAlias = "tuple[int, ...]"
 Value: TypeAlias = NDArray[Any]
 
 _MOST_INTEGERS, _MOST_OTHERS = 4096, 64
-"""Largest number of elements of a tensor whose values are followed, for integers (shapes, indices)
+"""Largest number of elements of a tensor whose values are followed: for integers (shapes, indices),
 and for others (scales of a resize)."""
 _REFUSED = (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError)
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class ShapeTrace:
-    """Known types of tensors, and values from which shapes may be computed."""
+    """Known types of tensors, and values that shapes may be computed from."""
 
     def __init__(
         self, proto: onnx.ModelProto, batch: int | None = None, sizes: Mapping[str, int] = _NONE
     ) -> None:
-        """Begin at the graph inputs, with ``batch`` rows and ``sizes`` of other symbols.
+        """Begin at the graph inputs, with batch size ``batch`` and ``sizes`` of other symbols.
 
         Without ``batch`` the inputs have their declared sizes.
         """
@@ -77,20 +76,20 @@ class ShapeTrace:
         return self._values.get(name)
 
     def give(self, tensor: onnx.TensorProto) -> None:
-        """Add a constant."""
+        """Add a constant, whose value is then known."""
         self._know(tensor.name, tensor.data_type, tensor.dims)
         if _is_followed(tensor.data_type, tensor.dims):
             with suppress(ValueError):  # larger tensors of a skeleton have no content
                 self._values[tensor.name] = array_of(tensor)
 
     def assume(self, name: str, elem_type: int, shape: Sequence[int]) -> None:
-        """Add a shape that :meth:`follow` cannot find."""
+        """Add a type that :meth:`follow` cannot find."""
         self._know(name, elem_type, shape)
 
     def follow(self, node: onnx.NodeProto) -> None:
         """Infer the outputs of a node; ValueError if it contradicts its inputs.
 
-        Shapes that inference does not know stay unknown.
+        Shapes that inference does not find stay unknown.
         """
         tensor = constant_tensor(node)
         if tensor is not None:
@@ -99,7 +98,7 @@ class ShapeTrace:
             self._infer(node)
 
     def _evaluate(self, node: onnx.NodeProto) -> bool:
-        """Compute values if all inputs are known; returns whether the node needs no inference."""
+        """Compute a node's values if all inputs are known; return whether that is done."""
         if node.op_type in {"Shape", "Size"} and (shape := self.shape(node.input[0])) is not None:
             ends = {a.name: a.i for a in node.attribute}
             found = np.array(shape[ends.get("start", 0) : ends.get("end", len(shape))], np.int64)
@@ -126,7 +125,7 @@ class ShapeTrace:
         return True
 
     def _is_large(self, node: onnx.NodeProto) -> bool:
-        """Return whether inference shows that an output is too large to be followed."""
+        """Return whether inference shows an output with too many elements to follow its values."""
         with suppress(ValueError):
             self._infer(node)
         kinds = {name: self._types[name].tensor_type for name in node.output if name in self._types}
@@ -185,8 +184,8 @@ def _is_followed(elem_type: int, shape: Sequence[int]) -> bool:
 
 
 _ROWS = (2, 3, 5)
-"""Numbers of rows of trial runs; from sizes that are linear in them, those for any number
-follow."""
+"""Numbers of rows in trial runs. If sizes grow linearly with these, the sizes for any number of
+rows are computed."""
 _MOST_ELEMENTS = 2**24
 """Largest number of elements of an operator's input in a trial run."""
 
@@ -198,7 +197,7 @@ class OperandType(NamedTuple):
     """A value of ``onnx.TensorProto.DataType``."""
     shape: tuple[int, ...]
     value: NDArray[Any] | None = None
-    """Value of a small constant."""
+    """Value of the input, if it is a small constant."""
 
 
 def run_alone(
@@ -206,11 +205,11 @@ def run_alone(
     operands: Mapping[str, OperandType],
     opsets: Sequence[onnx.OperatorSetIdProto],
 ) -> dict[str, OperandType]:
-    """Return types of an operator's outputs; empty if it fails, or sizes are not linear in rows.
+    """Run an operator on a few rows; return the types of its outputs for all rows.
 
-    The number of rows is the largest first dimension of its inputs. It is reduced for the trial
-    runs, and sizes are assumed to grow linearly with it, so that large batches need not be
-    computed.
+    The number of rows is the largest first dimension of the inputs. It is reduced for trial runs,
+    so that large batches need not be computed. Outputs whose sizes do not grow linearly with the
+    number of rows are left out. The result is empty if the operator fails.
     """
     free = {name: operand for name, operand in operands.items() if operand.value is None}
     fronts = [operand.shape[0] for operand in free.values() if operand.shape]
@@ -236,7 +235,7 @@ def _model(
     operands: Mapping[str, OperandType],
     opsets: Sequence[onnx.OperatorSetIdProto],
 ) -> bytes:
-    """Make a model of one operator, which holds its constants."""
+    """Make a model of one operator, which contains the operator's constant inputs."""
     inputs = [
         helper.make_tensor_value_info(name, o.elem_type, [None] * len(o.shape))
         for name, o in operands.items()
@@ -256,7 +255,7 @@ def _model(
 def _run(
     session: Any, operands: Mapping[str, OperandType], rows: int, fewer: int
 ) -> list[NDArray[Any]]:
-    """Run on ``fewer`` rows instead of ``rows``; ValueError if inputs are too large."""
+    """Run an operator on ``fewer`` rows instead of ``rows``; ValueError if inputs are too large."""
     rng = np.random.default_rng(0)
     feeds: dict[str, NDArray[Any]] = {}
     for name, operand in operands.items():
@@ -272,7 +271,10 @@ def _run(
 
 
 def _on_a_line(shapes: Sequence[tuple[int, ...]], rows: int) -> tuple[int, ...] | None:
-    """Return the shape at ``rows`` if shapes at :data:`_ROWS` are linear in rows, else ``None``."""
+    """Return the shape at ``rows``, extrapolated; ``None`` if sizes are not linear in rows.
+
+    ``shapes`` are those at the numbers of rows in :data:`_ROWS`.
+    """
     if len({len(shape) for shape in shapes}) > 1:
         return None
     first, second, third = _ROWS

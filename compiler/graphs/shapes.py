@@ -1,8 +1,8 @@
 """Shapes of all tensors, with symbolic sizes.
 
 ONNX's own inference loses a symbolic size at the first ``Reshape`` that computes with it. So it is
-run twice on *concrete* sizes, where its data propagation folds nearly everything. Sizes that differ
-between the two runs are traced back to their symbol.
+run twice on *concrete* sizes, where its data propagation folds nearly everything. A size that
+differs between the two runs is traced back to its symbol.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offramp.compiler.graphs.runtime_shapes import infer_shapes, types_in
 from offramp.compiler.graphs.shape_trace import ShapeTrace
 
 ConcreteShape: TypeAlias = "tuple[int | None, ...] | None"
-"""Sizes, ``None`` for unknown ones; ``None`` as a whole if the rank is unknown."""
+"""Sizes, with ``None`` for an unknown one; ``None`` instead of a tuple if the rank is unknown."""
 
 BATCH = "batch"
 """Name that the batch dimension gets in every model."""
@@ -33,17 +33,19 @@ _KNOWN_TYPES = frozenset(onnx.TensorProto.DataType.values())
 FLOATING = ("float16", "float32", "float64", "bfloat16")
 _BATCH_PROBES = (2003, 3001)
 _SMALL_PROBES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
-"""Probes for sequences: below the 64 or 77 positions that some models have tables for."""
+"""Numbers that stand for symbolic sizes of sequences. They are smaller than the 64 or 77 positions
+for which some models have tables."""
 _LARGE_PROBES = (131, 137, 139, 149, 151, 157, 163, 167, 173, 179, 181, 191)
-"""Probes for images: large enough to survive five strides."""
+"""Numbers that stand for symbolic sizes of images, large enough for five strides."""
 _PROBE_SCALES = (1, 8, 64, 512, 4096)
-"""Factors of probes for models with wider windows, for instance a second of sound."""
+"""Factors of these numbers for models with wider windows, for instance a second of sound."""
 _WINDOWED = frozenset(
     {"Conv", "ConvInteger", "FusedConv", "QLinearConv", "AveragePool", "LpPool", "MaxPool"}
 )
 """Operators that refuse an input shorter than their window."""
 _SMALL_INITIALIZER = 1024
-"""Largest number of elements of an initializer that may be a shape that inference reads."""
+"""Largest number of elements of an initializer whose values inference reads, because it may be a
+shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,7 @@ def annotate(proto: onnx.ModelProto) -> None:
 
 
 def declared_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
-    """Return the types that an annotated model states, initializers included."""
+    """Return the types of tensors that an annotated model states, and those of initializers."""
     graph = proto.graph
     types = {
         t.name: TensorType(elem_type=t.data_type, shape=tuple(t.dims)) for t in graph.initializer
@@ -130,7 +132,7 @@ def infer_types(proto: onnx.ModelProto) -> dict[str, TensorType]:
 
 
 def symbolic_sizes(proto: onnx.ModelProto) -> dict[str, int]:
-    """Return symbols in the shapes of the graph inputs, each with the highest rank that uses it."""
+    """Return the symbols in the shapes of graph inputs, each with the highest rank it is in."""
     symbols: dict[str, int] = {}
     for info in proto.graph.input:
         shape = _declared_shape(info) or ()
@@ -156,7 +158,7 @@ def concrete_shapes(
 def _followed(
     skeleton: onnx.ModelProto, shapes: Mapping[str, tuple[int, ConcreteShape]]
 ) -> dict[str, tuple[int, ConcreteShape]]:
-    """Find sizes that inference has lost, by computing the values that they depend on.
+    """Find sizes that inference did not find, by computing the values that these sizes depend on.
 
     ONNX's data propagation ends at a ``Range`` or an ``Expand`` of sizes, from which transformers
     compute masks and positions.
@@ -174,9 +176,9 @@ def _followed(
 
 
 def _skeleton(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, frozenset[str]]:
-    """Copy the model without large weights and stated inner shapes.
+    """Copy a model without the content of large weights and without stated inner shapes.
 
-    Also returns the names of the weights whose content was removed.
+    Also returns the names of the weights whose content was left out.
     """
     skeleton = emptied(proto, proto.graph.name or "graph")
     graph = skeleton.graph
@@ -197,7 +199,7 @@ def _skeleton(proto: onnx.ModelProto) -> tuple[onnx.ModelProto, frozenset[str]]:
 def _completed(
     found: TensorType, stated: TensorType | None, symbols: Mapping[str, int]
 ) -> TensorType:
-    """Replace sizes that inference did not find by those that the model states."""
+    """Where inference did not find a size, use the size that the model states."""
     if stated is None or stated.shape is None:
         return found
     shape = found.shape or (UNKNOWN,) * len(stated.shape)
@@ -211,7 +213,7 @@ def _completed(
 
 
 def forget_shapes(graph: onnx.GraphProto) -> None:
-    """Remove stated inner and output shapes of a graph and its bodies."""
+    """Remove the shapes that a graph and its bodies state for inner tensors and outputs."""
     del graph.value_info[:]
     for output in graph.output:
         if output.type.HasField("tensor_type"):
@@ -225,7 +227,7 @@ def forget_shapes(graph: onnx.GraphProto) -> None:
 
 
 def probe_sizes(proto: onnx.ModelProto) -> tuple[dict[str, int], dict[str, int]]:
-    """Assign two primes to each symbol, multiplied if windows are wider."""
+    """Assign two primes to each symbol; they are multiplied if windows are wider than them."""
     symbols = symbolic_sizes(proto)
     scaled = [_primes(symbols, 0, scale) for scale in _PROBE_SCALES]
     scale = _PROBE_SCALES[first_long_enough(proto, scaled)]
@@ -244,9 +246,9 @@ def _primes(symbols: Mapping[str, int], which: int, scale: int) -> dict[str, int
 def first_long_enough(proto: onnx.ModelProto, tried: Sequence[Mapping[str, int]]) -> int:
     """Return the index in ``tried`` of the first sizes that are at least as wide as every window.
 
-    Sizes in ``tried`` grow. If the first ones are too short, the result is one step beyond the
-    first that are long enough: if a window fits just once, a size looks as if it were fixed. If all
-    are too short, the result is 0.
+    Sizes in ``tried`` must grow. If the first ones are too short, the result is the index after the
+    first ones that are long enough: if a window fits just once, the result's size looks as if it
+    were fixed. If all sizes are too short, the result is 0.
     """
     windowed = [node for node in proto.graph.node if node.op_type in _WINDOWED]
     if not windowed or not symbolic_sizes(proto).keys() - {BATCH}:
@@ -264,7 +266,7 @@ def _is_wider(
 ) -> bool:
     """Return whether an operator's window is wider than its input, padding included.
 
-    ONNX's inference does not refuse that: it may even find an output of one element.
+    ONNX's inference does not refuse such an input: it may even find an output of one element.
     """
     told = {a.name: a for a in node.attribute}
     window = tuple(told["kernel_shape"].ints) if "kernel_shape" in told else ()
@@ -285,7 +287,10 @@ def _is_wider(
 def _labels(
     first: Mapping[str, int], second: Mapping[str, int]
 ) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield sizes and what they represent: products of two symbols first, then symbols."""
+    """Yield pairs of sizes in both runs, and the symbol or product of symbols that they stand for.
+
+    Products of two symbols come first.
+    """
     for a, b in combinations_with_replacement(first, 2):
         yield (first[a] * first[b], second[a] * second[b]), f"{a}*{b}"
     for symbol in reversed(list(first)):

@@ -1,7 +1,7 @@
 """A model in the form that slicing needs, and inputs of its file that no operator reads.
 
-ONNX Runtime accepts unread inputs, so clients and data sets have them. They belong to the model's
-interface alone: neither slicing nor serving uses them.
+ONNX Runtime accepts unread inputs, so clients may send them, and data sets may contain them. Unread
+inputs are only part of the model's interface: slicing and serving do not use them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ class SourceModel:
     """A model in the form that slicing needs.
 
     The batch dimension is symbolic, shapes are inferred, operators have unique names, no shape that
-    could be computed from a graph input crosses a cut point, and the answer is the one output.
+    could be computed from a graph input is used across a cut point, and the answer is the only
+    output.
     """
 
     proto: onnx.ModelProto
-    """The whole model, weights included. Treat it as read-only."""
+    """The whole model with its weights; read-only."""
     name: str
     inputs: tuple[TensorSpec, ...]
-    """Inputs that the model reads, in the order of its file."""
+    """Inputs that the model reads, in the order of the file."""
     outputs: tuple[TensorSpec, ...]
     original_sha256: str
     """Hash of the file that was read and of its external data."""
     opset: int
     answer: Answer
     unread: tuple[UnreadInput, ...] = ()
-    """Inputs that the file declares and nothing reads, which ``proto`` does not have."""
+    """Inputs that the file declares and that no operator reads; ``proto`` does not have them."""
     tail: Tail | None = None
-    """Operators after the scores that heads imitate, if these scores are not the answer itself."""
+    """Operators between the scores that heads imitate and the answer; ``None`` if heads imitate the
+    answer itself."""
 
     @cached_property
     def flow(self) -> Dataflow:
@@ -52,7 +54,7 @@ class SourceModel:
 
     @property
     def declared(self) -> tuple[TensorSpec, ...]:
-        """All inputs of the file, in its order."""
+        """All inputs that the file declares, in the file's order."""
         return declared_inputs(self.inputs, self.unread)
 
     def as_declared(self) -> onnx.ModelProto:
@@ -61,7 +63,7 @@ class SourceModel:
 
     @property
     def taught(self) -> Answer:
-        """Scores that heads imitate, described as an answer."""
+        """Scores that heads imitate, in the form of a description of an answer."""
         return self.answer if self.tail is None else self.tail.taught
 
     @property
@@ -82,7 +84,8 @@ class DeclaredInputs:
     infos: tuple[onnx.ValueInfoProto, ...]
     """Inputs in the order of the file."""
     freed: frozenset[str]
-    """Names of inputs that the model reads before it is simplified: their batch is made free."""
+    """Names of inputs that operators read before the model is simplified; their batch size is made
+    symbolic."""
 
     @classmethod
     def of(cls, graph: onnx.GraphProto) -> DeclaredInputs:
@@ -91,10 +94,10 @@ class DeclaredInputs:
         return cls(tuple(map(copied, graph.input)), frozenset(read))
 
     def unread(self, graph: onnx.GraphProto) -> tuple[UnreadInput, ...]:
-        """Describe inputs that are not in ``graph``, which is the same model, prepared.
+        """Describe the inputs that are not in ``graph``, the graph of the prepared model.
 
-        Their first dimension is the batch if its size is open, or equals the fixed batch of the
-        inputs that are read. ModelError if one is not an array of numbers.
+        The first dimension of such an input is the batch if its size is symbolic, or equal to the
+        fixed batch size of inputs that are read. ModelError if an input is not an array of numbers.
         """
         read = {info.name for info in graph.input}
         fronts = [

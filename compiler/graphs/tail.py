@@ -1,10 +1,10 @@
 """The tail of a model: the operators between the scores that heads imitate and the answer.
 
 Every exit ends with the model's own operators, so its answers have the model's scale, range and
-steps ("the output remains unchanged to preserve result formats", Apparate 3.1). A tail has one
-input that depends on the data: the scores. Dense layers come before it. Models that end with
-logits, or with a Softmax or a Sigmoid alone, have no tail: :mod:`offramp.compiler.exits.endings`
-adds these activations.
+steps ("the output remains unchanged to preserve result formats", Apparate 3.1). The scores are the
+only input of a tail that depends on the data. Layers with weights come before the tail. Models that
+end with logits, or with only a Softmax or a Sigmoid, have no tail:
+:mod:`offramp.compiler.exits.endings` adds these activations.
 
 The possible answers of a tail are found by running it on scores of all kinds.
 """
@@ -38,27 +38,27 @@ from offramp.engine.graphs.assembly import assemble
 SIGMOIDS: Final = frozenset({"Sigmoid", "HardSigmoid"})
 SOFTMAXES: Final = frozenset({"Softmax", "LogSoftmax"})
 _MOVES: Final = frozenset({"Identity", "Flatten", "Reshape", "Squeeze", "Unsqueeze", "Dropout"})
-"""Operators that leave all values as they are, in their order."""
+"""Operators that change neither the values of their input nor the order of these values."""
 _AFFINE: Final = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "BatchNormalization"})
-"""Operators that keep an unbounded range unbounded, if their constants are finite."""
+"""Operators that keep an unbounded range of values unbounded, if their constants are finite."""
 _SELECTIONS: Final = frozenset(
     {"Concat", "Gather", "GatherElements", "Slice", "Split", "Transpose"}
 )
-"""Operators that reorder values or drop some."""
+"""Operators that change the order of values, or leave out some."""
 _BY_COLUMN: Final = _MOVES | frozenset(
     {"Abs", "Add", "Cast", "Ceil", "Clip", "DequantizeLinear", "Div", "Exp", "Floor", "Greater"}
     | {"GreaterOrEqual", "Less", "LessOrEqual", "Log", "Max", "Min", "Mul", "Neg", "Pow"}
     | {"QuantizeLinear", "Reciprocal", "Relu", "Round", "Sigmoid", "HardSigmoid", "Sqrt", "Sub"}
     | {"Tanh", "Where"}
 )
-"""Operators that compute every column of an answer from the same column."""
+"""Operators that compute each column of their output from the same column of their input."""
 _WEIGHTED: Final = frozenset(
     {"Conv", "ConvInteger", "ConvTranspose", "Einsum", "GRU", "Gemm", "LSTM", "MatMul"}
     | {"MatMulInteger", "QLinearConv", "QLinearMatMul", "RNN"}
 )
 """Operators that mix features with weights, which no tail has."""
 _MASKING: Final = 1e4
-"""Magnitude from which on a constant masks classes, rather than shifting their scores."""
+"""A constant of this magnitude or more masks classes; a smaller one only shifts their scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Tail:
     """Operators from the scores that heads imitate to the model's answer."""
 
     taught: Answer
-    """Scores, described as an answer: the tensor, its width, its form and its task."""
+    """Scores, in the form of a description of an answer: tensor, width, form and task."""
     dtype: str
     """Element type of the scores, by numpy's name."""
     shape: tuple[int | str, ...]
@@ -74,14 +74,14 @@ class Tail:
     graph: bytes = field(default=b"", repr=False)
     """ONNX model from the scores to the answer; empty if the scores are the answer."""
     kinds: tuple[str, ...] = ()
-    """Operators of ``graph`` that compute, in order."""
+    """Types of the operators in ``graph`` that compute something, in order."""
     bounds: tuple[float, float] | None = None
     """Smallest and largest value that the answer can have, if the scores are probabilities."""
     takes_levels: bool = False
-    """True if scores that differ by a constant have different answers, as with clipped logits."""
+    """True if the answer changes when a constant is added to all scores, as with clipped logits."""
 
     def end(self, exit_: bytes, prefix: str, outputs: list[str]) -> bytes:
-        """Add the tail to an exit, which outputs the scores under its prefix."""
+        """Append the tail to an exit, whose scores have the exit's prefix in their name."""
         if not self.graph:
             return exit_
         head = onnx.ModelProto.FromString(exit_)
@@ -103,7 +103,8 @@ class Tail:
 def dominators(flow: Dataflow, output: str) -> Iterator[str]:
     """Yield the tensors through which all of the output's data passes, the output first.
 
-    The walk ends before the last operator with weights, and before one with a body.
+    The search from the output towards the inputs ends at the first operator with weights or with a
+    body.
     """
     pending = {output}
     while True:
@@ -125,10 +126,10 @@ def _ends_walk(op: Operator) -> bool:
 
 
 def find_activation(proto: onnx.ModelProto, flow: Dataflow, output: str) -> Operator | None:
-    """Find the first activation after the last weights that all data passes.
+    """Find the first activation after the last weights through which all data passes.
 
-    Activations are Softmax, LogSoftmax and Sigmoid; a Softmax counts if it goes over the last axis
-    that has more than one element.
+    Activations are Softmax, LogSoftmax and Sigmoid. A Softmax counts if it is computed along the
+    last axis that has more than one element.
     """
     types = declared_types(proto)
     found = [activation_of(flow, types, name) for name in dominators(flow, output)]
@@ -140,7 +141,8 @@ def activation_of(
 ) -> Operator | None:
     """Return the activation whose values a tensor holds, if there is one.
 
-    ``axis`` is where a softmax has the classes; by default the last one of more than one element.
+    A softmax must be computed along ``axis``; by default along the last axis of more than one
+    element.
     """
     op = flow.producers.get(tensor)
     while op is not None and keeps_values((op,)):
@@ -162,18 +164,18 @@ def _is_activation(op: Operator, types: Mapping[str, TensorType], wanted: int | 
 
 
 def operators_between(flow: Dataflow, scores: str, output: str) -> tuple[Operator, ...]:
-    """Return the operators that compute the output from the scores, except constant ones."""
+    """Return the operators that compute the output from the scores, except constant operators."""
     found = flow.upstream([output], stop=frozenset([scores]))
     return tuple(op for op in found if not flow.is_constant(op))
 
 
 def keeps_columns(operators: tuple[Operator, ...]) -> bool:
-    """Return whether every output column depends on the same input column alone."""
+    """Return whether each column of the output depends only on the same column of the input."""
     return all(op.kind in _BY_COLUMN for op in operators)
 
 
 def keeps_values(operators: tuple[Operator, ...]) -> bool:
-    """Return whether operators only move values, or convert them to another floating-point type."""
+    """Return whether operators only reshape values, or cast them to another floating-point type."""
     return all(op.kind in _MOVES or _is_floating_cast(op) for op in operators)
 
 
@@ -182,7 +184,10 @@ def _is_floating_cast(op: Operator) -> bool:
 
 
 def keeps_unbounded(op: Operator, proto: onnx.ModelProto) -> bool:
-    """Return whether an operator picks, moves, scales or shifts scores, so heads can imitate it."""
+    """Return whether an operator only selects, moves, scales or shifts scores.
+
+    Heads can then imitate the operator's result.
+    """
     if op.kind not in _AFFINE:
         return op.kind in _SELECTIONS or keeps_values((op,))
     stored = {tensor.name: tensor for tensor in proto.graph.initializer}
@@ -195,8 +200,8 @@ def cut_tail(
 ) -> Tail:
     """Copy the operators from the scores to the answer into a separate model.
 
-    ``proto`` is annotated and has its weights; the tensor of ``taught`` is one of
-    :func:`dominators`.
+    ``proto`` is annotated and contains its weights. The tensor of ``taught``, the scores, must be
+    one of :func:`dominators`.
     """
     types, start = declared_types(proto), taught.output
     dtype, shape = types[start].dtype, types[start].shape or ()
@@ -222,7 +227,8 @@ def cut_tail(
 def find_dense_tail(proto: onnx.ModelProto, flow: Dataflow, answer: Answer) -> Tail | None:
     """Find the tail of a model that answers for tokens or pixels, by its graph alone.
 
-    It begins before an ArgMax, or after a Softmax over the classes if other operators follow that.
+    The tail begins before an ArgMax, or after a Softmax over the classes that other operators
+    follow.
     """
     if answer.task.kind not in _AXES:
         return None
@@ -245,7 +251,7 @@ def find_dense_tail(proto: onnx.ModelProto, flow: Dataflow, answer: Answer) -> T
 
 
 _AXES: Final[dict[TaskKind, int]] = {"token-classification": 2, "segmentation": 1}
-"""Dimension of the classes."""
+"""Dimension of the classes, by task."""
 _FORMS: Final[dict[str, AnswerForm]] = {
     "Softmax": "probabilities",
     "LogSoftmax": "log-probabilities",
@@ -258,7 +264,7 @@ def _rank(types: Mapping[str, TensorType], name: str) -> int:
 
 
 def in_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
-    """Convert a tail to another opset, as a quantised copy of the model may have another."""
+    """Convert a tail to another opset, because a quantised copy of the model may have another."""
     if default_opset(proto) == opset:
         return proto
     try:
@@ -273,7 +279,7 @@ def in_opset(proto: onnx.ModelProto, opset: int) -> onnx.ModelProto:
 
 
 def giving(graph: bytes, tensor: str) -> bytes:
-    """Return a graph with an inner tensor as an output; unchanged if it does not compute that."""
+    """Return a graph with an inner tensor as an additional output, if the graph computes it."""
     model = onnx.ModelProto.FromString(graph)
     if tensor in {output.name for output in model.graph.output}:
         return graph
@@ -284,7 +290,7 @@ def giving(graph: bytes, tensor: str) -> bytes:
 
 
 _CERTAIN: Final = 200.0
-"""Logit of a class that is certain."""
+"""Logit of a class with a probability of almost 1."""
 _DRAWN: Final = 2048
 """Number of random scores on which a tail is tried, in addition to scores of certain classes."""
 _ROUNDING: Final = frozenset({"Cast", "Ceil", "Floor", "QuantizeLinear", "Round"})
@@ -293,7 +299,7 @@ _ROUNDING: Final = frozenset({"Cast", "Ceil", "Floor", "QuantizeLinear", "Round"
 def find_bounds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, float]:
     """Return the smallest and largest value of answers that are computed from probabilities.
 
-    ``wanted`` [n, …] are answers of the model.
+    ``wanted`` [n, …] are answers of the model on data.
     """
     ends = np.concatenate([_tried(tail).ravel(), wanted.ravel()])
     ends = ends[np.isfinite(ends)]
@@ -301,11 +307,12 @@ def find_bounds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, float]:
 
 
 def find_thresholds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, ...]:
-    """Return the values from which on labels are assigned, [labels]: at probability one half.
+    """Return, for each label, the smallest value of the answer at which the label is assigned.
 
-    Between two steps of a rounded answer, the middle is taken. ``wanted`` [n, labels] are answers
-    of the model. A model may answer its smallest value for every unlikely label, so a threshold
-    that is not above that value is raised: only larger values are then assigned the label.
+    That is the value at probability one half; for a rounded answer, the middle between two steps.
+    ``wanted`` [n, labels] are answers of the model on data. A model may answer its smallest value
+    for every unlikely label. So a threshold that is not above the smallest value is raised: the
+    label is then assigned only at larger values.
     """
     taught = tail.taught
     neutral, near = (0.0, 0.02) if taught.form == "logits" else (0.5, 0.005)
@@ -320,7 +327,7 @@ def find_thresholds(tail: Tail, wanted: NDArray[Any]) -> tuple[float, ...]:
 
 
 def _tried(tail: Tail) -> NDArray[Any]:
-    """Return answers to scores with each class certain, each class impossible, and between."""
+    """Return answers to scores with one class certain, one class impossible, and random scores."""
     k, rng = tail.taught.classes, np.random.default_rng(0)
     inner = rng.random((_DRAWN, k))
     corners = np.concatenate([np.eye(k), 1 - np.eye(k), np.zeros((1, k)), np.ones((1, k)), inner])
@@ -335,7 +342,7 @@ def _tried(tail: Tail) -> NDArray[Any]:
 
 
 def _above_smallest(threshold: float, values: NDArray[np.float64]) -> float:
-    """Return the threshold, or a larger one if no value is below it."""
+    """Return the threshold; if it is not above the smallest value, return a larger threshold."""
     steps = np.unique(values[np.isfinite(values)])
     if len(steps) < 2 or threshold > steps[0]:
         return threshold

@@ -1,11 +1,11 @@
-"""Weights of convolutions in parts, so that subnets with fewer input channels share them.
+"""Weights of convolutions in parts, so that subnets with fewer input channels can share them.
 
-A subnet whose convolution sums over fewer channels has the first input channels of the supernet's
-weight [out, in, …]. These are not contiguous in memory: every output channel has a few of them. So
-the weight is stored in parts [out, some of in, …], split where a subnet ends, and each graph joins
-the parts that it reads by a ``Concat`` before the convolution. A subnet with fewer output channels
-has the first bytes of each part. ONNX Runtime joins the parts once, when it loads a graph, if its
-kernels pack weights; with shared weights it joins them at each run.
+If a convolution of a subnet sums over fewer channels, its weight is the first input channels of the
+supernet's weight [out, in, …]. These values are not contiguous in memory. So the weight is stored
+in parts [out, some of in, …], split at each subnet's number of input channels. Each graph joins the
+parts that it needs by a ``Concat`` before the convolution. If a subnet has fewer output channels,
+its weight is the first bytes of each part. ONNX Runtime joins the parts once, when it loads a
+graph, if its kernels pack weights; with shared weights it joins them at each run.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from offramp.compiler.graphs.graph import refill
 from offramp.compiler.graphs.weights import LEAST_BYTES, WeightFile
 
 _INPUTS: Final = 1
-"""Dimension of input channels."""
+"""Dimension of a convolution's weight that has the input channels."""
 _Group: TypeAlias = tuple[int, tuple[int, ...]]
-"""Key of weights that may be parts of each other: their element type, and the kernel's size."""
+"""Key of weights that can contain each other: their element type, and the size of the kernel."""
 
 
 @dataclass(slots=True)
 class _FullWeight:
-    """A weight, and the numbers of its first input channels that are also weights by themselves."""
+    """A weight, and its numbers of first input channels that are the weight of some graph."""
 
     values: NDArray[Any]
     borders: set[int]
 
 
 def has_first_channels(part: NDArray[Any], whole: NDArray[Any]) -> bool:
-    """Return whether a weight is another's first input channels and first output channels."""
+    """Return whether ``part`` is the first input and output channels of ``whole``."""
     if part.ndim != whole.ndim or part.ndim <= _INPUTS + 1:
         return False
     outputs, inputs = part.shape[:2]
@@ -51,10 +51,11 @@ def has_first_channels(part: NDArray[Any], whole: NDArray[Any]) -> bool:
 
 
 def in_parts(graphs: Mapping[str, bytes], kept: WeightFile | None) -> dict[str, bytes]:
-    """Store weights in parts if other weights are their first input channels.
+    """Store a weight in parts if another weight is its first input channels.
 
-    ``graphs`` contain their weights, or name them in ``kept``; the results contain the parts.
-    Graphs without such weights are returned unchanged. Every graph computes the same.
+    Weights are in the ``graphs``, or in the file ``kept``; the resulting graphs contain the parts.
+    Graphs without such weights are returned unchanged. Every resulting graph computes the same as
+    before.
     """
     protos = {name: onnx.ModelProto.FromString(graph) for name, graph in graphs.items()}
     wholes = _find_wholes([proto.graph for proto in protos.values()], kept)
@@ -68,7 +69,7 @@ def in_parts(graphs: Mapping[str, bytes], kept: WeightFile | None) -> dict[str, 
 def _find_wholes(
     graphs: Sequence[onnx.GraphProto], kept: WeightFile | None
 ) -> dict[_Group, list[_FullWeight]]:
-    """Find weights of which a graph has only the first input channels, and where these end."""
+    """Find weights that others are the first input channels of, and these numbers of channels."""
     groups: dict[_Group, list[onnx.TensorProto]] = {}
     for tensor in (t for graph in graphs for t in graph.initializer if _may_be_one(t)):
         groups.setdefault(_group_of(tensor), []).append(tensor)
@@ -95,7 +96,7 @@ def _wholes_of(tensors: Iterable[onnx.TensorProto], kept: WeightFile | None) -> 
 def _split(
     graph: onnx.GraphProto, wholes: Mapping[_Group, list[_FullWeight]], kept: WeightFile | None
 ) -> bool:
-    """Put weights into a graph in parts, in place; returns whether there are any."""
+    """Store weights of a graph in parts, in place; return whether the graph has such weights."""
     stored: list[onnx.TensorProto] = []
     joins: list[onnx.NodeProto] = []
     for tensor in graph.initializer:
@@ -128,7 +129,7 @@ def _split(
 
 
 def _may_be_one(tensor: onnx.TensorProto) -> bool:
-    """Return whether a tensor has the rank of a convolution's weight, and is large enough."""
+    """Return whether a tensor may be a convolution's weight, and is large enough for the file."""
     size = int(np.prod(tensor.dims)) * ITEM_BYTES.get(tensor.data_type, 0)
     return len(tensor.dims) > 2 and tensor.dims[_INPUTS] > 1 and size >= LEAST_BYTES
 
@@ -138,7 +139,7 @@ def _group_of(tensor: onnx.TensorProto) -> _Group:
 
 
 def _values(tensor: onnx.TensorProto, kept: WeightFile | None) -> NDArray[Any]:
-    """Return a weight, from the graph or the file that it names."""
+    """Return the values of a weight, from the graph or from the file of weights."""
     if not tensor.external_data:
         return numpy_helper.to_array(tensor)
     assert kept is not None, "no file of weights is named without one"

@@ -1,10 +1,10 @@
-"""One copy of a model's weights, on the disk: graphs name weights instead of holding them.
+"""One copy of a model's weights, on the disk: graphs refer to weights instead of containing them.
 
-The source model, its segments and its stages have the same weights. With weights in memory, each
-serialised graph and each protobuf message had a copy, and each session one or more: for a model of
-440 MB that was more than 5 GB. While a model is compiled its weights are in a file
-(:class:`WeightFile`) that sessions map (:mod:`offramp.engine.graphs.external_weights`). A bundle
-gets a separate file (:func:`pack_weights`) with the weights of its graphs.
+The source model, its segments and its stages have the same weights. If each serialised graph, each
+protobuf message and each session had a copy, a model of 440 MB would need more than 5 GB of memory.
+While a model is compiled, its weights are in a file (:class:`WeightFile`) that sessions map
+(:mod:`offramp.engine.graphs.external_weights`). A bundle gets a separate file
+(:func:`pack_weights`) with the weights of its graphs.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from offramp.compiler.graphs.graph import all_graphs, copied, refill, weight_byt
 from offramp.engine.graphs.external_weights import weights_in
 
 LEAST_BYTES: Final = PAGE
-"""Least size of a weight that is kept in the file; smaller ones stay in the graph, where shapes are
-read."""
+"""The smallest size in bytes of weights that are kept in the file. Smaller weights stay in the
+graph, because inference reads shapes from them."""
 _PIECE_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightFile:
-    """A file of weights, which stores each weight once for all graphs that name it."""
+    """A file of weights, which stores each weight once for all graphs that refer to it."""
 
     folder: Path
     file: BinaryIO
     scratch: ScratchSpace
     _places: dict[bytes, Place] = field(default_factory=dict)
-    """Place of a weight's bytes, by their hash."""
+    """Places of weights in the file, by the hash of their bytes."""
     _beginnings: dict[bytes, list[Place]] = field(default_factory=dict)
-    """Places of written weights, by their first bytes."""
+    """Places of weights in the file, by their first bytes."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that were written."""
+        """Size of the file in bytes, so far."""
         return self.file.seek(0, 2)
 
     @property
     def hashes(self) -> dict[Place, bytes]:
-        """SHA-256 of all weights, by place."""
+        """SHA-256 of all weights in the file, by place."""
         return {place: key for key, place in self._places.items()}
 
     def check_space(self, proto: onnx.ModelProto) -> None:
@@ -64,7 +64,7 @@ class WeightFile:
         self.scratch.check_space(weight_bytes(proto), what, "compile a smaller model")
 
     def light(self, proto: onnx.ModelProto) -> onnx.ModelProto:
-        """Return a copy of a model that names its weights, which are put into the file."""
+        """Return a copy of a model whose large weights are in the file."""
         model = onnx.ModelProto()
         _copy_but(proto, model, "graph")
         _copy_but(proto.graph, model.graph, "initializer")
@@ -81,27 +81,27 @@ class WeightFile:
     def takes(self, tensor: onnx.TensorProto, size_bytes: int) -> bool:
         """Return whether an initializer of this many bytes is kept in the file.
 
-        An initializer with another number of bytes than its shape stays in the graph, for the
-        checks of graphs.
+        An initializer whose number of bytes contradicts its shape stays in the graph, where checks
+        find it.
         """
         expected = prod(tensor.dims) * ITEM_BYTES.get(tensor.data_type, 0)
         return LEAST_BYTES <= size_bytes == expected
 
     def name(self, tensor: onnx.TensorProto, content: bytes) -> None:
-        """Make an empty tensor name its bytes, which are put into the file."""
+        """Put a tensor's bytes into the file, and let the empty tensor refer to them."""
         place = {"location": WEIGHTS, "offset": self.keep(content), "length": len(content)}
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
         tensor.data_location = onnx.TensorProto.EXTERNAL
 
     def whole(self, proto: onnx.ModelProto) -> onnx.ModelProto:
-        """Copy a model with the weights that it names."""
+        """Copy a model, and load its weights from the file into the copy."""
         copy = copied(proto)
         self.fill(copy)
         return copy
 
     def fill(self, model: onnx.ModelProto) -> None:
-        """Load the weights that a model names into it, in place."""
+        """Load a model's weights from the file into the model, in place."""
         for tensor in model.graph.initializer:
             if tensor.external_data:
                 tensor.raw_data = b"".join(self.read(_taken_from(tensor)))
@@ -113,7 +113,7 @@ class WeightFile:
             yield self.file.read(min(_PIECE_BYTES, place.length - start))
 
     def keep(self, content: bytes) -> int:
-        """Write the bytes of a weight, unless they are in the file; returns their offset.
+        """Write the bytes of a weight, unless the file has them already; return their offset.
 
         A weight may be the beginning of a longer one that was kept before: a subnet takes the first
         rows of some weights (SuperServe's WeightSlice, 3).
@@ -124,7 +124,7 @@ class WeightFile:
         return self._places[key].offset
 
     def _beginning(self, content: bytes) -> Place | None:
-        """Find a weight in the beginning of a longer one."""
+        """Find a longer weight in the file that begins with these bytes."""
         for longer in self._beginnings.get(content[:LEAST_BYTES], ()):
             place = Place(longer.offset, len(content))
             fits = place.length <= longer.length
@@ -144,7 +144,7 @@ class WeightFile:
 
 @contextmanager
 def weight_file(scratch: ScratchSpace) -> Iterator[WeightFile]:
-    """Make a file for weights; graphs find their weights there as long as the context lasts."""
+    """Make a file for weights; in the context, graphs find their weights there."""
     taken = scratch.taken_bytes
     with (
         feature_folder(scratch.folder) as made,
@@ -158,16 +158,17 @@ def weight_file(scratch: ScratchSpace) -> Iterator[WeightFile]:
 
 
 def save(proto: onnx.ModelProto, path: Path) -> None:
-    """Write a model of any size, its large weights in a file next to it; it is not changed."""
+    """Write a model of any size, with large weights in a file next to it; ``proto`` is kept."""
     with path.with_name(WEIGHTS).open("w+b") as file:
         weights = WeightFile(folder=path.parent, file=file, scratch=ScratchSpace())
         path.write_bytes(weights.light(proto).SerializeToString())
 
 
 def without_named(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a model with inputs instead of its named weights, or, without any, itself.
+    """Return a copy of a model in which weights that are in the file are inputs instead.
 
-    The copy is for tools that cannot or need not read the file of weights.
+    A model without such weights is returned itself. The copy is for tools that cannot or need not
+    read the file of weights.
     """
     if not any(tensor.external_data for g in all_graphs(proto.graph) for tensor in g.initializer):
         return proto
@@ -184,7 +185,7 @@ def without_named(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def filled(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Copy a model with the weights that it, and graphs inside it, name in the file in use."""
+    """Copy a model, and load its weights, also of inner graphs, from the file that is in use."""
     model = copied(proto)
     for tensor in (t for graph in all_graphs(model.graph) for t in graph.initializer):
         if tensor.external_data:
@@ -196,7 +197,7 @@ def filled(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def renamed_file(proto: onnx.ModelProto, name: str) -> onnx.ModelProto:
-    """Copy a model that names weights, with another name for their file."""
+    """Copy a model whose weights are in a file, with another name of the file."""
     model = copied(proto)
     for tensor in (t for graph in all_graphs(model.graph) for t in graph.initializer):
         for entry in tensor.external_data:
@@ -206,7 +207,7 @@ def renamed_file(proto: onnx.ModelProto, name: str) -> onnx.ModelProto:
 
 
 def check_standard(proto: onnx.ModelProto) -> None:
-    """Run ONNX's checker on a model; raises its ValidationError.
+    """Run ONNX's checker on a model; it raises a ValidationError.
 
     Only type and shape of weights in a file are checked: the checker takes one message of at most 2
     GiB.
@@ -220,17 +221,17 @@ _Content: TypeAlias = Place | memoryview
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSizes:
-    """Bytes of a bundle's large weights: in one file, and if every graph contained them."""
+    """Sizes of a bundle's large weights: in one file, and as they would be inside every graph."""
 
     file_bytes: int
-    """Bytes of the file; 0 if no graph has such weights."""
+    """Size of the file in bytes; 0 if no graph has large weights."""
     graph_bytes: int
-    """Bytes that graphs would have if each contained its weights, instead of naming them in the
-    file."""
+    """Total size in bytes that the graphs' large weights would have if each graph contained
+    them."""
 
     @classmethod
     def of(cls, bundle: Bundle) -> WeightSizes:
-        """Return the sizes for a bundle."""
+        """Compute the sizes for a bundle."""
         size = next((e.size_bytes for e in bundle.manifest.files if e.path == WEIGHTS), 0)
         named = [named_weights(bundle.graph(name), size) for name in bundle.manifest.graphs]
         return cls(file_bytes=size, graph_bytes=sum(p.length for places in named for p in places))
@@ -238,17 +239,17 @@ class WeightSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedWeights:
-    """Graphs of a bundle, which name their weights in one file, and the content of the file."""
+    """Graphs of a bundle whose large weights are in one file, and the content of that file."""
 
     graphs: Mapping[str, bytes]
-    """Graphs by path in the bundle; weights of a page or more are named."""
+    """Graphs by path in the bundle; weights of a page or more are in the file."""
     sizes: WeightSizes
     _layout: Mapping[int, _Content]
-    """Content of the file by offset, in order."""
+    """Weights in the file, by offset, in order."""
     _kept: WeightFile | None
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the file in pieces."""
+        """Yield the content of the file in pieces."""
         at = 0
         for offset, content in self._layout.items():
             yield bytes(offset - at)
@@ -259,8 +260,8 @@ class PackedWeights:
 def pack_weights(graphs: Mapping[str, bytes], kept: WeightFile | None) -> PackedWeights:
     """Lay out one file for the weights of graphs, each weight once.
 
-    ``graphs`` hold their weights, or name them in ``kept``. A weight that is the beginning of a
-    longer one is not stored again. No weight is read into memory as a whole.
+    Weights are in the ``graphs``, or in the file ``kept``. A weight that is the beginning of a
+    longer weight is not stored again. Weights are read in pieces.
     """
     size = 0 if kept is None else kept.size_bytes
     contents = _DistinctContents(kept)
@@ -289,17 +290,18 @@ def pack_weights(graphs: Mapping[str, bytes], kept: WeightFile | None) -> Packed
 
 
 class _DistinctContents:
-    """The weights of some graphs, by the hash of their bytes."""
+    """The different weights of some graphs, by the hash of their bytes."""
 
     def __init__(self, kept: WeightFile | None) -> None:
         self._kept = kept
         self._known = {} if kept is None else kept.hashes
         self.by_key: dict[bytes, _Content] = {}
         self.keys: list[bytes | None] = []
-        """Keys of all weights, in the order of graphs; ``None`` for weights that stay in their
+        """Keys of all weights, in the order of graphs; ``None`` for a weight that stays in its
         graph."""
         self.first: list[bytes] = []
-        """Keys of weights that are not the beginning of another; complete after :meth:`lay_out`."""
+        """Keys of weights that are not the beginning of another weight; filled by
+        :meth:`lay_out`."""
 
     def add(self, content: _Content) -> None:
         """Add a weight of a graph."""
@@ -313,7 +315,7 @@ class _DistinctContents:
         self.keys.append(key)
 
     def lay_out(self) -> dict[bytes, int]:
-        """Return offsets in order of first use.
+        """Return the offset of each weight in the file, in the order of first use.
 
         A weight that is the beginning of another one has the other's offset.
         """
@@ -328,7 +330,7 @@ class _DistinctContents:
         return {key: offsets[begins.get(key, key)] for key in self.by_key}
 
     def _beginnings(self) -> dict[bytes, bytes]:
-        """Return the weights that are the beginning of another weight, and that weight."""
+        """Return, for each weight that is the beginning of a longer weight, that longer weight."""
         groups: dict[bytes, list[bytes]] = {}
         for key, content in self.by_key.items():
             groups.setdefault(next(self._read(content, LEAST_BYTES)), []).append(key)
@@ -347,7 +349,7 @@ class _DistinctContents:
         return found
 
     def _read(self, content: _Content, size: int) -> Iterator[bytes]:
-        """Yield the first bytes of a weight in pieces."""
+        """Yield the first ``size`` bytes of a weight, in pieces."""
         first = Place(content.offset, size) if isinstance(content, Place) else content[:size]
         return _read(first, self._kept)
 
@@ -365,7 +367,7 @@ def _split(content: memoryview) -> Iterator[bytes]:
 
 
 def _equal(one: Iterator[bytes], other: Iterator[bytes]) -> bool:
-    """Return whether two weights of equal length, in equal pieces, are the same."""
+    """Return whether two weights, as pieces of equal lengths, are equal."""
     return all(a == b for a, b in zip(one, other, strict=True))
 
 
@@ -374,7 +376,7 @@ def _next_page(end: int) -> int:
 
 
 def _copy_but(source: Message, target: Message, left_out: str) -> None:
-    """Copy all fields of a message except ``left_out``, which may be large."""
+    """Copy all fields of a message except ``left_out``, whose value may be large."""
     for descriptor, value in source.ListFields():
         if descriptor.name != left_out:
             _copy_field(descriptor.name, value, target)
@@ -392,7 +394,7 @@ def _copy_field(name: str, value: Any, target: Message) -> None:
 
 
 def _taken_from(tensor: onnx.TensorProto) -> Place:
-    """Return the place of a tensor's bytes, and clear the reference in it."""
+    """Return the place of a tensor's bytes in the file, and clear the tensor's reference to it."""
     place = named_place(tensor)
     tensor.ClearField("external_data")
     tensor.ClearField("data_location")

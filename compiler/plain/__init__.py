@@ -1,1 +1,1 @@
-"""A model without exits as a bundle of one segment: made without data, in seconds."""
+"""Bundles of one segment, without exits: made from a model without data, in seconds."""

@@ -1,8 +1,8 @@
-"""Reading of a model to serve it without exits: requirements of exits are not checked.
+"""Reading a model to serve it without exits; requirements of exits are not checked.
 
-Whether samples may share a batch is tested on random inputs, as there is no data: rows of several
-magnitudes run alone, all together and a few together. If independence cannot be verified, every
-sample is served in a separate batch.
+Whether samples may share a batch is tested on random inputs, because there is no data. Samples of
+several magnitudes are run one by one, all together, and a few together. If it cannot be verified
+that samples do not affect each other, every sample is served in a separate batch.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ from offramp.engine.common.environment import available_cores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnslicedModel:
-    """A model to serve without exits, and properties of its batch."""
+    """A model to serve without exits, and whether its samples may share a batch."""
 
     source: SourceModel
-    """Model with a symbolic batch, if that is possible."""
+    """The model; its batch size is symbolic, if that is possible."""
     fixed: int | None
-    """Batch size that the file fixes; ``None`` if the batch is symbolic there."""
+    """Batch size that the file fixes; ``None`` if it is symbolic in the file."""
     no_batching: str
     """Reason why samples must not share a batch; empty if they may."""
     notes: tuple[str, ...]
-    """Differences from the file or from the caller's request, for users."""
+    """Sentences for users on differences from the file or from the caller's request."""
     stated: tuple[onnx.ValueInfoProto, ...]
-    """Types that the file states for inner tensors, if its batch is not fixed."""
+    """Types of inner tensors that the file states; empty if the file fixes the batch size."""
 
     def graph(self) -> onnx.ModelProto:
         """Return the graph as it is served, with all inputs that the file declares.
 
-        It states no more types of inner tensors than the file: ONNX Runtime fuses by known shapes,
-        and more of them would change answers by rounding.
+        The graph states types of inner tensors only where the file does: ONNX Runtime fuses
+        operators by known shapes, and more known shapes would change the rounding of answers.
         """
         served = copied(self.source.as_declared())
         refill(served.graph.value_info, self.stated)
@@ -87,7 +87,7 @@ def read_plain(
 ) -> UnslicedModel:
     """Read a model; ``answer`` names the output to serve, if there are several.
 
-    With ``weights`` the model names its large weights in that file, and may be of any size.
+    With ``weights``, large weights are moved into that file, and the model may be of any size.
 
     The graph is not simplified: it computes the same as the file, bit for bit, unless its opset was
     converted or its batch was fixed.
@@ -153,9 +153,10 @@ def _read(
 
 
 def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | None, list[str]]:
-    """Return the output to serve, and notes on the choice; ModelError if it has to be named.
+    """Return the output to serve, and notes on the choice; ModelError if the user must name it.
 
-    A single output is served whatever ``answer`` is: a server uses one name for all its files.
+    A single output is served even if ``answer`` has another name, because a server uses one name
+    for all its files.
     """
     if len(proto.graph.output) == 1:
         (only,) = (output.name for output in proto.graph.output)
@@ -174,11 +175,11 @@ def _choose_output(proto: onnx.ModelProto, answer: str | None) -> tuple[str | No
 
 
 def _freed(proto: onnx.ModelProto, fixed: int | None) -> tuple[onnx.ModelProto, str]:
-    """Make the batch symbolic, and check whether samples may share one.
+    """Make the batch size symbolic, and check whether samples may share a batch.
 
-    Returns the model, and the reason why they may not. A model whose batch is fixed at 1 and cannot
-    be made symbolic is returned unchanged, with the reason. ModelError if samples cannot run one by
-    one either.
+    Returns the model, and the reason why samples may not; empty if they may. A model whose batch
+    size is fixed at 1 and cannot be made symbolic is returned unchanged, with that reason.
+    ModelError if samples cannot run one by one either.
     """
     trial = copied(proto)
     try:
@@ -196,7 +197,7 @@ def _freed(proto: onnx.ModelProto, fixed: int | None) -> tuple[onnx.ModelProto, 
 
 
 def _describe(proto: onnx.ModelProto, asked: TaskOptions) -> Answer:
-    """Describe the answer, as that of a task that exits support, or of another task."""
+    """Describe the answer, for a task that exits support or for any other one."""
     output = proto.graph.output[0]
     shape = output.type.tensor_type.shape
     if shape.dim:  # a size that the file fixes at 1 is also the batch
@@ -210,7 +211,7 @@ def _describe(proto: onnx.ModelProto, asked: TaskOptions) -> Answer:
 
 
 def _in_batches(found: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    """Name the first size ``batch``, even if it is fixed at 1: larger requests are split."""
+    """Name the first size ``batch``, even if it is fixed at 1: larger requests are split later."""
     return tuple(replace(spec, shape=(BATCH, *spec.shape[1:])) for spec in found)
 
 
@@ -218,25 +219,25 @@ Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 _ROWS: Final = 5
 _BATCHES: Final = 4
-"""Number of random batches, each with other values."""
+"""Number of random batches to try."""
 _MAGNITUDES: Final = (1.0, 0.1, 30.0, 0.0, -3.0)
-"""Factors of the rows of floating-point inputs: extreme rows show whether a model scales by the
-batch."""
+"""Factors that the rows of floating-point inputs are multiplied by. Extreme rows show whether a
+model scales values by the batch."""
 _ALLOWED: Final = 1e-3
-"""Largest difference by rounding, relative to the scale of the row's own values; it allows for rows
-whose large inner values cancel out, which are rounded on another scale."""
+"""Largest difference that counts as rounding, relative to the scale of the row's own values.
+Rounding may be larger than usual for rows whose large inner values cancel out."""
 _SECONDS: Final = 10.0
-"""Time after which no further random batch is run."""
+"""Time in seconds after which no further random batch is run."""
 
 
 def find_mixing(proto: onnx.ModelProto) -> str:
     """Return why samples must not share a symbolic batch; empty if they may.
 
-    The checks of :func:`.free_batch` have passed; these are the checks that depend on values.
+    These checks run the model on values; the checks of :func:`.free_batch` must have passed.
     """
     if operators := scaled_by_batch(proto):
         number, first = len(operators), operators[0].label
-        return f"{number} operators round by the range of the whole batch, first {first}"
+        return f"{number} operators round by the range of the whole batch, such as {first}"
     runner = GraphRunner(proto, available_cores())
     allowed = max(rounding_of(proto).batches, _ALLOWED)
     began_s, compared, failure = time.monotonic(), 0, ""
@@ -260,7 +261,7 @@ def find_mixing(proto: onnx.ModelProto) -> str:
 
 
 def gives_rows(proto: onnx.ModelProto) -> bool:
-    """Return whether a model's answer has one row per sample, for one and for several samples."""
+    """Return whether a model's answer has one row for each sample, for one or several samples."""
     for count in (1, 3):
         feeds = random_inputs(proto, count)
         rows = len(next(iter(feeds.values())))  # one row if the batch is fixed
@@ -274,7 +275,7 @@ def gives_rows(proto: onnx.ModelProto) -> bool:
 
 
 def _made(proto: onnx.ModelProto) -> Iterator[dict[str, NDArray[Any]]]:
-    """Yield batches of :data:`_ROWS` random rows, of one magnitude or of several."""
+    """Yield batches of :data:`_ROWS` random rows, all of one magnitude or of several."""
     for seed in range(_BATCHES):
         feeds = random_inputs(proto, _ROWS, seed=seed)
         if seed % 2:
@@ -291,7 +292,7 @@ def _spread(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _apart(runner: GraphRunner, feeds: Arrays, alone: Sequence[Arrays], allowed: float) -> str:
-    """Return a difference between rows together and rows alone; empty if there is none."""
+    """Describe a difference between rows together and rows alone; empty if there is none."""
     for chosen in ([*range(_ROWS)], [_ROWS - 1, 0], [2, 3, 1]):
         try:
             together = runner.run(_rows(feeds, chosen))

@@ -1,6 +1,7 @@
-"""Write an ONNX model without exits as a bundle: without data, in seconds.
+"""Write an ONNX model as a bundle without exits; this needs no data, and takes seconds.
 
-Its graph runs on random inputs as in serving: it is compared with the file, and timed.
+The graph is run on random inputs as it will be served. Its answers are compared with those of the
+file, and it is timed.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ _log = logging.getLogger(__name__)
 Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 _ROWS: Final = 3
 _SECONDS: Final = 1.0
-"""Time after which no larger batch is timed."""
+"""Time in seconds after which no larger batch size is timed."""
 _RUNS: Final = 3
-"""Number of timed runs of a batch size; the median counts."""
+"""Number of timed runs for a batch size; the median time is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapOptions:
-    """One run of ``eecompile wrap``."""
+    """Options of one run of ``eecompile wrap``."""
 
     model: Path
     output: Path
@@ -62,7 +63,7 @@ class WrapOptions:
     answer: str | None = None
     """Output to serve, if the model has several."""
     task: AskedKind = "auto"
-    """Task of the answers; ``auto`` infers it, and serves any other answer unchanged."""
+    """Task of the answers. ``auto`` infers the task; if none fits, answers are served unchanged."""
     threads: int = field(default_factory=available_cores)
     """Threads of ONNX Runtime while the model is timed."""
 
@@ -167,7 +168,7 @@ def _manifest(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOfFile:
-    """Answer of ONNX Runtime, run on the file itself, to some random samples."""
+    """ONNX Runtime's answer to some random samples, computed from the file itself."""
 
     feeds: Arrays
     """Values of the inputs that the model reads."""
@@ -200,7 +201,7 @@ class AnswerOfFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainTrial:
-    """Graph of a model, loaded as the server loads it."""
+    """The graph of a model in a session as the server makes it."""
 
     plain: UnslicedModel
     timed: TimedGraph
@@ -218,9 +219,9 @@ class PlainTrial:
         return cls(plain=plain, timed=timed, threads=threads)
 
     def sample(self) -> dict[str, NDArray[Any]]:
-        """Return a random sample, [1, …] by input, after running the model on it and on zeros.
+        """Return a random sample, with arrays [1, …] by input, after running the model on it.
 
-        ModelError if a run fails: a server warms up with zeros.
+        The model is also run on zeros, with which servers warm up. ModelError if a run fails.
         """
         sample = random_inputs(self.plain.source.proto, 1)
         for feeds in (sample, {name: np.zeros_like(array) for name, array in sample.items()}):
@@ -233,7 +234,7 @@ class PlainTrial:
         return sample
 
     def compare_with(self, of_file: AnswerOfFile, file: Path) -> None:
-        """Compare with ONNX Runtime's answer from the file; VerificationError if it differs."""
+        """Compare with the answer computed from the file; VerificationError if it differs."""
         model, wanted = self.plain.source, of_file.answer
         found = model.answer.served(self._run(of_file.feeds))
         if wanted.size == found.size:  # [batch, classes, 1, 1] is served as [batch, classes]

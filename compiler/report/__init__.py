@@ -1,4 +1,4 @@
-"""The bundle's ``report.html`` for users: every part of it, rendered with the template."""
+"""The bundle's ``report.html`` for users: rendering of all its sections with the template."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["render_report"]
 
 _MOST_CLASSES = 20
-"""Largest number of rows of the table by class."""
+"""Largest number of rows in the table of classes."""
 
 
 def render_report(
@@ -49,12 +49,13 @@ def render_report(
     weights: WeightSizes | None = None,
     variants: Judged = (),
 ) -> str:
-    """Render the bundle's ``report.html``: one page without other files.
+    """Render the bundle's ``report.html``: a page that needs no other files.
 
-    ``profile`` is that of the device for which savings were predicted. ``rehearsed`` is the
-    rehearsal that chose the exits in use, and ``limit`` the reason why none is in use. ``maps`` are
-    a few example answers, ``weights`` the sizes of large weights, ``variants`` the model and its
-    subnets, if it has any. ValueError if the parts do not belong together.
+    ``profile`` is for the device for which savings were predicted. ``rehearsed`` is the rehearsal
+    that chose the exits in use, if there was one. ``limit`` is the reason why no exit is in use, if
+    that is so. ``maps`` are a few example answers, ``weights`` the sizes of large weights,
+    ``variants`` the model and its subnets, if it has any. ValueError if the parts do not belong
+    together.
     """
     found = PolicyFigures.of(manifest, policy, profile, certify)
     judged = None if measured is None else words.SavingsCheck.of(found, measured)

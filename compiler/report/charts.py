@@ -1,4 +1,4 @@
-"""The report's charts: savings, latency by batch size, joint training, two curves for each exit."""
+"""The report's charts: savings, latency by batch size, joint training, and curves of exits."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from offramp.compiler.report.figures import FloatArray, PolicyFigures, savings_c
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500.0, 300.0, 54.0, 18.0, 26.0, 44.0
 _REACH = 4.0
-"""End of the disagreement axis, as a multiple of the constraint."""
+"""End of the disagreement axis, as a multiple of the bound in the promise."""
 _DEFAULT_REACH = 0.05
-"""End of the disagreement axis without a promise."""
+"""End of the disagreement axis if there is no promise."""
 
 
 class LatencyRow(NamedTuple):
-    """Milliseconds at one batch size."""
+    """Times in milliseconds at one batch size."""
 
     batch_size: int
     source_ms: float
-    """Profiled time per batch."""
+    """Profiled time of the source model for a batch."""
     source_sample_ms: float
-    """Profiled time per sample."""
+    """Profiled time of the source model per sample."""
     predicted_sample_ms: float
-    """Predicted time per sample."""
+    """Predicted time per sample with the exit policy."""
     savings: float
     """Predicted saving, as a share of the source model's time."""
 
 
 def savings_chart(found: PolicyFigures) -> Markup | None:
-    """Draw the descriptive curve and mark the shipped policy; ``None`` without exits."""
+    """Draw savings against disagreement, and mark the policy in use; ``None`` without exits."""
     exits = found.active or [e.index for e in found.manifest.exits]
     if not exits or not found.certify.final_prediction.size:
         return None
@@ -70,7 +70,7 @@ def _percents(low: float, high: float, most: int = 5) -> list[Tick]:
 
 
 def latency_rows(found: PolicyFigures) -> list[LatencyRow]:
-    """Return the times of source and policy at every profiled batch size."""
+    """Return the times of source model and policy for every profiled batch size."""
     rows = []
     for size, source in zip(found.profile.batch_sizes, found.profile.source_ms, strict=True):
         predicted = found.predicted_ms(size)
@@ -80,7 +80,7 @@ def latency_rows(found: PolicyFigures) -> list[LatencyRow]:
 
 
 def latency_chart(found: PolicyFigures) -> Markup:
-    """Draw milliseconds per sample by batch size: profiled solid, predicted dashed."""
+    """Draw milliseconds per sample by batch size; profiled times solid, predicted ones dashed."""
     rows = latency_rows(found)
     top = max(max(r.source_sample_ms, r.predicted_sample_ms) for r in rows)
     ends = max(len(rows) - 1, 1)
@@ -111,7 +111,7 @@ def _titles(y_title: str, x_title: str, right: float = _RIGHT) -> Markup:
 
 
 def _constraint(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
-    """Shade the area that the constraint forbids."""
+    """Shade the area in which disagreement is above the promised bound."""
     if (promise := found.policy.promise) is None:
         return Markup("")
     at = x(promise.max_disagreement)
@@ -153,7 +153,7 @@ _CARD_WIDTH, _CARD_LEFT, _CARD_RIGHT = 300.0, 46.0, 12.0
 _CURVE_HEIGHT, _BARS_HEIGHT = 170.0, 122.0
 _POINTS, _BINS, _FEWEST = 120, 26, 20
 _MARKS = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999, 0.9999)
-"""Confidences that may be labelled on the logit axis."""
+"""Confidences that may be labels of the logit axis."""
 _SUREST = 0.99995
 
 
@@ -169,7 +169,7 @@ class ExitCurves:
 
 
 def exit_curves(found: PolicyFigures) -> list[ExitCurves]:
-    """Draw every exit, all on the same axes for comparison."""
+    """Draw the curves of every exit, all on the same axes for comparison."""
     records = found.certify
     if not len(records.confidence) or not records.final_prediction.size:
         return []
@@ -192,7 +192,7 @@ def exit_curves(found: PolicyFigures) -> list[ExitCurves]:
 def coverage(
     confidence: NDArray[np.float32], agrees: NDArray[np.bool_]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the share of samples that leaves, and its agreement, by falling threshold.
+    """Return, for falling thresholds, the share of samples that leave, and their agreement.
 
     Both are float64[points]. Samples of equal confidence leave together. Points with fewer than 20
     samples are left out.
@@ -213,7 +213,7 @@ def logit(confidence: NDArray[Any] | float) -> FloatArray:
 
 
 def logit_span(confidence: NDArray[np.float32]) -> tuple[float, float]:
-    """Return both ends of the confidence axis, in logits; values beyond an end are drawn there."""
+    """Return both ends of the confidence axis as logits; values beyond an end are drawn at it."""
     low, high = np.quantile(logit(confidence), [0.002, 1.0])
     return float(min(low, high - 1)), float(high)
 
@@ -287,7 +287,7 @@ def _confidence(found: PolicyFigures, index: int, span: tuple[float, float]) -> 
 def _bar(
     x: Scale, y: Scale, edges: FloatArray, right: float, wrong: float, *, active: bool
 ) -> Markup:
-    """Stack disagreeing samples under agreeing ones, so that their shape stays readable."""
+    """Draw a bar: the share of disagreeing samples at the bottom, that of agreeing ones on top."""
     left, width = x(float(edges[0])) + 0.4, x(float(edges[1])) - x(float(edges[0])) - 0.8
     ends = ", ".join(f"{1 / (1 + math.exp(-e)):.4g}" for e in edges)
     title = (
@@ -324,23 +324,24 @@ def _threshold_line(found: PolicyFigures, index: int, x: Scale, y: Scale) -> Mar
 
 
 _NAMES = 44.0
-"""Width on the right for the names of curves."""
+"""Width of the space on the right for the names of curves."""
 _APART = 13.0
-"""Least distance between the names of two curves."""
+"""Smallest distance between the names of two curves."""
 
 
 class TrainingView(NamedTuple):
-    """Curves of the tuning split, by epoch."""
+    """Curves of a joint training, by epoch, measured on the tuning split."""
 
     words: str
     agreement: Markup
     losses: Markup
     lines: list[str]
-    """Agreement of each exit before and after training, and last that of the copy's own answer."""
+    """Sentences on the agreement of each exit before and after training; the last sentence is on
+    the copy's own answer."""
 
 
 def training_view(manifest: Manifest) -> TrainingView | None:
-    """Draw the joint training of exits with their model; ``None`` without it."""
+    """Draw the joint training of a model with its exits; ``None`` if there was none."""
     if (training := manifest.training) is None:
         return None
     names = [f"E{exit_.index}" for exit_ in manifest.exits[:-1]] + ["copy"]

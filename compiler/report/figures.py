@@ -1,7 +1,7 @@
 """Figures of the report: effects of the exit policy on the certify split, and costs.
 
-Two kinds of figures are used and kept apart. *Counted*: answers on the certify split. *Profiled*:
-times of parts, each alone. A figure that combines both is *predicted*.
+There are three kinds of figures. *Counted* figures are numbers of answers on the certify split.
+*Profiled* figures are times of parts, each timed alone. *Predicted* figures combine both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offramp.engine.control.costs import CostModel
 
 FloatArray = NDArray[np.float64]
 _MOST_POINTS = 400
-"""Largest number of points of the descriptive curve."""
+"""Largest number of points of the curve of savings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,15 +35,18 @@ class PolicyFigures:
     profile: Profile
     certify: ExitRecords
     thresholds: dict[int, float]
-    """Thresholds of the active exits, by index."""
+    """Thresholds of the exits in use, by index of the exit."""
     shares: FloatArray
-    """Shares of the certify split answered at each exit, then by the model: float64[exits + 1]."""
+    """Shares of the certify split that each exit answers, and last the model's end: float64[exits +
+    1]."""
     agreement: float
     """Share of the certify split for which the policy and the source model agree."""
     by_class: tuple[ClassLoss, ...]
-    """Answers lost by class of the model, the largest share first."""
+    """Answers that the policy changes, by class of the model; the class with the largest share is
+    first."""
     by_label: tuple[ClassLoss, ...]
-    """Answers lost by label, the largest share first; empty if the data has no labels."""
+    """Answers that the policy changes, by label; the label with the largest share is first. Empty
+    if the data has no labels."""
     accuracy: float | None
     """Accuracy of the policy, against the labels of the certify split."""
 
@@ -51,7 +54,7 @@ class PolicyFigures:
     def of(
         cls, manifest: Manifest, policy: ExitPolicy, profile: Profile, certify: ExitRecords
     ) -> PolicyFigures:
-        """Count the effects of a policy; ValueError if records or profile are of other parts."""
+        """Count the effects of a policy; ValueError if records or profile have other parts."""
         exits, recorded, timed = len(manifest.exits), len(certify.confidence), len(profile.exits_ms)
         if recorded != exits or timed != exits:
             raise ValueError(
@@ -88,44 +91,44 @@ class PolicyFigures:
 
     @property
     def reference(self) -> int:
-        """Batch size that savings are predicted at."""
+        """Batch size for which savings are predicted."""
         return self.manifest.calibration.reference_batch_size
 
     def cost(self, batch_size: int) -> CostModel:
-        """Return profiled milliseconds per batch."""
+        """Return the profiled costs of the parts, in milliseconds per batch."""
         return CostModel.of(self.manifest, self.profile, batch_size)
 
     def predicted_ms(self, batch_size: int) -> float:
-        """Return mean milliseconds per batch: profiled times weighted by the shares counted."""
+        """Return the mean milliseconds per batch: profiled times weighted by the counted shares."""
         rows = self.active
         times = self.cost(batch_size).latency_ms(rows)
         return float(times @ self.shares[[*rows, MODEL_END]])
 
     def savings_at(self, batch_size: int) -> float:
-        """Return the share of the source model's time predicted to be saved at a batch size."""
+        """Return the predicted saving at a batch size, as a share of the source model's time."""
         return 1 - self.predicted_ms(batch_size) / self.cost(batch_size).source_ms
 
     @property
     def predicted_savings(self) -> float:
-        """Predicted saving as a share of the source's time; the promise's, if there is one."""
+        """Predicted saving as a share of the source model's time; the promise's if there is one."""
         if self.policy.promise is not None:
             return self.policy.promise.predicted_savings
         return self.savings_at(self.reference)
 
     @property
     def disagreement(self) -> float:
-        """Disagreement on the certify split; that of the promise, if there is one."""
+        """Disagreement on the certify split; from the promise, if there is one."""
         if (promise := self.policy.promise) is not None:
             return promise.certify_errors / promise.certify_samples
         return 1 - self.agreement
 
 
 def savings_curve(found: PolicyFigures, exits: Sequence[int]) -> tuple[FloatArray, FloatArray]:
-    """Return disagreement and predicted savings along the common path of ``exits``.
+    """Return disagreement and predicted savings for a range of thresholds of ``exits``.
 
-    The path is fitted on the same samples that it is judged by, so the curve is descriptive and
-    certifies nothing (the shipped path was fitted on the tuning split). Both results are shares,
-    float64[points], from conservative to aggressive.
+    The thresholds are fitted on the same samples that they are judged on, so the curve is
+    descriptive and certifies nothing. (The thresholds in the bundle were fitted on the tuning
+    split.) Both results are shares, float64[points], from conservative to aggressive.
     """
     rows = list(exits)
     confidence, agrees = found.certify.confidence[rows], found.certify.agrees[rows]

@@ -1,4 +1,4 @@
-"""The report's joint frontier: exits alone, subnets alone, and subnets with exits."""
+"""The report's comparison of exits alone, subnets alone, and subnets with exits."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from offramp.compiler.report import numbers
 from offramp.compiler.report.figures import thin
 
 LEVELS: Final = (0.999, 0.995, 0.99, 0.98, 0.95, 0.9)
-"""Levels of agreement at which the ways (:data:`.TRADE_OFF_KINDS`) are compared, in addition to the
-promised one."""
+"""Levels of agreement at which these ways (:data:`.TRADE_OFF_KINDS`) are compared, in addition to
+the promised level."""
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 760.0, 380.0, 60.0, 24.0, 28.0, 46.0
 _LOWEST: Final = 0.8
-"""Agreement at which the axis ends if lines continue below."""
+"""Agreement at which the axis ends, if curves continue below it."""
 _MARKS: Final = 14
-"""Largest number of marks on a line."""
+"""Largest number of marks on a curve."""
 _FAINT: Final = 25
-"""Largest number of dominated points of each variant."""
+"""Largest number of points of each variant that are drawn although other points are better."""
 _SIZE: Final = 4.0
 NAMES: Final[Mapping[TradeOffKind, str]] = {
     "exits": "exits alone",
@@ -44,17 +44,17 @@ NAMES: Final[Mapping[TradeOffKind, str]] = {
 
 
 class LevelRow(NamedTuple):
-    """Least time of each way at an agreement."""
+    """The shortest time of each way (:data:`.TRADE_OFF_KINDS`) at one level of agreement."""
 
     level: float
     cheapest: list[TradeOff]
-    """Cheapest point of each way, in the order of ``TRADE_OFF_KINDS``."""
+    """The cheapest point of each way, in the order of :data:`.TRADE_OFF_KINDS`."""
     what: str
-    """Description of the point of subnets with exits."""
+    """Description of the cheapest point of subnets with exits."""
 
 
 class SubnetRow(NamedTuple):
-    """A variant run to its own end."""
+    """A variant that always runs to its own end, without exits."""
 
     mark: str
     name: str
@@ -63,23 +63,23 @@ class SubnetRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierView:
-    """The section of the page."""
+    """The report's section that compares exits and subnets."""
 
     sentence: str
     chart: Markup
     levels: list[LevelRow]
     subnets: list[SubnetRow]
     labelled: bool
-    """True if accuracies are known."""
+    """True if accuracies are known, because the data has labels."""
     below: float | None
-    """Agreement at which the axis ends, if points are below it."""
+    """Agreement at which the axis ends, if points are below that."""
 
 
 def frontier_view(variants: Judged, promised: float | None) -> FrontierView | None:
     """Compare the three ways; ``None`` if there are no subnets, or no common samples.
 
     ``variants`` are the full model and its subnets, each with records of the certify split;
-    ``promised`` is the least agreement in the policy's promise, if there is one.
+    ``promised`` is the agreement that the policy promises at least, if there is a promise.
     """
     if len(variants) < 2 or not len(variants[0][1].final_prediction):
         return None
@@ -124,7 +124,7 @@ def _row(
 
 
 def describe(point: TradeOff, names: Mapping[int, str]) -> str:
-    """Return a description such as ``S2 (depth 5 of 7), 40 % leave at E0 and E1``."""
+    """Return a description of a point, such as ``S2 (depth 5 of 7), 40 % leave at E0 and E1``."""
     name = names[point.variant]
     who = f"{_mark(point.variant)} ({name})" if point.variant else name
     inner = [a.exit for a in point.active if a.exit != point.deepest and a.threshold <= 1]
@@ -154,7 +154,7 @@ def _sentence(row: LevelRow) -> str:
 
 
 def _dominated(points: Sequence[TradeOff], front: Sequence[TradeOff]) -> list[TradeOff]:
-    """Return a few points of each variant's own front that are not on the joint front."""
+    """Return some points of each variant's own front that are not on the joint front."""
     kept, found = {id(point) for point in front}, []
     for variant in sorted({point.variant for point in points}):
         own = front_of(p for p in points if p.variant == variant)
@@ -190,7 +190,7 @@ def _chart(
 
 
 def _line(way: TradeOffKind, front: Sequence[TradeOff], x: Scale, y: Scale) -> Markup:
-    """Draw a front as steps, as nothing was found between two points."""
+    """Draw a front as steps, because no policy was found between two points."""
     points = [p for p in front if p.agreement >= y.low]
     if not points:
         return Markup("")
@@ -205,7 +205,7 @@ def _line(way: TradeOffKind, front: Sequence[TradeOff], x: Scale, y: Scale) -> M
 
 
 def _shape(way: TradeOffKind, x: float, y: float, title: str) -> Markup:
-    """Draw a circle, a square, a diamond or a triangle: readable without colours."""
+    """Draw a mark: circle, square, diamond or triangle, which differ even without colours."""
     class_ = f"way-mark {way}"
     if way == "exits":
         return svg.dot(x, y, _SIZE, class_, title)
@@ -220,7 +220,7 @@ def _shape(way: TradeOffKind, x: float, y: float, title: str) -> Markup:
 
 
 def tooltip(way: TradeOffKind, point: TradeOff) -> str:
-    """Return the description of a mark."""
+    """Return the description of a mark, which the page shows under the pointer."""
     accurate = ""
     if point.accuracy is not None:
         accurate = f", {numbers.percent(point.accuracy, 2)} right"
@@ -233,7 +233,7 @@ def tooltip(way: TradeOffKind, point: TradeOff) -> str:
 def _subnets(
     subnets: Sequence[SubnetRow], front: Sequence[TradeOff], x: Scale, y: Scale
 ) -> list[Markup]:
-    """Write the names of subnets next to their squares, which are hollow if dominated."""
+    """Write the names of subnets next to their squares; the square of a dominated one is hollow."""
     parts = []
     for subnet in subnets[1:]:
         whole = subnet.whole

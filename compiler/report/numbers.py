@@ -1,4 +1,4 @@
-"""Figures as text: rounded, but never to a bound that was not reached."""
+"""Numbers as text; rounding never turns a share into a bound that it did not reach."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def percent(share: float, decimals: int = 1) -> str:
 
 
 def plain_percent(share: float) -> str:
-    """Return ``1 %``: a number that the user chose, with its digits."""
+    """Return text such as ``1 %``, with the digits of a number that the user chose."""
     return f"{100 * share:.6g}{_SPACE}%"
 
 
 def signed(value: float, decimals: int) -> str:
-    """Round to decimals, with a true minus sign and no negative zero."""
+    """Return a number rounded to some decimals, with a true minus sign and no negative zero."""
     text = f"{value:.{decimals}f}"
     if float(text) == 0:
         text = text.removeprefix("-")
@@ -33,7 +33,7 @@ def signed(value: float, decimals: int) -> str:
 
 
 def milliseconds(value_ms: float) -> str:
-    """Return ``1.70`` or ``0.0233``: three significant digits, no unit."""
+    """Return text such as ``1.70`` or ``0.0233``: three significant digits, without a unit."""
     if value_ms == 0 or not math.isfinite(value_ms):
         return f"{value_ms:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value_ms))))
@@ -41,7 +41,7 @@ def milliseconds(value_ms: float) -> str:
 
 
 def threshold(value: float) -> str:
-    """Return ``0.911``, with as many digits as needed to stay below 1."""
+    """Return text such as ``0.911``, with as many digits as needed to stay below 1."""
     if not 0 < 1 - value < 0.01:
         return f"{value:.3f}"
     return f"{value:.{min(9, 1 - math.floor(math.log10(1 - value)))}f}"
@@ -53,7 +53,7 @@ def count(value: int) -> str:
 
 
 def plural(value: int, noun: str, many: str | None = None) -> str:
-    """Return ``1 exit`` or ``2 exits``; ``many`` is the plural if it is not formed with an s."""
+    """Return text such as ``1 exit`` or ``2 exits``; ``many`` is an irregular plural."""
     return f"{count(value)} {noun if value == 1 else many or f'{noun}s'}"
 
 

@@ -1,4 +1,4 @@
-"""Example answers: an exit's answer, the model's answer, and their difference."""
+"""Pictures of example answers: an exit's answer, the model's answer, and their difference."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from numpy.typing import NDArray
 from offramp.compiler.report import numbers
 
 _GOLDEN = 0.618033988749895
-"""Difference in hue from one class to the next, so that they are easy to tell apart."""
+"""Difference in hue from one class to the next, which makes the classes easy to tell apart."""
 _MOST_PIXELS = 256
 """Largest side of a picture in pixels; larger maps are subsampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyMap:
-    """Classes of a sample's pixels, by an exit and by the model's end."""
+    """Classes of a sample's pixels, as answered by an exit and by the model's end."""
 
     exit: int
     early: NDArray[np.uint8]
-    """Classes at the exit, [height, width]."""
+    """Classes that the exit answers, [height, width]."""
     end: NDArray[np.uint8]
-    """Classes at the model's end, [height, width]."""
+    """Classes that the model's end answers, [height, width]."""
 
     @property
     def equal(self) -> float:
-        """Share of equal pixels."""
+        """Share of pixels with equal classes."""
         return float((self.early == self.end).mean())
 
 
@@ -45,7 +45,7 @@ class MapView(NamedTuple):
 
 
 def views(maps: Sequence[EarlyMap]) -> tuple[MapView, ...]:
-    """Draw all samples in the same colours."""
+    """Draw all samples, with the same colour for a class in all of them."""
     palette = colours(1 + max((int(max(m.early.max(), m.end.max())) for m in maps), default=0))
     difference = np.array([[238, 238, 234], [179, 38, 30]], np.uint8)
     return tuple(
@@ -72,7 +72,7 @@ def colours(classes: int) -> NDArray[np.uint8]:
 
 
 def picture(classes: NDArray[np.uint8], palette: NDArray[np.uint8]) -> str:
-    """Return a map of classes as a ``data:`` address of a PNG with a palette."""
+    """Return a map of classes as a PNG with a palette, in a ``data:`` address."""
     step = -(-max(classes.shape) // _MOST_PIXELS)
     shown = classes[::step, ::step]
     height, width = shown.shape

@@ -1,4 +1,4 @@
-"""Both matrices of a rehearsal, step by step, drawn like PAME's figure 7."""
+"""Charts of a rehearsal (PAME figure 7): times and numbers of batches at each step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from offramp.compiler.report import numbers
 
 _ROW, _TOP, _BOTTOM, _LEFT, _WIDTH, _GAP, _RIGHT = 19.0, 26.0, 40.0, 44.0, 390.0, 30.0, 176.0
 _SHADES = 12
-"""Number of shades of the heat map; neighbouring cells of one shade are drawn as one box."""
+"""Number of shades of the heat map; neighbouring cells of the same shade are one box."""
 _FAINTEST = 0.12
-"""Opacity of a cell with almost nothing in it."""
+"""Opacity of a cell with a value of almost 0."""
 
 
 class StepView(NamedTuple):
-    """A step of the search on the page."""
+    """One step of the search for exits, as the page shows it."""
 
     title: str
     caption: str
@@ -126,7 +126,7 @@ def draw_step(step: RehearsalStep) -> Markup:
 
 
 class _Grid:
-    """Cells of a matrix: a row per candidate, a column per number of rows that go on."""
+    """Cells of a matrix: rows are candidates, columns are numbers of samples left in the batch."""
 
     def __init__(self, step: RehearsalStep, left: float) -> None:
         self._step = step
@@ -134,7 +134,7 @@ class _Grid:
         self._most = max((max(c.pattern) for c in step.candidates), default=1) or 1
 
     def headed(self, title: str) -> Markup:
-        """Draw the title, and the axis below."""
+        """Draw the title of the matrix, and the axis below it."""
         columns = self._step.columns
         bottom = _TOP + _ROW * len(self._step.candidates)
         every = max(1, -(-len(columns) // 9))
@@ -169,7 +169,7 @@ class _Grid:
         yield self._frame(row)
 
     def batches(self, row: int) -> Iterator[Markup]:
-        """Shade cells by number of batches; cells of late batches are marked."""
+        """Shade cells by their number of batches; cells of late batches are marked."""
         candidate = self._step.candidates[row]
         yield self._box(row, 0, len(self._step.columns), ("cell none", 1.0, None))
         for place, count in enumerate(candidate.pattern):
@@ -183,7 +183,7 @@ class _Grid:
         yield self._frame(row)
 
     def boundary(self) -> Markup:
-        """Draw the line beyond which configurations violate the latency."""
+        """Draw the line beyond which batches are late."""
         points = []
         for row, candidate in enumerate(self._step.candidates):
             allowed = sum(rows <= candidate.allowed_rows for rows in self._step.columns)
@@ -215,7 +215,7 @@ class _Grid:
 
 
 def _words(step: RehearsalStep, row: int, right: float) -> Iterator[Markup]:
-    """Write the exit's name on the left, and the reason for or against it on the right."""
+    """Write an exit's name on the left, and the result of judging it on the right."""
     candidate = step.candidates[row]
     base = _top(row) + _ROW - 5.5
     chosen = candidate.exit == step.chosen

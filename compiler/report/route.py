@@ -1,8 +1,8 @@
-"""The model as a row of segments, exits at their depth, and the share still running after each.
+"""Drawing of the model: its segments, its exits, and the share of samples that are still running.
 
-Horizontal: the source model's time. Vertical: the share of samples still running. So the filled
-area is the part of the model's time that is predicted to be spent, and the blank area is saved. In
-a cascade the copy's time is in front of the source model's.
+The horizontal axis is the source model's time, and the vertical axis the share of samples that are
+still running. So the filled area is the part of the model's time that is predicted to be used, and
+the blank area is saved. In a cascade the copy's time comes before the source model's time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FLAG_WIDTH, _NARROW_FLAG, _IDLE_FLAG = 54.0, 34.0, 30.0
 
 
 def route(found: PolicyFigures) -> Markup:
-    """Draw the model."""
+    """Draw the model with its segments and exits."""
     edges = segment_edges(found)
     x = Scale(low=0, high=1, start=_LEFT, end=_WIDTH - _RIGHT)
     y = Scale(low=1, high=0, start=_TOP, end=_TOP + _DEPTH)
@@ -43,7 +43,7 @@ def route(found: PolicyFigures) -> Markup:
 
 
 def segment_edges(found: PolicyFigures) -> list[float]:
-    """Return the segments' edges on the time axis, as shares of their whole profiled time."""
+    """Return the segments' edges on the time axis, as shares of the total profiled time."""
     times = np.maximum(found.cost(found.reference).segments_ms, 0.0)
     if not times.sum() > 0:
         times = np.ones(len(times))
@@ -53,7 +53,7 @@ def segment_edges(found: PolicyFigures) -> list[float]:
 def spread(
     wanted: Sequence[float], widths: Sequence[float], low: float, high: float
 ) -> list[float]:
-    """Move labels of given widths apart, in order and as little as needed, inside bounds."""
+    """Move labels with given widths apart, as little as needed, in order and inside bounds."""
     gaps = [(a + b) / 2 for a, b in pairwise(widths)]
     right = list(wanted)
     for i, gap in enumerate(gaps):
@@ -94,7 +94,7 @@ def _axes(found: PolicyFigures, x: Scale, y: Scale) -> Markup:
 
 
 def _running(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> Markup:
-    """Draw the staircase: each active exit lowers the share that runs on."""
+    """Draw the share of running samples as a staircase: it falls at each active exit."""
     still, corners, begins = 1.0, [(x(0), y(1))], found.manifest.source_begins
     for index in found.active:
         at = x(edges[found.manifest.exits[index].after_segment + 1])
@@ -145,7 +145,7 @@ def _exits(found: PolicyFigures, edges: Sequence[float], x: Scale, y: Scale) -> 
 def _exit(
     found: PolicyFigures, index: int, place: float, flag: float, y: Scale, *, crowded: bool
 ) -> Markup:
-    """Draw an exit's flag, the line from the flag to the exit's depth, and the knot there."""
+    """Draw an exit: its flag, its depth on the model, and the line between them."""
     threshold = found.thresholds.get(index)
     answered = float(found.shares[index])
     share = numbers.percent(answered, 0 if crowded and answered >= 0.0995 else 1)

@@ -1,4 +1,4 @@
-"""The report in sentences: promise, warnings, headlines, facts, and measurements."""
+"""Sentences of the report: promise, warnings, headlines, facts, and measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _MOST_NAMED = 12
 """Largest number of classes that a sentence names."""
 Fact: TypeAlias = tuple[str, str]
-"""A name and its value."""
+"""A fact's name and its value, as texts."""
 
 
 class Headline(NamedTuple):
@@ -79,7 +79,7 @@ def promise(found: PolicyFigures) -> tuple[str, str] | None:
 
 
 def distinct_samples(data: Calibration, *, promised: bool = True) -> str:
-    """Return a sentence on the distinct samples of a promise; empty if all rows are distinct."""
+    """Return a sentence on how many samples of a promise are distinct; empty if all are."""
     if data.distinct is None:
         return ""
     return (
@@ -94,7 +94,7 @@ def class_bound(
 ) -> str:
     """Return a sentence on the classes that have a separate certified bound.
 
-    ``confidence_level`` is the level at which each bound is tested.
+    Each bound is tested at ``confidence_level``.
     """
     few = uncertified(answer, losses, max_disagreement=bound, confidence_level=confidence_level)
     text = f"For each class separately, at most {numbers.plain_percent(bound)} is certified"
@@ -107,7 +107,7 @@ def class_bound(
 
 
 def own_bounds(found: PolicyFigures) -> str:
-    """Return :func:`class_bound` of the report's policy; empty if no class is bounded."""
+    """Return :func:`class_bound` for the report's policy; empty if no class has a bound."""
     made = found.policy.promise
     if made is None or made.max_class_disagreement is None:
         return ""
@@ -117,7 +117,7 @@ def own_bounds(found: PolicyFigures) -> str:
 
 
 def harms(found: PolicyFigures) -> list[str]:
-    """Return a sentence on each class that loses much more than the bound on all answers."""
+    """Return a sentence on each class that loses far more answers than the bound allows overall."""
     made = found.policy.promise
     if made is None or made.max_class_disagreement is not None:
         return []
@@ -159,7 +159,7 @@ def warning(
 
 
 def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[Headline]:
-    """Return the few figures that come first."""
+    """Return the few figures at the top of the report."""
     shown = []
     made, in_use = found.policy.promise, bool(found.active)
     if in_use:
@@ -189,7 +189,7 @@ def headlines(found: PolicyFigures, judged: SavingsCheck | None = None) -> list[
 def facts(
     found: PolicyFigures, rehearsed: Rehearsed | None, weights: WeightSizes | None = None
 ) -> list[tuple[str, list[Fact]]]:
-    """Return the facts that the figures are based on, in groups."""
+    """Return the facts that the report's figures are based on, in groups."""
     manifest, data = found.manifest, found.manifest.calibration
     samples = [
         ("Training split", numbers.plural(data.train_samples, "sample")),
@@ -238,7 +238,7 @@ def facts(
 
 
 def kept_once(weights: WeightSizes) -> str:
-    """Return the sizes of large weights: in one file for all graphs, and without that file."""
+    """Return a text on large weights: their size in one file, and their size without that file."""
     return (
         f"{numbers.mebibytes(weights.file_bytes)} in {WEIGHTS}, each once; in every graph that has "
         f"them they would be {numbers.mebibytes(weights.graph_bytes)} (counted)"
@@ -246,7 +246,7 @@ def kept_once(weights: WeightSizes) -> str:
 
 
 def shared_weights(manifest: Manifest) -> list[str]:
-    """Return lines on the cost and gain of sharing weights, for the model and each variant."""
+    """Return lines on the cost and gain of shared weights, for the model and each variant."""
     size = manifest.calibration.reference_batch_size
     names = ["the full model", *(variant.name for variant in manifest.variants)]
     return [
@@ -263,7 +263,7 @@ def precision(manifest: Manifest) -> str:
 
 
 def cascade(manifest: Manifest) -> str:
-    """Return how a bundle with a copy of its model works."""
+    """Return a sentence on how a bundle with a copy of its model works."""
     front = numbers.plural(manifest.source_begins, "segment")
     copy = "a quantised copy"
     if manifest.training is not None:
@@ -276,7 +276,7 @@ def cascade(manifest: Manifest) -> str:
 
 
 def _how_sure(found: PolicyFigures) -> list[Fact]:
-    """Return the spread at the reference batch size, and the added time if nothing exits."""
+    """Return the uncertainty of times at the reference size, and the time that exits add."""
     rows = []
     if (spread := found.profile.spread) is not None:
         column = found.profile.column(found.reference)
@@ -295,13 +295,13 @@ TOLERATED_DIFFERENCE = 0.05
 """Share of the model's time by which measured and predicted savings may differ without a note."""
 
 _ALONE = 3
-"""A sample alone takes more time than its share of a full batch. From this multiple on, that is
-named as a reason; in the Fashion-MNIST example the multiple is 1.3."""
+"""The report names a reason if a sample alone takes at least this multiple of its share of a full
+batch's time. In the Fashion-MNIST example the multiple is 1.3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavingsCheck:
-    """A measurement and its prediction, at the batch size nearest to the reference."""
+    """Measured savings and their prediction, at the batch size nearest to the reference size."""
 
     measured: Measured
     at: MeasuredSize
@@ -324,7 +324,7 @@ class SavingsCheck:
 
     @property
     def difference(self) -> str | None:
-        """Sentence on a difference between prediction and measurement; ``None`` if it is small."""
+        """Sentence on a difference between prediction and measurement; ``None`` if close."""
         apart = self.savings - self.predicted_savings
         if abs(apart) <= TOLERATED_DIFFERENCE:
             return None
@@ -336,7 +336,7 @@ class SavingsCheck:
 
     @property
     def warning(self) -> str | None:
-        """Sentence on exits in use that save nothing; ``None`` if they do save time."""
+        """Sentence that the exits in use save no time; ``None`` if they save time."""
         if self.savings > 0:
             return None
         return (
@@ -355,7 +355,7 @@ class SavingsCheck:
 
 
 def measured_ratios(measured: Measured) -> str:
-    """Return all measured ratios in a line."""
+    """Return all measured ratios in one line of text."""
     sizes = "; ".join(
         f"batch {at.batch_size}: mean {at.mean.value:.2f}, median {at.median.value:.2f}, "
         f"busy {at.busy.value:.2f}, nothing exits {at.nothing_exits.value:.2f}"
@@ -371,7 +371,7 @@ def ratio(found: Ratio) -> str:
 
 
 def _reasons(judged: SavingsCheck) -> list[str]:
-    """Return possible reasons for a difference, the most likely first; never empty."""
+    """Return possible reasons for the difference, the most likely first; never empty."""
     measured, at, profile = judged.measured, judged.at, judged.profile
     found = []
     fewer = judged.savings < judged.predicted_savings

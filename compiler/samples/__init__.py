@@ -1,1 +1,1 @@
-"""Properties of samples: effects of batches, padding, refused values, equal rows."""
+"""Properties of samples: effects of the batch, padding, refused values, and equal rows."""

@@ -1,10 +1,10 @@
-"""Models whose answer to a sample depends on its batch: counted, and taken off the promise.
+"""Answers that depend on the rest of the batch: they are counted, and reduce the promise.
 
 Dynamically quantised models round every row by the range of all rows of a batch. Exits make batches
-smaller, so the answer to a sample depends on chance. The model is compared with itself at several
-batch sizes on samples that nothing is certified on. The bound on that share, and half of the risk,
-are subtracted from the promise. Exits are certified for the rest, in the worst of these batch
-sizes.
+smaller, so the answer to a sample depends on which other samples are in its batch. The share of
+such answers is counted by running the model at several batch sizes, on samples that are not used to
+certify. An upper bound of this share, and half of the risk, are subtracted from the promise. Exits
+are certified for the rest, at the worst of these batch sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from offramp.engine.common.environment import available_cores
 _log = logging.getLogger(__name__)
 
 COMPARED_BATCH_SIZES = (1, 7, BATCH_SIZE)
-"""Batch sizes to compare: one row, a few, and the size that everything else is recorded with."""
+"""Batch sizes to compare: one row, a few rows, and the size with which all answers are recorded."""
 
 
 def measure_batch_effect(
@@ -40,8 +40,8 @@ def measure_batch_effect(
 ) -> BatchEffect | None:
     """Count the training and tuning samples whose answer changes in batches of another size.
 
-    ``None`` if no operator rounds by the batch. VerificationError if the count uses up the promise;
-    DataError if the model fails on a sample.
+    ``None`` if no operator rounds by the whole batch. VerificationError if the changes use up the
+    promise; DataError if the model fails on a sample.
     """
     operators = scaled_by_batch(model.proto)
     if not operators:
@@ -79,7 +79,7 @@ def measure_batch_effect(
 
 
 def left_for_exits(effect: BatchEffect, options: CompileOptions) -> CompileOptions:
-    """Return options with what remains of the promise for exits, at half of the risk."""
+    """Return options with the part of the promise that is left for exits, and half of the risk."""
     promise = replace(
         options.promise,
         max_disagreement=effect.left(),
@@ -89,7 +89,7 @@ def left_for_exits(effect: BatchEffect, options: CompileOptions) -> CompileOptio
 
 
 def _answers(source: bytes, model: SourceModel, part: Dataset, size: int) -> NDArray[Any]:
-    """Return a model's answers [samples, …] in batches of a size, reduced to what is compared."""
+    """Return a model's answers [samples, …] in batches of a size, in the form to compare."""
     outputs, threads = [model.answer.output], available_cores()
     batches = run_over(source, outputs, part, threads=threads, batch_size=size)
     reduce = agreement_of(model.answer).reduce

@@ -1,4 +1,4 @@
-"""Checks of data with the model: values it fails on, answers it rarely returns, their range."""
+"""Checks of the data with the model: values it fails on, unusual answers, and their range."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from offramp.engine.requests.value_limits import ValueLimits
 
 
 def check_answers_of(model: SourceModel, dataset: Dataset, options: CompileOptions) -> None:
-    """Refuse samples with NaN or infinity that the model cannot answer."""
+    """Raise DataError for samples with NaN or infinity that the model cannot answer."""
     try:
         check_unusual(
             lambda: serialised(model.proto), dataset, model.answer, threads=options.threads
@@ -33,7 +33,7 @@ def check_answers_of(model: SourceModel, dataset: Dataset, options: CompileOptio
 
 
 def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: CompileOptions) -> None:
-    """Refuse data with values that the model fails on."""
+    """Raise DataError for input values that the model fails on."""
     limits, first = ValueLimits(bounds), 0
     for batch in dataset.batches():
         if wrong := limits.wrong(batch):
@@ -43,16 +43,17 @@ def check_values(bounds: Sequence[ValueBound], dataset: Dataset, options: Compil
 
 
 _ROUNDING: Final = 0.01
-"""Answers may exceed the range by this share of it."""
+"""Share of the model's range by which answers of exits may be outside of that range."""
 
 
 def check_ranges(
     model: SourceModel, ranges: NDArray[np.float64], active: Sequence[int], *, slack: float
 ) -> None:
-    """Compare the answers of exits in use with the scale of the model's.
+    """Check that the answers of exits in use have the scale of the model's answers.
 
-    ``ranges`` [exits + 1, 2] are the ranges of each exit and of the model; ``slack`` is the share
-    of the model's range that rounding may add. VerificationError if an exit leaves the scale.
+    ``ranges`` [exits + 1, 2] are the ranges of the answers of each exit and of the model. ``slack``
+    is the share of the model's range that rounding may add. VerificationError if an exit's range is
+    outside.
     """
     if not active or model.answer.form == "classes":
         return
@@ -72,7 +73,7 @@ def check_ranges(
 
 
 def both_ranges(model: SourceModel, ranges: NDArray[np.float64]) -> tuple[float, ...]:
-    """Return the ends of the model's range and of its exits' range, if the model has a tail."""
+    """Return the ends of the model's range and of all exits' range; empty without a tail."""
     if not model.answer.tail or len(ranges) < 2 or not np.isfinite(ranges).all():
         return ()
     exits, own = ranges[:-1], ranges[-1]
@@ -89,7 +90,7 @@ def _bounds_of(model: SourceModel) -> tuple[float, float] | None:
 _log = logging.getLogger(__name__)
 
 _LEAST_KAPPA: Final = 0.05
-"""Cohen's kappa of labels and answers below which the answers are no better than chance."""
+"""Cohen's kappa of labels and answers; with a smaller one, answers are no better than chance."""
 _REMEDY: Final = (
     "probably the data is not what the model was trained on: compare its preprocessing (scale, "
     "mean, channel order, tokenizer)"
@@ -97,7 +98,7 @@ _REMEDY: Final = (
 
 
 def warn_of_answers(answer: Answer, records: ExitRecords) -> None:
-    """Warn if a model answers all samples with one class, or is right by chance alone."""
+    """Warn if a model answers all samples with one class, or is right only by chance."""
     if not has_classes(answer):
         return
     given, labels = records.final_prediction, records.labels
@@ -118,7 +119,7 @@ def warn_of_answers(answer: Answer, records: ExitRecords) -> None:
 
 
 def _right(given: np.ndarray, labels: np.ndarray, classes: int) -> tuple[float, float]:
-    """Return the share of right answers, and the share expected by chance at these frequencies."""
+    """Return the share of right answers, and the share that is expected by chance."""
     known = (labels >= 0) & (labels < classes)
     shares = [np.bincount(v, minlength=classes) / len(given) for v in (given, labels[known])]
     return float((given == labels).mean()), float(shares[0] @ shares[1])

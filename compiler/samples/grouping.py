@@ -1,4 +1,4 @@
-"""Finds groups of rows that count as one sample each, reports them, and finds them again."""
+"""Finding groups of rows that count as one sample each, also in later data for a bundle."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def distinct_samples(groups: Groups, *, key: str | None, within: float) -> Disti
 
 
 def groups_again(manifest: Manifest, dataset: Dataset) -> Groups:
-    """Group the rows of data for a bundle in the way that its calibration data was grouped.
+    """Group the rows of new data for a bundle in the same way as its calibration data.
 
     If all calibration rows were distinct, the same data is not grouped; other data is grouped with
     the default of ``--copies-within``.
@@ -52,7 +52,7 @@ def groups_again(manifest: Manifest, dataset: Dataset) -> Groups:
 
 
 def may_be_of(calibration: Calibration, groups: Groups) -> bool:
-    """Return whether a bundle was compiled with data of as many groups and rows."""
+    """Return whether a bundle may be made with this data: rows and groups are equally many."""
     known = calibration.distinct
     if known is not None:
         return (known.rows, known.samples) == (groups.rows, len(groups))

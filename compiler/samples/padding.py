@@ -1,10 +1,10 @@
 """Find by running the model whether samples of different lengths may share a padded batch.
 
-A mask marks the positions that count, but not every model respects it: a model may average over all
-positions, answer by the last one, or compute with neighbours of a position. So samples of many
-lengths are run alone and padded together, through the source model and every exit. Values where the
-mask is 0 must not matter either: the fill, and values of other samples, are tried at these
-positions. Samples are padded while serving only if nothing but rounding differs.
+A mask marks the positions that count, but not every model respects the mask: a model may average
+over all positions, answer by the last position, or compute with neighbouring positions. So samples
+of many lengths are run alone and padded together, through the source model and every exit. Values
+where the mask is 0 must not matter: the usual fill value, and values of other samples, are tried at
+these positions. Samples are padded while serving only if nothing but rounding differs.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ _SAMPLES = 16
 _FAR_SAMPLES = 4
 """Number of those samples that are padded far beyond the lengths in the data."""
 _FAR = 4
-"""Factor by which samples are padded beyond the length of the data."""
+"""Factor by which these samples are padded beyond the lengths in the data."""
 _COUNTED = 1024
-"""Samples whose lengths are counted at a time: the data may be larger than memory."""
+"""Number of samples whose lengths are counted at a time; all data may not fit in memory."""
 _PROBED = 1100
-"""Length at which position tables of up to 1,024 entries fail; longer data is not extended."""
+"""Length to try beyond the data. Position tables of up to 1,024 entries fail at it. Longer data is
+not extended."""
 
 
 def find_paddings(
@@ -57,9 +58,9 @@ def find_paddings(
 ) -> tuple[Padding, ...]:
     """Find the symbolic sizes in which samples may be padded; for other sizes, log the reason.
 
-    ``structure`` is the model's parts with every exit that was built; ``read`` returns their files.
-    ``samples`` are some samples by input, ``ranges`` the ranges of all data; ``mask`` is the input
-    that the user named as the mask.
+    ``structure`` describes the model's parts with every exit that was built; ``read`` returns the
+    content of their files. ``samples`` are arrays by input, ``ranges`` the ranges of all data;
+    ``mask`` is the input that the user named as the mask.
     """
     sizes, masks = symbolic_sizes(model.inputs), find_masks(model.inputs, (), mask)
     by_batch, found = bool(scaled_by_batch(model.proto)), list[Padding]()
@@ -89,7 +90,7 @@ def find_paddings(
 
 
 def symbolic_sizes(inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
-    """List the symbolic sizes of a sample, in the order in which inputs have them."""
+    """Return the symbolic sizes of a sample, in the order in which the inputs have them."""
     sizes = [size for spec in inputs for size in spec.shape[1:] if isinstance(size, str)]
     return tuple(dict.fromkeys(sizes))
 
@@ -97,7 +98,7 @@ def symbolic_sizes(inputs: Sequence[TensorSpec]) -> tuple[str, ...]:
 def length_ranges(
     inputs: Sequence[TensorSpec], paddings: Sequence[Padding], parts: Sequence[Dataset]
 ) -> tuple[LengthRange, ...]:
-    """Return the range of lengths in the data; if samples may be padded, the mask counts them."""
+    """Return the range of lengths in the data; a mask gives the length if samples may be padded."""
     masks = {padding.size: padding.mask for padding in paddings}
     found = []
     for size in symbolic_sizes(inputs):
@@ -123,7 +124,7 @@ def _fills(
 ) -> dict[str, float]:
     """Choose the fill of each input: 0, or the nearest value in the calibration data.
 
-    With these fills the input guard does not reject padded samples as unlike the calibration data.
+    With these fills, padded samples pass the server's check of inputs against the calibration data.
     """
     seen = {r.name: (r.lowest, r.highest) for r in ranges.inputs if r.name != mask.name}
     fills = {}
@@ -135,7 +136,7 @@ def _fills(
 
 
 class _Graph(NamedTuple):
-    """A graph of source model and exits, and the outputs that are compared."""
+    """A graph of the source model or of exits, and its outputs that are compared."""
 
     session: ort.InferenceSession
     read: tuple[str, ...]
@@ -143,7 +144,7 @@ class _Graph(NamedTuple):
 
 
 class _Answers(NamedTuple):
-    """Shortened samples, and all outputs for each when run alone."""
+    """Shortened samples, and all outputs for each sample when run alone."""
 
     samples: list[dict[str, NDArray[Any]]]
     outputs: dict[str, NDArray[Any]]
@@ -151,11 +152,11 @@ class _Answers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """Samples shortened to many lengths, to be run alone and padded in one more size."""
+    """Samples of many lengths, to be run alone and padded, for one more symbolic size."""
 
     specs: tuple[TensorSpec, ...]
     samples: Arrays
-    """Samples [n, ...] by input; each has a position that counts."""
+    """Samples as arrays [n, ...] by input; each sample has a position that counts."""
     sizes: tuple[Padding, ...]
     graphs: tuple[_Graph, ...]
     allowed: float
@@ -212,7 +213,7 @@ class _Trial:
         return replace(new, longest=longest, limit=limit, difference=worst)
 
     def _longest(self, size: str) -> int:
-        """Return the size in the data."""
+        """Return the length of the samples in a symbolic size."""
         spec, axis = next(_axes(self.specs, size))
         length: int = self.samples[spec.name].shape[axis]
         return length
@@ -247,8 +248,8 @@ class _Trial:
     ) -> tuple[str, float]:
         """Pad and run samples together; return the output that differs most, and by how much.
 
-        Each sample is padded to the ``targets``, with the fills or, if ``content``, with values of
-        the data.
+        Each sample is padded to the sizes in ``targets``, with fill values or, if ``content`` is
+        given, with random values of the data.
         """
         filled = [self._filled(alone.samples[row], targets, content) for row in rows]
         batch = {name: np.concatenate([f[name] for f in filled]) for name in filled[0]}
@@ -284,7 +285,7 @@ class _Trial:
         return other
 
     def _limit(self, size: str) -> int | None:
-        """Find the greatest size that the model takes, if it is below :data:`_PROBED`."""
+        """Return the largest size that the model accepts; ``None`` if at least ``_PROBED``."""
         takes, fails = self._longest(size), _PROBED
         if takes >= fails or self._takes(size, fails):
             return None
@@ -303,7 +304,7 @@ class _Trial:
         return True
 
     def _run(self, feeds: Arrays) -> dict[str, NDArray[Any]]:
-        """Return the outputs of source model and exits; RuntimeError if the model fails."""
+        """Return the outputs of the source model and of exits; RuntimeError if the model fails."""
         found: dict[str, NDArray[Any]] = {}
         options = ort.RunOptions()
         options.log_severity_level = 4  # failures are expected here
@@ -318,7 +319,7 @@ class _Trial:
 
 
 def pad(specs: Sequence[TensorSpec], sample: Arrays, padding: Padding, size: int) -> Arrays:
-    """Pad samples [n, ...] to a size that is at least their own."""
+    """Pad samples [n, ...] to ``size``, which is at least their own size."""
     padded = dict(sample)
     for spec, axis in _axes(specs, padding.size):
         array = padded[spec.name]
@@ -331,7 +332,7 @@ def pad(specs: Sequence[TensorSpec], sample: Arrays, padding: Padding, size: int
 def _resized(
     specs: Sequence[TensorSpec], sample: Arrays, size: str, places: NDArray[np.intp]
 ) -> dict[str, NDArray[Any]]:
-    """Take some positions of a sample from every input that has the size."""
+    """Take some positions of a sample from each input that has the symbolic size."""
     resized = dict(sample)
     for spec, axis in _axes(specs, size):
         resized[spec.name] = resized[spec.name].take(places, axis)
@@ -339,7 +340,7 @@ def _resized(
 
 
 def _axes(specs: Sequence[TensorSpec], size: str) -> Iterator[tuple[TensorSpec, int]]:
-    """Yield the dimensions of inputs that have a symbolic size."""
+    """Yield the inputs that have a symbolic size, and the dimension that has it."""
     for spec in specs:
         for axis, found in enumerate(spec.shape):
             if axis and found == size:

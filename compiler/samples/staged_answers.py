@@ -15,23 +15,24 @@ from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import Plan
 
 BATCH_SIZES = (1, 7, 32, 2, 19, 64, 3, 11)
-"""Batch sizes in which the data is cut, in turn."""
+"""Batch sizes that the data is cut into, in turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAnswers:
-    """Answers of a model to a batch of b rows, and the exits that gave them."""
+    """Answers to a batch of b samples, and the exits that gave them."""
 
     answer: NDArray[Any]
-    """Answers, [b, classes]."""
+    """Answers, [b, …]."""
     exit: NDArray[np.int32]
-    """Exit that answered, [b]; :data:`~offramp.certify.MODEL_END` is the model's own answer."""
+    """Index of the exit that gave the answer, [b]; :data:`~offramp.certify.MODEL_END` for the
+    model's own answer."""
     confidence: NDArray[np.float32]
     """Confidences of the answers, [b]."""
 
 
 class AnsweringStages:
-    """The stages of a plan on the CPU."""
+    """The stages of a plan, loaded on the CPU."""
 
     def __init__(self, plan: Plan, *, threads: int = 1) -> None:
         """Load the stages; BackendError if one cannot be loaded."""
@@ -40,7 +41,7 @@ class AnsweringStages:
         self._exits = [s.answered_by for s in plan.stages]
 
     def run(self, tensors: Mapping[str, NDArray[Any]]) -> BatchAnswers:
-        """Answer a batch."""
+        """Run the stages on a batch, and return the answers."""
         departures = list(self._pipeline.run(self._slot, tensors))
         size, first = len(next(iter(tensors.values()))), departures[0].answer
         answer = np.empty((size, *first.shape[1:]), first.dtype)
@@ -53,7 +54,7 @@ class AnsweringStages:
 
 
 def batches_of_many_sizes(samples: int) -> Iterator[slice]:
-    """Cut samples into batches of varying sizes; the last has the rows that remain."""
+    """Cut samples into batches of varying sizes; the last batch has the remaining samples."""
     start, sizes = 0, itertools.cycle(BATCH_SIZES)
     while start < samples:
         stop = min(start + next(sizes), samples)

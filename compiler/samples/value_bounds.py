@@ -1,9 +1,9 @@
-"""Input values on which the model fails: derived from the graph, and tried.
+"""Input values on which the model fails: derived from the graph, then tested.
 
-A request with such a value would fail its whole batch, so the server refuses it first. The graph
-shows the index ranges that operators require of inputs (:mod:`.graphs.index_flow`). Then the
-operators run on a sample with one value beyond each end of a range; an end is dropped if nothing
-fails beyond it.
+A request with such a value would fail its whole batch, so the server refuses the request before.
+The graph shows the ranges of input values that operators require (:mod:`.graphs.index_flow`). Each
+end of a range is tested: the operators are run on a sample with one value beyond it. An end is
+dropped if nothing fails beyond it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Arrays: TypeAlias = "Mapping[str, NDArray[Any]]"
 
 
 def find_value_bounds(model: SourceModel, sample: Arrays) -> tuple[ValueBound, ...]:
-    """Find the legal values of a model's inputs; ``sample`` is from the data, [1, …] by input."""
+    """Find the legal values of a model's inputs; ``sample`` has arrays [1, …] by input."""
     required: dict[str, list[Requirement]] = {}
     for requirement in index_requirements(model.proto, model.flow):
         required.setdefault(requirement.input, []).append(requirement)
@@ -85,7 +85,7 @@ def _drafts(spec: TensorSpec, required: Sequence[Requirement]) -> Iterator[Value
 
 
 def _within(dtype: str, lowest: float, highest: float) -> tuple[float | None, float | None]:
-    """Return both ends, or ``None`` for an end that no value of the type exceeds."""
+    """Return both ends; ``None`` for an end that no value of the element type can exceed."""
     kind = np.dtype(dtype)
     if kind.kind == "b":
         least, most = 0.0, 1.0
@@ -102,13 +102,15 @@ def _described(op: Operator) -> str:
 def _tried(
     part: onnx.ModelProto, sample: Arrays, drafts: Sequence[ValueBound]
 ) -> Iterator[ValueBound]:
-    """Yield the bounds beyond which operators fail, without ends beyond which nothing fails."""
+    """Yield the bounds beyond which operators fail; ends without a failure are left out."""
     try:
         runner = GraphRunner(part)
         runner.run(sample)
     except RuntimeError as error:
         _log.info(
-            "Legal values of %r were not tried, and are not checked: %s", drafts[0].input, error
+            "Legal values of input %r were not tested, and are not checked: %s",
+            drafts[0].input,
+            error,
         )
         return
     for draft in drafts:
@@ -125,7 +127,7 @@ def _tried(
 
 
 def _beyond(sample: Arrays, draft: ValueBound, value: float, step: int) -> Arrays:
-    """Return a sample with one value beyond an end of a bound."""
+    """Return a sample in which one value is beyond an end of a bound."""
     array = sample[draft.input].copy()
     place = [0] * array.ndim
     if draft.places:
@@ -145,7 +147,7 @@ def _fails(runner: GraphRunner, feeds: Arrays) -> bool:
 def _part(
     proto: onnx.ModelProto, graph: Dataflow, operators: Sequence[Operator]
 ) -> onnx.ModelProto:
-    """Extract the part of a model that computes some operators; indexed tables may be narrower."""
+    """Extract the part of a model that computes some operators; indexed tables become narrow."""
     outputs = list(dict.fromkeys(op.writes[0] for op in operators))
     nodes = graph.upstream(outputs, stop=frozenset())
     read = {name for op in nodes for name in op.reads}
@@ -166,7 +168,7 @@ def _part(
 
 
 def _thin(table: onnx.TensorProto, axis: int) -> onnx.TensorProto:
-    """Return zeros in place of a table, with its length and width 1."""
+    """Return zeros in place of a table: the same length along ``axis``, and size 1 elsewhere."""
     dims = [1] * len(table.dims)
     dims[axis] = table.dims[axis]
     dtype = helper.tensor_dtype_to_np_dtype(table.data_type)

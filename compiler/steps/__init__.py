@@ -1,1 +1,1 @@
-"""The commands step by step: compiling, checking and rehearsing a bundle."""
+"""The steps of the commands that compile, check and rehearse a bundle."""

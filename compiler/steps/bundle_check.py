@@ -1,7 +1,8 @@
 """``eecompile verify``: check on new data whether a bundle still keeps its promise.
 
 File hashes are checked when the bundle is opened. Here the bundle's stages answer every sample, in
-batches of many sizes, and the unmodified model answers it in a plain session.
+batches of many sizes. The answers are compared with those of the unmodified model in a plain
+session.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Verdict: TypeAlias = Literal["kept", "contradicted", "nothing promised"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """One run of ``eecompile verify``."""
+    """Options of one run of ``eecompile verify``."""
 
     bundle: Path
     data: Path | DataSource
@@ -67,25 +68,26 @@ class BundleCheck:
     distinct_samples: int
     """Number of distinct samples; the verdict uses only one row of each."""
     disagreements: int
-    """Samples whose answer differs from the unmodified model's."""
+    """Number of samples whose answer differs from the unmodified model's."""
     max_disagreement: float | None
     """Promised bound; ``None`` if nothing was promised."""
     by_class: tuple[ClassLoss, ...]
-    """Disagreements by class of the unmodified model, the largest share first."""
+    """Samples with another answer, by class of the unmodified model, the largest share first."""
     by_label: tuple[ClassLoss, ...]
-    """Disagreements by label, the largest share first; empty if the data have no labels."""
+    """Samples with another answer, by label, the largest share first; empty if the data has no
+    labels."""
     shares: Mapping[int, float]
     """Share of the samples that each exit answered; :data:`MODEL_END` is the key of the model's
     end."""
     end_difference: float
     """Largest difference of answers at the model's end, relative to the scale of each value. For a
-    dynamically quantised model, a difference is not an error: rows that remain of a batch are
-    rounded differently."""
+    dynamically quantised model, a difference is not an error: samples that remain in a batch are
+    rounded differently after others left."""
     accuracy: float | None
     """Accuracy of the bundle's answers, if the data has labels."""
     source_accuracy: float | None
     on_calibration_data: bool
-    """True if exits and thresholds were made with the same data, which then proves little."""
+    """True if exits and thresholds were made with the same data. The result then proves little."""
     verdict: Verdict
     at_most: float
     """Upper bound of the disagreement on data like these, at the promise's confidence level (95 %
@@ -138,7 +140,7 @@ def verify_bundle(options: VerifyOptions, progress: Progress = SILENT) -> Bundle
 
 _System: TypeAlias = ort.InferenceSession | AnsweringStages
 _CHUNK = 64
-"""Number of batches that a large model answers before it is unloaded and the stages are loaded."""
+"""Number of batches that a large model answers before the stages are loaded in its place."""
 
 
 def _source_session(bundle: Bundle, threads: int) -> ort.InferenceSession:
@@ -171,10 +173,9 @@ class _Runs:
     def answers(
         self, dataset: Dataset, advance: Callable[[int], None]
     ) -> Iterator[tuple[Codes, NDArray[np.int32], Codes]]:
-        """Yield per batch the codes of answers, the exits that gave them, and the model's codes.
+        """Yield, per batch, the codes of answers, the exits that gave them, and the model's codes.
 
-        If both systems do not fit in memory together, the model answers some batches before the
-        stages do.
+        If stages and model do not fit in memory together, the model answers some batches first.
         """
         batches = batches_of_many_sizes(len(dataset))
         while chunk := list(islice(batches, self._chunk)):
@@ -249,7 +250,7 @@ def _bounded_classes(bundle: Bundle, losses: Sequence[ClassLoss]) -> tuple[Class
 def _verdict(
     promise: Promise | None, disagreements: int, samples: int, of_classes: Sequence[ClassLoss] = ()
 ) -> Verdict:
-    """Judge by exact binomial tests whether so many disagreements are likely if the promise holds.
+    """Judge by exact binomial tests whether the data supports or contradicts the promise.
 
     ``of_classes`` are the classes with a separate bound, which are tested together.
     """

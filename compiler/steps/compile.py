@@ -1,4 +1,4 @@
-"""Steps of ``eecompile``: an ONNX model in, a bundle out."""
+"""Steps of ``eecompile``, which turns an ONNX model into a bundle."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def compile_model(
 ) -> Bundle:
     """Compile a model into a bundle: read, slice, verify, train exits, choose, certify, write.
 
-    ``scratch`` counts the temporary bytes used in the folder that the options name.
+    ``scratch`` counts the bytes of temporary files in the folder that the options name.
 
     Raises:
         CompileError: The model cannot be sliced, or options exclude each other.
@@ -176,7 +176,7 @@ def _read_data(
 def _settle(
     model: SourceModel, dataset: Dataset, run: CompileRun, weights: WeightFile
 ) -> tuple[SourceModel, VariantFinder | None]:
-    """Complete the model's task from its data, and prepare smaller variants if asked for."""
+    """Complete the model's task from its data, and prepare smaller variants if the user asked."""
     options = run.options
     with _naming(options.model):
         model = resolve_task(model, run.parts.train, options)
@@ -205,7 +205,7 @@ def _verify(sliced: Sliced, run: CompileRun) -> None:
 
 
 def _time(sliced: Sliced, run: CompileRun) -> TimedModel:
-    """Subtract the effect of batches from the promise, and time the model and its segments."""
+    """Subtract the effect of the batch from the promise, and time the model and its segments."""
     effect = measure_batch_effect(sliced.model, run.parts, run.options, run.progress)
     if effect is not None:
         run = replace(run, options=left_for_exits(effect, run.options), batch_effect=effect)
@@ -224,7 +224,7 @@ def _train(timed: TimedModel, folder: JointFolder | None) -> FoundExits:
 
 
 def _find_exits(timed: TimedModel) -> FoundExits:
-    """Record the features that heads learn from, and train heads of the requested families."""
+    """Record the features that heads learn from, and train heads of the requested kinds."""
     options = timed.run.options
     if not needs_bridges(timed.sliced.model.answer, options):
         return find_exits(timed)
@@ -233,7 +233,7 @@ def _find_exits(timed: TimedModel) -> FoundExits:
 
 
 def _choose(timed: TimedModel, found: FoundExits, folder: JointFolder | None) -> Blueprint:
-    """Choose the exits in use, and whether they follow a copy of the model."""
+    """Choose the exits in use, and decide whether they follow a copy of the model."""
     chosen = draw(timed, found.exits)
     if timed.run.options.copy.precision != "fp32":
         chosen = choose_precision(chosen, found.exits)
@@ -241,7 +241,7 @@ def _choose(timed: TimedModel, found: FoundExits, folder: JointFolder | None) ->
 
 
 def _certify(chosen: Blueprint) -> Certified:
-    """Certify the choice; if a copy cannot be certified, certify the frozen model without exits."""
+    """Certify the choice. If a copy cannot be certified, use the model without exits instead."""
     certified = _certify_path(chosen)
     if chosen.frozen is None or certified.policy.active:
         return certified
@@ -254,7 +254,7 @@ def _certify(chosen: Blueprint) -> Certified:
 
 
 def _certify_path(chosen: Blueprint) -> Certified:
-    """Record answers on the certify split, and find how far along the path the promise holds."""
+    """Record answers on the certify split, and find the thresholds for which the promise holds."""
     run, draft = chosen.timed.run, chosen.draft
     sizes = (BATCH_SIZE,) if run.batch_effect is None else run.batch_effect.batch_sizes[::-1]
     certify = record_exits(
@@ -271,7 +271,7 @@ def _certify_path(chosen: Blueprint) -> Certified:
 
 
 def _measure(certified: Certified) -> Certified:
-    """Time the policy next to the unmodified model, and use no exit if the exits cost time."""
+    """Time the policy next to the unmodified model; use no exits if exits cost time."""
     chosen, policy = certified.chosen, certified.policy
     if not policy.active:
         return certified
@@ -294,7 +294,7 @@ def _measure(certified: Certified) -> Certified:
 
 
 def _forecast(certified: Certified) -> Certified:
-    """Forecast the final policy, if its exits were chosen by a rehearsal."""
+    """Forecast times with the final policy, if a rehearsal chose its exits."""
     chosen, path = certified.chosen, certified.chosen.path
     if not isinstance(path, RehearsedPath):
         return certified
@@ -306,7 +306,7 @@ def _forecast(certified: Certified) -> Certified:
 
 
 def _find_limit(certified: Certified, found: FoundExits) -> Certified:
-    """Find the reason why no exit is in use, if none is."""
+    """Find the reason why no exit is in use, unless exits are."""
     if certified.policy.active or certified.limit is not None:
         return certified
     chosen = certified.chosen
@@ -323,7 +323,7 @@ def _find_limit(certified: Certified, found: FoundExits) -> Certified:
 
 
 def _warn(certified: Certified) -> None:
-    """Log what users should know about a bundle before it is written."""
+    """Log warnings about a bundle before it is written."""
     if not certified.policy.active and certified.limit is not None:
         nothing = "NO EXIT IS ACTIVE, the bundle will serve the unmodified model: %s."
         _log.warning(nothing, certified.limit)
@@ -336,7 +336,7 @@ def _warn(certified: Certified) -> None:
 def _describe(
     certified: Certified, drawn: Sequence[DrawnVariant], variants: Sequence[BuiltVariant]
 ) -> tuple[Manifest, InputRanges]:
-    """Return the manifest, and the ranges of the data that the bundle was made with."""
+    """Return the manifest, and the value ranges of the data that the bundle was made with."""
     chosen, run = certified.chosen, certified.chosen.timed.run
     sharing = measure_sharing(chosen.sliced, drawn, run)
     _warn(certified)
@@ -350,7 +350,7 @@ def _describe(
 
 
 def _paddings(chosen: Blueprint, ranges: InputRanges) -> tuple[Padding, ...]:
-    """Find sizes in which samples may be padded with every exit; none without symbolic sizes."""
+    """Find the sizes in which samples may be padded, for the model and every exit."""
     run, draft = chosen.timed.run, chosen.draft
     if not symbolic_sizes(draft.inputs):
         return ()
@@ -378,7 +378,7 @@ def _write(
 
 @contextmanager
 def _naming(model: Path) -> Iterator[None]:
-    """Prefix errors about the model with its file name, as errors of reading it are."""
+    """Add the model's file name to errors about the model, as reading does."""
     try:
         yield
     except (CompileError, UntrainableError) as error:

@@ -1,4 +1,4 @@
-"""Dry runs: compiling on random inputs, to see exits and times; nothing is certified."""
+"""Dry runs: compiling on random inputs shows exits and times, and certifies nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offramp.compiler.graphs.runtime import random_inputs
 from offramp.compiler.graphs.source_model import SourceModel
 
 MOST_EXITS: Final = 3
-"""Largest number of exits in use, spread over the exits that were built."""
+"""Largest number of exits in use; they are spread evenly over the exits that were built."""
 
 
 def dry_run_policy(tune: ExitRecords, *, whole: bool) -> ExitPolicy:
@@ -25,8 +25,8 @@ def dry_run_policy(tune: ExitRecords, *, whole: bool) -> ExitPolicy:
 
     Args:
         tune: Confidence of each exit on the tuning split.
-        whole: Whether all exits have to run, because the criterion reads earlier ones; exits
-            without a threshold of their own then have ``NEVER``.
+        whole: Whether all exits have to run, because the criterion depends on earlier exits; exits
+            that are not chosen then have the threshold ``NEVER``.
     """
     exits, samples = tune.confidence.shape
     chosen = np.unique(np.linspace(0, exits - 1, min(exits, MOST_EXITS)).round().astype(int))
@@ -51,7 +51,8 @@ WARNING = (
 )
 
 DRY_RUN_DISAGREEMENT = 0.5
-"""Bound on disagreement in a dry run; it is high, as few heads imitate answers to noise well."""
+"""Bound on disagreement in a dry run. It is high, because few heads imitate answers to noise
+well."""
 
 
 def made_for(model: SourceModel, source: RandomSource, *, seed: int) -> RandomSource:

@@ -41,20 +41,20 @@ from offramp.engine.tensorrt.probe import parse_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """A bundle's profile before and after it was measured again."""
+    """A bundle's profile before and after measuring it again."""
 
     bundle: Bundle
-    """The bundle as it was before."""
+    """The bundle as it was before the new measurement."""
     before: Profile
     after: Profile
     written: Path | None
-    """Path of the bundle or of the profile alone; ``None`` after a dry run."""
+    """Path of the bundle or of the profile's file; ``None`` after a dry run."""
 
 
 def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Profiled:
-    """Measure a bundle's profile on this machine, and write it.
+    """Measure a bundle's profile on this machine, and write the profile.
 
-    BundleError if it cannot be read or written, BackendError if the GPU cannot be used.
+    BundleError if the bundle cannot be read or written, BackendError if the GPU cannot be used.
     """
     bundle = open_runnable(options.bundle)
     before = bundle.profile()
@@ -73,7 +73,7 @@ def profile_bundle(options: ProfileOptions, progress: Progress = SILENT) -> Prof
 
 
 def measure_on_gpu(bundle: Bundle, options: ProfileOptions) -> Profile:
-    """Time a bundle's model and segments on a GPU, in fp32, as workers run them there."""
+    """Time a bundle's model and segments on a GPU, in fp32, as cluster workers run them."""
     before = bundle.profile()
     most = max(before.batch_sizes)
     backend = make_backend(
@@ -92,7 +92,7 @@ def measure_on_gpu(bundle: Bundle, options: ProfileOptions) -> Profile:
 def measure(
     bundle: Bundle, threads: int, batch_sizes: tuple[int, ...], progress: Progress = SILENT
 ) -> Profile:
-    """Time a bundle's parts on zeros, as compiling does."""
+    """Time a bundle's parts on inputs of zeros, with the methods that compiling uses."""
     manifest = bundle.manifest
     with graphs_of(bundle) as read:
         quantised = None

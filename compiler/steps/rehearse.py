@@ -1,8 +1,8 @@
 """``eecompile rehearse``: adapt a bundle to a changed workload (PAME 7.6).
 
-The bundle's own graphs answer the new data. The profile stays, as the hardware did not change. One
-part of the data determines which exits have to move and their least thresholds; the other part
-certifies. Heads are not trained again.
+The bundle's own graphs answer the new data. The profile is kept, because the hardware did not
+change. One part of the data determines which exits are replaced by later ones and the smallest
+thresholds of exits; the other part certifies the result. Heads are not trained again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from offramp.engine.backends.custom_ops import open_runnable
 from offramp.engine.common.environment import cpu_features
 
 DEFAULT_BATCH = 32
-"""Rows of a rehearsed batch, if that size was profiled."""
+"""Number of rows in a rehearsed batch, if that size was profiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,8 @@ class Rehearsing:
     after: ExitPolicy
     rehearsed: Rehearsed
     moves: tuple[ExitMove, ...]
-    """Moved exits, which made too many batches late; empty if exits were searched from scratch."""
+    """Exits that made too many batches late, with the later exits that replaced them; empty if
+    exits were searched from scratch."""
     written: Path | None
     """Path of the bundle; ``None`` after a dry run."""
 
@@ -90,8 +91,8 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
     if bundle.manifest.batch_effect is not None:
         raise CompileError(
             f"{bundle.path} is of a dynamically quantised model, whose answer to a sample depends "
-            "on its batch; how often was only counted on the data of compiling; compile it again "
-            "on the new data"
+            "on its batch; how often it does was counted only on the data of the compilation; "
+            "compile the model again on the new data"
         )
     criterion = bundle.manifest.answer.criterion
     if criterion.depends_on_earlier:
@@ -156,7 +157,7 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
 
 
 def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings, PolicyChoice]:
-    """Take options that were not set from the bundle."""
+    """Fill in options that were not set with the bundle's values."""
     profile, promise = bundle.profile(), bundle.policy.promise
     kept = _kept_settings(bundle, profile)
     promised = kept.max_disagreement if promise is None else promise.max_disagreement
@@ -182,7 +183,7 @@ def _asked(bundle: Bundle, options: RehearseOptions) -> tuple[RehearsalSettings,
 def _split(
     dataset: Dataset, groups: Groups, settings: RehearsalSettings, choice: PolicyChoice
 ) -> tuple[Dataset, Dataset]:
-    """Split new data at random into tuning and certifying parts; DataError if too small.
+    """Split new data at random into parts for tuning and certifying; DataError if it is too small.
 
     Each group of rows counts once.
     """
@@ -205,7 +206,7 @@ def _split(
 def _adapted(
     policy: ExitPolicy, choice: PolicyChoice, tune: ExitRecords, settings: RehearsalSettings
 ) -> RehearsedPath:
-    """Move exits that make batches late, and find the order of raising thresholds (7.6)."""
+    """Replace exits that make batches late, and find the order in which thresholds rise (7.6)."""
     load = draw_load(tune, settings, seed=choice.seed)
     allowed = certifiable_errors(load.samples, choice.max_disagreement, choice.confidence_level)
     found = adapt(load, choice.times, policy.active, settings, allowed_errors=allowed)
@@ -227,8 +228,8 @@ def renewed_manifest(
 ) -> Manifest:
     """Describe the same exits by their results on the new data.
 
-    ``data_sha256`` stays the hash of the data that trained the heads; the new data's is in
-    ``rehearsal.json``.
+    ``data_sha256`` stays the hash of the data that trained the heads; the hash of the new data is
+    in ``rehearsal.json``.
     """
     hits = None if certify.labels is None else certify.final_prediction == certify.labels
     return replace(
@@ -248,7 +249,7 @@ def renewed_manifest(
 
 
 def _kept_settings(bundle: Bundle, profile: Profile) -> RehearsalSettings:
-    """Return the settings that the bundle was rehearsed with, or the defaults."""
+    """Return the settings of the bundle's last rehearsal, or the defaults."""
     if REHEARSAL in {entry.path for entry in bundle.manifest.files}:
         return Rehearsed.parse(bundle.read(REHEARSAL)).rehearsal.settings
     profiled = [size for size in profile.batch_sizes if size <= DEFAULT_BATCH]
@@ -256,6 +257,6 @@ def _kept_settings(bundle: Bundle, profile: Profile) -> RehearsalSettings:
 
 
 def _tune_samples(samples: int, certify_at_least: int) -> int:
-    """Return the number of samples to tune with, in the proportion that compiling uses."""
+    """Return the number of samples to tune with, in the same proportion as when compiling."""
     share = CERTIFY_SHARE / (TUNE_SHARE + CERTIFY_SHARE)
     return samples - max(round(samples * share), certify_at_least)

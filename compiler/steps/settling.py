@@ -1,4 +1,4 @@
-"""Details of a task that data and masks determine, and options that each task excludes."""
+"""Completing a task by the data and the mask, and options that a task excludes."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 
 _ROUNDING = 1e-6
 _MOST_TRAINED_BYTES = 2**29
-"""Largest size of the weights of a model that is trained jointly: one graph contains them and the
-bridges, which repeat most of them, and a graph has at most 2 GiB."""
+"""Largest size in bytes of the weights of a model that is trained jointly. One graph, of at most 2
+GiB, contains the weights and the bridges, which repeat most of them."""
 _SPREAD_SAMPLES = 1024
-"""Largest number of samples on which the spread of values is measured."""
+"""Largest number of samples on which the standard deviation of values is measured."""
 
 
 def resolve_task(model: SourceModel, train: Dataset, options: CompileOptions) -> SourceModel:
     """Complete a model's task: its scores, the mask of its tokens, the tolerance of its values.
 
-    ModelError if an option does not fit the task, or the task has to be named; DataError if the
-    model fails on a sample, or its values do not vary.
+    ModelError if an option does not fit the task, or if the user has to name the task. DataError if
+    the model fails on a sample, or if its values do not vary.
     """
     model = resolve_scores(model, train, user_requested=options.reading.task != "auto")
     task = model.answer.task
@@ -70,7 +70,7 @@ def resolve_task(model: SourceModel, train: Dataset, options: CompileOptions) ->
 
 
 def _criterion(task: AnswerTask, taught: TaskKind, options: CompileOptions) -> Criterion:
-    """Return the criterion that is asked for; ModelError if it does not fit the model.
+    """Return the requested criterion; ModelError if it does not fit the model.
 
     ``taught`` is the task of the scores that heads imitate.
     """
@@ -92,7 +92,7 @@ def _criterion(task: AnswerTask, taught: TaskKind, options: CompileOptions) -> C
 
 
 def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
-    """Refuse options that a task does not support."""
+    """Raise ModelError for options that a task does not support."""
     kind, precision, heads = task.kind, options.copy.precision, options.building.heads
     if precision != "fp32" and kind != "classification":
         raise ModelError(
@@ -111,7 +111,7 @@ def _check_asked(task: AnswerTask, options: CompileOptions) -> None:
 
 
 def _check_size(model: SourceModel, options: CompileOptions) -> None:
-    """Refuse options that put more weights into one graph than a graph can contain."""
+    """Raise ModelError for options that put more weights into one graph than it can contain."""
     held = weight_bytes(model.proto)
     if held <= MOST_BYTES:
         return
@@ -131,7 +131,7 @@ def _check_size(model: SourceModel, options: CompileOptions) -> None:
 
 
 def _check_joint(model: SourceModel, options: CompileOptions) -> None:
-    """Refuse models that cannot be trained together with their exits."""
+    """Raise ModelError for models that cannot be trained together with their exits."""
     task, rounding = model.answer.task, rounding_of(model.proto)
     if rounding is not SINGLE:
         raise ModelError(
@@ -169,7 +169,7 @@ def _check_joint(model: SourceModel, options: CompileOptions) -> None:
 
 
 def _check_class_bound(answer: Answer, options: CompileOptions) -> None:
-    """Refuse a bound on each class if answers have no recorded classes."""
+    """Raise ModelError for a bound on each class if the classes of answers are not recorded."""
     bound = options.promise.max_class_disagreement
     if bound is not None and not has_classes(answer):
         raise ModelError(
@@ -179,7 +179,7 @@ def _check_class_bound(answer: Answer, options: CompileOptions) -> None:
 
 
 def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> None:
-    """Raise DataError if labels cannot teach."""
+    """Raise DataError if the data's labels cannot teach a model."""
     if options.copy.teach != "labels":
         return
     if dataset.labels is None:
@@ -197,7 +197,7 @@ def check_teacher(dataset: Dataset, answer: Answer, options: CompileOptions) -> 
 
 
 def _spread(model: SourceModel, train: Dataset) -> float:
-    """Return the mean of the standard deviations of the model's values over the samples."""
+    """Return the standard deviation of the model's values over the samples, averaged."""
     some = train.subset(np.arange(min(len(train), _SPREAD_SAMPLES), dtype=np.intp))
     source, outputs = serialised(model.proto), [model.answer.output]
     batches = run_over(source, outputs, some, threads=available_cores())

@@ -113,7 +113,7 @@ def test_what_was_counted_on_other_data_is_not_rehearsed(
 ):
     bundle, _ = compiled
     options = RehearseOptions(bundle=bundle.path, data=tmp_path / "x.npz")
-    with pytest.raises(CompileError, match=r"dynamically quantised model, .* compile it again"):
+    with pytest.raises(CompileError, match=r"quantised model, .* compile the model again"):
         rehearse_bundle(options)
 
 

@@ -203,7 +203,7 @@ def test_what_cannot_be_built_is_left_out(place: Place) -> None:
         said = place(*AUTO, "--data", "data.npz")
     assert said.status == 0
     assert said.auto[0].startswith("--precision auto: int8 is left out: ")
-    assert "engines failed, first 0" in said.auto[0]
+    assert "engines failed; the first: 0" in said.auto[0]
     assert said.auto[1].startswith("--precision auto: fp16 is kept")
     assert precisions() == {"fp16"}
 

@@ -227,7 +227,7 @@ def test_a_cpu_whose_int8_saturates_is_warned_of(
     (warning,) = (r for r in caplog.records if "VNNI" in r.message)
     assert warning.levelno == logging.WARNING
     tells(warning.message, "x86_64 with AVX2", "VNNI", "int8")
-    assert warning.message.endswith("for those, compile on one.")
+    assert warning.message.endswith("To compile for CPUs with VNNI, compile on such a CPU.")
     assert bench.saturating == [True]
     caplog.clear()
     for fine in (WITH_VNNI, CpuFeatures(machine="aarch64", names=None)):
