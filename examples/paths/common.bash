@@ -24,6 +24,11 @@ fail() {
     exit 1
 }
 
+copy_source() { # copy_source FOLDER: the repository, without what is built in it
+    mkdir "$1"
+    tar --exclude=./.git --exclude=./.venv --exclude=./build -cf - . | tar -xf - -C "$1"
+}
+
 # Install with further packages, unless $PYTHON names a python that has all. Sets $PYTHON, $commands.
 install_offramp() {
     title "Install"
@@ -32,8 +37,7 @@ install_offramp() {
         PYTHON=$work/venv/bin/python
         # pip builds in the folder that it installs from: a copy keeps this one clean. In a clone of
         # your own, `pip install '.[compile]' -c constraints.txt` is all.
-        mkdir "$work/source"
-        tar --exclude=./.git --exclude=./.venv --exclude=./build -cf - . | tar -xf - -C "$work/source"
+        copy_source "$work/source"
         "$PYTHON" -m pip install --quiet "$work/source[compile]" -c constraints.txt
         if [ $# -gt 0 ]; then "$PYTHON" -m pip install --quiet "$@"; fi
     fi

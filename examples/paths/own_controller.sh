@@ -3,49 +3,29 @@
 # built-in ones on the shipped example, on recorded inputs, on a shift, and while serving; then the
 # raw records of every exit, for policies that you evaluate in numpy.
 #
-#     examples/paths/own_controller.sh
+#   examples/paths/own_controller.sh                          installs into a temporary folder first
+#   PYTHON=.venv/bin/python examples/paths/own_controller.sh  uses what is installed there
 #
-# It needs git, and Python 3.11 or newer. With PYTHON=/path/to/python, an environment in which
-# '.[compile]' is installed, nothing is installed. All it writes is in a temporary folder, which is
-# removed at the end, unless WORK names a folder that is to stay.
+# It needs bash and Python 3.11 or newer, takes some minutes on two cores, writes into a temporary
+# folder only, and ends with status 0 if every step did what it should.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+# shellcheck source=examples/paths/common.bash
+source examples/paths/common.bash
 
-temporary=
-if [ -z "${WORK:-}" ]; then
-    WORK=$(mktemp -d)
-    temporary=$WORK
-fi
-mkdir -p "$WORK"
-WORK=$(cd "$WORK" && pwd)
-server=
-finish() {
-    if [ -n "$server" ]; then
-        kill -INT "$server" 2>/dev/null || true
-        wait "$server" 2>/dev/null || true
-    fi
-    if [ -n "$temporary" ]; then rm -rf "$temporary"; fi
-}
-trap finish EXIT
-step() { printf '\n== %s (after %d s)\n' "$1" "$SECONDS"; }
+# shellcheck disable=SC2119  # no further packages
+install_offramp
 
-step "A copy of the source, in which we may add files"
-mkdir -p "$WORK/tree"
-git archive HEAD | tar -x -C "$WORK/tree"
-cd "$WORK/tree"
-
-if [ -z "${PYTHON:-}" ]; then
-    step "A virtual environment"
-    python3 -m venv "$WORK/venv"
-    PYTHON=$WORK/venv/bin/python
-    "$PYTHON" -m pip install --quiet '.[compile]' -c constraints.txt
-fi
-# Our copy goes before what is installed: so do its additions, without installing again.
-export PYTHONPATH="$WORK/tree/src"
-PATH=$(dirname "$PYTHON"):$PATH
+title "A copy of the source, in which we may add files"
+copy_source "$work/tree"
+cd "$work/tree"
+# The copy goes before what is installed: so do its additions, without installing again. In a clone
+# of your own, install with `pip install -e '.[compile]' -c constraints.txt` instead.
+export PYTHONPATH="$work/tree/src"
+PATH=$commands:$PATH
 
 # --- 1. The controller: an extension (CONTRIBUTING.md, "Five recipes") ---------------------------
-step "Plug in a controller and a policy"
+title "Plug in a controller and a policy"
 mkdir own
 ln -s ../../own src/offramp/own
 echo '"""Extension: a controller of our own."""' > own/__init__.py
@@ -220,30 +200,30 @@ eeserve_help=$(eeserve --help-all)
 grep -q "^ *aimd " <<< "$eeserve_help"
 
 # --- 3. A bundle, quickly: fewer exits and epochs than by default ---------------------------------
-step "Compile"
+title "Compile"
 data=examples/fashion
-bundle=$WORK/fashion.ee
+bundle=$work/fashion.ee
 eecompile $data/fashion_resnet56.onnx --data $data/calibration.npz --output "$bundle" \
     --epochs 3 --candidates 6
 
 # --- 4. Controllers on recorded inputs, clean, noisy, and clean again -----------------------------
-step "Controllers on a shift (agreement measured, savings predicted)"
+title "Controllers on a shift (agreement measured, savings predicted)"
 "$PYTHON" -m benchmarks.adapt "$bundle" --data $data/test.npz --scenario abrupt --samples 4000 \
-    --controllers leave,certified,apparate,pame,aimd --tuning-delay 200 --json "$WORK/adapt.json"
+    --controllers leave,certified,apparate,pame,aimd --tuning-delay 200 --json "$work/adapt.json"
 
-step "Policies on virtual time (simulated)"
+title "Policies on virtual time (simulated)"
 eebench simulate "$bundle" --rate 1500 --slo-ms 20 --policy shortest,run-through,refill \
-    --json "$WORK/simulated.json"
+    --json "$work/simulated.json"
 
 # --- 5. Published methods on the same exits -------------------------------------------------------
-step "BranchyNet, DeeBERT, PABEE (measured)"
+title "BranchyNet, DeeBERT, PABEE (measured)"
 "$PYTHON" -m benchmarks.methods "$bundle" --data $data/test.npz \
     --method branchynet,deebert,pabee --method-data $data/calibration.npz \
-    --batch-sizes 1,16 --rounds 2 --samples 2000 --json "$WORK/methods.json"
+    --batch-sizes 1,16 --rounds 2 --samples 2000 --json "$work/methods.json"
 
 # --- 6. Raw records, and policies in numpy --------------------------------------------------------
-step "Raw records in numpy, and CALM's rule"
-cat > "$WORK/offline.py" <<'PY'
+title "Raw records in numpy, and CALM's rule"
+cat > "$work/offline.py" <<'PY'
 import sys
 
 import numpy as np
@@ -321,11 +301,11 @@ print(f"CALM's tests end at threshold {found.thresholds[0]:.2f}")
 calm = show("CALM", margin, found.thresholds, unseen)
 assert compiled.disagreement < 0.02 and calm.disagreement < 0.02 and compiled.savings > 0.3
 PY
-"$PYTHON" "$WORK/offline.py" "$bundle" $data/test.npz
+"$PYTHON" "$work/offline.py" "$bundle" $data/test.npz
 
 # --- 7. Serve with it, clean images and then noisy ones -------------------------------------------
-step "Serve with each controller"
-"$PYTHON" - $data/test.npz "$WORK" <<'PY'
+title "Serve with each controller"
+"$PYTHON" - $data/test.npz "$work" <<'PY'
 import sys
 
 import numpy as np
@@ -337,48 +317,47 @@ np.savez(f"{sys.argv[2]}/noisy.npz", image=(images + noise).clip(0, 255).astype(
 PY
 
 serve() { # serve NAME FLAGS…: starts a server, and sets grpc and http
-    local log=$WORK/$1.log
+    local log=$work/$1.log
     shift
     eeserve "$@" --grpc-port 0 --http-port 0 2> "$log" &
     server=$!
     for _ in $(seq 120); do
         if grep -q 'ready: gRPC' "$log"; then break; fi
-        if ! kill -0 "$server" 2>/dev/null; then cat "$log"; exit 1; fi
+        kill -0 "$server" 2>/dev/null || fail "eeserve ended"
         sleep 0.5
     done
     grpc=$(sed -n 's/.*ready: gRPC on \([^,]*\),.*/\1/p' "$log")
     http=$(sed -n 's|.*status page on http://\([^/]*\)/.*|\1|p' "$log")
-    test -n "$grpc" && test -n "$http"
+    [ -n "$grpc" ] && [ -n "$http" ] || fail "eeserve is not ready"
 }
 stop() {
     kill -INT "$server"
-    wait "$server"
-    server=
+    stopped
 }
 metrics() { "$PYTHON" -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())' "http://$http/metrics"; }
 
 for controller in static certified apparate pame aimd; do
-    cp -r "$bundle" "$WORK/$controller.ee"
-    serve "$controller" "$WORK/$controller.ee" --controller "$controller"
-    for load in clean noisy; do
-        eebench load "$grpc" --model "$controller" --data "$WORK/$load.npz" --rate 250 \
-            --duration-s 7 --reference "$bundle" --json "$WORK/$controller.$load.json" > /dev/null
+    cp -r "$bundle" "$work/$controller.ee"
+    serve "$controller" "$work/$controller.ee" --controller "$controller"
+    for inputs in clean noisy; do
+        eebench load "$grpc" --model "$controller" --data "$work/$inputs.npz" --rate 250 \
+            --duration-s 7 --reference "$bundle" --json "$work/$controller.$inputs.json" > /dev/null
     done
-    metrics > "$WORK/$controller.metrics"
+    metrics > "$work/$controller.metrics"
     stop
 done
-grep -E 'tuning|scale' "$WORK/aimd.log"
-grep -E '^offramp_(audited|disagreed|tunings)_total' "$WORK/aimd.metrics"
+grep -E 'tuning|scale' "$work/aimd.log"
+grep -E '^offramp_(audited|disagreed|tunings)_total' "$work/aimd.metrics"
 
 # Once more: what the controller learned is read again; and the policy.
-serve again "$WORK/aimd.ee" --controller aimd --policy shortest
-eebench load "$grpc" --model aimd --data "$WORK/noisy.npz" --rate 250 --duration-s 3 \
-    --reference "$bundle" --json "$WORK/again.json" > /dev/null
-metrics > "$WORK/again.metrics"
+serve again "$work/aimd.ee" --controller aimd --policy shortest
+eebench load "$grpc" --model aimd --data "$work/noisy.npz" --rate 250 --duration-s 3 \
+    --reference "$bundle" --json "$work/again.json" > /dev/null
+metrics > "$work/again.metrics"
 stop
 
-step "Side by side"
-"$PYTHON" - "$WORK" <<'PY'
+title "Side by side"
+"$PYTHON" - "$work" <<'PY'
 import json
 import sys
 from pathlib import Path
@@ -414,4 +393,4 @@ print(f"tunings of aimd: {before:.0f}, and {after:.0f} after the restart")
 print("its thresholds:", *(f"{t:.3f}" for t in gauges("again", "offramp_exit_threshold_ratio")[:-1]))
 assert after >= before >= 1, "aimd forgot what it had learned"
 PY
-step "Done"
+title "Done"

@@ -17,6 +17,7 @@ cd "$(dirname "$0")/../.."
 # shellcheck source=examples/paths/common.bash
 source examples/paths/common.bash
 
+# shellcheck disable=SC2119  # no further packages
 install_offramp
 
 # ------------------------------------------------------------------------------------------------
