@@ -61,7 +61,7 @@ ERRORS: Final = (-0.2, 0.2)
 PLANS: Final = ("dedicated", "dedicated, overlapped", "stealing", "stealing, overlapped")
 BEST: Final = PLANS[-1]
 FULL: Final = 0.7
-"""Part of the objective that requests under way take at the simulated rate, at most."""
+"""Largest number of requests in flight: this part of the objective times the simulated rate."""
 
 WANTED_RPS: Final = 6_000.0
 PRICED_SIZES: Final = (1, 4, 8)
@@ -80,9 +80,10 @@ class EmulatedGoodputs:
     def goodput(
         self, mix: EasyMix, name: str, *, system: System | None = None, straggler: bool = False
     ) -> tuple[float, float]:
-        """Measured on emulated devices, and simulated, in rows a second.
+        """Return the goodput on emulated devices, and the simulated goodput, in rows per second.
 
-        ``system`` takes the place of the mix's of that name, for which it is simulated.
+        ``system`` is measured instead of the mix's system ``name``; the simulated goodput is still
+        that of the mix's system.
         """
         base, _, overlapped = name.partition(", ")
         simulated = mix.goodput(base, straggler=straggler)
@@ -118,7 +119,7 @@ class EmulatedBench:
 
 
 def against(row: Row, found: Mapping[str, tuple[float, float]], of: str = "source") -> Row:
-    """Add goodputs, over that of a system, and how far the simulation is off."""
+    """Add goodputs relative to those of the system ``of``, and the error of the simulation."""
     base = found[of][0]
     row[f"{of} rows/s"] = round(base)
     for name, (measured, simulated) in found.items():
@@ -130,7 +131,7 @@ def against(row: Row, found: Mapping[str, tuple[float, float]], of: str = "sourc
 
 
 def mixes(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 7 and 16: mixes of easy and hard rows, batches of 8."""
+    """Yield figures 7 and 16: mixes of easy and hard rows, batches of 8."""
     with bench.devices(HOMOGENEOUS) as measured:
         for easy in EASY:
             mix = EasyMix(easy, cluster_of(HOMOGENEOUS), 8)
@@ -142,7 +143,7 @@ def mixes(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def sizes(bench: EmulatedBench) -> Iterator[Row]:
-    """Figs. 7 to 9: batch sizes, 80 % easy."""
+    """Yield figures 7 to 9: batch sizes, 80 % easy rows."""
     with bench.devices(HOMOGENEOUS) as measured:
         for size in SIZES:
             mix = EasyMix(EASY[0], cluster_of(HOMOGENEOUS), size)
@@ -151,7 +152,7 @@ def sizes(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def forecast_errors(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 22: a plan for a forecast that is a fifth off."""
+    """Yield figure 22: plans for a forecast that is wrong by a fifth."""
     with bench.devices(HOMOGENEOUS) as measured:
         cluster = cluster_of(HOMOGENEOUS)
         for easy in EASY[:2]:
@@ -171,7 +172,7 @@ def forecast_errors(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def stragglers(bench: EmulatedBench) -> Iterator[Row]:
-    """One device of the last split takes four times as long (E3 3.3)."""
+    """Yield goodputs while one device of the last split takes four times as long (E3 3.3)."""
     with bench.devices(HOMOGENEOUS) as measured:
         mix = EasyMix(EASY[0], cluster_of(HOMOGENEOUS), 8)
         for name in ("source", "dedicated, overlapped", BEST):
@@ -182,7 +183,7 @@ def stragglers(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def heterogeneous(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 13: 6 V100, 8 P100 and 15 K80, which cost as much as 16 V100."""
+    """Yield figure 13: 6 V100, 8 P100 and 15 K80, which cost as much as 16 V100."""
     with bench.devices(HETEROGENEOUS) as measured:
         for size in (8, 1):
             mix = EasyMix(EASY[0], cluster_of(HETEROGENEOUS), size)
@@ -191,7 +192,10 @@ def heterogeneous(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def fewest(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 14: V100 that sustain a rate; with the least that are simulated to, then one more."""
+    """Yield figure 14: the number of V100 that sustain a rate.
+
+    The search starts at the smallest number in simulation, and adds one device at a time.
+    """
     for size in PRICED_SIZES:
         row: Row = {"batch": size}
         for name in ("source", "run-through", BEST):
@@ -214,7 +218,7 @@ def _least(bench: EmulatedBench, name: str, size: int) -> tuple[int, float]:
 
 
 def cheapest(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 15: dollars an hour that sustain a rate, with devices of three types."""
+    """Yield figure 15: the dollars per hour of devices of three types that sustain a rate."""
     for size in PRICED_SIZES:
         row: Row = {"batch": size}
         for name, least in (
@@ -238,7 +242,7 @@ def cheapest(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def _cheapest_shared(name: str, size: int, wanted_rps: float) -> dict[str, int]:
-    """Return the devices whose limits reach the rate, if all serve all stages."""
+    """Return the cheapest devices whose limits reach the rate, if all devices serve all stages."""
     limits = {}
     for kind in OFFERED:
         mix = EasyMix(EASY[0], cluster_of({kind: 1}), size)
@@ -278,9 +282,13 @@ EXPERIMENTS: Final[Mapping[str, Callable[[EmulatedBench], Iterator[Row]]]] = {
 def main() -> None:
     """Measure, print, and write if asked, after each experiment."""
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default=",".join(EXPERIMENTS), help="names of experiments")
-    parser.add_argument("--stretch", type=float, default=20.0, help="factor of all times")
-    parser.add_argument("--duration-s", type=float, default=0.5, help="of a load, not stretched")
+    parser.add_argument(
+        "--only", default=",".join(EXPERIMENTS), help="names of the experiments to run"
+    )
+    parser.add_argument("--stretch", type=float, default=20.0, help="factor on all times")
+    parser.add_argument(
+        "--duration-s", type=float, default=0.5, help="seconds of a load, not stretched"
+    )
     options = parser.parse_args()
     bench = EmulatedBench(stretch=options.stretch, duration_s=options.duration_s)
     found: dict[str, Sequence[Row]] = {}
