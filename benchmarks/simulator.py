@@ -61,7 +61,7 @@ class Way:
 
 
 class Twin:
-    """A system, and its simulation."""
+    """A system with its simulation."""
 
     def __init__(self, policy: str, bundle: Path) -> None:
         """Read the bundle."""
@@ -101,7 +101,7 @@ class Twin:
 
 
 async def compare(policy: str, options: argparse.Namespace, bench: Bench) -> list[dict[str, Any]]:
-    """Rows of one policy."""
+    """Compare measured and simulated runs of one policy; return a row for each load."""
     twin = Twin(policy, options.bundle)
     _, stages_s = await bench.lone(policy)
     twin.slowdown = stages_s / twin.lone_s()
@@ -152,7 +152,7 @@ def row(
 
 
 def speeds(bundle: Path) -> dict[str, float]:
-    """Simulated requests a second of one core, by policy and load."""
+    """Return the simulated requests per second of one core, by policy and load."""
     found = {}
     for policy in POLICIES:
         twin = Twin(policy, bundle)
@@ -170,7 +170,7 @@ def speeds(bundle: Path) -> dict[str, float]:
 
 
 def load(address: str, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
-    """Summary of a real load on a server."""
+    """Send a real load to a server; return its summary."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out.json"
         fixed = ["--model", "model", "--data", str(options.data), "--json", str(path)]
@@ -204,7 +204,7 @@ def serving(policy: str, bundle: Path) -> Iterator[str]:
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows."""
+    """Return the rows of all policies."""
     bench = Bench(options.bundle, options.data, 2000, streams=1)
     await bench.prepare()
     return [row for policy in POLICIES for row in await compare(policy, options, bench)]

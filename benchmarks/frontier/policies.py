@@ -65,7 +65,7 @@ class BundlePair:
 
     @property
     def bundles(self) -> tuple[Bundle, Bundle]:
-        """Both."""
+        """Both bundles."""
         return self.exits, self.cascade
 
     def bundle_of(self, system: str) -> Bundle:
@@ -98,7 +98,7 @@ class FrontierPolicy:
     served.
     """
     reason: str | None
-    """Reason why there is none."""
+    """Reason why there is no policy; ``None`` if there is one."""
 
 
 def choose_policies(
