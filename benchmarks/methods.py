@@ -170,7 +170,7 @@ def _kept_entropies(bundle: Bundle, kept: ExitRecords) -> _Tuning | None:
     """Compute entropies from the bundle's records; ``None`` if the records do not suffice.
 
     For two classes the entropy follows from the largest probability, and also from the difference
-    of the two.
+    of the two probabilities.
     """
     answer = bundle.manifest.answer
     confidence = kept.confidence.astype(np.float64)
@@ -201,8 +201,8 @@ def _tuning_split(bundle: Bundle, dataset: Dataset, seed: int, threads: int) -> 
     if not parts.certifies:
         raise ValueError(
             "--method-data: these are not the data that the bundle was compiled with, or it was "
-            f"compiled with another --seed than {seed} (--method-seed); give those, or leave it "
-            "out: then a part of --data tunes"
+            f"compiled with another --seed than {seed} (--method-seed); give the right data and "
+            "seed, or leave --method-data out: then a part of --data tunes"
         )
     return parts.tune
 
@@ -217,8 +217,8 @@ def _held_back(
         least = round(_LEAST_TUNING / TUNING_SHARE)
         raise ValueError(
             f"{asked}: the bundle's records hold no entropies (--criterion {criterion}), so a "
-            f"quarter of the data tunes, and that is {count} samples; give at least {least}, or "
-            "--method-data, what the bundle was compiled with"
+            f"quarter of the data tunes, which is {count} samples; give at least {least}, or give "
+            "the data that the bundle was compiled with as --method-data"
         )
     records = _recorded(bundle, dataset.subset(np.arange(count)), ENTROPY, threads)
     told = f"the first {count} samples of the data, which are not measured"

@@ -15,7 +15,7 @@ settings take turns in each round; figures are medians of rounds.
 
 ``throughput`` is that of 16 clients that send again immediately; ``in stages`` is the mean time of
 a batch from its first stage to its last in that load. ``mean``, ``p99`` and ``late`` are of Poisson
-arrivals at 80 % of the throughput of τ_b = 1, requests are late after three times the unmodified
+arrivals at 80 % of the throughput of τ_b = 1; requests are late after three times the unmodified
 model's time for a batch of 8. The last row follows τ_l = 0.02 (``--max-violations``): τ_b starts at
 9 and falls after 256 requests of which a larger share was late; its τ_b is the final one.
 """

@@ -175,7 +175,9 @@ async def served(
             for number in range(WARM_UP + batches):
                 await engine.infer(MODEL, requests[number % len(requests)])
             if backend.prepared != prepared:
-                raise RuntimeError(f"{backend.prepared - prepared} stages were prepared on the way")
+                raise RuntimeError(
+                    f"{backend.prepared - prepared} stages were prepared while batches ran"
+                )
             return batch_times(policy.decisions, backend.runs)[WARM_UP:]
     finally:
         backend.close()

@@ -143,12 +143,16 @@ def measure_frontier(
 ) -> Frontier:
     """Measure source model, int8 copy and all certified policies, on the CPU.
 
-    Args: pair: The bundles. policies: From :func:`choose_policies`; where there is none, nothing is
-    measured. backend: Executes the policies, on the CPU. dataset: Real data, with labels if there
-    are any; the first samples are used. threads: Number of threads of the plain sessions and of the
-    backend. batch_sizes: Batch sizes to measure. rounds: Parts of the data; ratios are medians over
-    them. samples: Largest number of samples to use. progress: Called with the number of samples of
-    each batch.
+    Args:
+        pair: The bundles.
+        policies: From :func:`choose_policies`; where there is none, nothing is measured.
+        backend: Executes the policies, on the CPU.
+        dataset: Real data, with labels if there are any; the first samples are used.
+        threads: Number of threads of the plain sessions and of the backend.
+        batch_sizes: Batch sizes to measure.
+        rounds: Parts of the data; ratios are medians over them.
+        samples: Largest number of samples to use.
+        progress: Called with the number of samples of each batch.
 
     Raises:
         BackendError: A stage cannot be loaded or run.

@@ -165,17 +165,17 @@ class TimedDriver:
         """Compute capability, such as (9, 0)."""
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
-        """Timed."""
+        """Copy to the device through the other driver, and time the copy."""
         with self.spans.of(COPIES_IN, stream):
             self._driver.copy_in(target, source, stream)
 
     def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
-        """Timed."""
+        """Copy from the device through the other driver, and time the copy."""
         with self.spans.of(COPIES_OUT, stream):
             self._driver.copy_out(target, source, stream)
 
     def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
-        """Timed."""
+        """Copy within the device through the other driver, and time the copy."""
         with self.spans.of(COPIES_WITHIN, stream):
             self._driver.copy_within(target, source, size_bytes, stream)
 
