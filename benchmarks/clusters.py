@@ -31,7 +31,7 @@ MOST_ROWS = 64
 def cluster_of(
     counts: Mapping[str, int], layers: int = LAYERS, exit_cost: float = EXIT_COST
 ) -> Cluster:
-    """Devices of the paper's types."""
+    """Return a cluster of devices of the paper's types, with ``counts`` of each type."""
     sizes = np.arange(MOST_ROWS + 1)
     kinds = []
     for name, count in counts.items():

@@ -128,7 +128,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def all_different(samples: Sequence[dict[str, NDArray[Any]]]) -> list[dict[str, NDArray[Any]]]:
-    """Repeat samples, each a little changed, until none counts as a copy: copies have no audits."""
+    """Repeat samples with small changes, so that no two are equal: copies have no audits."""
     turns = range(REMEMBERED // len(samples) + 2)
     return [altered(sample, turn) for turn in turns for sample in samples]
 

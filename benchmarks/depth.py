@@ -100,7 +100,7 @@ def under(
 def run(
     name: str, model: SimulatedModel, trace: Trace, *, slo_ms: float, streams: int, seed: int = 0
 ) -> Summary:
-    """Simulate one policy."""
+    """Simulate one policy under a trace."""
     points = deepcopy(model.points)  # a run learns; the next one starts afresh
     largest = points.latencies.max_batch_size
     scheduler = make_scheduler(

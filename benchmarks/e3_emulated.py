@@ -259,7 +259,7 @@ def _cheapest_shared(name: str, size: int, wanted_rps: float) -> dict[str, int]:
 
 
 def _cheapest_plan(_: str, size: int, wanted_rps: float) -> dict[str, int]:
-    """The devices of the cheapest plan for the rate, as ``eecompile plan --rate`` makes it."""
+    """Return the devices of the cheapest plan for the rate, as ``eecompile plan --rate`` does."""
     goal = PlanningGoal(batch_sizes=(size,), rate_rps=wanted_rps)
     plan = make_cluster_plan(model_of(going_on(EASY[0])), cluster_of(OFFERED), goal).plan
     counts = Counter[str]()

@@ -263,7 +263,7 @@ GOALS: Final = {
 
 
 def timed(model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -> float:
-    """CPU seconds of one plan."""
+    """Return the CPU seconds of making one plan."""
     start = time.process_time()
     with contextlib.suppress(InfeasiblePlanError):
         make_cluster_plan(model, cluster, goal)

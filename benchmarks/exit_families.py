@@ -44,7 +44,7 @@ WAYS: Mapping[str, Sequence[str]] = {
     "learned": ("--criterion", "learned"),
     "patience": ("--criterion", "patience"),
 }
-"""Flags of ``eecompile`` by way."""
+"""Flags of ``eecompile`` for each way."""
 BATCH_SIZES = (1, 8)
 
 
@@ -105,7 +105,7 @@ def part_of(data: Path, samples: int | None, target: Path) -> Path:
 def examine(
     way: str, data: Path, test: Path, flags: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Compile in one way, and measure."""
+    """Compile a model in one way, and measure the bundle."""
     path = options.output / f"{way.replace(' ', '_')}.ee"
     took = compile_by_default(options.model, data, path, *flags, *WAYS[way])
     bundle = Bundle.open(path)

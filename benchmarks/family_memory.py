@@ -34,7 +34,7 @@ class WatchedFamily:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Sample fifty times a second during the context."""
+        """Sample the memory fifty times a second during the context."""
         ended = threading.Event()
         thread = threading.Thread(target=self._sample, args=(ended,), daemon=True)
         thread.start()

@@ -157,7 +157,7 @@ def made_series(folder: Path, seed: int) -> dict[str, Series]:
 
 
 def served_series(bundle: Path, data: Path, folder: Path, seed: int) -> dict[str, Series]:
-    """Series that the server's recorder made of shifting mixes, SIMULATED."""
+    """Return series that the server's recorder made of shifting mixes, SIMULATED."""
     times, _ = read_azure(folder / "AzureLLMInferenceTrace_conv.csv.gz")
     rows = np.bincount((times // WINDOW_S).astype(int))[:-1]
     segments = Bundle.open(bundle).manifest
@@ -275,7 +275,7 @@ def filled(came: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @cache
 def cluster(exits: tuple[int, ...]) -> Cluster:
-    """Sixteen V100, with times of these exits alone."""
+    """Return sixteen V100, whose times include the given exits only."""
     every = cluster_of(HOMOGENEOUS)
     kinds = [
         replace(kind, times=replace(kind.times, exits_s=kind.times.exits_s[list(exits)]))

@@ -209,17 +209,17 @@ class LoopRun:
     layers_run: float
     """Mean number of decoder layers that a token ran."""
     steps: int
-    """Number of steps of stages."""
+    """Number of steps that stages ran."""
     rows_of_a_step: float
 
     @property
     def tokens(self) -> int:
-        """Tokens of all answers."""
+        """Number of tokens of all answers."""
         return sum(map(len, self.texts))
 
     @property
     def tokens_per_s(self) -> float:
-        """Goodput."""
+        """Goodput: tokens of answers per second."""
         return self.tokens / self.seconds
 
 

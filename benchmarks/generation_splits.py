@@ -44,14 +44,15 @@ class SplitCounts:
 
     @property
     def failing(self) -> float:
-        """Share of all splits that broke the promise on prompts that test."""
+        """Share of all splits that broke the promise on the testing prompts."""
         return self.above_on_test / self.splits
 
 
 def count_splits(
     levels: Sequence[TextLosses], promise: TextPromise, *, splits: int, seed: int = 0
 ) -> SplitCounts:
-    """Part prompts in halves again and again; one half certifies a level, the other tests it.
+    """Split prompts at random into halves, repeatedly: one half certifies a level, the other tests
+    it.
 
     ``levels`` hold losses and tokens of the same prompts at each level, from conservative to
     aggressive.

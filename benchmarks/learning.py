@@ -59,7 +59,7 @@ class Load:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Send until stopped."""
+        """Send requests until the load is stopped."""
         count = len(next(iter(self.samples.values())))
         with ThreadPoolExecutor(SENDERS) as senders:
             began_s = time.monotonic()
@@ -83,7 +83,9 @@ def main() -> None:
     """Serve, load, wait for exits, compare, and print the figures."""
     parser = make_parser(__doc__)
     parser.add_argument("model", type=Path, help="ONNX file with one input")
-    parser.add_argument("--load", type=Path, required=True, help=".npz of the samples sent")
+    parser.add_argument(
+        "--load", type=Path, required=True, help=".npz of the samples that the load sends"
+    )
     parser.add_argument(
         "--unseen", type=Path, required=True, help=".npz of unseen samples to compare answers on"
     )

@@ -57,7 +57,7 @@ class OpenVinoGraph:
 
 
 def main() -> None:
-    """Quantise, time side by side, print."""
+    """Quantise a model, time both runtimes side by side, and print the figures."""
     parser = make_parser(__doc__)
     parser.add_argument("model", type=Path, help="float32 ONNX file")
     parser.add_argument(

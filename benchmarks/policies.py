@@ -84,7 +84,7 @@ class Bench:
         """Lateness of the sender itself, one entry per run."""
 
     def median_lateness_ms(self) -> dict[str, float]:
-        """Medians over the runs so far."""
+        """Medians of the sender's lateness over the runs so far."""
         names = self.lateness_ms[0]
         return {n: float(np.median([late[n] for late in self.lateness_ms])) for n in names}
 
@@ -203,7 +203,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_trace(options: argparse.Namespace, rate: float) -> Trace:
-    """The trace that was asked for, at a mean rate."""
+    """Return the requested trace, at a mean rate."""
     kind, _, rest = str(options.trace).partition(":")
     if kind == "azure":
         return azure(Path(rest), rate)

@@ -75,7 +75,7 @@ class Replay:
         return sum(stage.run_s.total for stage in self._engine.statistics()[self._model].stages)
 
     async def answers(self) -> NDArray[np.int64]:
-        """The class of every sample."""
+        """Class that the engine answered for each sample."""
         found = []
         for sample in self._samples:
             (answer,) = (await self._engine.infer(self._model, sample)).outputs.values()

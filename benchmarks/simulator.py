@@ -64,14 +64,14 @@ class Twin:
     """A system with its simulation."""
 
     def __init__(self, policy: str, bundle: Path) -> None:
-        """Read the bundle."""
+        """Read the bundle, to simulate it under a policy."""
         self.system = SystemUnderTest.parse(policy)
         self._bundle = Bundle.open(bundle)
         self._options = ModelOptions(scheduling=self.system.scheduling, max_batch_size=MAX_BATCH)
         self.slowdown = 1.0
 
     def model(self) -> SimulatedModel:
-        """The simulated model at the current slowdown."""
+        """Return the simulated model at the current slowdown."""
         return model_of(
             self._bundle,
             self.system.mode,
@@ -95,7 +95,7 @@ class Twin:
         return outcomes, time.perf_counter() - started_s
 
     def lone_s(self) -> float:
-        """Mean latency of requests that come one at a time."""
+        """Return the simulated mean latency of requests that come one at a time."""
         lone = constant(1.0, 4000.0)
         return self.simulated(lone, float("inf")).latency_ms["mean"] / 1e3
 

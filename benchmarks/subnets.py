@@ -82,7 +82,7 @@ class ChosenPoint:
     """A trade-off that was chosen without the test data for a batch size."""
 
     ways: tuple[TradeOffKind, ...]
-    """Ways that chose it."""
+    """Ways for which this point was chosen."""
     chosen: TradeOff
     """Trade-off as predicted, and counted on the certify split."""
 

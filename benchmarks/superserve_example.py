@@ -84,7 +84,7 @@ class ObjectiveCase:
 
     @property
     def best_fixed(self) -> tuple[str, Summary] | None:
-        """The most accurate fixed point that reaches the goal; ``None`` if none does."""
+        """Return the most accurate fixed point that reaches the goal; ``None`` if none does."""
         reaching = [
             (name, row)
             for name, row in self.rows.items()
@@ -141,7 +141,7 @@ class Simulation:
         self.streams, self._seed = streams, seed
 
     def capacity(self, streams: int) -> float:
-        """Requests a second of the fastest point in full batches."""
+        """Return the requests per second of the fastest point in full batches."""
         points = self.model.points
         first = points.points[0]
         table = points.latencies.variants[first.variant].shrinking
@@ -161,7 +161,7 @@ class Simulation:
         streams: int | None = None,
         losing_s: Sequence[float] = (),
     ) -> SimulatedOutcomes:
-        """Simulate a policy."""
+        """Simulate a policy under a trace, with some streams lost on the way if asked."""
         model, streams = self.model, streams or self.streams
         scheduler = make_scheduler(
             PolicyName.parse(policy),
@@ -183,9 +183,9 @@ class Simulation:
         )
 
     def tightest_slo_s(self, trace: Trace, *, streams: int | None = None) -> float:
-        """The tightest objective at which the fastest point alone is in time, to 1 %.
+        """Return the tightest objective at which the fastest point alone is in time, to 1 %.
 
-        ValueError if there is none.
+        Raise ValueError if there is none.
         """
 
         def holds(slo_s: float) -> bool:
@@ -253,9 +253,10 @@ def judged(outcomes: SimulatedOutcomes, slo_s: float) -> Summary:
 
 
 def tightest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The least value that ``holds``, to 1 %; ValueError if it does not at ``high``.
+    """Return the smallest value for which ``holds`` is true, to 1 %.
 
-    It is looked for from ``low`` upwards, doubling.
+    The search starts at ``low`` and doubles the value. Raise ValueError if ``holds`` is false at
+    ``high``.
     """
     value = low
     while not holds(value):
@@ -352,7 +353,7 @@ def main() -> None:
     parser.add_argument(
         "--samples", type=int, default=4000, help="number of samples of the data to use"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="number of measured rounds")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of the measurement")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     bundle = Bundle.open(options.bundle)

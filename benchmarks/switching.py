@@ -129,7 +129,7 @@ class BatchTimes:
 def batch_times(
     decisions: Sequence[tuple[float, int]], runs: Sequence[tuple[float, float]]
 ) -> list[BatchTimes]:
-    """Put decisions and runs of one stream together; each batch has the runs up to the next one."""
+    """Match decisions and runs of one stream: a batch has the runs until the next decision."""
     began = np.array([run[0] for run in runs])
     ended = np.array([run[1] for run in runs])
     starts = np.array([when for when, _ in decisions])

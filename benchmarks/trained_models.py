@@ -188,9 +188,9 @@ def measure(
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, Row]]], samples: int) -> dict[str, Any]:
-    """Figures of repeated comparisons at one batch size, on so many samples each.
+    """Summarise repeated comparisons at one batch size, with ``samples`` samples each.
 
-    ``runs`` are, by clock, the rows of each repetition by system.
+    ``runs`` has, for each clock, the rows of each repetition by system.
     """
     first = runs["wall"][0]
     answered = first[OFFRAMP]

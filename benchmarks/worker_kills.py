@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument(
         "--splits", type=int, default=1, help="number of splits that the workers share"
     )
-    parser.add_argument("--ray", action="store_true", help="workers are actors of Ray")
+    parser.add_argument("--ray", action="store_true", help="run workers as actors of Ray")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument(
         "--under-way", type=int, default=32, metavar="N", help="number of requests in flight"

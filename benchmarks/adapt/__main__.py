@@ -177,7 +177,7 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
             "what the bundle's own exits add)"
         ),
     )
-    add("--batch-size", default=32, **COUNT, help="samples that start together")
+    add("--batch-size", default=32, **COUNT, help="number of samples in a batch")
     add(
         "--feedback-delay",
         type=int,

@@ -34,7 +34,7 @@ _LETTER_WIDTH: Final = 7.0
 
 
 class CardPlot(NamedTuple):
-    """A drawing and its title."""
+    """A drawing on a controller's card, and its title."""
 
     title: str
     keys: tuple[tuple[str, str], ...]

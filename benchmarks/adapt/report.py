@@ -18,7 +18,7 @@ WIDTH = 124
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControllerRun:
-    """One controller on one sequence."""
+    """The replay and the score of one controller on one sequence."""
 
     contender: ComparedController
     trace: ReplayTrace
@@ -28,7 +28,7 @@ class ControllerRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """All controllers on one sequence."""
+    """The runs of all controllers on one sequence."""
 
     sequence: SampleSequence
     runs: tuple[ControllerRun, ...]

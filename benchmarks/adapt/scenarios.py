@@ -60,7 +60,7 @@ class ScenarioSettings:
     """The settings that all scenarios share."""
 
     samples: int
-    """Samples of each segment."""
+    """Number of samples in each segment."""
     corruption: str
     severity: int
     """Severity of ``abrupt``, and the last severity of ``corruption``."""

@@ -46,7 +46,7 @@ class ControllerMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentScore:
-    """One segment under one controller."""
+    """The figures of one controller in one segment."""
 
     name: str
     whole: ControllerMetrics
@@ -76,7 +76,7 @@ class SegmentScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One controller on one sequence."""
+    """The figures of one controller on one sequence."""
 
     whole: ControllerMetrics
     segments: tuple[SegmentScore, ...]
@@ -122,7 +122,10 @@ class HindsightMetrics:
 def hindsight(
     sequence: SampleSequence, costs: CostModel, active: Sequence[int], max_disagreement: float
 ) -> tuple[HindsightMetrics, ...]:
-    """Tune thresholds of exits on each segment's own samples, within the constraint there."""
+    """Find, for each segment, the best thresholds within the constraint; return their figures.
+
+    The thresholds are tuned on the segment's own samples.
+    """
     exits, drawn, found = list(active), sequence.drawn, []
     latency_ms, source_ms = costs.latency_ms(active), costs.source_ms
     for span in sequence.spans:

@@ -25,9 +25,9 @@ class Population:
     """The recorded answers of a model and all its K exits to m samples."""
 
     confidence: Float32Array
-    """float32[K, m]."""
+    """float32[K, m]: confidence of each exit for each sample."""
     prediction: NDArray[np.int32]
-    """int32[K, m]."""
+    """int32[K, m]: predicted class of each exit for each sample."""
     final: NDArray[np.int32]
     """int32[m]: the source model's answer."""
     labels: IntArray | None

@@ -58,7 +58,7 @@ class FrontierPoint:
     accuracy: float | None
     """Share of answers that equal the labels; ``None`` without labels."""
     exit_shares: dict[str, float]
-    """Shares of answers by exit."""
+    """Share of the answers that come from each exit."""
     round_busy_ms: tuple[float, ...]
     """Mean time of a batch, by round."""
 
@@ -110,7 +110,7 @@ class Frontier:
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """The bounds, in their order."""
+        """Bounds of all systems, in the order of the systems."""
         known = (s.max_disagreement for s in self.systems if s.max_disagreement is not None)
         return tuple(dict.fromkeys(known))
 
@@ -291,7 +291,7 @@ class SharedStages:
         self._known: dict[tuple[object, object], Stage] = {}
 
     def prepare(self, spec: StageSpec) -> Stage:
-        """Prepare a stage, unless one of the same graph is there."""
+        """Prepare a stage, or return an earlier one with the same graph."""
         key = spec.unit, spec.carried
         if key not in self._known:
             self._known[key] = self._backend.prepare(spec)
