@@ -2,22 +2,24 @@
 
     python -m benchmarks.apparate BUNDLE --data TEST.npz [--only TABLE …] [--json FILE] [--quick]
 
-Engines in this process, one stream and one thread (the sender has the other core). All systems of a
-table are open at the same time, and receive the same samples at the same times, one system after
-the other. ``off`` is the unmodified model, ``apparate`` the published controller in release mode,
-``release``, ``audit`` and ``leave`` are this project's. Systems that learn are first driven at
-saturation for a while: figures are those of a server that has been running.
+Systems are engines in this process, with one stream of one thread (the sender has the other core).
+All systems of a table are open at the same time, and receive the same samples at the same relative
+times, one system after the other. ``off`` is the unmodified model, ``apparate`` the published
+controller in release mode; ``release``, ``audit`` and ``leave`` are this project's modes. Systems
+that learn are first driven at saturation for a while, so that figures are those of a server that
+has been running.
 
 * latency: loads of 20, 40 and 60 % of the throughput of ``off``. ``poisson`` sends in random order;
   ``video`` sends samples similar to the one before, at a constant rate; ``reviews`` sends class
   by class, with Poisson arrivals.
 * slo: deadlines of 2, 4 and 8 times the latency of a lone request, under the policy ``clockwork``.
-* ramp_budget and constraint: 1, 2, 5 and 10 %; 1, 2 and 5 %.
+* ramp_budget: budgets of 1, 2, 5 and 10 %, for ``apparate`` and ``release``.
+* constraint: largest disagreements of 1, 2 and 5 %, for the same systems.
 
 ``optimal`` is SIMULATED as in the paper (2.2): each sample leaves at the first exit that answers
-like the model, and no other exit costs anything. From each latency measured with ``off`` the time
-that the sample would have saved in a batch of 1 is subtracted; shorter waiting times of others are
-ignored. Everything else is MEASURED. Agreement is with the unmodified model.
+like the model, and no other exit costs anything. The time that the sample would have saved in a
+batch of 1 is subtracted from its latency measured with ``off``; shorter waiting times of other
+samples are ignored. Everything else is MEASURED. Agreement is with the unmodified model.
 """
 
 from __future__ import annotations

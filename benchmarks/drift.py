@@ -4,14 +4,14 @@
     python -m benchmarks.drift demo/fashion.ee [--streams 200] [--baseline 20] [--json FILE]
 
 Simulated: streams are drawn with replacement from the records of a bundle's real model, so that the
-true disagreement is known; no model runs. Controllers are those served in audit mode, some with a
-constant share of audits (``constant``, the baseline), others with audits that rise with suspicion
-(``rising``). All streams start without drift. Inputs look the same in all drifts; only audits can
-detect them, and the guard of the inputs is not used.
+true disagreement is known; no model runs. Controllers are those that serve in audit mode. Some have
+a constant share of audits (``constant``, the baseline); the audits of others increase with
+suspicion (``rising``). All streams start without drift. Inputs look the same in all drifts: only
+audits can detect them, and the guard of the inputs is not used.
 
-* abrupt: exits err on a fixed share more of the samples, suddenly;
-* slow: the same, growing over 20,000 samples;
-* periodic: the same, on for 5,000 samples and off for 5,000;
+* abrupt: exits suddenly err on an additional fixed share of the samples;
+* slow: the same, but the share grows over 20,000 samples;
+* periodic: the same as abrupt, in turns for 5,000 samples and off for 5,000;
 * label skew: classes on which exits err become more frequent, as far as the records allow;
 * adversarial: errors occur only while exits answer, and only at the answering exits.
 

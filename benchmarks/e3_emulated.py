@@ -3,21 +3,22 @@
     python -m benchmarks.e3_emulated [--only NAME,…] [--stretch 20] [--duration-s 0.5] [--json FILE]
 
 Each device is a worker process that answers from a script and sleeps for the device's times and for
-the transfers of rows; all times are stretched twentyfold, so that two cores carry 29 devices, and
-rates are those of the devices. Goodput is that of closed-loop clients, rows per second that are
-answered within 100 ms: as many are in flight as four batches of each device, or as 70 ms of the
-simulated rate, if that is less. The SIMULATED result of benchmarks/e3.py for the same systems, the
-highest rate of evenly spaced requests, is shown next to it. Devices, layers, exits, links and rows
-are assumed as there.
+the transfers of rows. All times are stretched twentyfold, so that two cores carry 29 devices; rates
+are converted back to those of the devices. Goodput is measured with closed-loop clients: rows per
+second that are answered within 100 ms. The number of rows in flight is four batches for each
+device, or 70 ms of the simulated rate, if that is less. The SIMULATED result of benchmarks/e3.py
+for the same systems, the highest rate of evenly spaced requests, is shown next to it. Devices,
+layers, exits, links and rows are assumed as in benchmarks/e3.py.
 
 Systems: source is the unmodified model on all devices, in batches. Run-through has exits, and
 batches that shrink (DeeBERT, BranchyNet). Dedicated is a plan whose devices run their own split
-only, as in E3; overlapped, each device receives the next batch and sends the last one while it
-computes (E3 3.2.2; batches_per_worker = 2). Stealing is the same plan, whose devices take other
-work if their own has none, as ``eeserve --cluster`` serves it.
+only, as in E3. If overlapped, each device also receives the next batch and sends the last one
+while it computes (E3 3.2.2; batches_per_worker = 2). Stealing is the same plan, but its devices
+take other work if their own split has none, as ``eeserve --cluster`` serves it.
 
-Devices for 6,000 rows a second, 80 % easy, are counted from simulated rates, and added until the
-measured goodput is as high (fewest, cheapest).
+The experiments fewest and cheapest count the devices for 6,000 rows per second, 80 % easy. They
+start with the number that simulated rates need, and add devices until the measured goodput is as
+high.
 """
 
 from __future__ import annotations

@@ -6,17 +6,20 @@ TRACES is a folder with AzureLLMInferenceTrace_conv.csv.gz, AzureLLMInferenceTra
 (Azure Public Dataset, CC-BY-4.0; times and context lengths of requests) and
 servegen_m-small_rate_per600s.csv (summed from Alibaba's ServeGen, Apache-2.0).
 
-Series: a request of the Azure traces goes on after exit k if its context is longer than a quantile
-of all contexts of its trace (so that 80, 50 and 20 % do); windows of two minutes. Further, mixes
-of easy and hard rows that shift from 80:20 to 20:80, by steps and by waves, with as many rows per
-window as the traces have; easy rows are drawn at random. With a bundle and data that it was not
-trained on, shifting mixes are also served in simulation, as in `python -m benchmarks.adapt`
-(SIMULATED: thresholds as compiled, and as the default controller changes them), and the server's
-recorder produces the series; rows per window are those of the conversations trace, and exits are at
-their depth in the model. For each window each method sees the windows before it. Pinball loss is of
-shares, the mean of quantiles 0.5 and 0.8; lost goodput is PREDICTED, of the plan for a forecast
-compared with the plan for the true values, both under the true values, on 16 V100 (batch curves
-assumed). ARIMA needs the extra `forecast`.
+Series: a request of the Azure traces continues after exit k if its context is longer than a
+quantile of all contexts of its trace, so that 80, 50 and 20 % of the requests continue. Windows are
+two minutes long. Other series are mixes of easy and hard rows that shift from 80:20 to 20:80, by
+steps and by waves, with as many rows per window as the traces have; easy rows are drawn at random.
+
+With a bundle and data that it was not trained on, shifting mixes are also served in simulation, as
+in `python -m benchmarks.adapt` (SIMULATED: thresholds as compiled, and as the default controller
+changes them). The server's recorder then produces the series. Rows per window are those of the
+conversations trace, and each exit is at its depth in the model.
+
+For each window each method sees the windows before it. Pinball loss is that of the forecast shares,
+the mean of quantiles 0.5 and 0.8. Lost goodput is PREDICTED: the plan for a forecast is compared
+with the plan for the true values, both under the true values, on 16 V100 (batch curves assumed).
+ARIMA needs the extra `forecast`.
 """
 
 from __future__ import annotations

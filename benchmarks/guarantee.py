@@ -7,12 +7,14 @@ Streams are drawn with replacement from a fixed population, so the true disagree
 policy is known: a synthetic one, and recorded answers of a bundle's real model. No model runs;
 savings are predicted from profiled times.
 
-* certificate: wealth of bets against a risk just at the constraint, checked after every chunk;
-* claims: the whole controller without drift; a stream is wrong if an active policy was ever called
-  certified, or bounded, although its true disagreement is above;
-* drift: disagreement rises suddenly; audits until the alarm, and the answers served until then;
-* steady: savings of audit mode compared with leave mode's;
-* time of observe(), by chunk.
+* certificate: a certificate's wealth of bets at a risk equal to the constraint, checked after every
+  chunk;
+* claims: the whole controller without drift; a stream counts as wrong if an active policy was ever
+  called certified, or bounded, although its true disagreement is above the limit;
+* drift: the disagreement rises suddenly; figures are the audits until the alarm, and the answers
+  served until then;
+* steady: savings of audit mode compared with those of leave mode;
+* observe: time of a call of observe(), by size of the chunk.
 """
 
 from __future__ import annotations

@@ -3,14 +3,16 @@
     python -m benchmarks.policies BUNDLE --data TEST.npz --trace azure:FILE [--share 0.8]
         [--rounds 3] [--json FILE]
 
-In one process and without the network: each system is a new engine, with as many streams of one
-thread as there are cores; the sender shares its event loop, and its own lateness is reported. First
-the source model's latency at batch 1 and its capacity are measured; the trace is rescaled to a
-share of that capacity. Then every system runs it: without deadlines, so that all requests are
-answered and quantiles of latency can be compared; and under two latency objectives, 2 and 10 times
-the source model's latency at batch 1, where quantiles are of answered requests only, and attainment
-and goodput are the result. System after system, in rounds; every figure is the median over rounds.
-``source:delay`` has the same largest batch as the others.
+All systems run in one process, without the network. Each system is a new engine, with as many
+streams of one thread as there are cores. The sender shares the engine's event loop, and the
+sender's own lateness is reported.
+
+First the source model's latency at batch 1 and its capacity are measured; the trace is rescaled to
+a share of that capacity. Then every system runs the trace without deadlines, so that all requests
+are answered and quantiles of latency can be compared. Every system also runs it under two latency
+objectives, 2 and 10 times the source model's latency at batch 1: there quantiles are of answered
+requests only, and attainment and goodput are the result. Systems run one after another, in rounds;
+every figure is the median over rounds. ``source:delay`` has the same largest batch as the others.
 """
 
 from __future__ import annotations

@@ -3,13 +3,15 @@
     python -m benchmarks.simulator BUNDLE --data TEST.npz [--json FILE]
 
 Each trace is run three times: by the real engine in this process, by a real ``eeserve`` loaded over
-loopback by ``eebench load``, and by the simulator. The first two have one stream of one thread; the
-other core is for the sender. Two constants are measured beforehand and passed to the simulator,
-which cannot know them: the factor of stage times over the profile when one request follows the
-other, and the time of a request on its way to the scheduler and back (the latency of requests 10 ms
-apart minus the simulated one; once for the engine, once for the server; it includes the cold caches
-and sleeping cores of such requests). Nothing is fitted to the compared runs. First: the number of
-simulated requests per second.
+loopback by ``eebench load``, and by the simulator. Engine and server have one stream of one thread;
+the other core is for the sender.
+
+Two constants are measured beforehand and passed to the simulator, which cannot know them. One is
+the factor of stage times over the profile when requests follow each other. The other is the time of
+a request on its way to the scheduler and back: the latency of requests 10 ms apart minus the
+simulated latency, once for the engine and once for the server. It includes the cold caches and
+sleeping cores of such requests. Nothing is fitted to the compared runs. The number of simulated
+requests per second is printed first.
 """
 
 from __future__ import annotations

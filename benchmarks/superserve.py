@@ -14,14 +14,14 @@ time. Queries are answered correctly at the rate of their subnet's accuracy, and
 early on its own. All policies drop queries that would be late; at most 4,096 queries wait.
 
 With that cost table ("linear") only the smallest subnet can serve 7,050 requests/s, while the
-paper's system reaches 76 to 78 % there. So there is a second one ("fitted"): the subnets sustain
-8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that this is possible. The third
-("GPU") has curves of a GPU: a batch of 16 takes 5 times as long as one query, 9 ms on the smallest
-subnet and 36 ms, the objective, on the largest, so that about 77 % are possible at 7,050
-requests/s, as in the paper.
+paper's system reaches an accuracy of 76 to 78 % at that rate. So there is a second cost table
+("fitted"): the subnets sustain 8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so
+that this accuracy is possible. The third ("GPU") has curves of a GPU: a batch of 16 takes 5 times
+as long as one query, 9 ms on the smallest subnet and 36 ms, the objective, on the largest. With it
+about 77 % are possible at 7,050 requests/s, as in the paper.
 
-With ``--buckets`` only the published rule runs, with these numbers of latency buckets; the paper
-does not state their number.
+With ``--buckets`` only the published rule runs, with the given numbers of latency buckets: the
+paper does not state how many it has.
 """
 
 from __future__ import annotations

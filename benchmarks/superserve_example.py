@@ -3,20 +3,22 @@
     python -m benchmarks.superserve_example SUPERNET.ee [--trace azure:FILE] [--streams 8]
         [--share 0.8] [--requests 60000] [--data TEST.npz] [--json FILE]
 
-SIMULATED with the bundle's own profile and records, on virtual time: gamma arrivals of CV² 2, 4 and
-8, a stream whose rate rises from half to the whole, and a recorded trace, if named (time is
-rescaled). The mean rate is a share of the rate of the fastest operating point (of subnets and
-exits) in full batches, the latency objective the tightest at which that point alone has 0.9995 of
-the requests in time (by bisection). There slackfit is compared with every fixed point (Clipper+),
-``cheapest`` (INFaaS without an accuracy target), ``max-batch`` and ``max-accuracy``. The goal:
-slackfit has 0.999 of the requests in time, and its accuracy is at least one percentage point above
-that of the best fixed point that also has 0.999 in time. Accuracy is against the labels of the
-certify split; without labels it is agreement.
+SIMULATED with the bundle's own profile and records, on virtual time. The loads are gamma arrivals
+of CV² 2, 4 and 8, a stream whose rate rises from half of the mean rate to all of it, and a recorded
+trace, if one is named (its time is rescaled). The mean rate is a share of the rate of the fastest
+operating point (of subnets and exits) in full batches. The latency objective is the tightest one at
+which that point alone has 0.9995 of the requests in time (found by bisection).
 
-If exits may be forced, the fastest point can be an exit of so few layers that rates and objectives
-leave the range in which schedulers react (slackfit learns arrivals over 100 ms): with
-``--ends-only`` operating points are subnets to their own ends, as in the paper; certified exits are
-still used on the way.
+Under each load slackfit is compared with every fixed point (Clipper+), ``cheapest`` (INFaaS without
+an accuracy target), ``max-batch`` and ``max-accuracy``. The goal: slackfit has 0.999 of the
+requests in time, and its accuracy is at least one percentage point above that of the best fixed
+point that also has 0.999 in time. Accuracy is measured against the labels of the certify split;
+without labels it is agreement.
+
+If exits may be forced, the fastest point can be an exit after so few layers that rates and
+objectives leave the range in which schedulers react (slackfit learns arrivals over 100 ms). With
+``--ends-only`` operating points are therefore subnets to their own ends, as in the paper; samples
+may still leave at certified exits.
 
 Then half of the streams are lost, one by one every ``--lost-every-s``, under a load of CV² 2 that
 the fastest point can just serve with the remaining streams (figure 11a): the goal is 0.999 too.

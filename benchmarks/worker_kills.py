@@ -4,14 +4,14 @@
         [--requests 10000] [--under-way 32] [--every-s 1.0] [--max-batch-size 1] [--ray]
         [--json FILE]
 
-An engine runs the bundle's stages in worker processes, of which one at a time gets SIGKILL.
-Requests are of one sample each, a fixed number in flight; results are compared, bit by bit, with
+An engine runs the bundle's stages in worker processes; at intervals a random worker gets SIGKILL.
+Requests are of one sample each, a fixed number in flight. Results are compared, bit by bit, with
 those of the same stages in this process, sample by sample. With ``--splits`` workers have memory
-for only a part of the weights, so that the model is planned in about that many splits, and each
-worker holds its own split only. With ``--ray`` workers are actors, of one CPU each, of the Ray
-cluster of this host (or of RAY_ADDRESS), which has no other hosts.
+for only a part of the weights: the model is planned in about that many splits, and each worker
+holds its own split only. With ``--ray`` workers are actors, of one CPU each, of the Ray cluster of
+this host (or of RAY_ADDRESS), which has no other hosts.
 
-In batches of more than one sample sums are rounded in another order, depending on the batch: then
+In batches of more than one sample, the order in which sums are rounded depends on the batch: then
 exits and answers are compared up to 1e-5 of the largest value. MEASURED; times are of the busy
 engine, kills included.
 """
