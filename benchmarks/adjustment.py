@@ -3,11 +3,12 @@
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
     python -m benchmarks.adjustment [--json FILE]
 
-Of thirteen exits about half are in use, so that every rule has candidates. Situations are drawn at
-random (seeded) until each kind has the requested number: some exits lose time; none does, and one
-is added; none does, and one is shifted. Each is decided several times; a figure is the median over
-the situations of a kind of their median. ``all in use`` is the most expensive to evaluate.
-Apparate reports 0.5 ms per round (5.4).
+Situations have thirteen exits, of which about half are in use, so that every rule has candidates.
+They are drawn at random (seeded) until each kind has the requested number. The kinds are: some
+exits lose time; no exit loses time and one is added; no exit loses time and one is shifted. Each
+situation is decided several times. A figure is the median, over the situations of a kind, of a
+situation's median time. ``all in use`` is the most expensive to evaluate. Apparate reports 0.5 ms
+per round (5.4).
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ KINDS = {
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--situations", type=int, default=50, help="of each kind")
-    parser.add_argument("--repeat", type=int, default=21, help="decisions of each situation")
+    parser.add_argument(
+        "--situations", type=int, default=50, help="number of situations of each kind"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=21, help="number of decisions of each situation"
+    )
     arguments = parser.parse_args()
     check_outputs(arguments.json)
     rows = []
@@ -65,7 +70,7 @@ def main() -> None:
 
 
 def draw(samples: int, count: int) -> dict[str, list[dict[str, Any]]]:
-    """Situations by kind."""
+    """Draw random situations; return them by kind."""
     rng = np.random.default_rng(SEED)
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS.values()}
     while any(len(situations) < count for situations in found.values()):

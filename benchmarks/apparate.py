@@ -2,22 +2,24 @@
 
     python -m benchmarks.apparate BUNDLE --data TEST.npz [--only TABLE …] [--json FILE] [--quick]
 
-Engines in this process, one stream and one thread (the sender has the other core). All systems of a
-table are open at the same time, and receive the same samples at the same times, one system after
-the other. ``off`` is the unmodified model, ``apparate`` the published controller in release mode,
-``release``, ``audit`` and ``leave`` are this project's. Systems that learn are first driven at
-saturation for a while: figures are those of a server that has been running.
+Systems are engines in this process, with one stream of one thread (the sender has the other core).
+All systems of a table are open at the same time, and receive the same samples at the same relative
+times, one system after the other. ``off`` is the unmodified model, ``apparate`` the published
+controller in release mode; ``release``, ``audit`` and ``leave`` are this project's modes. Systems
+that learn are first driven at saturation for a while, so that figures are those of a server that
+has been running.
 
 * latency: loads of 20, 40 and 60 % of the throughput of ``off``. ``poisson`` sends in random order;
   ``video`` sends samples similar to the one before, at a constant rate; ``reviews`` sends class
   by class, with Poisson arrivals.
 * slo: deadlines of 2, 4 and 8 times the latency of a lone request, under the policy ``clockwork``.
-* ramp_budget and constraint: 1, 2, 5 and 10 %; 1, 2 and 5 %.
+* ramp_budget: budgets of 1, 2, 5 and 10 %, for ``apparate`` and ``release``.
+* constraint: largest disagreements of 1, 2 and 5 %, for the same systems.
 
 ``optimal`` is SIMULATED as in the paper (2.2): each sample leaves at the first exit that answers
-like the model, and no other exit costs anything. From each latency measured with ``off`` the time
-that the sample would have saved in a batch of 1 is subtracted; shorter waiting times of others are
-ignored. Everything else is MEASURED. Agreement is with the unmodified model.
+like the model, and no other exit costs anything. The time that the sample would have saved in a
+batch of 1 is subtracted from its latency measured with ``off``; shorter waiting times of other
+samples are ignored. Everything else is MEASURED. Agreement is with the unmodified model.
 """
 
 from __future__ import annotations
@@ -59,11 +61,11 @@ from offramp.tools.bench.common.traces import Trace, constant, poisson
 
 MODEL: Final = "model"
 SATURATED: Final = 64
-"""Requests under way while capacity is measured, and while controllers learn."""
+"""Number of requests in flight while capacity is measured and controllers learn."""
 SETTLING_SAMPLES: Final = 4096
-"""Different samples to learn from; sent again if there is time."""
+"""Number of distinct samples to learn from; they are sent again if time remains."""
 MIDDLE_LOAD: Final = 0.4
-"""Load of the tables that vary something else."""
+"""Load, as a share of capacity, of the tables that vary something other than the load."""
 OPTIMAL: Final = "optimal"
 _HEADLINE: Final = ("p50", "p99")
 
@@ -128,7 +130,7 @@ class Workload:
     """True if requests come at a constant rate, false for a Poisson process."""
 
     def trace(self, rate: float, duration_s: float, seed: int) -> Trace:
-        """Arrivals at a mean rate, in requests a second."""
+        """Return arrivals at a mean rate in requests per second."""
         return constant(rate, duration_s) if self.evenly else poisson(rate, duration_s, seed)
 
 
@@ -153,9 +155,9 @@ def _holds_images(array: NDArray[Any]) -> bool:
 
 
 class SampleStream:
-    """A workload's samples one after another, each sent once: repeated ones are altered a little.
+    """A workload's samples in order, without equal samples: repeated ones are altered a little.
 
-    Controllers take no copy of a sample for evidence.
+    Controllers do not accept a copy of a sample as evidence.
     """
 
     def __init__(self, dataset: Dataset, order: NDArray[np.int64]) -> None:
@@ -163,7 +165,7 @@ class SampleStream:
         self._taken = 0
 
     def take(self, count: int) -> tuple[list[dict[str, NDArray[Any]]], NDArray[np.int64]]:
-        """Return the next inputs, each of a first dimension of 1, and int64[count], their rows."""
+        """Return the next inputs, each of one sample, and int64[count], their rows of the data."""
         turns, places = np.divmod(np.arange(self._taken, self._taken + count), len(self._order))
         self._taken += count
         rows = self._order[places]
@@ -176,7 +178,7 @@ class SampleStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OptimalExits:
-    """Offline optimal exits: every sample leaves at the first that answers like the model (2.2)."""
+    """Offline optimal exits: samples leave at the first exit that answers like the model (2.2)."""
 
     exit: NDArray[np.int16]
     """int16[samples]; ``MODEL_END`` where no exit is right, or none that saves time."""
@@ -185,7 +187,7 @@ class OptimalExits:
 
     @classmethod
     def of(cls, population: Population, costs: CostModel) -> OptimalExits:
-        """Find them; ``costs`` are those of a batch of 1."""
+        """Find the optimal exits; ``costs`` are the costs of a batch of 1."""
         alone = [float(costs.latency_ms([e])[0]) for e in range(costs.exits)]
         saved = np.maximum(1 - np.array([*alone, costs.source_ms]) / costs.source_ms, 0.0)
         first = population.agrees.argmax(axis=0)  # the last row is the model's end, always right
@@ -193,9 +195,10 @@ class OptimalExits:
         return cls(exit=at.astype(np.int16), saved=saved[first])
 
     def improve(self, outcomes: Outcomes, rows: NDArray[np.int64], lone_ms: float) -> Outcomes:
-        """Return the outcomes that requests of samples, by row, would have with these exits.
+        """Return the outcomes that requests would have with the optimal exits.
 
-        ``lone_ms`` is the time of the unmodified model for a batch of 1.
+        ``rows`` has the sample of each request. ``lone_ms`` is the time of the unmodified model for
+        a batch of 1.
         """
         saved_s = self.saved[rows] * lone_ms / 1e3
         latency_s = np.maximum(outcomes.latency_s - saved_s, 0.0)
@@ -207,7 +210,7 @@ class ApparateBench:
     """A bundle, its data, and the figures that are measured with them."""
 
     def __init__(self, bundle: Bundle, dataset: Dataset, extent: Extent, seed: int) -> None:
-        """Answer every sample at every exit."""
+        """Record the answers of every exit to every sample."""
         self.bundle, self.dataset, self.extent, self.seed = bundle, dataset, extent, seed
         self.population = answering(bundle, threads=1)(dataset, lambda _: None)
         self.optimal = OptimalExits.of(
@@ -227,7 +230,7 @@ class ApparateBench:
         self.lone_ms, self.lone_stages_ms = 1e3 * lone_s, 1e3 * stages_s
 
     async def latency(self) -> list[dict[str, Any]]:
-        """The headline: every workload, load and system."""
+        """Measure the latency for every workload, load and system."""
         found = []
         for workload in workloads_of(self.dataset, self.population.final, self.seed):
             runs = [({"workload": workload.name, "load": load}, load, None) for load in
@@ -236,7 +239,7 @@ class ApparateBench:
         return found
 
     async def slo(self) -> list[dict[str, Any]]:
-        """Deadlines, under the policy that forms batches by them."""
+        """Measure deadlines, under the policy that forms batches by deadline."""
         runs = [
             ({"slo_factor": factor}, MIDDLE_LOAD, factor * self.lone_ms)
             for factor in self.extent.slo_factors
@@ -244,7 +247,7 @@ class ApparateBench:
         return await self._table(self._random(), SYSTEMS, runs, PolicyName("clockwork"))
 
     async def ramp_budget(self) -> list[dict[str, Any]]:
-        """Both controllers of release mode by ramp budget."""
+        """Measure both controllers of release mode at each ramp budget."""
         systems = [
             replace(system, name=f"{system.name} {budget:g}", ramp_budget=budget)
             for budget in self.extent.ramp_budgets
@@ -253,7 +256,7 @@ class ApparateBench:
         return await self._table(self._random(), [OFF, *systems], [({}, MIDDLE_LOAD, None)])
 
     async def constraint(self) -> list[dict[str, Any]]:
-        """Both controllers of release mode by constraint."""
+        """Measure both controllers of release mode at each constraint."""
         systems = [
             replace(system, name=f"{system.name} {bound:g}", max_disagreement=bound)
             for bound in self.extent.constraints
@@ -268,7 +271,11 @@ class ApparateBench:
         runs: Sequence[tuple[dict[str, Any], float, float | None]],
         scheduling: PolicyName = RUN_THROUGH,
     ) -> list[dict[str, Any]]:
-        """Open and settle the systems, then run each load (its words, share, SLO in ms) on all."""
+        """Open the systems, let them learn, then run each load on all systems.
+
+        Each entry of ``runs`` has the words that describe a load, its share of capacity, and its
+        SLO in ms.
+        """
         stream, found = self._stream(workload), list[dict[str, Any]]()
         async with AsyncExitStack() as stack:
             engines = {s: await self._open(stack, s, scheduling) for s in systems}
@@ -327,7 +334,7 @@ class ApparateBench:
 def _row(
     label: str, system: str, outcomes: Outcomes, slo_ms: float | None, words: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A line of a table, as JSON values."""
+    """Return a line of a table, as JSON values."""
     summary = summarise(outcomes, slo_ms=slo_ms).to_json()
     return {"label": label, **words, "system": system, **summary}
 
@@ -338,7 +345,7 @@ def _asked(system: ServedSystem) -> dict[str, float]:
 
 
 def _policy(engine: Engine) -> list[dict[str, float]]:
-    """The exits in use when a load has ended."""
+    """Return the exits that are in use when a load has ended."""
     active = engine.model(MODEL).policy.active
     return [{"exit": a.exit, "threshold": a.threshold} for a in active]
 
@@ -398,11 +405,17 @@ def print_table(console: Console, name: str, rows: Sequence[Mapping[str, Any]]) 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, and write if asked."""
     parser = make_parser(__doc__, bundle=True, data=True)
-    parser.add_argument("--samples", type=int, default=4000, help="used of the data")
-    parser.add_argument("--seed", type=int, default=0, help="of orders and arrivals")
-    parser.add_argument("--duration-s", type=float, help="of each figure's load (default: 5)")
     parser.add_argument(
-        "--quick", action="store_true", help="a second of each table, to see that it runs"
+        "--samples", type=int, default=4000, help="number of samples of the data to use"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the samples' order and of arrivals"
+    )
+    parser.add_argument(
+        "--duration-s", type=float, help="seconds of load for each figure (default: 5)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run each table for a second only, as a test"
     )
     parser.add_argument(
         "--only", nargs="+", choices=TABLES, default=TABLES, help="tables to measure"

@@ -147,7 +147,7 @@ def together(count: int, one: Callable[[int], None]) -> None:
 
 
 def _fields(mib: int) -> bytes:
-    """Empty repeated fields, two bytes each."""
+    """Return a message of empty repeated fields, two bytes each."""
     return b"\n\x01g" + b"\x2a\x00" * (mib << 19)
 
 
@@ -312,7 +312,9 @@ def main() -> None:
     parser = make_parser(__doc__, bundle=True)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=list(ATTACKS), help="names, or parts of them")
+    parser.add_argument(
+        "--only", nargs="*", default=list(ATTACKS), help="names of attacks, or parts of names"
+    )
     given = parser.parse_args()
     check_outputs(given.json)
     bundle = Bundle.open(given.bundle)

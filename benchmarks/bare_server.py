@@ -1,4 +1,4 @@
-"""The least that answers requests for inference by grpc.aio: a yardstick for the server's front.
+"""A minimal inference server on grpc.aio, as a yardstick for the server's front.
 
     python -m benchmarks.bare_server MODEL.onnx
 
@@ -36,7 +36,7 @@ class BareServer:
         self._pool = ThreadPoolExecutor(THREADS)
 
     async def infer(self, request: Any, _context: object) -> Any:
-        """Decode, run, encode."""
+        """Decode a request, run the model, and encode the answer."""
         inputs = decode_tensors(request.inputs, request.raw_input_contents)
         loop = asyncio.get_running_loop()
         (array,) = await loop.run_in_executor(self._pool, self._session.run, None, inputs)

@@ -54,7 +54,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, metavar="N")
     parser.add_argument("--samples", type=int, default=400, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="for model, data and bundles, then removed")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="folder for model, data and bundles, which are removed at the end",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         chain = LargeChain.made(Path(folder), options.width, options.layers, options.seed)
@@ -79,7 +83,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargeChain:
-    """A model of matrix products in a folder of its own, which was made."""
+    """A model of matrix products that was written to its own folder."""
 
     path: Path
     width: int
@@ -130,7 +134,7 @@ class LargeChain:
         return self._data.stat().st_size
 
     def answer(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Compute [rows, classes] of [rows, width], one matrix after the other."""
+        """Return the model's answer [rows, classes] to x [rows, width], matrix by matrix."""
         with self._data.open("rb") as data:
             for name, columns in self._matrices():
                 data.seek(-(-data.tell() // _PAGE) * _PAGE)
@@ -144,7 +148,7 @@ class LargeChain:
         return self.path.with_name("big.onnx.data")
 
     def _matrices(self) -> Iterator[tuple[str, int]]:
-        """Names and columns, in order."""
+        """Yield the name and the number of columns of each matrix, in order."""
         yield from ((f"layer{number}", self.width) for number in range(self.layers))
         yield "head", CLASSES
 

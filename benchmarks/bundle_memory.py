@@ -75,14 +75,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("bundles", type=Path, nargs="*")
     parser.add_argument(
-        "--layers", type=int, default=6, metavar="N", help="of BERT, 3 or more; 0: none"
+        "--layers",
+        type=int,
+        default=6,
+        metavar="N",
+        help="number of BERT's layers, 3 or more; 0 measures no BERT",
     )
     parser.add_argument(
-        "--width", type=int, default=768, metavar="N", help="of BERT, in heads of 64"
+        "--width", type=int, default=768, metavar="N", help="width of BERT, a multiple of 64"
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--runs", type=int, default=20, metavar="N", help="of each batch size")
-    parser.add_argument("--folder", type=Path, help="for bundles that are made, then removed")
+    parser.add_argument(
+        "--runs", type=int, default=20, metavar="N", help="number of runs of each batch size"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="folder for the bundles that are made and then removed"
+    )
     parser.add_argument("--step", choices=["load", "speed"], help=argparse.SUPPRESS)
     parser.add_argument("--case", choices=CASES, default="serve", help=argparse.SUPPRESS)
     return parser
@@ -128,7 +136,7 @@ def _measure(named: Bundle, folder: Path, options: argparse.Namespace) -> dict[s
 
 
 def _held(named: Bundle, path: Path) -> Bundle:
-    """Write the bundle as it was before there was a file of weights."""
+    """Write a copy of the bundle whose graphs contain their weights."""
     names = [e.path for e in named.manifest.files if e.path not in (WEIGHTS, "policy.json")]
     files = {name: map(named.read, [name]) for name in names}
     return write_bundle(path, named.manifest, named.policy, files)
@@ -145,7 +153,7 @@ def _child(arguments: Sequence[str]) -> Any:
 def _summary(
     rounds: Mapping[str, Sequence[Mapping[str, float]]], measures: Sequence[str]
 ) -> dict[str, Any]:
-    """Medians by measure and form, and of the rounds' ratios median, least and most."""
+    """Return medians by measure and form, and median, minimum and maximum of the rounds' ratios."""
     found: dict[str, Any] = {}
     for measure in measures:
         by_form = {form: [one[measure] for one in rounds[form]] for form in FORMS}

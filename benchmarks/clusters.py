@@ -1,4 +1,4 @@
-"""Clusters as the E3 paper has them, with batch curves that are assumed: it prints none."""
+"""Devices of the E3 paper. Their batch curves are assumed, since the paper prints none."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from offramp.engine.scheduling import DeviceLink
 
 LAYERS = 12
 CURVES = {"V100": (10e-3, 8.0), "P100": (16e-3, 4.0), "K80": (40e-3, 1.0)}
-"""Seconds of a batch of 8 rows through the whole model, and rows below which a batch gains nothing:
-L(b) = a (h + b) / (h + 8). ASSUMED."""
+"""Parameters a and h of each device's curve L(b) = a (h + b) / (h + 8), the seconds of a batch of b
+rows through the whole model: a is the time of 8 rows, and h the fixed cost of a batch in rows.
+ASSUMED."""
 PRICES = {"V100": 2.93, "P100": 1.97, "K80": 0.90}
-"""Dollars an hour, with which both sums of the paper's 5.2 come to $0.013 a second. ASSUMED."""
+"""Dollars per hour of a device. With these prices both clusters of the paper's section 5.2 cost
+$0.013 per second. ASSUMED."""
 HOMOGENEOUS = {"V100": 16}
 HETEROGENEOUS = {"V100": 6, "P100": 8, "K80": 15}
 EXIT_COST = 0.02
@@ -29,7 +31,7 @@ MOST_ROWS = 64
 def cluster_of(
     counts: Mapping[str, int], layers: int = LAYERS, exit_cost: float = EXIT_COST
 ) -> Cluster:
-    """Devices of the paper's types."""
+    """Return a cluster of devices of the paper's types, with ``counts`` of each type."""
     sizes = np.arange(MOST_ROWS + 1)
     kinds = []
     for name, count in counts.items():
@@ -48,13 +50,16 @@ def cluster_of(
 
 
 def going_on(easy: float, layers: int = LAYERS) -> tuple[float, ...]:
-    """Easy rows leave evenly over the first half of the layers; the others go to the end."""
+    """Return the share of rows that continue after each layer but the last.
+
+    Easy rows leave evenly over the first half of the layers; the others go to the end.
+    """
     left = np.minimum(np.arange(1, layers) / (layers / 2), 1.0)
     return tuple((1 - easy * left).tolist())
 
 
 def model_of(shares: Sequence[float]) -> ModelFacts:
-    """Return a model with an exit after every layer but the last; ``shares`` of rows go on."""
+    """Return a model with an exit after each layer but the last; ``shares`` of rows continue."""
     return ModelFacts(
         segments=len(shares) + 1,
         exit_after=tuple(range(len(shares))),

@@ -37,7 +37,7 @@ def make_parser(
 
 
 def time_ms(action: Callable[[], object], repeat: int = 5) -> float:
-    """The median milliseconds of ``repeat`` calls."""
+    """Return the median milliseconds of ``repeat`` calls."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()

@@ -63,17 +63,25 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
     parser.add_argument("--model", default="bert", metavar="A,B,…", help=", ".join(MODELS))
     parser.add_argument("--samples", default="96", metavar="A,B,…")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="of bert")
-    parser.add_argument("--epochs", type=int, default=1, metavar="N", help="of training heads")
+    parser.add_argument(
+        "--tokens", type=int, default=128, metavar="N", help="number of tokens of bert's inputs"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=1, metavar="N", help="number of epochs that train the heads"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--sweeps",
         type=int,
         metavar="N",
-        help="of profiling, and rounds of measuring; as eecompile does if not given",
+        help="number of profiling sweeps and of measuring rounds (default: as eecompile)",
     )
     parser.add_argument("--scratch-limit", type=float, default=4.0, metavar="GIB")
-    parser.add_argument("--folder", type=Path, help="for models, data and bundles, then removed")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="folder for models, data and bundles, which are removed at the end",
+    )
     parser.add_argument("--step", choices=["export", "compile"], help=argparse.SUPPRESS)
     return parser
 

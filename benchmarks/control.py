@@ -34,11 +34,11 @@ from offramp.tools.bench.common.output import describe_environment, wide_console
 MODEL = "model"
 CONCURRENCY = 64
 SETTLED_S = 2.0
-"""Between two looks at whether audits have settled."""
+"""Seconds between two checks of whether audits have settled."""
 
 
 class DrivenEngine:
-    """An engine that is driven now and then."""
+    """An engine with its load, which runs in turns with other engines."""
 
     def __init__(self, engine: Engine, samples: Sequence[dict[str, NDArray[Any]]]) -> None:
         self.engine = engine
@@ -128,7 +128,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def all_different(samples: Sequence[dict[str, NDArray[Any]]]) -> list[dict[str, NDArray[Any]]]:
-    """Repeat samples, each a little changed, until none counts as a copy: copies have no audits."""
+    """Repeat samples with small changes, so that no two are equal: copies have no audits."""
     turns = range(REMEMBERED // len(samples) + 2)
     return [altered(sample, turn) for turn in turns for sample in samples]
 
@@ -148,7 +148,7 @@ async def settle(system: DrivenEngine, limit_s: float) -> float:
 
 
 def summary(found: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The ratios that the figures amount to."""
+    """Return the ratios that summarise the figures."""
     busy = {name: figures["busy_ms_per_sample"] for name, figures in found.items()}
     saved = {name: 1 - value / busy["source"] for name, value in busy.items()}
     watched, unwatched = found["audit"], found["audit, unwatched"]
@@ -170,10 +170,19 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 def main() -> None:
     parser = make_parser(__doc__, bundle=True, data=True)
-    parser.add_argument("--samples", type=int, default=4096, help="used of them")
+    parser.add_argument(
+        "--samples", type=int, default=4096, help="number of samples of the data to use"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--duration-s", type=float, default=3.0, help="of a system's turn")
-    parser.add_argument("--settle-s", type=float, default=120.0, help="longest, of audits")
+    parser.add_argument(
+        "--duration-s", type=float, default=3.0, help="seconds of load in each turn of a system"
+    )
+    parser.add_argument(
+        "--settle-s",
+        type=float,
+        default=120.0,
+        help="largest number of seconds until audits have settled",
+    )
     parser.add_argument("--max-batch-size", type=int, default=32)
     options = parser.parse_args()
     found = uvloop.run(measure(options))

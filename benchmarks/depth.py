@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def loads(model: SimulatedModel, options: argparse.Namespace) -> Iterator[tuple[str, Trace]]:
-    """Names and traces, from an idle server to overload."""
+    """Yield names and traces, from an idle server to overload."""
     last_busy_s = model.points.latencies.shrinking.busy_s[-1][MAX_BATCH]
     capacity = options.streams * MAX_BATCH / last_busy_s
     seconds, seed = options.duration_s, options.seed
@@ -90,7 +90,7 @@ def loads(model: SimulatedModel, options: argparse.Namespace) -> Iterator[tuple[
 def under(
     model: SimulatedModel, trace: Trace, *, slo_ms: float, streams: int, seed: int = 0
 ) -> dict[str, Summary]:
-    """Simulate all policies, and every fixed depth, under a trace."""
+    """Simulate all policies and every fixed depth under a trace."""
     names = [*POLICIES, *(f"fixed:{_exit_name(point)}" for point in model.points.points)]
     return {
         name: run(name, model, trace, slo_ms=slo_ms, streams=streams, seed=seed) for name in names
@@ -100,7 +100,7 @@ def under(
 def run(
     name: str, model: SimulatedModel, trace: Trace, *, slo_ms: float, streams: int, seed: int = 0
 ) -> Summary:
-    """Simulate one policy."""
+    """Simulate one policy under a trace."""
     points = deepcopy(model.points)  # a run learns; the next one starts afresh
     largest = points.latencies.max_batch_size
     scheduler = make_scheduler(
@@ -113,7 +113,7 @@ def run(
 
 
 def best_in_hindsight(rows: Mapping[str, Summary]) -> tuple[str, Summary]:
-    """The best single depth that is in time as often as ``slackfit``; if none, ``slackfit``."""
+    """Return the best single depth in time as often as ``slackfit``; without one, ``slackfit``."""
     ours = rows["slackfit"]
     in_time = {
         name: row

@@ -4,20 +4,20 @@
     python -m benchmarks.drift demo/fashion.ee [--streams 200] [--baseline 20] [--json FILE]
 
 Simulated: streams are drawn with replacement from the records of a bundle's real model, so that the
-true disagreement is known; no model runs. Controllers are those served in audit mode, some with a
-constant share of audits (``constant``, the baseline), others with audits that rise with suspicion
-(``rising``). All streams start without drift. Inputs look the same in all drifts; only audits can
-detect them, and the guard of the inputs is not used.
+true disagreement is known; no model runs. Controllers are those that serve in audit mode. Some have
+a constant share of audits (``constant``, the baseline); the audits of others increase with
+suspicion (``rising``). All streams start without drift. Inputs look the same in all drifts: only
+audits can detect them, and the guard of the inputs is not used.
 
-* abrupt: exits err on a fixed share more of the samples, suddenly;
-* slow: the same, growing over 20,000 samples;
-* periodic: the same, on for 5,000 samples and off for 5,000;
+* abrupt: exits suddenly err on an additional fixed share of the samples;
+* slow: the same, but the share grows over 20,000 samples;
+* periodic: the same as abrupt, in turns for 5,000 samples and off for 5,000;
 * label skew: classes on which exits err become more frequent, as far as the records allow;
 * adversarial: errors occur only while exits answer, and only at the answering exits.
 
-Delays are answers from the first that is affected to the alarm. ``quiet`` is the cost of audits and
-the rate of false alarms; ``false_alarms`` is the drift alarm alone, with a rate so high that false
-alarms can be counted; ``limits`` is the bound that no rule with the same rate can beat.
+A delay is the number of answers from the first affected one to the alarm. ``quiet`` is the cost of
+audits and the rate of false alarms; ``false_alarms`` is the drift alarm alone, with a rate so high
+that false alarms can be counted; ``limits`` is the bound that no rule with the same rate can beat.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LIMITS: Final = (0.02, 0.027, 0.057)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftStream:
-    """Data to draw a stream, in its own process."""
+    """The data from which a process draws a stream."""
 
     bundle: Path
     rising: bool
@@ -107,7 +107,7 @@ class RunningStream:
     facts: dict[ExitPolicy, tuple[float, float, float]] = field(default_factory=dict)
 
     def facts_of(self, policy: ExitPolicy) -> tuple[float, float, float]:
-        """The share that is answered early, and the mean times to the answer and to the end."""
+        """Return a policy's share of early answers, and mean times to the answer and the end."""
         if policy not in self.facts:
             early = (self.population.answered_at(policy, slice(None)) != MODEL_END).mean()
             end_ms = self.costs.latency_ms([a.exit for a in policy.active])[-1]
@@ -136,8 +136,12 @@ class RunningStream:
 
 def main() -> None:
     parser = make_parser(__doc__, bundle=True)
-    parser.add_argument("--streams", type=int, default=200, help="of each kind")
-    parser.add_argument("--baseline", type=int, default=20, help="streams with constant audits")
+    parser.add_argument(
+        "--streams", type=int, default=200, help="number of streams of each kind of drift"
+    )
+    parser.add_argument(
+        "--baseline", type=int, default=20, help="number of streams with constant audits"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -247,7 +251,7 @@ def run(stream: RunningStream, scenario: str, added: float) -> dict[str, float]:
 
 
 def added_at(scenario: str, added: float, served: int) -> float:
-    """Share of the answers that goes wrong on top, so many samples after the drift began."""
+    """Return the added share of wrong answers, ``served`` samples after the drift began."""
     match scenario:
         case "slow":
             return added * min(served / RAMP, 1.0)
@@ -259,7 +263,7 @@ def added_at(scenario: str, added: float, served: int) -> float:
 
 
 def wrong_under(stream: RunningStream, policy: ExitPolicy) -> Any:
-    """float64[samples]: 1 where a policy answers unlike the source model."""
+    """Return float64[samples]: 1 where a policy's answer differs from the source model's."""
     population = stream.population
     agrees = np.concatenate([population.agrees, np.ones((1, population.size), np.bool_)])
     first = population.answered_at(policy, slice(None))
@@ -267,9 +271,9 @@ def wrong_under(stream: RunningStream, policy: ExitPolicy) -> Any:
 
 
 def skew(stream: RunningStream, policy: ExitPolicy, added: float) -> Any:
-    """float64[samples]: how often each is drawn, so that the risk rises by so much, if it can.
+    """Return float64[samples]: weights for drawing samples that raise the risk by ``added``.
 
-    The class with the highest risk becomes more frequent.
+    The class with the highest risk becomes more frequent, as far as this is possible.
     """
     wrong, classes = wrong_under(stream, policy), stream.classes
     worst = max(np.unique(classes), key=lambda c: wrong[classes == c].mean())
@@ -324,7 +328,10 @@ def finite(value: float) -> float | str:
 
 
 def false_alarms(given: tuple[float, str], *, streams: int, seed: int) -> dict[str, Any]:
-    """Feed the drift alarm alone a risk within the bound, at 1,000 times its rate."""
+    """Count false alarms of the drift alarm alone, at 1,000 times its rate.
+
+    The risk is within the bound.
+    """
     risk, name = given
     rng = np.random.default_rng([seed, 6])
     rate, budgeted = 1000 * DEFAULT_RATE, 2.0**-6
@@ -356,10 +363,10 @@ def false_alarms(given: tuple[float, str], *, streams: int, seed: int) -> dict[s
 
 
 def limit(risk: float) -> dict[str, Any]:
-    """Return the mean audits to the alarm of the best rule of this rate, all being audited.
+    """Return the mean number of audits until the best rule of this rate alarms, if all are audited.
 
     Among all rules whose false alarms are 1/rate audits apart on average at a risk of ε, the
-    cumulative sum for this risk has the least delay (Lorden's worst mean; Moustakides 1986). Its
+    cumulative sum for this risk has the smallest delay (Lorden's worst mean; Moustakides 1986). Its
     steps are rounded to one disagreement per whole number of agreements; a linear system gives its
     delays.
     """
@@ -378,7 +385,7 @@ def limit(risk: float) -> dict[str, Any]:
 
 
 def mean_time(states: int, jump: int, risk: float) -> float:
-    """Mean steps from 0 until a walk that goes down by 1, or up by ``jump``, leaves the states."""
+    """Return the mean steps until a walk from 0, by -1 or ``jump``, leaves the states."""
     matrix = np.eye(states)
     for state in range(states):
         matrix[state, max(state - 1, 0)] -= 1 - risk

@@ -14,9 +14,9 @@ full batch. Shared has no splits: all devices serve all stages, and batches are 
 
 Assumed, since the paper prints none: batch curves of devices (benchmarks/clusters.py), 12 layers
 with an exit after each at 2 % of a layer, easy rows that leave evenly over the first half, and 128
-x 768 floats per row that changes devices, at 80 Gb/s and 0.1 ms, in which the device that merges
-it waits: the paper overlaps transfers with work (3.2.2). Unprofitable exits are off and plans know
-the true shares, unless stated otherwise.
+x 768 floats per row that changes devices. A transfer takes 0.1 ms and the time at 80 Gb/s; the
+receiving device waits for it, while the paper overlaps transfers with work (3.2.2). Unprofitable
+exits are off and plans know the true shares, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ SIZES: Final = (1, 4, 16, 64)
 SLO_S: Final = 0.1
 SEARCH: Final = Search(slo_s=SLO_S, duration_s=6 * SLO_S)
 LONGER: Final = Search(slo_s=SLO_S, duration_s=10 * SLO_S)
-"""For the mixes."""
+"""Search for the goodput of the mixes, with longer loads."""
 ERRORS: Final = (-0.2, 0.2)
 """Relative errors of the share that leaves: 0.2 expects a fifth fewer to leave than do."""
 STRAGGLER: Final = 4.0
-"""Times as long as others of its kind."""
+"""Slowdown of a straggler relative to other devices of its kind."""
 
 Row = dict[str, Any]
 
@@ -69,8 +69,12 @@ Row = dict[str, Any]
 def main() -> None:
     """Simulate, print, and write if asked, after each row."""
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default=",".join(EXPERIMENTS), help="names of experiments")
-    parser.add_argument("--trace", type=Path, help="an Azure LLM inference trace, for bursts")
+    parser.add_argument(
+        "--only", default=",".join(EXPERIMENTS), help="names of the experiments to run"
+    )
+    parser.add_argument(
+        "--trace", type=Path, help="file of an Azure LLM inference trace, for the experiment bursts"
+    )
     options = parser.parse_args()
     for name in options.only.split(","):
         rows: list[Row] = []
@@ -115,7 +119,7 @@ def make_plan(
 
 
 def limit_rps(system: System, shares: Sequence[float]) -> float:
-    """Rows a second of all devices, were every batch full and nothing moved."""
+    """Return the rows per second of all devices if all batches are full and transfers are free."""
     placement, size = system.placement, system.batch_size
     each_s = [
         sum(
@@ -157,7 +161,7 @@ class EasyMix:
         }
 
     def goodput(self, name: str, *, straggler: bool = False, search: Search = SEARCH) -> float:
-        """Requests a second; a straggler is one of the devices of the last split."""
+        """Return requests per second; a straggler is a slow device of the last split."""
         system = self.systems[name]
         if (name, straggler, search) in self._found:
             return self._found[name, straggler, search]
@@ -192,7 +196,7 @@ SPLIT: Final = ("dedicated", "stealing", "shared")
 
 
 def ratios(mix: EasyMix, source: float, search: Search = SEARCH) -> Row:
-    """Goodput of systems over that of the source model."""
+    """Return the goodputs of systems relative to that of the source model."""
     names = SYSTEMS[1:]
     return {f"{name} / source": mix.goodput(name, search=search) / source for name in names}
 

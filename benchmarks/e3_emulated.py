@@ -3,21 +3,22 @@
     python -m benchmarks.e3_emulated [--only NAME,…] [--stretch 20] [--duration-s 0.5] [--json FILE]
 
 Each device is a worker process that answers from a script and sleeps for the device's times and for
-the transfers of rows; all times are stretched twentyfold, so that two cores carry 29 devices, and
-rates are those of the devices. Goodput is that of closed-loop clients, rows per second that are
-answered within 100 ms: as many are in flight as four batches of each device, or as 70 ms of the
-simulated rate, if that is less. The SIMULATED result of benchmarks/e3.py for the same systems, the
-highest rate of evenly spaced requests, is shown next to it. Devices, layers, exits, links and rows
-are assumed as there.
+the transfers of rows. All times are stretched twentyfold, so that two cores carry 29 devices; rates
+are converted back to those of the devices. Goodput is measured with closed-loop clients: rows per
+second that are answered within 100 ms. The number of rows in flight is four batches for each
+device, or 70 ms of the simulated rate, if that is less. The SIMULATED result of benchmarks/e3.py
+for the same systems, the highest rate of evenly spaced requests, is shown next to it. Devices,
+layers, exits, links and rows are assumed as in benchmarks/e3.py.
 
 Systems: source is the unmodified model on all devices, in batches. Run-through has exits, and
 batches that shrink (DeeBERT, BranchyNet). Dedicated is a plan whose devices run their own split
-only, as in E3; overlapped, each device receives the next batch and sends the last one while it
-computes (E3 3.2.2; batches_per_worker = 2). Stealing is the same plan, whose devices take other
-work if their own has none, as ``eeserve --cluster`` serves it.
+only, as in E3. If overlapped, each device also receives the next batch and sends the last one
+while it computes (E3 3.2.2; batches_per_worker = 2). Stealing is the same plan, but its devices
+take other work if their own split has none, as ``eeserve --cluster`` serves it.
 
-Devices for 6,000 rows a second, 80 % easy, are counted from simulated rates, and added until the
-measured goodput is as high (fewest, cheapest).
+The experiments fewest and cheapest count the devices for 6,000 rows per second, 80 % easy. They
+start with the number that simulated rates need, and add devices until the measured goodput is as
+high.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ ERRORS: Final = (-0.2, 0.2)
 PLANS: Final = ("dedicated", "dedicated, overlapped", "stealing", "stealing, overlapped")
 BEST: Final = PLANS[-1]
 FULL: Final = 0.7
-"""Part of the objective that requests under way take at the simulated rate, at most."""
+"""Largest number of requests in flight: this part of the objective times the simulated rate."""
 
 WANTED_RPS: Final = 6_000.0
 PRICED_SIZES: Final = (1, 4, 8)
@@ -80,9 +81,10 @@ class EmulatedGoodputs:
     def goodput(
         self, mix: EasyMix, name: str, *, system: System | None = None, straggler: bool = False
     ) -> tuple[float, float]:
-        """Measured on emulated devices, and simulated, in rows a second.
+        """Return the goodput on emulated devices, and the simulated goodput, in rows per second.
 
-        ``system`` takes the place of the mix's of that name, for which it is simulated.
+        ``system`` is measured instead of the mix's system ``name``; the simulated goodput is still
+        that of the mix's system.
         """
         base, _, overlapped = name.partition(", ")
         simulated = mix.goodput(base, straggler=straggler)
@@ -118,7 +120,7 @@ class EmulatedBench:
 
 
 def against(row: Row, found: Mapping[str, tuple[float, float]], of: str = "source") -> Row:
-    """Add goodputs, over that of a system, and how far the simulation is off."""
+    """Add goodputs relative to those of the system ``of``, and the error of the simulation."""
     base = found[of][0]
     row[f"{of} rows/s"] = round(base)
     for name, (measured, simulated) in found.items():
@@ -130,7 +132,7 @@ def against(row: Row, found: Mapping[str, tuple[float, float]], of: str = "sourc
 
 
 def mixes(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 7 and 16: mixes of easy and hard rows, batches of 8."""
+    """Yield figures 7 and 16: mixes of easy and hard rows, batches of 8."""
     with bench.devices(HOMOGENEOUS) as measured:
         for easy in EASY:
             mix = EasyMix(easy, cluster_of(HOMOGENEOUS), 8)
@@ -142,7 +144,7 @@ def mixes(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def sizes(bench: EmulatedBench) -> Iterator[Row]:
-    """Figs. 7 to 9: batch sizes, 80 % easy."""
+    """Yield figures 7 to 9: batch sizes, 80 % easy rows."""
     with bench.devices(HOMOGENEOUS) as measured:
         for size in SIZES:
             mix = EasyMix(EASY[0], cluster_of(HOMOGENEOUS), size)
@@ -151,7 +153,7 @@ def sizes(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def forecast_errors(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 22: a plan for a forecast that is a fifth off."""
+    """Yield figure 22: plans for a forecast that is wrong by a fifth."""
     with bench.devices(HOMOGENEOUS) as measured:
         cluster = cluster_of(HOMOGENEOUS)
         for easy in EASY[:2]:
@@ -171,7 +173,7 @@ def forecast_errors(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def stragglers(bench: EmulatedBench) -> Iterator[Row]:
-    """One device of the last split takes four times as long (E3 3.3)."""
+    """Yield goodputs while one device of the last split takes four times as long (E3 3.3)."""
     with bench.devices(HOMOGENEOUS) as measured:
         mix = EasyMix(EASY[0], cluster_of(HOMOGENEOUS), 8)
         for name in ("source", "dedicated, overlapped", BEST):
@@ -182,7 +184,7 @@ def stragglers(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def heterogeneous(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 13: 6 V100, 8 P100 and 15 K80, which cost as much as 16 V100."""
+    """Yield figure 13: 6 V100, 8 P100 and 15 K80, which cost as much as 16 V100."""
     with bench.devices(HETEROGENEOUS) as measured:
         for size in (8, 1):
             mix = EasyMix(EASY[0], cluster_of(HETEROGENEOUS), size)
@@ -191,7 +193,10 @@ def heterogeneous(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def fewest(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 14: V100 that sustain a rate; with the least that are simulated to, then one more."""
+    """Yield figure 14: the number of V100 that sustain a rate.
+
+    The search starts at the smallest number in simulation, and adds one device at a time.
+    """
     for size in PRICED_SIZES:
         row: Row = {"batch": size}
         for name in ("source", "run-through", BEST):
@@ -214,7 +219,7 @@ def _least(bench: EmulatedBench, name: str, size: int) -> tuple[int, float]:
 
 
 def cheapest(bench: EmulatedBench) -> Iterator[Row]:
-    """Fig. 15: dollars an hour that sustain a rate, with devices of three types."""
+    """Yield figure 15: the dollars per hour of devices of three types that sustain a rate."""
     for size in PRICED_SIZES:
         row: Row = {"batch": size}
         for name, least in (
@@ -238,7 +243,7 @@ def cheapest(bench: EmulatedBench) -> Iterator[Row]:
 
 
 def _cheapest_shared(name: str, size: int, wanted_rps: float) -> dict[str, int]:
-    """Return the devices whose limits reach the rate, if all serve all stages."""
+    """Return the cheapest devices whose limits reach the rate, if all devices serve all stages."""
     limits = {}
     for kind in OFFERED:
         mix = EasyMix(EASY[0], cluster_of({kind: 1}), size)
@@ -255,7 +260,7 @@ def _cheapest_shared(name: str, size: int, wanted_rps: float) -> dict[str, int]:
 
 
 def _cheapest_plan(_: str, size: int, wanted_rps: float) -> dict[str, int]:
-    """The devices of the cheapest plan for the rate, as ``eecompile plan --rate`` makes it."""
+    """Return the devices of the cheapest plan for the rate, as ``eecompile plan --rate`` does."""
     goal = PlanningGoal(batch_sizes=(size,), rate_rps=wanted_rps)
     plan = make_cluster_plan(model_of(going_on(EASY[0])), cluster_of(OFFERED), goal).plan
     counts = Counter[str]()
@@ -278,9 +283,13 @@ EXPERIMENTS: Final[Mapping[str, Callable[[EmulatedBench], Iterator[Row]]]] = {
 def main() -> None:
     """Measure, print, and write if asked, after each experiment."""
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default=",".join(EXPERIMENTS), help="names of experiments")
-    parser.add_argument("--stretch", type=float, default=20.0, help="factor of all times")
-    parser.add_argument("--duration-s", type=float, default=0.5, help="of a load, not stretched")
+    parser.add_argument(
+        "--only", default=",".join(EXPERIMENTS), help="names of the experiments to run"
+    )
+    parser.add_argument("--stretch", type=float, default=20.0, help="factor on all times")
+    parser.add_argument(
+        "--duration-s", type=float, default=0.5, help="seconds of a load, not stretched"
+    )
     options = parser.parse_args()
     bench = EmulatedBench(stretch=options.stretch, duration_s=options.duration_s)
     found: dict[str, Sequence[Row]] = {}

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def sustained(system: str, easy: float, size: int, seed: int) -> float:
-    """The highest rate at which 99.9 % are in time, to 1 %."""
+    """Return the highest rate at which 99.9 % of requests are in time, to 1 %."""
     low, high = 0.3, 1.01
     while high / low > 1.01:
         share = (low * high) ** 0.5
@@ -82,7 +82,7 @@ def sustained(system: str, easy: float, size: int, seed: int) -> float:
 
 
 def device_limit(system: str, easy: float, size: int) -> float:
-    """Requests a second of all devices, were every batch full at every stage."""
+    """Return the requests per second of all devices if every batch is full at every stage."""
     halves = 2.0 if system == "source" else 2.0 - easy
     return DEVICES * size / (halves * half_s(size))
 
@@ -113,7 +113,7 @@ def run(system: str, easy: float, size: int, *, rate: float, seed: int) -> Summa
 
 
 def half_s(size: int) -> float:
-    """Seconds of half the model."""
+    """Return the seconds of half the model for a batch."""
     return 5e-3 * (8 + size) / 16
 
 

@@ -39,7 +39,7 @@ from offramp.tools.bench.common.output import describe_environment, wide_console
 EASY: Final = (0.8, 0.5, 0.2)
 SIZES: Final = (1, 2, 4, 8, 16, 32, 64)
 PAPER_SIZES: Final = (1, 2, 4, 8)
-"""The next size violates the paper's objective of 100 ms (5.1.1)."""
+"""Batch sizes of the paper; the next size violates its objective of 100 ms (5.1.1)."""
 FIXED_RPS: Final = 6000.0
 ERRORS: Final = (-0.2, 0.0, 0.2, 0.5, 1.0)
 """Relative errors of the share that leaves: 0.5 expects half of it, as the paper's example
@@ -119,7 +119,7 @@ def planned(
 
 
 def run_through(model: ModelFacts, cluster: Cluster, size: int) -> float:
-    """Rows a second of the whole model with all exits on, on every device."""
+    """Return the rows per second of the whole model with all exits on, on all devices."""
     times = split_times(model, cluster, size, PlanningGoal(wrapper=False)).seconds[:, 0, -1]
     counts = np.array([kind.count for kind in cluster.types])
     return float((counts * size / times).sum())
@@ -182,7 +182,7 @@ def fixed_rate() -> list[_Result]:
 
 
 def least_cost(model: ModelFacts, cluster: Cluster, sizes: Sequence[int], name: str) -> _Result:
-    """Dollars an hour of source, run-through and plan."""
+    """Return the dollars per hour of source, run-through and plan."""
     result = planned(model, cluster, sizes, rate_rps=FIXED_RPS, slo_s=0.1)
     assert result.baseline is not None
     cost = result.plan.cost_per_hour
@@ -263,7 +263,7 @@ GOALS: Final = {
 
 
 def timed(model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -> float:
-    """CPU seconds of one plan."""
+    """Return the CPU seconds of making one plan."""
     start = time.process_time()
     with contextlib.suppress(InfeasiblePlanError):
         make_cluster_plan(model, cluster, goal)

@@ -31,10 +31,11 @@ MOST_WAITING = 10**6
 IN_TIME = 0.999
 """Share of the requests that are in time at a rate that is sustained."""
 BEARABLE = 0.9
-"""The same after a third of the time: with less, the rate is far too high."""
+"""Share of the requests in time after a third of the load below which a rate is far too high."""
 MOST_GROWTH = 0.02
-"""Largest delay of the mean request in the last quarter relative to the third, as a share of the
-objective. A backlog that grows at 1 % of overload exceeds it, long before requests are late."""
+"""Largest increase of the mean delay of requests from the third quarter of a load to the last, as a
+share of the objective. A backlog that grows at 1 % of overload exceeds it, long before requests are
+late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,11 +47,11 @@ class System:
     policy: str
     batch_size: int
     going_on: tuple[float, ...]
-    """[stages]: share of the rows of each that is expected to go on."""
+    """[stages]: share of the rows of each stage that is expected to continue after it."""
 
     @property
     def last_split(self) -> int:
-        """A stream that prefers the model's end."""
+        """Number of a stream that prefers the model's end."""
         last = len(self.spans) - 1
         return next(n for n, s in enumerate(self.placement.streams) if last in s.prefers)
 
@@ -68,14 +69,14 @@ def spans_of(
 
 
 def exits_of(plan: ClusterPlan) -> list[int]:
-    """The exits that are on anywhere in a plan."""
+    """Return the exits that any split of a plan uses."""
     return sorted(plan.exits())
 
 
 def shared(
     model: ModelFacts, cluster: Cluster, size: int, policy: str, exits: Sequence[int] = ()
 ) -> System:
-    """Every device serves all stages."""
+    """Return a system in which every device serves all stages."""
     spans = spans_of(model, exits)
     every = frozenset(range(len(spans)))
     placement = Placement(
@@ -134,14 +135,17 @@ def _system(
 
 
 def draw_depths(going_on: Sequence[float], seed: int) -> NDArray[np.int64]:
-    """[records]: the first exit that is sure of each row, drawn by the share that goes on."""
+    """Draw int64 [records]: the first exit that is sure of each row.
+
+    ``going_on`` has the share of rows that continue after each exit.
+    """
     drawn = np.random.default_rng(seed).random(RECORDS)
     depths: NDArray[np.int64] = (np.asarray(going_on)[None, :] > drawn[:, None]).sum(axis=1)
     return depths
 
 
 def behaviour_of(system: System, depths: NDArray[np.int64]) -> Behaviour:
-    """Rows leave at the first exit that is on and at least as deep as theirs."""
+    """Return the behaviour of rows: each leaves at the first active exit of at least its depth."""
     leaves_at = np.full(len(depths), len(system.spans) - 1)
     for stage, (_, _, exit_) in reversed(list(enumerate(system.spans))):
         if exit_ is not None and exit_ >= 0:
@@ -207,7 +211,7 @@ class Search:
         guess_rps: float,
         slower: Mapping[int, float] | None = None,
     ) -> float:
-        """The highest rate of evenly spaced requests that is sustained, to the precision."""
+        """Return the highest rate of evenly spaced requests that is sustained, to the precision."""
 
         def fine(rate: float) -> bool:
             for duration_s, holds in (

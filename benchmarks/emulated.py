@@ -50,15 +50,15 @@ _CLASSES: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulatedCluster:
-    """Worker processes that take as long as a cluster's devices, times so much."""
+    """Worker processes that take the times of a cluster's devices, multiplied by a factor."""
 
     backend: RemoteBackend
     stretch: float
     slowdowns: tuple[Path, ...]
-    """[workers]: files with the factor of each one's times."""
+    """[workers]: file with the slowdown factor of each worker."""
 
     def slow_down(self, slower: Mapping[int, float] | None = None) -> None:
-        """Multiply the times of workers by factors, by their numbers, from now on; 1 for others."""
+        """Set slowdown factors by number of the worker, from now on; other workers get 1."""
         for number, path in enumerate(self.slowdowns):
             path.write_text(str((slower or {}).get(number, 1.0)))
 

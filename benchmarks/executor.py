@@ -59,14 +59,14 @@ POLICIES = (
 
 
 class StampedSlot(FakeSlot):
-    """Notes when it begins and ends to run a stage."""
+    """A fake slot that records when it begins and ends each stage."""
 
     stamps: list[tuple[int, float, float]]
 
     def run(
         self, stage: StageSpec, batch: TensorBatch, threshold: float | None = None
     ) -> StageResult:
-        """Run, with a look at the clock before and after."""
+        """Run a stage, and record the times before and after it."""
         began_s = time.perf_counter()
         result = super().run(stage, batch, threshold)
         self.stamps.append((stage.index, began_s, time.perf_counter()))
@@ -74,10 +74,10 @@ class StampedSlot(FakeSlot):
 
 
 class StampingBackend(FakeBackend):
-    """Opens slots that note their times."""
+    """A fake backend whose slots record their times."""
 
     def open_slot(self) -> StampedSlot:
-        """Open one; it shares the list of times with all others."""
+        """Open a slot; all slots share one list of times."""
         slot = StampedSlot(self)
         slot.stamps = self.stamps
         self.open_slots += 1
@@ -85,7 +85,7 @@ class StampingBackend(FakeBackend):
 
     @property
     def stamps(self) -> list[tuple[int, float, float]]:
-        """(stage, began, ended) of every run."""
+        """Stage, start time and end time of every run."""
         found: list[tuple[int, float, float]] = self.__dict__.setdefault("_stamps", [])
         return found
 
@@ -155,14 +155,14 @@ async def stage_gaps_us(*, beside: bool) -> dict[str, float]:
 
 
 def scripts(count: int) -> NDArray[np.float32]:
-    """Answers [count, stages, 2] of which about a quarter is sure at each stage."""
+    """Return answers [count, stages, 2]; each stage is sure of about a quarter of them."""
     sure = np.random.default_rng(0).random((count, STAGES, 1)) < 0.25
     first = np.where(sure, np.float32(0.95), np.float32(0.6)).astype(np.float32)
     return np.concatenate([first, 1 - first], axis=-1)
 
 
 def fake_model(backend: FakeBackend) -> ServedModel:
-    """A model of four stages on the fake backend."""
+    """Return a model of four stages on the fake backend."""
     specs = tuple(
         StageSpec(
             index=index,
@@ -204,7 +204,7 @@ def _one_sample() -> Mapping[str, NDArray[Any]]:
 
 
 def operating_points() -> OperatingPoints:
-    """Four points; a stage takes 1 ms for a sample and 0.1 ms for each further one."""
+    """Return four points; a stage takes 1 ms for a sample and 0.1 ms for each further one."""
     table = [[0.0, *(1e-3 + 1e-4 * n for n in range(BATCH))]] * STAGES
     points = tuple(
         OperatingPoint(
@@ -218,7 +218,7 @@ def operating_points() -> OperatingPoints:
 
 
 def decision_us(policy: str) -> float:
-    """Mean microseconds of ``next`` when it forms a batch from a long queue."""
+    """Return the mean microseconds of ``next`` when it forms a batch from a long queue."""
     scheduler = make_scheduler(
         PolicyName.parse(policy), operating_points(), max_batch_size=BATCH, max_queue=10**6
     )

@@ -44,7 +44,7 @@ WAYS: Mapping[str, Sequence[str]] = {
     "learned": ("--criterion", "learned"),
     "patience": ("--criterion", "patience"),
 }
-"""Flags of ``eecompile``."""
+"""Flags of ``eecompile`` for each way."""
 BATCH_SIZES = (1, 8)
 
 
@@ -61,10 +61,25 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["pooled", "bridges", "joint"])
-    parser.add_argument("--samples", type=int, help="of the calibration data; default: all")
-    parser.add_argument("--test-samples", type=int, help="of the test data; default: all")
-    parser.add_argument("--flags", nargs="*", default=[], help="of all, as in task=pose")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of the comparison")
+    parser.add_argument(
+        "--samples", type=int, help="number of calibration samples to use (default: all)"
+    )
+    parser.add_argument(
+        "--test-samples", type=int, help="number of test samples to use (default: all)"
+    )
+    parser.add_argument(
+        "--flags",
+        nargs="*",
+        default=[],
+        help="further eecompile flags for all ways, such as task=pose",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of repetitions of the comparison",
+    )
     options = parser.parse_args()
     check_outputs(options.json)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -90,7 +105,7 @@ def part_of(data: Path, samples: int | None, target: Path) -> Path:
 def examine(
     way: str, data: Path, test: Path, flags: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Compile in one way, and measure."""
+    """Compile a model in one way, and measure the bundle."""
     path = options.output / f"{way.replace(' ', '_')}.ee"
     took = compile_by_default(options.model, data, path, *flags, *WAYS[way])
     bundle = Bundle.open(path)

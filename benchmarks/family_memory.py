@@ -17,7 +17,7 @@ _BEFORE = "start, and imports"
 
 @dataclass
 class StepMemory:
-    """The most memory that was seen in a step, in bytes."""
+    """Largest memory that was seen during a step, in bytes."""
 
     resident: int = 0
     anonymous: int = 0
@@ -34,7 +34,7 @@ class WatchedFamily:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Sample fifty times a second during the context."""
+        """Sample the memory fifty times a second during the context."""
         ended = threading.Event()
         thread = threading.Thread(target=self._sample, args=(ended,), daemon=True)
         thread.start()
@@ -55,7 +55,7 @@ class WatchedFamily:
 
 
 def _family(process: int) -> list[int]:
-    """A process and all that it started, and these."""
+    """Return the process, its children and their descendants, by id."""
     found = [process]
     for one in found:
         for task in Path(f"/proc/{one}/task").glob("*/children"):
@@ -67,7 +67,7 @@ def _family(process: int) -> list[int]:
 
 
 def _memory(process: int) -> tuple[int, int]:
-    """Resident and anonymous bytes of a process; nothing if it has ended."""
+    """Return the resident and anonymous bytes of a process; zeros if it has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:

@@ -6,17 +6,20 @@ TRACES is a folder with AzureLLMInferenceTrace_conv.csv.gz, AzureLLMInferenceTra
 (Azure Public Dataset, CC-BY-4.0; times and context lengths of requests) and
 servegen_m-small_rate_per600s.csv (summed from Alibaba's ServeGen, Apache-2.0).
 
-Series: a request of the Azure traces goes on after exit k if its context is longer than a quantile
-of all contexts of its trace (so that 80, 50 and 20 % do); windows of two minutes. Further, mixes
-of easy and hard rows that shift from 80:20 to 20:80, by steps and by waves, with as many rows per
-window as the traces have; easy rows are drawn at random. With a bundle and data that it was not
-trained on, shifting mixes are also served in simulation, as in `python -m benchmarks.adapt`
-(SIMULATED: thresholds as compiled, and as the default controller changes them), and the server's
-recorder produces the series; rows per window are those of the conversations trace, and exits are at
-their depth in the model. For each window each method sees the windows before it. Pinball loss is of
-shares, the mean of quantiles 0.5 and 0.8; lost goodput is PREDICTED, of the plan for a forecast
-compared with the plan for the true values, both under the true values, on 16 V100 (batch curves
-assumed). ARIMA needs the extra `forecast`.
+Series: a request of the Azure traces continues after exit k if its context is longer than a
+quantile of all contexts of its trace, so that 80, 50 and 20 % of the requests continue. Windows are
+two minutes long. Other series are mixes of easy and hard rows that shift from 80:20 to 20:80, by
+steps and by waves, with as many rows per window as the traces have; easy rows are drawn at random.
+
+With a bundle and data that it was not trained on, shifting mixes are also served in simulation, as
+in `python -m benchmarks.adapt` (SIMULATED: thresholds as compiled, and as the default controller
+changes them). The server's recorder then produces the series. Rows per window are those of the
+conversations trace, and each exit is at its depth in the model.
+
+For each window each method sees the windows before it. Pinball loss is that of the forecast shares,
+the mean of quantiles 0.5 and 0.8. Lost goodput is PREDICTED: the plan for a forecast is compared
+with the plan for the true values, both under the true values, on 16 V100 (batch curves assumed).
+ARIMA needs the extra `forecast`.
 """
 
 from __future__ import annotations
@@ -56,24 +59,28 @@ from offramp.tools.bench.common.output import describe_environment, wide_console
 
 WINDOW_S = 120.0
 EXITS = (2, 4, 5)
-"""Layers of twelve that the three exits of made series follow; the others have none."""
+"""Layers, of twelve, after which made series have their three exits."""
 LEVELS = (0.5, 0.8)
 FIRST = 5
-"""Windows that are seen before the first forecast that counts."""
+"""Number of windows before the first forecast that is evaluated."""
 MOST_WINDOWS = 120
 OFTEN = 0.9
-"""Share of the windows that an exit of a served bundle must have been on in to be looked at."""
+"""Smallest share of windows in which an exit of a served bundle must be on to be evaluated."""
 GOAL = PlanningGoal(slo_s=0.1, batch_sizes=(1, 2, 4, 8))
-"""The paper's objective; its batches are of 8 at most at that."""
+"""Goal of the plans: the paper's objective, at which its batches are of 8 rows at most."""
 
 
 def main() -> None:
     """Compare, print, and write if asked."""
     parser = make_parser(__doc__)
     parser.add_argument("traces", type=Path, metavar="TRACES")
-    parser.add_argument("--bundle", type=Path, help="to serve shifting mixes with")
-    parser.add_argument("--data", type=Path, metavar="NPZ", help="of that bundle, never seen by it")
-    parser.add_argument("--arima", action="store_true", help="ARIMA too, which takes minutes")
+    parser.add_argument("--bundle", type=Path, help="bundle that serves shifting mixes")
+    parser.add_argument(
+        "--data", type=Path, metavar="NPZ", help="data that the bundle was not compiled with"
+    )
+    parser.add_argument(
+        "--arima", action="store_true", help="also compare ARIMA, which takes minutes"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     methods: list[Forecaster] = [
@@ -120,7 +127,7 @@ def main() -> None:
 
 
 def title_of(method: Forecaster) -> str:
-    """A method with its parameter."""
+    """Return a method's name with its parameter."""
     parameters = {k.lstrip("_"): v for k, v in vars(method).items() if k in ("_weight", "_order")}
     return " ".join([method.name, *(f"{v}" for v in parameters.values())])
 
@@ -153,7 +160,7 @@ def made_series(folder: Path, seed: int) -> dict[str, Series]:
 
 
 def served_series(bundle: Path, data: Path, folder: Path, seed: int) -> dict[str, Series]:
-    """Series that the server's recorder made of shifting mixes, SIMULATED."""
+    """Return series that the server's recorder made of shifting mixes, SIMULATED."""
     times, _ = read_azure(folder / "AzureLLMInferenceTrace_conv.csv.gz")
     rows = np.bincount((times // WINDOW_S).astype(int))[:-1]
     segments = Bundle.open(bundle).manifest
@@ -173,7 +180,7 @@ def served_series(bundle: Path, data: Path, folder: Path, seed: int) -> dict[str
 
 
 def drawn_shares(folder: Path, seed: int) -> dict[str, NDArray[np.float64]]:
-    """[windows, exits] each: shares that went on."""
+    """Return for each series [windows, exits]: shares of rows that continue after each exit."""
     rng = np.random.default_rng(seed)
     series = {}
     for name in ("conv", "code"):
@@ -201,7 +208,7 @@ def drawn_shares(folder: Path, seed: int) -> dict[str, NDArray[np.float64]]:
 
 
 def read_azure(path: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds from the first request, and tokens of context."""
+    """Return each request's seconds from the first request, and its tokens of context."""
     with gzip.open(path, "rt") as file:
         rows = list(csv.DictReader(file))
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
@@ -212,7 +219,10 @@ def read_azure(path: Path) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 def drawn(
     easy: NDArray[np.float64], rows: NDArray[np.int64], rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Easy rows leave at the exits in equal parts; whether a row is easy is drawn."""
+    """Draw the shares of rows that continue after each exit, by window.
+
+    ``easy`` is the share of easy rows in each window; they leave at the exits in equal parts.
+    """
     shares = []
     for share, count in zip(easy.tolist(), rows.tolist(), strict=True):
         if count:
@@ -226,7 +236,7 @@ def drawn(
 
 
 def compare(method: Forecaster, series: Series) -> dict[str, float]:
-    """Forecast every window but the first from those before it."""
+    """Forecast each window from the windows before it; return mean losses and the CPU time."""
     shares = series.shares
     losses: list[float] = []
     lost: dict[float, list[float]] = {level: [] for level in LEVELS}
@@ -268,7 +278,7 @@ def filled(came: NDArray[np.float64]) -> NDArray[np.float64]:
 
 @cache
 def cluster(exits: tuple[int, ...]) -> Cluster:
-    """Sixteen V100, with times of these exits alone."""
+    """Return sixteen V100, whose times include the given exits only."""
     every = cluster_of(HOMOGENEOUS)
     kinds = [
         replace(kind, times=replace(kind.times, exits_s=kind.times.exits_s[list(exits)]))
@@ -294,7 +304,7 @@ def facts(shares: tuple[float, ...], exits: tuple[int, ...]) -> ModelFacts:
 
 
 def rounded(shares: tuple[float, ...]) -> tuple[float, ...]:
-    """Forecasts that differ by less than a thousandth have one plan."""
+    """Round shares to thousandths, so that nearly equal forecasts share one plan."""
     return tuple(round(share, 3) for share in shares)
 
 

@@ -5,10 +5,11 @@
 
 Real ``eeserve`` processes, in mode off, or in leave mode on ``--bundle``, and as yardsticks
 ``benchmarks.bare_server`` and Triton on the model answer small requests in interleaved rounds;
-figures are medians. It is one request again and again, sent by ``h2load`` (Debian's nghttp2-client)
-over a connection for each client. With ``--data`` requests are its samples, sent by this process
-over one connection, which takes more processor time of the machine. Without ``--model`` it is a
-model of one operator on four numbers. Processor time is that of all processes of the server.
+figures are medians. One request is sent again and again by ``h2load`` (Debian's nghttp2-client)
+over a connection for each client. With ``--data`` the requests are samples of that file, sent by
+this process over one connection, which takes more processor time of the machine. Without
+``--model`` the model has one operator, on four numbers. Processor time is that of all processes of
+the server.
 
 ``--triton`` is PyPI's nvidia-pytriton 0.7.0 (Triton 2.51), unpacked: ``pip download --no-deps``
 and ``unzip``. That has Triton's Python backend only, in which ONNX Runtime runs the model: two
@@ -96,7 +97,7 @@ def write_small_model(path: Path) -> None:
 
 
 def requests_to(path: Path, data: Path | None) -> list[bytes]:
-    """Return requests with a row each: of ones, or the first samples of the data."""
+    """Return requests of one row each: ones, or the first samples of the data."""
     (given,) = onnxruntime.InferenceSession(path).get_inputs()
     if data is None:
         assert given.type == "tensor(float)", "one input of floats"
@@ -274,7 +275,7 @@ def check(served: MeasuredServer, request: bytes) -> None:
 
 
 def compare(path: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measure all servers in turn; medians by server and number of clients."""
+    """Measure all servers in turn; return medians by server and number of clients."""
     requests = requests_to(path, options.data)
     clients = [int(count) for count in options.clients.split(",")]
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
@@ -304,11 +305,13 @@ def main() -> None:
     """Measure, print and write."""
     parser = make_parser(__doc__)
     parser.add_argument("--model", type=Path, help="ONNX file of one input and one output")
-    parser.add_argument("--bundle", type=Path, help="made of it, and served in its place here")
+    parser.add_argument(
+        "--bundle", type=Path, help="bundle of the model, which eeserve serves in the model's place"
+    )
     parser.add_argument("--data", type=Path, help=".npz of samples to send")
-    parser.add_argument("--triton", type=Path, help="nvidia-pytriton, unpacked")
+    parser.add_argument("--triton", type=Path, help="folder of the unpacked nvidia-pytriton")
     parser.add_argument("--clients", default="1,32,128", help="numbers of clients")
-    parser.add_argument("--rounds", type=int, default=2, help="of each server")
+    parser.add_argument("--rounds", type=int, default=2, help="number of rounds for each server")
     options = parser.parse_args()
     if shutil.which("h2load") is None:
         parser.error("there is no h2load; install nghttp2-client")

@@ -106,16 +106,31 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="generating bundle of the model; may be repeated")  # fmt: skip
     add("--smaller", type=named, action="append", default=[], metavar="NAME=MODEL",
         help="another model, as it is; may be repeated")  # fmt: skip
-    add("--truncate", type=numbers, default=(2, 3, 4, 5, 6), help="layers that are left")
-    add("--in-flight", type=numbers, default=(1, 4, 8, 16, 32), help="sequences at a time")
-    add("--batch", type=int, default=16, help="most rows of a step")
-    add("--rounds", type=int, default=5, help="of each system")
-    add("--prompts", type=int, default=256, help="of a round")
-    add("--threads", type=int, default=1, help="of ONNX Runtime")
-    add("--splits", type=int, default=0, help="random splits that certify and test; 0 is none")
+    add(
+        "--truncate",
+        type=numbers,
+        default=(2, 3, 4, 5, 6),
+        help="numbers of first layers that are kept",
+    )
+    add(
+        "--in-flight",
+        type=numbers,
+        default=(1, 4, 8, 16, 32),
+        help="numbers of sequences in flight",
+    )
+    add("--batch", type=int, default=16, help="largest number of rows of a step")
+    add("--rounds", type=int, default=5, help="number of rounds for each system")
+    add("--prompts", type=int, default=256, help="number of prompts in a round")
+    add("--threads", type=int, default=1, help="number of threads of ONNX Runtime")
+    add(
+        "--splits",
+        type=int,
+        default=0,
+        help="number of random splits that certify and test; 0 for none",
+    )
     add("--pool", type=Path, help="npz of prompts for --splits (default: the test prompts)")
-    add("--bound", type=float, default=0.01, help="of the promises of --splits")
-    add("--seed", type=int, default=0, help="of splits")
+    add("--bound", type=float, default=0.01, help="bound of the promises that --splits tests")
+    add("--seed", type=int, default=0, help="seed of the random splits")
     return parser.parse_args(argv)
 
 
@@ -133,7 +148,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def all_systems(setup: TextSetup, options: argparse.Namespace) -> list[TextSystem]:
-    """Load all systems, the unmodified model first; each has slots for most in flight."""
+    """Load all systems, the unmodified model first; slots are for the most sequences in flight."""
     slots = max(*options.in_flight, options.batch)
     systems = [whole_system(UNMODIFIED, setup, setup.model, slots)]
     for name, path in options.bundle:

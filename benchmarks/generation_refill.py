@@ -1,12 +1,13 @@
-"""SIMULATED: what refilled batches bring where a step takes the same time whatever its rows.
+"""SIMULATED: gain of refilled batches if a step takes the same time for any number of rows.
 
     python -m benchmarks.generation_refill [--texts 600] [--json FILE]
 
-On one CPU core a step of the small example takes about as long as it has rows, so full batches
-bring nothing there. On a device that reads its weights once a step they do. Here a step of a stage
-takes 1 ms a layer for 1 to ``batch`` rows, on virtual time, with the server's own scheduler; tokens
-leave at random by the shares that are given. Batches that are refilled across sequences (E3 5.1.3)
-are compared with batches that start and end together (as CALM's would), and with the model in full.
+On one CPU core the time of a step of the small example is about proportional to its rows, so full
+batches bring nothing there. On a device that reads its weights once per step, full batches help.
+Here a step of a stage takes 1 ms a layer for 1 to ``batch`` rows, on virtual time, with the
+server's own scheduler; tokens leave at random by the shares that are given. Batches that are
+refilled across sequences (E3 5.1.3) are compared with batches that start and end together (as
+CALM's would), and with the model in full.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from offramp.tools.bench.common.output import (
 
 
 class TextLoad(NamedTuple):
-    """Where tokens leave."""
+    """A load of text: its stages, and the shares of tokens that leave after each stage."""
 
     name: str
     layers: tuple[int, ...]
-    """Of each stage."""
+    """Number of layers of each stage."""
     shares: tuple[float, ...]
-    """Of the tokens that leave behind each stage."""
+    """Share of the tokens that leave after each stage."""
 
 
 LOADS: Final = (
@@ -52,17 +53,19 @@ LOADS: Final = (
     TextLoad("70 % by layer 2 of 8 (E3 5.1.3)", (2, 6), (0.7, 0.3)),
 )
 SIZES: Final = ((8, 8), (16, 8), (32, 16), (48, 16))
-"""Sequences at a time, and most rows of a step."""
+"""Number of sequences in flight, and largest number of rows of a step."""
 _LAYER_S: Final = 1e-3
 _PREFILL_S: Final = 2e-3
 _MEAN, _DEVIATION, _LEAST = 34.7, 9.0, 5
-"""Tokens of an answer."""
+"""Mean, standard deviation and minimum of the number of tokens of an answer."""
 
 
 def main() -> int:
     """Simulate, print and write."""
     parser = make_parser(__doc__)
-    parser.add_argument("--texts", type=int, default=600, help="sequences of a simulation")
+    parser.add_argument(
+        "--texts", type=int, default=600, help="number of sequences in a simulation"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     check_outputs(options.json)

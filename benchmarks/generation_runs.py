@@ -59,11 +59,11 @@ class TextSetup:
     """Number of layers of its decoder."""
     prompts: Prompts
     pool: Prompts
-    """Prompts of random splits."""
+    """Prompts for the random splits."""
     labels: Sequence[list[int]] = ()
-    """Right answers to ``prompts``, with their ends; empty if they are not known."""
+    """Right answers to ``prompts``, including their end tokens; empty if they are not known."""
     most_tokens: int
-    """Most tokens of an answer."""
+    """Largest number of tokens of an answer."""
     start_token: int | None
     stop: frozenset[int]
     threads: int
@@ -205,33 +205,33 @@ class LoopRun:
     texts: list[list[int]]
     seconds: float
     token_ms: float
-    """Mean time from a token of an answer to the next, of the first from when it was asked for."""
+    """Mean time per token in ms, from the previous token, or for a first token from the request."""
     layers_run: float
     """Mean number of decoder layers that a token ran."""
     steps: int
-    """Number of steps of stages."""
+    """Number of steps that stages ran."""
     rows_of_a_step: float
 
     @property
     def tokens(self) -> int:
-        """Tokens of all answers."""
+        """Number of tokens of all answers."""
         return sum(map(len, self.texts))
 
     @property
     def tokens_per_s(self) -> float:
-        """Goodput."""
+        """Goodput: tokens of answers per second."""
         return self.tokens / self.seconds
 
 
 def run_loop(
     system: TextSystem, setup: TextSetup, prompts: Prompts, *, in_flight: int, batch: int
 ) -> LoopRun:
-    """Answer prompts, so many at a time; BackendError if one fails."""
+    """Answer prompts, ``in_flight`` at a time; BackendError if one fails."""
     return _ClosedLoop(system, setup, prompts, in_flight, batch).run()
 
 
 class _ClosedLoop:
-    """A prompt starts when an answer ends."""
+    """A closed loop: a new prompt starts when an answer ends."""
 
     def __init__(
         self, system: TextSystem, setup: TextSetup, prompts: Prompts, in_flight: int, batch: int
@@ -299,7 +299,7 @@ class StepTimes:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def timed(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call that is counted."""
+        """Return a function that makes a call and counts its time."""
 
         def counted(*arguments: Any, **named: Any) -> Any:
             begun_s = time.perf_counter()

@@ -35,22 +35,24 @@ class SplitCounts:
     certified: int
     """Splits that certified some level; the others promise nothing, and cannot break it."""
     above_on_test: int
-    """Splits whose level has a risk above the bound on the testing prompts."""
+    """Splits that certified a level whose risk on the testing prompts is above the bound."""
     above_in_pool: int
-    """The same on all prompts of the pool, which is the risk of a prompt that is drawn from it."""
+    """Splits that certified a level whose risk on the whole pool, from which prompts are drawn, is
+    above the bound."""
     levels: tuple[int, ...]
-    """Number of certifications of each level."""
+    """Number of splits that certified each level."""
 
     @property
     def failing(self) -> float:
-        """Share of all splits that broke the promise on prompts that test."""
+        """Share of all splits that broke the promise on the testing prompts."""
         return self.above_on_test / self.splits
 
 
 def count_splits(
     levels: Sequence[TextLosses], promise: TextPromise, *, splits: int, seed: int = 0
 ) -> SplitCounts:
-    """Part prompts in halves again and again; one half certifies a level, the other tests it.
+    """Split prompts at random into halves, repeatedly: one half certifies a level, the other tests
+    it.
 
     ``levels`` hold losses and tokens of the same prompts at each level, from conservative to
     aggressive.

@@ -7,12 +7,14 @@ Streams are drawn with replacement from a fixed population, so the true disagree
 policy is known: a synthetic one, and recorded answers of a bundle's real model. No model runs;
 savings are predicted from profiled times.
 
-* certificate: wealth of bets against a risk just at the constraint, checked after every chunk;
-* claims: the whole controller without drift; a stream is wrong if an active policy was ever called
-  certified, or bounded, although its true disagreement is above;
-* drift: disagreement rises suddenly; audits until the alarm, and the answers served until then;
-* steady: savings of audit mode compared with leave mode's;
-* time of observe(), by chunk.
+* certificate: a certificate's wealth of bets at a risk equal to the constraint, checked after every
+  chunk;
+* claims: the whole controller without drift; a stream counts as wrong if an active policy was ever
+  called certified, or bounded, although its true disagreement is above the limit;
+* drift: the disagreement rises suddenly; figures are the audits until the alarm, and the answers
+  served until then;
+* steady: savings of audit mode compared with those of leave mode;
+* observe: time of a call of observe(), by size of the chunk.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from offramp.tools.bench.common.output import check_outputs, describe_environmen
 BOUND = 0.01
 CHUNK = 512
 BATCH = 32
-"""Size that times are taken at."""
+"""Batch size for which times are taken."""
 MOST_AUDITED = 10_000
 """Audited samples after which drift counts as not noticed."""
 NEVER = 10**9
@@ -52,7 +54,7 @@ NEVER = 10**9
 
 def main() -> None:
     parser = make_parser(__doc__, bundle=True)
-    parser.add_argument("--streams", type=int, default=200, help="of each kind")
+    parser.add_argument("--streams", type=int, default=200, help="number of streams of each kind")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     check_outputs(arguments.json)
@@ -91,7 +93,7 @@ def main() -> None:
 
 
 def certificate(q: float | None, *, streams: int, seed: int) -> dict[str, Any]:
-    """Wealth at a risk of just the bound; ``None`` changes q from chunk to chunk."""
+    """Simulate wealth at a risk equal to the bound; without q, q changes from chunk to chunk."""
     rng = np.random.default_rng(seed)
     wealth = Wealth(np.full(streams, BOUND))
     audited = 0.0
@@ -111,7 +113,7 @@ def certificate(q: float | None, *, streams: int, seed: int) -> dict[str, Any]:
 
 
 def claims(kind: str, *, release: bool, streams: int, seed: int, bundle: Bundle) -> dict[str, Any]:
-    """The whole controller on streams without drift."""
+    """Simulate the whole controller on streams without drift."""
     if kind == "synthetic":
         population, costs = synthetic(seed, hardness=0.5), synthetic_costs()
         start = policy_of({0: 0.965, 1: 0.96, 2: 0.94}, promised=BOUND)
@@ -160,7 +162,7 @@ def claims(kind: str, *, release: bool, streams: int, seed: int, bundle: Bundle)
 
 
 def drift(risk: float, *, release: bool, streams: int, seed: int, bundle: Bundle) -> dict[str, Any]:
-    """Early answers go wrong more often from one sample on; up to 10,000 audited samples."""
+    """Simulate a sudden rise of wrong early answers; stop after 10,000 audited samples."""
     population, costs, policy = recorded(bundle)
     records = bundle.records()
     drifted = worsened(population, policy, risk, seed=seed)
@@ -243,7 +245,7 @@ def steady(bundle: Bundle, *, seed: int) -> dict[str, Any]:
 
 
 def observe_us(*, release: bool, chunk: int, seed: int) -> dict[str, Any]:
-    """Time of a call with 13 exits in use and some 60 levels."""
+    """Time calls of ``observe()`` with 13 exits in use and about 60 levels."""
     population, costs = synthetic(seed, exits=13, size=20_000), synthetic_costs(13)
     policy = policy_of(dict.fromkeys(range(13), 0.99), promised=BOUND)
     rng = np.random.default_rng([seed, 3])
@@ -268,7 +270,7 @@ def observe_us(*, release: bool, chunk: int, seed: int) -> dict[str, Any]:
 
 
 def recorded(bundle: Bundle) -> tuple[Population, CostModel, ExitPolicy]:
-    """The bundle's calibration records as a population of its own."""
+    """Return the bundle's calibration records as a population, with its costs and policy."""
     records = bundle.records()
     population = Population(
         confidence=records["confidence"],

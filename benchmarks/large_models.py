@@ -4,9 +4,10 @@
         [--json FILE] [--svg FILE]
 
 The models are residual networks of five operators a block, 16 values wide, almost without weights.
-Times are seconds of CPU of this process, the least of the repetitions; reading is without and with
-onnxslim, which is not run on the largest. The last column is the growth of cutting and slicing: the
-exponent of the number of operators, from the size before (1 is linear). ``--svg`` draws it.
+Times are CPU seconds of this process, the minimum over the repetitions. Reading is timed without
+and with onnxslim, which is not run on the largest model. The last column is the growth of cutting
+and slicing: the exponent of the number of operators, from the size before (1 is linear). ``--svg``
+draws it.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def timed(action: Callable[[], _Result]) -> tuple[_Result, float]:
 
 
 def residual(operators: int) -> onnx.ModelProto:
-    """A residual MLP with about so many operators."""
+    """Make a residual MLP with about so many operators."""
     rng = np.random.default_rng(0)
     nodes: list[onnx.NodeProto] = []
     weights: list[onnx.TensorProto] = []

@@ -40,7 +40,7 @@ from offramp.tools.bench.common.output import describe_environment, wide_console
 READY = re.compile(r"ready: gRPC on (\S+), status page on (\S+)/, serving (\S+)")
 PHASE = re.compile(r'^offramp_learning_phase\{(?=.*phase="(\w+)").*\} 1\.0$', re.MULTILINE)
 BATCH = 16
-"""Samples of a request once the unseen ones are asked for."""
+"""Number of samples in a request with unseen samples."""
 SENDERS = 8
 """Sending threads, and so the largest number of concurrent requests."""
 
@@ -59,7 +59,7 @@ class Load:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        """Send until stopped."""
+        """Send requests until the load is stopped."""
         count = len(next(iter(self.samples.values())))
         with ThreadPoolExecutor(SENDERS) as senders:
             began_s = time.monotonic()
@@ -83,11 +83,17 @@ def main() -> None:
     """Serve, load, wait for exits, compare, and print the figures."""
     parser = make_parser(__doc__)
     parser.add_argument("model", type=Path, help="ONNX file with one input")
-    parser.add_argument("--load", type=Path, required=True, help=".npz of the samples sent")
-    parser.add_argument("--unseen", type=Path, required=True, help=".npz of samples for the end")
+    parser.add_argument(
+        "--load", type=Path, required=True, help=".npz of the samples that the load sends"
+    )
+    parser.add_argument(
+        "--unseen", type=Path, required=True, help=".npz of unseen samples to compare answers on"
+    )
     parser.add_argument("--samples", type=int, default=6000, help="number of samples to learn from")
     parser.add_argument("--rate", type=float, default=40.0, help="requests a second")
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="until exits serve")
+    parser.add_argument(
+        "--limit-s", type=float, default=1800.0, help="largest number of seconds until exits serve"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = measure(options, Path(folder))
@@ -156,7 +162,7 @@ def _inputs(data: Path, client: Client, model: str) -> dict[str, NDArray[Any]]:
 
 
 def _follow(load: Load, url: str, began_s: float, limit_s: float) -> dict[str, float]:
-    """Note the phase twice a second, until exits serve; return when each was first seen."""
+    """Record the phase twice a second until exits serve; return when each phase was first seen."""
     reached_s: dict[str, float] = {}
     while load.phase != "serving" and time.monotonic() - began_s < limit_s:
         with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:

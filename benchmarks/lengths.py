@@ -51,7 +51,7 @@ LENGTHS = {"sentences": (20.0, 0.5), "reviews": (80.0, 0.6)}
 SHORTEST = 4
 UNDER_WAY = (16,)
 LONE_SHARE = 4
-"""One request of this many is also sent alone."""
+"""One of this number of requests is also sent alone."""
 SYSTEMS = {"equal": False, "padded": True}
 
 _LONE = ("ms", "cpu_ms")
@@ -68,11 +68,11 @@ class Turn:
     """CPU time of the whole process per request: other processes hardly change it."""
     mean_batch: float
     added: float
-    """Positions that were added, as a share of those of the requests."""
+    """Number of positions that padding added, as a share of the requests' own positions."""
 
 
 def make_bundle(folder: Path) -> Bundle:
-    """The model without exits, and the paddings that the compiler finds."""
+    """Return a bundle of the model without exits, with the padding that the compiler detects."""
     path = folder / "model.onnx"
     onnx.save(berts.bert(SIZE, any_length=True), path)
     pieces = CutModel.at(path, ("layer2.out",))
@@ -87,7 +87,7 @@ def make_bundle(folder: Path) -> Bundle:
 
 
 def make_requests(name: str, count: int) -> list[Sample]:
-    """Requests of one sample, as long as the distribution has it."""
+    """Return requests of one sample, with lengths drawn from a distribution."""
     median, spread = LENGTHS[name]
     rng = np.random.default_rng(1)
     drawn = np.exp(rng.normal(np.log(median), spread, count)).round().astype(int)
@@ -99,7 +99,7 @@ def make_requests(name: str, count: int) -> list[Sample]:
 
 
 async def saturated(engine: Engine, requests: list[Sample], under_way: int) -> Turn:
-    """Answer all requests, so many at a time."""
+    """Answer all requests, ``under_way`` at a time."""
     before = engine.statistics()[MODEL]
     started_s, used_s = time.perf_counter(), time.process_time()
     waiting = iter(requests)
@@ -119,7 +119,7 @@ async def saturated(engine: Engine, requests: list[Sample], under_way: int) -> T
 
 
 async def lone(engine: Engine, requests: list[Sample]) -> dict[str, float]:
-    """Mean times of requests that are sent one after the other."""
+    """Return mean times of requests that are sent one after the other."""
     started_s, used_s = time.perf_counter(), time.process_time()
     for request in requests:
         await engine.infer(MODEL, request)
@@ -128,7 +128,7 @@ async def lone(engine: Engine, requests: list[Sample]) -> dict[str, float]:
 
 
 async def measure(bundle: Bundle, requests: list[Sample], rounds: int) -> dict[str, Any]:
-    """Measure all systems in turn, round after round; the first one changes."""
+    """Measure all systems in turn, round after round; each round begins with another system."""
     engines = {name: await open_engine(bundle, pads=pads) for name, pads in SYSTEMS.items()}
     found: dict[str, Any] = {name: {} for name in SYSTEMS}
     try:
@@ -157,7 +157,7 @@ async def open_engine(bundle: Bundle, *, pads: bool) -> Engine:
 
 
 def summarise(found: dict[str, Any]) -> dict[str, Any]:
-    """Medians over rounds, and of the ratios within rounds: padded over equal."""
+    """Return medians over rounds, and medians of the rounds' ratios of padded to equal lengths."""
     figures: dict[str, Any] = {}
     for under_way in UNDER_WAY:
         turns = {name: found[name][f"under way {under_way}"] for name in SYSTEMS}
@@ -195,8 +195,12 @@ def spread(ratios: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="after one that warms up")
-    parser.add_argument("--requests", type=int, default=240, help="of each distribution")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="number of rounds after a warm-up round"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=240, help="number of requests of each distribution"
+    )
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         bundle = make_bundle(Path(folder))

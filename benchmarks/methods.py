@@ -121,8 +121,8 @@ def tune_methods(
     """Find the thresholds of methods; return them, and the remaining data to measure.
 
     ``compiled_with`` is the data that the bundle was compiled with, by this ``seed``. Raise
-    ValueError if it is not, if the bundle is not a classifier or has no exits, or if the data are
-    too few.
+    ValueError if it is other data, if the bundle is not a classifier or has no exits, or if the
+    data are too few.
     """
     manifest = bundle.manifest
     if not names:
@@ -167,9 +167,10 @@ _SPLIT: Final = "the {} samples that the bundle was tuned on"
 
 
 def _kept_entropies(bundle: Bundle, kept: ExitRecords) -> _Tuning | None:
-    """Compute entropies from the bundle's records; ``None`` if these do not suffice.
+    """Compute entropies from the bundle's records; ``None`` if the records do not suffice.
 
-    For two classes the largest probability determines the entropy, and so does their difference.
+    For two classes the entropy follows from the largest probability, and also from the difference
+    of the two probabilities.
     """
     answer = bundle.manifest.answer
     confidence = kept.confidence.astype(np.float64)
@@ -187,7 +188,7 @@ def _kept_entropies(bundle: Bundle, kept: ExitRecords) -> _Tuning | None:
 
 
 def _certainty_of_two(largest: FloatArray) -> FloatArray:
-    """1 − the entropy over log 2, of the larger of two probabilities; 0 of no confidence."""
+    """Return 1 - entropy / log 2, from the larger of two probabilities; 0 without confidence."""
     p = np.clip(largest, 0.5, 1)
     other = np.maximum(1 - p, np.finfo(np.float64).tiny)
     found: FloatArray = 1 + (p * np.log2(p) + other * np.log2(other))
@@ -195,13 +196,13 @@ def _certainty_of_two(largest: FloatArray) -> FloatArray:
 
 
 def _tuning_split(bundle: Bundle, dataset: Dataset, seed: int, threads: int) -> Dataset:
-    """Find the samples that the bundle was tuned on; ValueError where they are not there."""
+    """Return the samples that the bundle was tuned on; ValueError if the data lack them."""
     parts = part_data(bundle, dataset, seed=seed, threads=threads)
     if not parts.certifies:
         raise ValueError(
             "--method-data: these are not the data that the bundle was compiled with, or it was "
-            f"compiled with another --seed than {seed} (--method-seed); give those, or leave it "
-            "out: then a part of --data tunes"
+            f"compiled with another --seed than {seed} (--method-seed); give the right data and "
+            "seed, or leave --method-data out: then a part of --data tunes"
         )
     return parts.tune
 
@@ -216,8 +217,8 @@ def _held_back(
         least = round(_LEAST_TUNING / TUNING_SHARE)
         raise ValueError(
             f"{asked}: the bundle's records hold no entropies (--criterion {criterion}), so a "
-            f"quarter of the data tunes, and that is {count} samples; give at least {least}, or "
-            "--method-data, what the bundle was compiled with"
+            f"quarter of the data tunes, which is {count} samples; give at least {least}, or give "
+            "the data that the bundle was compiled with as --method-data"
         )
     records = _recorded(bundle, dataset.subset(np.arange(count)), ENTROPY, threads)
     told = f"the first {count} samples of the data, which are not measured"
@@ -270,7 +271,7 @@ def _in_graph(criterion: Criterion, bundle: Bundle, spec: StageSpec) -> StageSpe
 
 
 def _with_certainty(spec: StageSpec, bundle: Bundle, criterion: str) -> bytes:
-    """The stage's graph, computing the criterion where it computed the bundle's own."""
+    """Return the stage's graph, which computes a criterion in place of the bundle's own."""
     assert spec.answer is not None
     assert spec.confidence is not None
     manifest = bundle.manifest

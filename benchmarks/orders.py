@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 SCENE: Final = 64
 """Samples until a video cuts to another scene."""
 _DIMENSIONS: Final = 64
-"""Samples are compared after a random projection to so many dimensions."""
+"""Number of dimensions of the random projection in which samples are compared."""
 
 
 def random_order(samples: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -54,7 +54,7 @@ def review_order(classes: NDArray[Any], rng: np.random.Generator) -> NDArray[np.
 
 
 def _projected(array: NDArray[Any], rng: np.random.Generator) -> NDArray[np.float32]:
-    """Return float32[samples, dimensions] of [samples, …]; distances stay about as they are."""
+    """Return float32[samples, dimensions], a projection that nearly keeps distances."""
     size = int(np.prod(array.shape[1:]))
     directions = rng.standard_normal((size, _DIMENSIONS), np.float32) / np.sqrt(_DIMENSIONS)
     parts = np.array_split(array, max(1, len(array) // 256))

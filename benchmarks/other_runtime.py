@@ -3,8 +3,8 @@
     python -m benchmarks.other_runtime MODEL.onnx --data SAMPLES.npz [--kinds int8-static int8-rows]
         [--batch-sizes 1 16] [--threads 1] [--seconds 20] [--json FILE]
 
-Each graph is run by both in interleaved rounds; ``ratio`` is OpenVINO's time over ONNX Runtime's in
-the same round, the median with its interval: below 1 OpenVINO is faster. Both are called from
+Both runtimes run each graph in interleaved rounds; ``ratio`` is OpenVINO's time over ONNX Runtime's
+in the same round, the median with its interval: below 1 OpenVINO is faster. Both are called from
 Python with numpy arrays, as stages are. Needs the extra ``openvino``.
 """
 
@@ -57,14 +57,21 @@ class OpenVinoGraph:
 
 
 def main() -> None:
-    """Quantise, time side by side, print."""
+    """Quantise a model, time both runtimes side by side, and print the figures."""
     parser = make_parser(__doc__)
     parser.add_argument("model", type=Path, help="float32 ONNX file")
-    parser.add_argument("--data", type=Path, required=True, help=".npz to run, and for scales")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=True,
+        help=".npz of samples to run, and to measure scales of int8 on",
+    )
     parser.add_argument("--kinds", nargs="*", default=["int8-static", "int8-rows"])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=20.0, help="to time each graph")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="seconds in which each graph is timed"
+    )
     options = parser.parse_args()
     check_outputs(options.json)
     model = read_model(options.model)
@@ -95,7 +102,7 @@ def main() -> None:
 
 
 def measured(name: str, graph: bytes, dataset: Dataset, options: Any) -> dict[str, Any]:
-    """Time a graph in both, and compare their answers."""
+    """Time a graph in both runtimes, and compare their answers."""
     ours = TimedGraph(graph, options.threads)
     theirs = OpenVinoGraph(graph, options.threads, ours.session.get_outputs()[0].name)
     sizes = sorted(options.batch_sizes)

@@ -3,8 +3,8 @@
     python -m benchmarks.parallel BUNDLE --data TEST.npz [--rounds 3] [--json FILE] [--quick]
 
 Two streams, batches of at most 8, policy run-through. A batch may start next to a running one that
-has fewer than τ_b rows: 1 runs one after the other, and 9 is no limit. The settings take
-turns in each round; figures are medians of rounds.
+has fewer than τ_b rows: τ_b = 1 runs batches one after the other, and τ_b = 9 is no limit. The
+settings take turns in each round; figures are medians of rounds.
 
 * cpu: MEASURED, the bundle by ONNX Runtime in mode leave, one thread per stream.
 * device: MEASURED ON EMULATED DEVICES, in this process. A batch of 8 takes twice as long as one of
@@ -15,9 +15,9 @@ turns in each round; figures are medians of rounds.
 
 ``throughput`` is that of 16 clients that send again immediately; ``in stages`` is the mean time of
 a batch from its first stage to its last in that load. ``mean``, ``p99`` and ``late`` are of Poisson
-arrivals at 80 % of the throughput of τ_b = 1, late after three times the unmodified model's time
-for a batch of 8. The last row follows τ_l = 0.02 (``--max-violations``): τ_b starts at 9 and falls
-after 256 requests of which a larger share was late; its τ_b is the final one.
+arrivals at 80 % of the throughput of τ_b = 1; requests are late after three times the unmodified
+model's time for a batch of 8. The last row follows τ_l = 0.02 (``--max-violations``): τ_b starts at
+9 and falls after 256 requests of which a larger share was late; its τ_b is the final one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ GOING_ON: Final = 0.3
 
 
 def model_s(rows: int) -> float:
-    """Seconds of the emulated device for the whole model."""
+    """Return the seconds that the emulated device takes for the whole model."""
     alone, full = MODEL_MS
     return 1e-3 * (alone + (full - alone) * (rows - 1) / (BATCH - 1))
 
@@ -99,10 +99,11 @@ class SharedDevice:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._asked = 0.0
-        """Rows a second that the running batches would have alone, by those of full batches."""
+        """Total rows per second of the running batches if each ran alone, relative to full
+        batches."""
 
     def work(self, alone_s: float, rows: int) -> None:
-        """Return when a batch is done."""
+        """Wait until the device has finished a batch."""
         share = (rows / model_s(rows)) / (BATCH / model_s(BATCH))
         with self._changed:
             self._add(share)
@@ -118,7 +119,7 @@ class SharedDevice:
 
 
 class SharedDeviceBackend(ScriptedBackend):
-    """Answers by script, when the device has done the work."""
+    """A backend that answers from a script, after the emulated device has done the work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ async def open_bundle(path: Path, setting: ParallelSetting) -> Engine:
 
 
 def emulated_system() -> System:
-    """The model on the emulated device, with times as they pass here."""
+    """Return the model on the emulated device, with stretched times."""
     every = frozenset(range(2))
     seconds = tuple(
         tuple(STRETCH * stages_s(max(rows, 1))[stage] for rows in range(BATCH + 1))
@@ -188,7 +189,7 @@ def emulated_system() -> System:
 
 
 async def open_emulated(system: System, setting: ParallelSetting) -> Engine:
-    """Serve the scripted model on a device of its own."""
+    """Serve the scripted model on its own emulated device."""
     backend = SharedDeviceBackend()
     deployment = Deployment(
         number=0,
@@ -257,7 +258,7 @@ class ParallelBench:
         ]
 
     async def _saturate(self, engine: Engine, replay: Replay) -> tuple[float, float]:
-        """Requests a second, and mean seconds of a batch in stages."""
+        """Return requests per second, and the mean seconds of a batch in stages."""
         before = engine.statistics()[MODEL].stages
         rate = await replay.closed_loop(CLIENTS, self.duration_s)
         after = engine.statistics()[MODEL].stages
@@ -266,7 +267,7 @@ class ParallelBench:
 
 
 async def source_batch_s(path: Path, samples: Sequence[Mapping[str, NDArray[Any]]]) -> float:
-    """Median seconds of the unmodified model for a full batch, in one thread."""
+    """Return the median seconds of the unmodified model for a full batch, in one thread."""
     options = EngineOptions(
         mode=Mode.OFF, streams=1, threads=1, defaults=ModelOptions(max_batch_size=BATCH)
     )
@@ -281,7 +282,7 @@ async def source_batch_s(path: Path, samples: Sequence[Mapping[str, NDArray[Any]
 
 
 async def measure(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Measure both, and print."""
+    """Measure on the CPU and on the emulated device, and print."""
     dataset = read_dataset(options.data, Bundle.open(options.bundle).manifest.inputs)
     samples = single_samples(dataset, 1000)
     system = emulated_system()
@@ -324,7 +325,9 @@ def main() -> None:
     parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time of each")
+    parser.add_argument(
+        "--quick", action="store_true", help="run each measurement for a tenth of its time"
+    )
     options = parser.parse_args()
     check_outputs(options.json)
     found = uvloop.run(measure(options))

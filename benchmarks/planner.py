@@ -5,7 +5,8 @@
 CPU milliseconds of one plan, MEASURED, minimum of the repetitions: all batch sizes from 1 to 64,
 for the highest rate within 100 ms, and for half the rate of the unmodified model at the least cost.
 The cluster is that of benchmarks/clusters.py; three types have a quarter, a quarter and a half of
-the devices. ``growth`` is the exponent from the size before (1 is linear). ``--svg`` draws it.
+the devices. ``growth`` is the exponent from the previous number of devices (1 is linear). ``--svg``
+draws it.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def cluster(name: str, devices: int, segments: int) -> Cluster:
 
 
 def measure(cluster: Cluster, options: Any) -> dict[str, float]:
-    """Time both directions."""
+    """Time plans for the highest rate, and plans for the lowest cost."""
     model = model_of(going_on(0.8, options.segments))
     baseline = make_cluster_plan(model, cluster, PlanningGoal(slo_s=0.1)).baseline
     assert baseline is not None
@@ -81,7 +82,7 @@ def measure(cluster: Cluster, options: Any) -> dict[str, float]:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], segments: int) -> str:
-    """Draw the milliseconds of the longer direction by devices: SVG, log-log.
+    """Draw the milliseconds of the slower kind of plan by devices: SVG, log-log.
 
     The dashed line is linear growth from the first size.
     """

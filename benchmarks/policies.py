@@ -3,14 +3,16 @@
     python -m benchmarks.policies BUNDLE --data TEST.npz --trace azure:FILE [--share 0.8]
         [--rounds 3] [--json FILE]
 
-In one process and without the network: each system is a new engine, with as many streams of one
-thread as there are cores; the sender shares its event loop, and its own lateness is reported. First
-the source model's latency at batch 1 and its capacity are measured; the trace is rescaled to a
-share of that capacity. Then every system runs it: without deadlines, so that all requests are
-answered and quantiles of latency can be compared; and under two latency objectives, 2 and 10 times
-the source model's latency at batch 1, where quantiles are of answered requests only, and attainment
-and goodput are the result. System after system, in rounds; every figure is the median over rounds.
-``source:delay`` has the same largest batch as the others.
+All systems run in one process, without the network. Each system is a new engine, with as many
+streams of one thread as there are cores. The sender shares the engine's event loop, and the
+sender's own lateness is reported.
+
+First the source model's latency at batch 1 and its capacity are measured; the trace is rescaled to
+a share of that capacity. Then every system runs the trace without deadlines, so that all requests
+are answered and quantiles of latency can be compared. Every system also runs it under two latency
+objectives, 2 and 10 times the source model's latency at batch 1: there quantiles are of answered
+requests only, and attainment and goodput are the result. Systems run one after another, in rounds;
+every figure is the median over rounds. ``source:delay`` has the same largest batch as the others.
 """
 
 from __future__ import annotations
@@ -57,14 +59,14 @@ SYSTEMS = (
     "cheapest",
 )
 PATIENT = ("source:clockwork", "source:delay", "run-through", "refill", "rebatch", "delay")
-"""Systems with a meaningful run without deadlines."""
+"""Systems whose run without deadlines is meaningful."""
 MODEL = "model"
 SLO_FACTORS = (2, 10)
 MAX_BATCH = 16
 DELAY_MS = 1.0
-"""Waiting time of ``delay`` for more samples of a batch."""
+"""Time in ms that ``delay`` waits for more samples of a batch."""
 SATURATED = 128
-"""Requests under way when capacity is measured."""
+"""Number of requests in flight while capacity is measured."""
 LONE_REQUESTS = 1000
 
 
@@ -74,22 +76,22 @@ class Bench:
     def __init__(
         self, bundle: Path, data: Path, samples: int, *, streams: int | None = None
     ) -> None:
-        """Read all; ``streams`` are as many as there are cores, unless given."""
+        """Read the bundle and the data; ``streams`` is by default the number of cores."""
         self.bundle = bundle
         dataset = read_dataset(data, Bundle.open(bundle).manifest.inputs)
         self._samples = single_samples(dataset, samples)
         self._reference: NDArray[np.int64] = np.zeros(len(self._samples), np.int64)
         self.streams = streams or os.cpu_count() or 1
         self.lateness_ms: list[dict[str, float]] = []
-        """Lateness of the sender itself, run by run."""
+        """Lateness of the sender itself, one entry per run."""
 
     def median_lateness_ms(self) -> dict[str, float]:
-        """Medians over the runs so far."""
+        """Medians of the sender's lateness over the runs so far."""
         names = self.lateness_ms[0]
         return {n: float(np.median([late[n] for late in self.lateness_ms])) for n in names}
 
     async def prepare(self) -> None:
-        """Ask the source model for its answers."""
+        """Run the source model, whose answers are the reference."""
         async with self._replaying("source:delay") as replay:
             self._reference = await replay.answers()
 
@@ -115,24 +117,24 @@ class Bench:
             yield Replay(engine, MODEL, self._samples, self._reference)
 
     async def lone(self, system: str) -> tuple[float, float]:
-        """Mean seconds of requests sent one after the other, in all and within stages."""
+        """Return mean seconds of requests sent one after the other: in total, and within stages."""
         async with self._replaying(system) as replay:
             return await replay.lone(LONE_REQUESTS)
 
     async def sparse(self, system: str) -> tuple[float, float]:
-        """Mean seconds of requests that come 10 ms apart, in all and within stages."""
+        """Return mean seconds of requests that come 10 ms apart: in total, and within stages."""
         trace = constant(100.0, 6.0)
         async with self._replaying(system) as replay:
             outcomes = await replay.open_loop(trace.arrivals_s, trace.duration_s, None)
             return float(outcomes.latency_s.mean()), replay.stages_s() / len(trace.arrivals_s)
 
     async def capacity_rps(self, system: str, duration_s: float) -> float:
-        """Answers a second with many requests under way."""
+        """Return answers per second with many requests in flight."""
         async with self._replaying(system) as replay:
             return await replay.closed_loop(SATURATED, duration_s)
 
     async def under(self, system: str, trace: Trace, slo_s: float | None) -> Summary:
-        """Run a trace."""
+        """Run a trace on a system; return its figures."""
         async with self._replaying(system) as replay:
             outcomes = await replay.open_loop(trace.arrivals_s, trace.duration_s, slo_s)
             self.lateness_ms.append(replay.lateness_ms())
@@ -203,7 +205,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_trace(options: argparse.Namespace, rate: float) -> Trace:
-    """The trace that was asked for, at a mean rate."""
+    """Return the requested trace, at a mean rate."""
     kind, _, rest = str(options.trace).partition(":")
     if kind == "azure":
         return azure(Path(rest), rate)
@@ -213,7 +215,7 @@ def make_trace(options: argparse.Namespace, rate: float) -> Trace:
 
 
 def median_of(rounds: Sequence[Summary]) -> Summary:
-    """The median of every figure."""
+    """Return the median of every figure."""
     documents = [summary.to_json() for summary in rounds]
     return Summary(**{name: _median([d[name] for d in documents]) for name in documents[0]})
 
@@ -232,8 +234,15 @@ def main() -> None:
     """Measure, print, and write if asked."""
     parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--trace", default="poisson", help="poisson, gamma:CV2 or azure:FILE")
-    parser.add_argument("--share", type=float, default=0.8, help="of the source model's capacity")
-    parser.add_argument("--duration-s", type=float, default=10.0, help="of drawn traces")
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.8,
+        help="mean rate as a share of the source model's capacity",
+    )
+    parser.add_argument(
+        "--duration-s", type=float, default=10.0, help="seconds of the drawn traces"
+    )
     parser.add_argument("--systems", default=",".join(SYSTEMS))
     parser.add_argument("--samples", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)

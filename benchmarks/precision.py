@@ -36,15 +36,33 @@ SEED = 0
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("model", type=Path, help="float32 ONNX file")
-    parser.add_argument("--data", type=Path, required=True, help=".npz that scales are measured on")
-    parser.add_argument("--judge", type=Path, help=".npz to judge on; default: others of --data")
-    parser.add_argument("--samples", type=int, default=500, help="most of them to judge on")
-    parser.add_argument("--scale-samples", type=int, default=256, help="to measure scales on")
+    parser.add_argument(
+        "--data", type=Path, required=True, help=".npz of samples on which scales are measured"
+    )
+    parser.add_argument(
+        "--judge",
+        type=Path,
+        help=".npz of samples on which answers are compared (default: other samples of --data)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=500,
+        help="largest number of samples on which answers are compared",
+    )
+    parser.add_argument(
+        "--scale-samples",
+        type=int,
+        default=256,
+        help="number of samples on which scales are measured",
+    )
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--least-agreement", type=float, default=0.98)
     parser.add_argument("--kinds", nargs="+", choices=[k.value for k in CpuPrecision])
-    parser.add_argument("--seconds", type=float, default=20.0, help="to time each kind")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="seconds in which each kind is timed"
+    )
     arguments = parser.parse_args()
     check_outputs(arguments.json)
     model = read_model(arguments.model)
@@ -89,7 +107,7 @@ def main() -> None:
 
 
 def samples_of(arguments: Any, dataset: Dataset) -> tuple[Dataset, Dataset]:
-    """Some samples to measure scales on, and others to judge on."""
+    """Return some samples to measure scales on, and others to compare answers on."""
     order = np.random.default_rng(SEED).permutation(len(dataset))
     measured = order[: arguments.scale_samples]
     others = order[arguments.scale_samples :][: arguments.samples]
@@ -97,7 +115,7 @@ def samples_of(arguments: Any, dataset: Dataset) -> tuple[Dataset, Dataset]:
 
 
 def show(choice: PrecisionChoice, least_agreement: float) -> None:
-    """Print a line a kind."""
+    """Print one line for each kind."""
     for result in choice.measured:
         against = result.objection(least_agreement) or "fine"
         print(f"{result.describe()}, depends {result.dependence.difference:.0e}: {against}")
@@ -158,7 +176,7 @@ def computes_natively(elem_type: int) -> bool:
 
 
 def half_precision() -> dict[str, bool]:
-    """Return if float16 and bfloat16 are computed natively, by name."""
+    """Return whether float16 and bfloat16 are computed natively, by name."""
     types = {"float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
     return {name: computes_natively(elem_type) for name, elem_type in types.items()}
 

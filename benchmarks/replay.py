@@ -1,7 +1,7 @@
-"""A load on an engine in the same process: the server's inside, without the network.
+"""A load on an engine in the same process, without the network and the server's front.
 
-Open loop: arrivals do not wait for answers, and latency counts from when a request was to be sent.
-Closed loop, for throughput: so many requests are always under way.
+Open loop: arrivals do not wait for answers, and a latency begins when a request was due. Closed
+loop, for throughput: a fixed number of requests is always in flight.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from offramp.tools.bench.load.alarm import make_alarm
 from offramp.tools.bench.load.request_log import Reply, RequestLog, percentiles_ms
 
 COUNTED = 0.9
-"""Part of a closed loop's time that counts: the last."""
+"""Share of a closed loop's time that is measured: its last part."""
 _HEAD_START_S = 0.05
-"""Before the first arrival: the load is set up by then."""
+"""Seconds before the first arrival, in which the load is set up."""
 
 
 def single_samples(dataset: Dataset, count: int) -> list[dict[str, NDArray[Any]]]:
-    """The first samples of a data set, each as the inputs of a request of its own."""
+    """Return the first samples of a data set, each as the inputs of its own request."""
     return [
         {name: np.ascontiguousarray(array[i : i + 1]) for name, array in dataset.inputs.items()}
         for i in range(min(count, len(dataset)))
@@ -36,9 +36,9 @@ def single_samples(dataset: Dataset, count: int) -> list[dict[str, NDArray[Any]]
 
 
 def altered(sample: Mapping[str, NDArray[Any]], turn: int) -> dict[str, NDArray[Any]]:
-    """Copy a sample, and change one element a little: by so many turns, another one at each.
+    """Return a copy of a sample whose first element is changed a little, by ``turn`` small steps.
 
-    Controllers count equal samples once; so one may be sent again.
+    Controllers count equal samples once, so a sample must be altered before it is sent again.
     """
     changed = {name: array.copy() for name, array in sample.items()}
     first = next(iter(changed.values()))
@@ -71,11 +71,11 @@ class Replay:
         self._lateness_s = np.empty(0)
 
     def stages_s(self) -> float:
-        """Seconds that stages have run so far."""
+        """Total seconds that stages have run so far."""
         return sum(stage.run_s.total for stage in self._engine.statistics()[self._model].stages)
 
     async def answers(self) -> NDArray[np.int64]:
-        """The class of every sample."""
+        """Class that the engine answered for each sample."""
         found = []
         for sample in self._samples:
             (answer,) = (await self._engine.infer(self._model, sample)).outputs.values()
@@ -83,7 +83,7 @@ class Replay:
         return np.array(found)
 
     async def lone(self, requests: int) -> tuple[float, float]:
-        """Mean seconds of requests sent one after the other, in all and within stages."""
+        """Return mean seconds of requests sent one after the other: in total, and within stages."""
         before = self.stages_s()
         times = []
         for number in range(requests):
@@ -93,7 +93,10 @@ class Replay:
         return float(np.mean(times)), (self.stages_s() - before) / requests
 
     def lateness_ms(self) -> dict[str, float]:
-        """The lateness of the last open loop's requests: it shares the engine's event loop."""
+        """Return how late the last open loop sent its requests.
+
+        The loop shares the engine's event loop.
+        """
         return percentiles_ms(self._lateness_s)
 
     async def open_loop(

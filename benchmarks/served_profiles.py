@@ -2,7 +2,7 @@
 
 The samples of each scenario of `python -m benchmarks.adapt` are served by a controller, chunk by
 chunk, on the recorded answers of a real bundle's exits; the rows of each window are counted as a
-server counts them, and given to the same recorder.
+server counts them, and passed to the same recorder.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def served_profiles(
 
 
 def workplace_of(bundle: Bundle) -> ControllerInputs:
-    """Return the default workplace of `python -m benchmarks.adapt`."""
+    """Return the default inputs of controllers in `python -m benchmarks.adapt`."""
     promise = bundle.policy.promise
     return ControllerInputs(
         bundle=bundle,

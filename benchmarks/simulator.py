@@ -3,13 +3,15 @@
     python -m benchmarks.simulator BUNDLE --data TEST.npz [--json FILE]
 
 Each trace is run three times: by the real engine in this process, by a real ``eeserve`` loaded over
-loopback by ``eebench load``, and by the simulator. The first two have one stream of one thread; the
-other core is for the sender. Two constants are measured beforehand and passed to the simulator,
-which cannot know them: the factor of stage times over the profile when one request follows the
-other, and the time of a request on its way to the scheduler and back (the latency of requests 10 ms
-apart minus the simulated one; once for the engine, once for the server; it includes the cold caches
-and sleeping cores of such requests). Nothing is fitted to the compared runs. First: the number of
-simulated requests per second.
+loopback by ``eebench load``, and by the simulator. Engine and server have one stream of one thread;
+the other core is for the sender.
+
+Two constants are measured beforehand and passed to the simulator, which cannot know them. One is
+the factor of stage times over the profile when requests follow each other. The other is the time of
+a request on its way to the scheduler and back: the latency of requests 10 ms apart minus the
+simulated latency, once for the engine and once for the server. It includes the cold caches and
+sleeping cores of such requests. Nothing is fitted to the compared runs. The number of simulated
+requests per second is printed first.
 """
 
 from __future__ import annotations
@@ -61,17 +63,17 @@ class Way:
 
 
 class Twin:
-    """A system, and its simulation."""
+    """A system with its simulation."""
 
     def __init__(self, policy: str, bundle: Path) -> None:
-        """Read the bundle."""
+        """Read the bundle, to simulate it under a policy."""
         self.system = SystemUnderTest.parse(policy)
         self._bundle = Bundle.open(bundle)
         self._options = ModelOptions(scheduling=self.system.scheduling, max_batch_size=MAX_BATCH)
         self.slowdown = 1.0
 
     def model(self) -> SimulatedModel:
-        """The simulated model at the current slowdown."""
+        """Return the simulated model at the current slowdown."""
         return model_of(
             self._bundle,
             self.system.mode,
@@ -95,13 +97,13 @@ class Twin:
         return outcomes, time.perf_counter() - started_s
 
     def lone_s(self) -> float:
-        """Mean latency of requests that come one at a time."""
+        """Return the simulated mean latency of requests that come one at a time."""
         lone = constant(1.0, 4000.0)
         return self.simulated(lone, float("inf")).latency_ms["mean"] / 1e3
 
 
 async def compare(policy: str, options: argparse.Namespace, bench: Bench) -> list[dict[str, Any]]:
-    """Rows of one policy."""
+    """Compare measured and simulated runs of one policy; return a row for each load."""
     twin = Twin(policy, options.bundle)
     _, stages_s = await bench.lone(policy)
     twin.slowdown = stages_s / twin.lone_s()
@@ -152,7 +154,7 @@ def row(
 
 
 def speeds(bundle: Path) -> dict[str, float]:
-    """Simulated requests a second of one core, by policy and load."""
+    """Return the simulated requests per second of one core, by policy and load."""
     found = {}
     for policy in POLICIES:
         twin = Twin(policy, bundle)
@@ -170,7 +172,7 @@ def speeds(bundle: Path) -> dict[str, float]:
 
 
 def load(address: str, options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
-    """Summary of a real load on a server."""
+    """Send a real load to a server; return its summary."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out.json"
         fixed = ["--model", "model", "--data", str(options.data), "--json", str(path)]
@@ -204,7 +206,7 @@ def serving(policy: str, bundle: Path) -> Iterator[str]:
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows."""
+    """Return the rows of all policies."""
     bench = Bench(options.bundle, options.data, 2000, streams=1)
     await bench.prepare()
     return [row for policy in POLICIES for row in await compare(policy, options, bench)]

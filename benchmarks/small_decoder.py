@@ -29,15 +29,21 @@ from offramp.tools.zoo import small_decoder
 
 _BATCH = 50
 _TIMED = 20
-"""Runs at batch 1 that a model is timed by."""
+"""Number of timed runs of a model at batch 1."""
 
 
 def main() -> None:
     """Train missing models, compile, measure, print, and optionally write JSON."""
     parser = make_parser(__doc__)
     small_decoder.add_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of the comparison")
-    parser.add_argument("--compiled", action="store_true", help="keep a bundle that is there")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="number of repetitions of the comparison",
+    )
+    parser.add_argument("--compiled", action="store_true", help="keep an existing bundle")
     options = parser.parse_args()
     check_outputs(options.json)
     model: Path = options.output / "decoder.onnx"
@@ -66,7 +72,7 @@ def exit_checks(bundle: Bundle, source_ms: float) -> dict[str, float]:
 def against_whole(
     decoder: bytes, source: bytes, tokens: Sequence[int], dataset: Dataset
 ) -> dict[str, Any]:
-    """Compare a bundle's source, which has the answer's tokens alone, with the whole decoder."""
+    """Compare the reduced model, which only computes answer tokens, with the whole decoder."""
     whole, reduced = make_session(decoder, 1), make_session(source, 1)
     past = {tensor.name: tensor.shape for tensor in whole.get_inputs() if tensor.name[:4] == "past"}
 

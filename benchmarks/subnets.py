@@ -58,12 +58,12 @@ from offramp.tools.bench.common.compare import measure_size
 from offramp.tools.bench.common.output import describe_environment, figure_table, write_json
 
 DROPS: Final = (0.0, 0.0025, 0.005, 0.01, 0.02, 0.04)
-"""Accuracies and agreements that are compared, below the full model's."""
+"""Losses of accuracy or agreement, relative to the full model, at which groups are compared."""
 LOWEST_DROP: Final = 0.06
-"""Points that lose more on the certify split are not measured."""
+"""Largest loss on the certify split; points that lose more are not measured."""
 GOAL: Final = 0.9
 WIDTH: Final = 160
-"""Columns of a console on which no table is cut."""
+"""Console width, in characters, at which no table is cut."""
 GROUPS: Final[Mapping[str, tuple[TradeOffKind, ...]]] = {
     "exits": ("exits",),
     "subnets": ("subnets",),
@@ -82,7 +82,7 @@ class ChosenPoint:
     """A trade-off that was chosen without the test data for a batch size."""
 
     ways: tuple[TradeOffKind, ...]
-    """Ways that chose it."""
+    """Ways for which this point was chosen."""
     chosen: TradeOff
     """Trade-off as predicted, and counted on the certify split."""
 
@@ -101,18 +101,21 @@ class MeasuredPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualQuality:
-    """The least measured time of each group where they answer equally well."""
+    """The smallest measured time of each group at equally good answers."""
 
     batch_size: int
     worth: str
     """Criterion: accuracy or agreement."""
     drop: float
-    """Below the full model's on the test data."""
+    """Loss of this criterion relative to the full model, on the test data."""
     times: dict[str, float]
-    """Busy time over the full model's, by group."""
+    """Busy time relative to the full model's, by group."""
 
     def gain(self, group: str) -> float:
-        """A group over the better of exits and subnets alone; below 1, combining pays."""
+        """Return a group's time relative to the better of exits and subnets alone.
+
+        Combining pays if it is below 1.
+        """
         return self.times[group] / min(self.times["exits"], self.times["subnets"])
 
 
@@ -120,9 +123,13 @@ def main() -> None:
     """Choose, count, measure, print, and write if asked."""
     parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--batch-sizes", default="1,8,16")
-    parser.add_argument("--points", type=int, default=10, help="of each front, at most")
+    parser.add_argument(
+        "--points", type=int, default=10, help="largest number of points of each front"
+    )
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--samples", type=int, default=4000, help="most samples to time")
+    parser.add_argument(
+        "--samples", type=int, default=4000, help="largest number of samples to time"
+    )
     options = parser.parse_args()
     bundle = Bundle.open(options.bundle)
     if not bundle.manifest.variants:
@@ -145,7 +152,7 @@ def main() -> None:
 
 
 def _profiled(bundle: Bundle, size: int) -> int:
-    """The batch size that time is predicted for: the nearest that was profiled."""
+    """Return the profiled batch size that is nearest to ``size``: time is predicted for it."""
     return min(bundle.profile().batch_sizes, key=lambda known: abs(known - size))
 
 
@@ -262,9 +269,9 @@ def runners_of(
 
 
 def at_equal_worth(points: Sequence[MeasuredPoint], size: int) -> list[EqualQuality]:
-    """Compare the groups at the levels of ``DROPS``; the first point, the full model, is in each.
+    """Compare the groups at the losses ``DROPS``, by agreement and, with labels, by accuracy.
 
-    By accuracy where there are labels, and by agreement.
+    The first point, the full model, belongs to every group.
     """
     full, rows = points[0].counted, []
     for name, worth in QUALITY_MEASURES.items():

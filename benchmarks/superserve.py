@@ -14,14 +14,14 @@ time. Queries are answered correctly at the rate of their subnet's accuracy, and
 early on its own. All policies drop queries that would be late; at most 4,096 queries wait.
 
 With that cost table ("linear") only the smallest subnet can serve 7,050 requests/s, while the
-paper's system reaches 76 to 78 % there. So there is a second one ("fitted"): the subnets sustain
-8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so that this is possible. The third
-("GPU") has curves of a GPU: a batch of 16 takes 5 times as long as one query, 9 ms on the smallest
-subnet and 36 ms, the objective, on the largest, so that about 77 % are possible at 7,050
-requests/s, as in the paper.
+paper's system reaches an accuracy of 76 to 78 % at that rate. So there is a second cost table
+("fitted"): the subnets sustain 8,000, 7,500, 7,000, 5,500, 3,500 and 2,000 requests/s, chosen so
+that this accuracy is possible. The third ("GPU") has curves of a GPU: a batch of 16 takes 5 times
+as long as one query, 9 ms on the smallest subnet and 36 ms, the objective, on the largest. With it
+about 77 % are possible at 7,050 requests/s, as in the paper.
 
-With ``--buckets`` only the published rule runs, with these numbers of latency buckets; the paper
-does not state their number.
+With ``--buckets`` only the published rule runs, with the given numbers of latency buckets: the
+paper does not state how many it has.
 """
 
 from __future__ import annotations
@@ -65,11 +65,13 @@ SUSTAINED: dict[str, tuple[float | None, ...]] = {
     "linear": (8_000.0, None, None, None, None, 2_000.0),
     "fitted": (8_000.0, 7_500.0, 7_000.0, 5_500.0, 3_500.0, 2_000.0),
 }
-"""Requests a second that 8 workers sustain on each; ``None`` is between its neighbours."""
+"""Requests per second that 8 workers sustain on each subnet; ``None`` stands for a subnet whose
+cost is between its neighbours'."""
 FIXED_PART = 2.0
-"""Cost of a batch in addition to its rows, in rows."""
+"""Fixed cost of a batch, expressed in rows."""
 GPU_FIXED_PART, GPU_FULL_S = 2.57, (9e-3, 36e-3)
-"""The same of the table "GPU", and seconds of a full batch on the smallest and the largest."""
+"""Fixed cost of a batch in the table "GPU", in rows; and the seconds of a full batch on the
+smallest and on the largest subnet."""
 POLICIES = (
     "slackfit",
     "slackfit-bare",
@@ -93,7 +95,9 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--duration-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--buckets", help="numbers of buckets of the published rule, by commas")
+    parser.add_argument(
+        "--buckets", help="numbers of latency buckets of the published rule, separated by commas"
+    )
     options = parser.parse_args()
     results: dict[str, dict[str, Summary]] = {}
     console = wide_console()
@@ -192,13 +196,13 @@ def simulated(
 
 
 def table_points(table: SubnetTable) -> OperatingPoints:
-    """Make every subnet to its end a point."""
+    """Return operating points: each subnet to its own end."""
     full, *smaller = ([row] for row in reversed(table))
     return points_of(Latencies(full, smaller=[StageTable(rows) for rows in smaller]))
 
 
 def points_of(latencies: Latencies) -> OperatingPoints:
-    """Make every variant to its end a point."""
+    """Return operating points: each variant to its own end."""
     accuracies = zip(latencies.variants, reversed(ACCURACIES), strict=False)  # or of the largest
     points = [
         OperatingPoint(deepest=0, exit=MODEL_END, agreement=accuracy, variant=variant)
@@ -208,7 +212,10 @@ def points_of(latencies: Latencies) -> OperatingPoints:
 
 
 def costs_for(rates: Sequence[float | None], seed: int) -> list[float]:
-    """Seconds a row of each subnet, so that those with a rate sustain it; evenly between them."""
+    """Return the seconds per row of each subnet.
+
+    Subnets with a rate sustain this rate; costs of the others are evenly spaced between them.
+    """
     known = [i for i, rate in enumerate(rates) if rate is not None]
     found = [
         bisect(lambda cost, rps=rates[i]: sustains(cost, rps, seed), 1e-4, 1e-2) for i in known
@@ -224,7 +231,10 @@ def sustains(cost: float, rps: float, seed: int) -> bool:
 
 
 def bisect(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The largest value that ``holds``, to 1 ‰; it must hold at ``low`` and not at ``high``."""
+    """Return the largest value for which ``holds`` is true, to 1 ‰.
+
+    It must be true at ``low`` and false at ``high``.
+    """
     while high / low > 1.001:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)

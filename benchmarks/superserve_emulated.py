@@ -104,7 +104,10 @@ class ServedSupernet:
         return uvloop.run(self._load(policy, trace, kills=kills))
 
     def rate(self, policy: str, duration_s: float) -> tuple[float, float]:
-        """Queries a second of closed-loop clients, and the router's processor seconds for each."""
+        """Return the queries per second of closed-loop clients.
+
+        Also return the router's processor seconds per query.
+        """
         return uvloop.run(self._rate(policy, duration_s))
 
     async def _load(self, policy: str, trace: Trace, *, kills: bool) -> Row:
@@ -178,7 +181,7 @@ class ServedSupernet:
 
 
 def _variant(number: int) -> Variant:
-    """Name a subnet; of its exit only the agreement is read, and that for a page."""
+    """Describe a subnet as a variant; only a page reads the agreement of its exit."""
     end = Exit(
         index=0,
         after_segment=0,
@@ -218,7 +221,7 @@ def _faster(found: Outcomes, stretch: float) -> Outcomes:
 
 
 def bursts(stretch: float, duration_s: float) -> Iterator[Row]:
-    """Figures 8 and 10."""
+    """Yield results under bursts (figures 8 and 10)."""
     with _devices(stretch) as served:
         for cv2 in (2, 4, 8):
             trace = bursty(1_500, 5_550, cv2, duration_s, 0)
@@ -227,7 +230,7 @@ def bursts(stretch: float, duration_s: float) -> Iterator[Row]:
 
 
 def accelerating(stretch: float, duration_s: float) -> Iterator[Row]:
-    """Figure 11b."""
+    """Yield results under an accelerating load (figure 11b)."""
     with _devices(stretch) as served:
         for per_s2 in (250, 5_000):
             trace = accelerate(2_500, 7_400, per_s2, 8, duration_s, seed=0)
@@ -236,14 +239,14 @@ def accelerating(stretch: float, duration_s: float) -> Iterator[Row]:
 
 
 def spiky(stretch: float, duration_s: float) -> Iterator[Row]:
-    """Figure 9, in shape."""
+    """Yield results under a load with spikes, in the shape of figure 9."""
     with _devices(stretch) as served:
         for policy in FEW:
             yield served.load(policy, spikes(duration_s, 0))
 
 
 def killed(stretch: float, duration_s: float) -> Iterator[Row]:
-    """Section 6.4."""
+    """Yield results while workers are killed (section 6.4)."""
     with _devices(stretch) as served:
         trace = bursty(1_500, 3_500, 2, 3 * duration_s, 0)
         for policy in FEW[:3]:
@@ -251,7 +254,7 @@ def killed(stretch: float, duration_s: float) -> Iterator[Row]:
 
 
 def router(_: float, duration_s: float) -> Iterator[Row]:
-    """Queries a second that the router carries."""
+    """Yield the queries per second that the router carries."""
     nothing = np.zeros((SUBNETS, MAX_BATCH + 1)).tolist()
     for workers in (1, 2, 4, 8):
         device = EmulatedDevice(segments_s=nothing)
@@ -283,9 +286,13 @@ EXPERIMENTS: Final[Mapping[str, Callable[[float, float], Iterator[Row]]]] = {
 def main() -> None:
     """Measure, print, and write if asked, after each experiment."""
     parser = make_parser(__doc__)
-    parser.add_argument("--only", default=",".join(EXPERIMENTS), help="names of experiments")
-    parser.add_argument("--stretch", type=float, default=10.0, help="factor of all times")
-    parser.add_argument("--duration-s", type=float, default=3.0, help="of a load, not stretched")
+    parser.add_argument(
+        "--only", default=",".join(EXPERIMENTS), help="names of the experiments to run"
+    )
+    parser.add_argument("--stretch", type=float, default=10.0, help="factor on all times")
+    parser.add_argument(
+        "--duration-s", type=float, default=3.0, help="seconds of a load, not stretched"
+    )
     options = parser.parse_args()
     found: dict[str, Sequence[Row]] = {}
     for name in options.only.split(","):

@@ -3,19 +3,22 @@
     python -m benchmarks.superserve_example SUPERNET.ee [--trace azure:FILE] [--streams 8]
         [--share 0.8] [--requests 60000] [--data TEST.npz] [--json FILE]
 
-SIMULATED with the bundle's own profile and records, on virtual time: gamma arrivals of CV² 2, 4 and
-8, a stream whose rate rises from half to the whole, and a recorded trace, if named (time is
-rescaled). The mean rate is a share of the rate of the fastest operating point (of subnets and
-exits) in full batches, the latency objective the tightest at which that point alone has 0.9995 of
-the requests in time (by bisection). There slackfit is compared with every fixed point (Clipper+),
-``cheapest`` (INFaaS without an accuracy target), ``max-batch`` and ``max-accuracy``. The goal:
-slackfit has 0.999 in time, and is right at least a point more often than the best fixed point that
-also has. Accuracy is against the labels of the certify split; without labels it is agreement.
+SIMULATED with the bundle's own profile and records, on virtual time. The loads are gamma arrivals
+of CV² 2, 4 and 8, a stream whose rate rises from half of the mean rate to all of it, and a recorded
+trace, if one is named (its time is rescaled). The mean rate is a share of the rate of the fastest
+operating point (of subnets and exits) in full batches. The latency objective is the tightest one at
+which that point alone has 0.9995 of the requests in time (found by bisection).
 
-If exits may be forced, the fastest point can be an exit of so few layers that rates and objectives
-leave the range in which schedulers react (slackfit learns arrivals over 100 ms): with
-``--ends-only`` operating points are subnets to their own ends, as in the paper; certified exits are
-still used on the way.
+Under each load slackfit is compared with every fixed point (Clipper+), ``cheapest`` (INFaaS without
+an accuracy target), ``max-batch`` and ``max-accuracy``. The goal: slackfit has 0.999 of the
+requests in time, and its accuracy is at least one percentage point above that of the best fixed
+point that also has 0.999 in time. Accuracy is measured against the labels of the certify split;
+without labels it is agreement.
+
+If exits may be forced, the fastest point can be an exit after so few layers that rates and
+objectives leave the range in which schedulers react (slackfit learns arrivals over 100 ms). With
+``--ends-only`` operating points are therefore subnets to their own ends, as in the paper; samples
+may still leave at certified exits.
 
 Then half of the streams are lost, one by one every ``--lost-every-s``, under a load of CV² 2 that
 the fastest point can just serve with the remaining streams (figure 11a): the goal is 0.999 too.
@@ -64,12 +67,12 @@ POLICIES: Final = ("slackfit", "slackfit-bare", "max-batch", "max-accuracy", "ch
 FASTEST: Final = "cheapest"
 CV2: Final = (2.0, 4.0, 8.0)
 ATTAINED: Final = 0.9995
-"""Attainment of the fastest point alone that defines the objective."""
+"""Share of requests in time with the fastest point alone, which defines the objective."""
 GOAL: Final = 0.999
 GAIN: Final = 0.01
-"""Accuracy of slackfit above the best fixed point that reaches the goal."""
+"""Required gain in accuracy of slackfit over the best fixed point that reaches the goal."""
 SHORTEST_S, LONGEST_S = 1e-4, 60.0
-"""Objectives that are looked among."""
+"""Smallest and largest latency objective that the search considers, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,7 @@ class ObjectiveCase:
 
     @property
     def best_fixed(self) -> tuple[str, Summary] | None:
-        """The most accurate fixed point that reaches the goal; ``None`` if none does."""
+        """Return the most accurate fixed point that reaches the goal; ``None`` if none does."""
         reaching = [
             (name, row)
             for name, row in self.rows.items()
@@ -112,7 +115,7 @@ class ObjectiveCase:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the case as plain values."""
         best = self.best_fixed
         return {
             "trace": self.trace.name,
@@ -140,7 +143,7 @@ class Simulation:
         self.streams, self._seed = streams, seed
 
     def capacity(self, streams: int) -> float:
-        """Requests a second of the fastest point in full batches."""
+        """Return the requests per second of the fastest point in full batches."""
         points = self.model.points
         first = points.points[0]
         table = points.latencies.variants[first.variant].shrinking
@@ -148,7 +151,7 @@ class Simulation:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """All that are compared: each fixed point among them."""
+        """All policies that are compared, including each fixed point."""
         return *POLICIES, *(f"fixed:{_place(point)}" for point in self.model.points.points)
 
     def run(
@@ -160,7 +163,7 @@ class Simulation:
         streams: int | None = None,
         losing_s: Sequence[float] = (),
     ) -> SimulatedOutcomes:
-        """Simulate a policy."""
+        """Simulate a policy under a trace, with some streams lost on the way if asked."""
         model, streams = self.model, streams or self.streams
         scheduler = make_scheduler(
             PolicyName.parse(policy),
@@ -182,9 +185,9 @@ class Simulation:
         )
 
     def tightest_slo_s(self, trace: Trace, *, streams: int | None = None) -> float:
-        """The tightest objective at which the fastest point alone is in time, to 1 %.
+        """Return the tightest objective at which the fastest point alone is in time, to 1 %.
 
-        ValueError if there is none.
+        Raise ValueError if there is none.
         """
 
         def holds(slo_s: float) -> bool:
@@ -240,21 +243,22 @@ def _phase(
 
 
 def attained(outcomes: SimulatedOutcomes, slo_s: float) -> float:
-    """Share of all requests that are answered in time."""
+    """Return the share of all requests that are answered in time."""
     return float(outcomes.within(1e3 * slo_s).mean())
 
 
 def judged(outcomes: SimulatedOutcomes, slo_s: float) -> Summary:
-    """Make a run's figures; where there are labels, accuracy takes the place of agreement."""
+    """Summarise a run; where there are labels, accuracy takes the place of agreement."""
     summary = summarise(outcomes, slo_ms=1e3 * slo_s)
     accuracy = outcomes.accuracy
     return summary if accuracy is None else replace(summary, agreement=accuracy)
 
 
 def tightest(holds: Callable[[float], bool], low: float, high: float) -> float:
-    """The least value that ``holds``, to 1 %; ValueError if it does not at ``high``.
+    """Return the smallest value for which ``holds`` is true, to 1 %.
 
-    It is looked for from ``low`` upwards, doubling.
+    The search starts at ``low`` and doubles the value. Raise ValueError if ``holds`` is false at
+    ``high``.
     """
     value = low
     while not holds(value):
@@ -268,7 +272,7 @@ def tightest(holds: Callable[[float], bool], low: float, high: float) -> float:
 
 
 def traces_of(rate: float, options: argparse.Namespace) -> Iterator[Trace]:
-    """The loads at a mean rate; the accelerating one ends there."""
+    """Yield the loads at a mean rate; the accelerating load ends at this rate."""
     seconds, seed = options.requests / rate, options.seed
     for cv2 in CV2:
         yield gamma(rate, cv2, seconds, seed)
@@ -317,18 +321,41 @@ def main() -> None:
     parser = make_parser(__doc__, bundle=True)
     parser.add_argument("--trace", help="azure:FILE, in addition to random traces")
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--share", type=float, default=0.8, help="of the fastest point's capacity")
-    parser.add_argument("--requests", type=int, default=60_000, help="of each drawn trace")
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.8,
+        help="mean rate as a share of the fastest point's capacity",
+    )
+    parser.add_argument(
+        "--requests", type=int, default=60_000, help="number of requests of each drawn trace"
+    )
     parser.add_argument(
         "--ends-only", action="store_true", help="simulate no point that forces an exit"
     )
     parser.add_argument("--lost-every-s", type=float, default=12.0)
-    parser.add_argument("--data", type=Path, help=".npz of unseen samples: measure a case too")
-    parser.add_argument("--measured-share", type=float, default=0.6, help="of measured capacity")
-    parser.add_argument("--measured-slo-ms", type=float, default=0.0, help="0: look for it")
-    parser.add_argument("--duration-s", type=float, default=10.0, help="of the measured trace")
-    parser.add_argument("--samples", type=int, default=4000, help="of the data")
-    parser.add_argument("--rounds", type=int, default=3, help="of measuring")
+    parser.add_argument(
+        "--data", type=Path, help=".npz of unseen samples, for a case that is also measured"
+    )
+    parser.add_argument(
+        "--measured-share",
+        type=float,
+        default=0.6,
+        help="measured load as a share of the measured capacity",
+    )
+    parser.add_argument(
+        "--measured-slo-ms",
+        type=float,
+        default=0.0,
+        help="latency objective of the measured case; 0 searches for it",
+    )
+    parser.add_argument(
+        "--duration-s", type=float, default=10.0, help="seconds of the measured trace"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=4000, help="number of samples of the data to use"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of the measurement")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     bundle = Bundle.open(options.bundle)

@@ -49,11 +49,11 @@ MODEL: Final = "model"
 GOAL_MS: Final = 1.0
 """Goal at p99, from the decision to the first run after a switch, in ms."""
 WARM_UP: Final = 100
-"""Batches that are not counted."""
+"""Number of first batches that are not counted."""
 
 
 class RandomVariant(NeverBuffers):
-    """Draws the variant of every batch, and runs it to its own end."""
+    """A policy that draws the variant of every batch, and runs it to its own end."""
 
     name = "random-variant"
 
@@ -63,7 +63,7 @@ class RandomVariant(NeverBuffers):
         self._max_batch_size = max_batch_size
         self._random = np.random.default_rng(seed)
         self.decisions: list[tuple[float, int]] = []
-        """When, in seconds, and which variant."""
+        """Time of each decision in seconds, and the variant that was chosen."""
 
     def choose(self, waiting: Waiting, now_s: float) -> Choice:
         """Start waiting samples with a random variant."""
@@ -84,7 +84,7 @@ class NotingSlot:
         self.buffer, self.merge, self.close = slot.buffer, slot.merge, slot.close
 
     def run(self, stage: Stage, batch: TensorBatch, threshold: float | None = None) -> StageResult:
-        """Run, with a look at the clock before and after."""
+        """Run a stage, and record the times before and after it."""
         began_s = time.perf_counter()
         result = self._slot.run(stage, batch, threshold)
         self._runs.append((began_s, time.perf_counter()))
@@ -101,7 +101,7 @@ class NotingBackend:
         self.missing, self.close = backend.missing, backend.close
         self.prepared = 0
         self.runs: list[tuple[float, float]] = []
-        """Seconds, of all slots."""
+        """Start and end of each run in seconds, over all slots."""
 
     def prepare(self, spec: StageSpec) -> Stage:
         """Load a stage, and count it."""
@@ -109,7 +109,7 @@ class NotingBackend:
         return self._backend.prepare(spec)
 
     def open_slot(self) -> Slot:
-        """Open a slot that notes."""
+        """Open a slot that records its runs."""
         return NotingSlot(self._backend.open_slot(), self.runs)
 
 
@@ -121,15 +121,15 @@ class BatchTimes:
     switched: bool
     """True if the batch before it ran another variant."""
     start_ms: float
-    """From the decision to the start of its first run."""
+    """Time from the decision to the start of the batch's first run."""
     run_ms: float
-    """From there to the end of its last run."""
+    """Time from the start of the first run to the end of the last run."""
 
 
 def batch_times(
     decisions: Sequence[tuple[float, int]], runs: Sequence[tuple[float, float]]
 ) -> list[BatchTimes]:
-    """Put decisions and runs of one stream together; each batch has the runs up to the next one."""
+    """Match decisions and runs of one stream: a batch has the runs until the next decision."""
     began = np.array([run[0] for run in runs])
     ended = np.array([run[1] for run in runs])
     starts = np.array([when for when, _ in decisions])
@@ -175,14 +175,16 @@ async def served(
             for number in range(WARM_UP + batches):
                 await engine.infer(MODEL, requests[number % len(requests)])
             if backend.prepared != prepared:
-                raise RuntimeError(f"{backend.prepared - prepared} stages were prepared on the way")
+                raise RuntimeError(
+                    f"{backend.prepared - prepared} stages were prepared while batches ran"
+                )
             return batch_times(policy.decisions, backend.runs)[WARM_UP:]
     finally:
         backend.close()
 
 
 def requests_of(dataset: Dataset, batch_size: int) -> list[Mapping[str, NDArray[Any]]]:
-    """Whole batches of a data set, in turn."""
+    """Return whole batches of a data set, in turn."""
     return [
         dataset.take(slice(start, start + batch_size))
         for start in range(0, len(dataset) - batch_size + 1, batch_size)
@@ -190,7 +192,7 @@ def requests_of(dataset: Dataset, batch_size: int) -> list[Mapping[str, NDArray[
 
 
 def quantiles(times: Sequence[BatchTimes]) -> dict[str, dict[str, float]]:
-    """p50 and p99 of both times, after a switch and without."""
+    """Return p50 and p99 of both times, after a switch and without one."""
     found: dict[str, dict[str, float]] = {}
     for name, switched in (("switched", True), ("same", False)):
         some = [t for t in times if t.switched is switched]
@@ -203,7 +205,10 @@ def quantiles(times: Sequence[BatchTimes]) -> dict[str, dict[str, float]]:
 
 
 def measured(bundle: Path, dataset: Dataset, size: int, options: argparse.Namespace) -> Any:
-    """Figures of one batch size, of all variants together and of each; medians over rounds."""
+    """Return the figures of one batch size, for all variants together and for each variant.
+
+    Figures are medians over rounds.
+    """
     rounds = []
     for seed in range(options.rounds):
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -229,7 +234,7 @@ def main() -> None:
     """Measure, print, and write if asked."""
     parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--batch-sizes", default="1,8")
-    parser.add_argument("--batches", type=int, default=2000, help="of each round")
+    parser.add_argument("--batches", type=int, default=2000, help="number of batches in each round")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     bundle = Bundle.open(options.bundle)

@@ -46,8 +46,14 @@ def main() -> None:
     tasks = list(task_models.TASKS)
     parser.add_argument("--only", nargs="+", choices=tasks, default=tasks, metavar="TASK")
     task_models.add_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of the comparison")
-    parser.add_argument("--compiled", action="store_true", help="keep bundles that are there")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of repetitions of the comparison",
+    )
+    parser.add_argument("--compiled", action="store_true", help="keep existing bundles")
     options = parser.parse_args()
     check_outputs(options.json)
     models = [examine(name, options) for name in options.only]

@@ -3,10 +3,11 @@
     export OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
     python -m benchmarks.thresholds [--json FILE]
 
-Times are medians over ``--problems`` random problems with 10 exits and
-a bound of 1 %. The loss is against the best savings known of the problem: the exact optimum at 512
-samples, a beam of 400 states otherwise; loops are Apparate's greedy, sample by sample, and how many
-times as fast ours is on the same problems.
+Times are medians over ``--problems`` random problems with 10 exits and a bound of 1 %. The loss is
+relative to the best known savings of the problem: the exact optimum at 512 samples, otherwise the
+result of a beam search with 400 states. ``loops`` is Apparate's greedy algorithm, written as plain
+loops over samples; the figure is how many times as fast our greedy algorithm is on the same
+problems.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--samples", type=int, nargs="+", default=[512, 4096, 16384])
     parser.add_argument("--problems", type=int, default=10, help="problems of each kind")
-    parser.add_argument("--loops-up-to", type=int, default=4096, help="samples; loops are slow")
+    parser.add_argument(
+        "--loops-up-to",
+        type=int,
+        default=4096,
+        help="largest number of samples on which the loops run, since they are slow",
+    )
     arguments = parser.parse_args()
     check_outputs(arguments.json)
     rows = []
@@ -61,7 +67,7 @@ def main() -> None:
 
 
 def measure(kind: str, problems: list[Problem], *, loops: bool) -> list[dict[str, Any]]:
-    """One row per method, over all problems."""
+    """Return one row per method, over all problems."""
     samples = problems[0][0].shape[1]
     allowed = count_allowed(BOUND, samples)
     best = [best_known(problem, allowed) for problem in problems]

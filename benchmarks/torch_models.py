@@ -97,7 +97,7 @@ def _resnet50(classes: int) -> Made:
 
 
 def _convolutions(classes: int) -> Made:
-    """Four convolutions."""
+    """Return a small network of four convolutions."""
     widths = (3, 16, 16, 32, 32)
     body = [
         layer

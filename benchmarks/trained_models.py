@@ -54,8 +54,14 @@ def main() -> None:
     """Train missing models, compile, measure, print, and optionally write JSON."""
     parser = make_parser(__doc__)
     small_models.add_arguments(parser)
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of the comparison")
-    parser.add_argument("--compiled", action="store_true", help="keep bundles that are there")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="number of repetitions of the comparison",
+    )
+    parser.add_argument("--compiled", action="store_true", help="keep existing bundles")
     options = parser.parse_args()
     check_outputs(options.json)
     models = [examine(name, options) for name in options.only]
@@ -182,9 +188,9 @@ def measure(
 
 
 def summarise(runs: Mapping[str, Sequence[Mapping[str, Row]]], samples: int) -> dict[str, Any]:
-    """Figures of repeated comparisons at one batch size, on so many samples each.
+    """Summarise repeated comparisons at one batch size, with ``samples`` samples each.
 
-    ``runs`` are, by clock, the rows of each repetition by system.
+    ``runs`` has, for each clock, the rows of each repetition by system.
     """
     first = runs["wall"][0]
     answered = first[OFFRAMP]
@@ -223,7 +229,7 @@ def _of_size(rows: Sequence[Row], size: int) -> dict[str, Row]:
 
 
 def show(models: Sequence[dict[str, Any]]) -> None:
-    """Print a line a model."""
+    """Print one line for each model."""
     columns = ("model", "weights", "cuts", "in use", "source, ms", "busy at 1", "busy at 16",
                "wall clock", "agreement", "right", "compiled, s", "MiB")  # fmt: skip
     table = Table(title="Busy time relative to the unmodified model, MEASURED in CPU time")

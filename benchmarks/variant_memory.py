@@ -54,11 +54,12 @@ from offramp.tools.bench.common.output import (
 FORMS = ("own", "packed", "shared")
 BATCH_SIZES = (1, 8)
 TOLERANCE = 1e-5
-"""Tolerance of answers, as a share of the largest."""
+"""Largest difference of answers, as a share of the largest answer."""
 BERT_SUBNETS = ((3, 0.25), (4, 0.5), (4, 0.75), (5, 0.75), (6, 0.75), (6, 1.0))
-"""Layers, and width of heads and inside."""
+"""Layers of each subnet, and width of its heads and inner layers as a share of the full width."""
 RESNET_SUBNETS = ((2, 0.25), (1, 0.5), (1, 0.75), (0, 0.5), (0, 0.75), (0, 1.0))
-"""Blocks skipped at each resolution, and width inside the others."""
+"""Blocks skipped at each resolution, and width inside the other blocks as a share of the full
+width."""
 _MEASURES = ("load_s", "pss_mib", "anonymous_mib")
 
 
@@ -85,10 +86,16 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
-    parser.add_argument("--nets", default="bert,resnet", help="of bert and resnet")
+    parser.add_argument(
+        "--nets", default="bert,resnet", help="supernets to measure: bert, resnet or both"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--runs", type=int, default=20, metavar="N", help="of each batch size")
-    parser.add_argument("--folder", type=Path, help="for models that are made, then removed")
+    parser.add_argument(
+        "--runs", type=int, default=20, metavar="N", help="number of runs of each batch size"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="folder for models that are made and then removed"
+    )
     parser.add_argument("--step", choices=["load", "speed"], help=argparse.SUPPRESS)
     parser.add_argument("--form", choices=FORMS, help=argparse.SUPPRESS)
     return parser

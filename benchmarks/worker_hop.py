@@ -42,7 +42,7 @@ WARM_UP: Final = 100
 
 
 def stage_of(index: int, *, final: bool) -> StageSpec:
-    """A stage of no bundle that answers by script."""
+    """Return a stage that belongs to no bundle and answers from a script."""
     return StageSpec(
         index=index,
         first_segment=index,
@@ -78,13 +78,13 @@ class Chain:
 
 
 def round_of(run: Callable[[], tuple[float, float]], runs: int) -> NDArray[np.float64]:
-    """[2]: median microseconds of both stages."""
+    """Return [2]: median microseconds of the first and of the second stage."""
     found: NDArray[np.float64] = np.median([run() for _ in range(runs)], axis=0) * 1e6
     return found
 
 
 def measured(here: Chain, there: Chain, script: NDArray[Any], rounds: int, runs: int) -> Any:
-    """Times of both, in turns, and their differences."""
+    """Measure both places in turns; return their times and the differences."""
     chains = (here, there)
     for chain in chains:
         round_of(lambda chain=chain: chain.run(script), WARM_UP)  # type: ignore[misc]
@@ -112,7 +112,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--runs", type=int, default=50, help="of each round")
+    parser.add_argument("--runs", type=int, default=50, help="number of runs in each round")
     options = parser.parse_args()
     command = WorkerCommand(module="offramp.testing.scripted_worker")
     remote = RemoteBackend(ScriptedBackend(), launchers=[LocalLauncher(command)])

@@ -4,14 +4,14 @@
         [--requests 10000] [--under-way 32] [--every-s 1.0] [--max-batch-size 1] [--ray]
         [--json FILE]
 
-An engine runs the bundle's stages in worker processes, of which one at a time gets SIGKILL.
-Requests are of one sample each, a fixed number in flight; results are compared, bit by bit, with
+An engine runs the bundle's stages in worker processes; at intervals a random worker gets SIGKILL.
+Requests are of one sample each, a fixed number in flight. Results are compared, bit by bit, with
 those of the same stages in this process, sample by sample. With ``--splits`` workers have memory
-for only a part of the weights, so that the model is planned in about that many splits, and each
-worker holds its own split only. With ``--ray`` workers are actors, of one CPU each, of the Ray
-cluster of this host (or of RAY_ADDRESS), which has no other hosts.
+for only a part of the weights: the model is planned in about that many splits, and each worker
+holds its own split only. With ``--ray`` workers are actors, of one CPU each, of the Ray cluster of
+this host (or of RAY_ADDRESS), which has no other hosts.
 
-In batches of more than one sample sums are rounded in another order, depending on the batch: then
+In batches of more than one sample, the order in which sums are rounded depends on the batch: then
 exits and answers are compared up to 1e-5 of the largest value. MEASURED; times are of the busy
 engine, kills included.
 """
@@ -62,11 +62,15 @@ def main() -> None:
     """Serve in both ways, kill, compare, print; exit status 1 if an answer is missing or wrong."""
     parser = make_parser(__doc__, bundle=True, data=True)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--splits", type=int, default=1, help="that the workers share")
-    parser.add_argument("--ray", action="store_true", help="workers are actors of Ray")
+    parser.add_argument(
+        "--splits", type=int, default=1, help="number of splits that the workers share"
+    )
+    parser.add_argument("--ray", action="store_true", help="run workers as actors of Ray")
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--under-way", type=int, default=32, metavar="N", help="at the same time")
-    parser.add_argument("--every-s", type=float, default=1.0, help="seconds from kill to kill")
+    parser.add_argument(
+        "--under-way", type=int, default=32, metavar="N", help="number of requests in flight"
+    )
+    parser.add_argument("--every-s", type=float, default=1.0, help="seconds between two kills")
     parser.add_argument("--max-batch-size", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -153,7 +157,7 @@ def workers_for(
 async def _ask(
     engine: Engine, samples: Sequence[Mapping[str, NDArray[Any]]], count: int, under_way: int
 ) -> list[EngineResult | None]:
-    """Ask for so many samples, in turn, some at a time; ``None`` is one that failed."""
+    """Send ``count`` samples, ``under_way`` at a time; a failed request has the result ``None``."""
     free = asyncio.Semaphore(under_way)
 
     async def ask(number: int) -> EngineResult | None:
@@ -168,7 +172,7 @@ async def _ask(
 
 
 async def _kill(backend: RemoteBackend, every_s: float, seed: int, killed: list[int]) -> None:
-    """Kill a worker now and then; adds the numbers of their processes to ``killed``."""
+    """Kill a random worker every ``every_s`` seconds; add its process id to ``killed``."""
     chosen = random.Random(seed)
     while True:
         await asyncio.sleep(every_s)
@@ -191,7 +195,7 @@ def answers_here(
 
 
 def _same(wanted: tuple[int, NDArray[Any]], given: EngineResult, *, exact: bool) -> bool:
-    """Return True if two answers are equal: bit by bit, or up to the order of sums."""
+    """Return True if two answers are equal: bit by bit, or within the rounding of sums."""
     exit_, answer = wanted
     (found,) = given.outputs.values()
     allowed = 0.0 if exact else TOLERANCE * float(np.abs(answer).max(initial=1.0))

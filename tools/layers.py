@@ -164,7 +164,7 @@ def table(packages: Iterable[Package]) -> str:
 
 
 def with_table(text: str, packages: Iterable[Package]) -> str:
-    """Put the table between its marks in a text; ValueError if they are not there."""
+    """Replace the table between its markers in a text; ValueError if the markers are missing."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -88,7 +88,10 @@ def make_parser() -> LayeredParser:
         action="append",
         required=True,
         metavar="DATA",
-        help="data that the compiler never saw, labels optional; repeat it for the scenario domain",
+        help=(
+            "test data that the compiler did not use, labels optional; the scenario "
+            "domain needs two or more"
+        ),
     )
     add(
         "--scenario",
@@ -105,8 +108,8 @@ def make_parser() -> LayeredParser:
     _add_sequence(parser.add_argument_group("sequence"))
     _add_serving(parser.add_argument_group("serving"))
     output = parser.add_argument_group("output").add_argument
-    output("--json", type=Path, metavar="FILE", help="write the figures there")
-    output("--html", type=Path, metavar="FILE", help="write a page with plots there")
+    output("--json", type=Path, metavar="FILE", help="JSON file to write the figures to")
+    output("--html", type=Path, metavar="FILE", help="HTML file to write a page with plots to")
     add_data_arguments(parser)
     described = {name: s.description for name, s in SCENARIOS.items()}
     parser.add_argument_group("scenarios", "\n".join(_columns(described)))
@@ -126,7 +129,7 @@ def _columns(described: Mapping[str, str]) -> Iterator[str]:
 
 def _add_sequence(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--samples", default=8000, **COUNT, help="samples of a segment")
+    add("--samples", default=8000, **COUNT, help="number of samples in each segment of a scenario")
     add(
         "--corruption",
         metavar="KIND",
@@ -168,10 +171,13 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
     add(
         "--ramp-budget",
         **SHARE,
-        help="how much longer the whole model may take for all exits in use (default: 0.02 in "
-        "release mode, as Apparate publishes it, else the cost of the bundle's own exits)",
+        help=(
+            "largest time that all exits in use may add to the whole model, as a "
+            "share (default: 0.02 in release mode, as Apparate publishes it, else "
+            "what the bundle's own exits add)"
+        ),
     )
-    add("--batch-size", default=32, **COUNT, help="samples that start together")
+    add("--batch-size", default=32, **COUNT, help="number of samples in a batch")
     add(
         "--feedback-delay",
         type=int,
@@ -184,15 +190,19 @@ def _add_serving(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=2000.0,
         metavar="R",
-        help="assumed samples per second: the result of a tuning is as late as it ran (default: "
-        "2000)",
+        help=(
+            "assumed samples per second: converts the run time of a tuning into "
+            "samples (default: 2000)"
+        ),
     )
     add(
         "--tuning-delay",
         type=int,
         metavar="N",
-        help="samples until a tuning's result arrives, independent of its run time: a seed then "
-        "always gives the same figures (default: its run time)",
+        help=(
+            "number of samples until a tuning's result arrives; with it, a seed "
+            "always gives the same figures (default: computed from the run time)"
+        ),
     )
     add("--threads", default=1, **COUNT, help="CPU threads that record the answers")
 

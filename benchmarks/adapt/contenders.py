@@ -37,17 +37,18 @@ class ControllerInputs:
     bundle: Bundle
     batch_size: int
     costs: CostModel
-    """Costs at that batch size."""
+    """Predicted costs of the exits at ``batch_size``."""
     max_disagreement: float
     confidence_level: float
     ramp_budget: float | None
-    """Budget for exits in use that may change: the relative delay of the model's end. ``None`` is 2
-    % in release mode, as published, otherwise that of the bundle's own exits."""
+    """Largest relative delay of the model's end that exits may cause when the controller changes
+    the exits in use. ``None`` means 2 % in release mode, as Apparate publishes it, and otherwise
+    the delay of the bundle's own exits."""
     audit_budget: float
     """Share of compute that audits may take."""
 
     def options(self, controller: str) -> ModelOptions:
-        """The options under which a controller would serve."""
+        """Return the options with which a server would run a controller."""
         return ModelOptions(
             max_batch_size=self.batch_size,
             controller=controller,
@@ -58,7 +59,7 @@ class ControllerInputs:
         )
 
     def tuning_records(self) -> Records:
-        """All exits on the tuning split, each in use."""
+        """Return the tuning split's records of all exits, as if each exit was in use."""
         records = self.bundle.records()
         rows = records["split"] == TUNE
         return Records.of(
@@ -70,7 +71,7 @@ class ControllerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A controller by name."""
+    """A kind of controller: its description, its mode, and the function that makes it."""
 
     description: str
     mode: Mode
@@ -78,12 +79,12 @@ class Kind:
 
 
 def contenders_of(names: Sequence[str]) -> dict[str, Kind]:
-    """Look controllers up, with ValueError for none of a name; ``all`` is every one."""
+    """Return the kinds with these names, ``all`` for every kind; ValueError for an unknown name."""
     return look_up("controller", KINDS if tuple(names) == ("all",) else names, KINDS)
 
 
 def make_contender(name: str, workplace: ControllerInputs) -> ComparedController:
-    """Make a fresh one."""
+    """Return a new controller of the kind ``name``."""
     kind = KINDS[name]
     return ComparedController(
         label=name, description=kind.description, controller=kind.make(workplace), mode=kind.mode
@@ -104,7 +105,7 @@ def _static(workplace: ControllerInputs, tune: Callable[[Records, float], Tuning
 
 
 def _apparate(workplace: ControllerInputs, window: int) -> Controller:
-    """Apparate as it serves, but for the number of samples that it tunes on."""
+    """Return Apparate's controller as served, except that it tunes on ``window`` samples."""
     options = workplace.options("apparate")
     settings = ApparateSettings(
         max_disagreement=workplace.max_disagreement,
@@ -118,7 +119,7 @@ def _apparate(workplace: ControllerInputs, window: int) -> Controller:
 
 
 def _pame(workplace: ControllerInputs) -> Controller:
-    """PAME's controller: its thresholds never fall again, so feedback spares it needless rises."""
+    """Return PAME's controller, which only raises thresholds; feedback avoids needless rises."""
     settings = PameSettings(
         max_disagreement=workplace.max_disagreement,
         confidence_level=workplace.confidence_level,
@@ -130,7 +131,7 @@ def _pame(workplace: ControllerInputs) -> Controller:
 
 
 def _certified(workplace: ControllerInputs, mode: Mode) -> Controller:
-    """The one that is served."""
+    """Return the controller that the server uses by default."""
     options = workplace.options("certified")
     controller, _ = make_controller(workplace.bundle, workplace.bundle.profile(), mode, options)
     return controller
@@ -181,4 +182,4 @@ KINDS: Final[Mapping[str, Kind]] = {
         make=partial(_certified, mode=Mode.AUDIT),
     ),
 }
-"""Contenders in the order of tables."""
+"""Kinds of controllers by name, in the order of the tables."""

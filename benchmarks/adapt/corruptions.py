@@ -15,18 +15,18 @@ FloatImages: TypeAlias = NDArray[np.float32]
 WORST: Final = 5
 """The highest severity; 0 leaves images as they are."""
 _MOST_CHANNELS: Final = 4
-"""An axis this short at the end of an image holds its channels, if another could not."""
+"""Largest number of channels: an axis of images of at most this length may hold the channels."""
 
 _NOISE: Final = (0.0, 0.03, 0.045, 0.06, 0.08, 0.1)
 """Standard deviation, as a share of the range."""
 _BLUR: Final = (0.0, 0.6, 0.8, 1.0, 1.2, 1.5)
 """Standard deviation, in pixels of an image 28 wide."""
 _CONTRAST: Final = (1.0, 0.96, 0.92, 0.88, 0.82, 0.75)
-"""Remaining distance to the image's mean, by severity."""
+"""Remaining contrast by severity: the factor on each pixel's distance to the image's mean."""
 _BRIGHTNESS: Final = (0.0, 0.01, 0.02, 0.03, 0.045, 0.06)
 """Added brightness as a share of the range, by severity."""
 _OCCLUSION: Final = (0.0, 0.18, 0.25, 0.32, 0.38, 0.45)
-"""Side of the square that is hidden, as a share of the image's."""
+"""Side of the hidden square by severity, as a share of the image's side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,10 @@ class PixelRange:
 def corrupt(
     images: NDArray[Any], kind: str, severity: int, *, range_: PixelRange, rng: np.random.Generator
 ) -> NDArray[Any]:
-    """Return images of a shape of :func:`channel_axis` at a severity, in that shape and dtype.
+    """Return images that are corrupted at a severity, in the same shape and dtype.
 
-    Integers are rounded; values are clipped to ``range_``. Raise ValueError for an unknown kind or
-    severity, and for data without images.
+    The shape is one that :func:`channel_axis` expects. Integers are rounded; values are clipped to
+    ``range_``. Raise ValueError for an unknown kind or severity, and for data without images.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown corruption {kind!r}, expected one of {', '.join(KINDS)}")
@@ -74,9 +74,10 @@ def corrupt(
 
 
 def channel_axis(shape: tuple[int, ...]) -> int | None:
-    """The axis of an array that holds the images' channels, ``None`` if none does, else ValueError.
+    """Return the axis of an image array that holds the channels; ``None`` without such an axis.
 
-    Expects [n, channels, height, width], [n, height, width, channels] or [n, height, width].
+    Expects [n, channels, height, width], [n, height, width, channels] or [n, height, width]. Raise
+    ValueError for other shapes.
     """
     if len(shape) == 3 and min(shape[1:]) > _MOST_CHANNELS:
         return None

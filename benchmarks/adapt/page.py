@@ -26,7 +26,7 @@ from offramp.tools.bench.common.dynamics import plain, steps, stroke
 _WIDTH, _HEIGHT = 520.0, 132.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 6.0, 16.0, 20.0
 _AGREEMENT_SPANS: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
-"""Lengths of the agreement axis of a scenario, below its top of 100 %."""
+"""Possible lengths of the agreement axis, which ends at 100 %."""
 _EVERY: Final = 2
 """Every n-th window is drawn: more would be indistinguishable."""
 _LETTER_WIDTH: Final = 7.0
@@ -34,16 +34,16 @@ _LETTER_WIDTH: Final = 7.0
 
 
 class CardPlot(NamedTuple):
-    """A drawing and its title."""
+    """A drawing on a controller's card, and its title."""
 
     title: str
     keys: tuple[tuple[str, str], ...]
-    """Labels and CSS of their marks."""
+    """Entries of the legend: each label with the CSS of its mark."""
     drawing: Markup
 
 
 class Card(NamedTuple):
-    """A controller on one sequence."""
+    """The part of the page about one controller on one sequence."""
 
     run: ControllerRun
     plots: tuple[CardPlot, ...]
@@ -168,7 +168,7 @@ def _thresholds(sequence: SampleSequence, run: ControllerRun) -> CardPlot:
 def _draw(
     sequence: SampleSequence, label: str, x: Scale, y: Scale, ticks: list[Tick], *marks: Markup
 ) -> Markup:
-    """Draw marks over the segments, with axes."""
+    """Draw marks over the segments of a sequence, with axes."""
     shades, names = [], []
     for number, span in enumerate(sequence.spans):
         left, right = x(span.start), x(span.end)
@@ -197,7 +197,7 @@ def _points(
 
 
 def _shade(exit_: int, exits: int) -> float:
-    """Deeper exits are darker."""
+    """Return the shade of an exit: deeper exits are darker."""
     return 0.35 + 0.65 * (exit_ + 1) / exits
 
 

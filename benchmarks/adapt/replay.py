@@ -1,8 +1,8 @@
 """A controller's loop on recorded answers: chunks of samples instead of a clock.
 
-The exit of a sample, and its agreement with the source model, are facts of the real model. The cost
-of an answer is predicted from the profile. A chunk is served under the policy that is active when
-it starts; its records reach the controller some chunks later, as in the pipeline; jobs run
+The exit of a sample, and its agreement with the source model, are recorded from the real model. The
+cost of an answer is predicted from the profile. A chunk is served under the policy that is active
+when it starts; its records reach the controller some chunks later, as in the pipeline; jobs run
 immediately, but their results arrive after a delay of their run time.
 """
 
@@ -33,7 +33,7 @@ from offramp.engine.stages.plan import Mode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedController:
-    """A controller, and how samples are treated that an exit answers."""
+    """A controller, and the mode that decides what happens to answered samples."""
 
     label: str
     description: str
@@ -50,31 +50,32 @@ class ReplaySettings:
     delay_chunks: int = 2
     """Number of chunks that start before the records of one reach the controller."""
     tuning_delay: int | None = None
-    """Samples that start while a job runs; ``None``: its run time by ``rate``."""
+    """Number of samples that start while a job runs; ``None`` computes it from run time and
+    ``rate``."""
     rate: float = 2000.0
-    """Samples a second, assumed."""
+    """Assumed number of samples per second."""
     seed: int = 0
     """Seed of the audits' random draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedJob:
-    """A job of a controller."""
+    """A job that a controller ran during a replay, such as a tuning."""
 
     purpose: str
     taken_at: int
-    """Samples started before."""
+    """Number of samples that had started before the job."""
     arrived_at: int
     took_ms: float
-    """Measured."""
+    """Measured run time of the job in ms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A policy comes into force."""
+    """A change of the active policy."""
 
     at: int
-    """The first sample under it."""
+    """Index of the first sample under the new policy."""
     policy: ExitPolicy
 
 
@@ -87,29 +88,29 @@ class ReplayTrace:
     agrees: BoolArray
     """bool[N]: whether the answer is the source model's; measured."""
     audited: BoolArray
-    """bool[N]: answered by an exit, and ran to the end nevertheless."""
+    """bool[N]: true if an exit answered the sample, and the sample ran to the end nevertheless."""
     latency_ms: FloatArray
     """float64[N]: time until the answer; predicted."""
     compute_ms: FloatArray
     """float64[N]: time until the sample left; predicted."""
     policy: IntArray
-    """int64[N]: which of ``changes`` it was served under."""
+    """int64[N]: index in ``changes`` of the policy that served the sample."""
     changes: tuple[Change, ...]
-    """The first is the policy at the start."""
+    """Changes of the policy; the first entry is the policy at the start."""
     chunk: int
-    """Samples per entry of the following fields."""
+    """Number of samples per chunk."""
     statuses: tuple[ControlStatus, ...]
-    """When each chunk started."""
+    """Status of the controller at the start of each chunk."""
     tunings: tuple[ReplayedJob, ...]
     events: tuple[tuple[int, ControlEvent], ...]
-    """With the samples started before."""
+    """Events of the controller, each with the number of samples that had started before it."""
     source_ms: float
-    """Time of the source model; predicted."""
+    """Time of the source model for a sample; predicted."""
 
 
 @dataclass(slots=True)
 class _Out:
-    """A job under way."""
+    """A job whose result has not arrived yet."""
 
     job: Job
     result: Any
@@ -141,9 +142,9 @@ def replay(
     costs: CostModel,
     settings: ReplaySettings,
 ) -> ReplayTrace:
-    """Serve a sequence under a controller, which is fresh, and is used up.
+    """Serve a sequence under a controller, which must be new and cannot be used again.
 
-    ``costs`` are those of all exits of the bundle, at the batch size of a chunk.
+    ``costs`` has the costs of all exits of the bundle, at the batch size of a chunk.
     """
     controller = contender.controller
     coins = np.random.default_rng(settings.seed).random(len(sequence))
@@ -183,8 +184,8 @@ def _serve(
 ) -> _Served:
     """Send samples through the model, as stages and exits would.
 
-    ``runs_on``, bool by sample, is true if it runs to the end even if an exit answers it, drawn
-    before with the given probability.
+    ``runs_on``, bool by sample, is true for samples that run to the end even if an exit answers
+    them. It was drawn before, with the given ``probability``.
     """
     count, exits = len(samples), samples.exits
     active = [a.exit for a in policy.active if mode.observed or a.threshold < NEVER]

@@ -13,12 +13,12 @@ from rich.console import Console
 from offramp.tools.bench.common.output import figure_table
 
 WIDTH = 124
-"""Columns of a console on which the table is not cut."""
+"""Console width, in characters, at which the table is not cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ControllerRun:
-    """One controller on one sequence."""
+    """The replay and the score of one controller on one sequence."""
 
     contender: ComparedController
     trace: ReplayTrace
@@ -28,12 +28,12 @@ class ControllerRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """All controllers on one sequence."""
+    """The runs of all controllers on one sequence."""
 
     sequence: SampleSequence
     runs: tuple[ControllerRun, ...]
     hindsight: tuple[HindsightMetrics, ...]
-    """Hindsight by segment; empty if there is nothing to tune."""
+    """Best possible figures by segment; empty if there is no threshold to tune."""
 
 
 def print_comparison(console: Console, comparison: Comparison, *, max_disagreement: float) -> None:
@@ -63,7 +63,7 @@ def print_comparison(console: Console, comparison: Comparison, *, max_disagreeme
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """JSON values."""
+    """Return the comparison as JSON values."""
     sequence = comparison.sequence
     return {
         "scenario": sequence.scenario,

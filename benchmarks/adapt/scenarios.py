@@ -1,4 +1,4 @@
-"""Scenarios by name: each is a row of segments between which the distribution shifts."""
+"""Scenarios by name: each is a sequence of segments between which the distribution shifts."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from offramp.tools.bench.common.bench_flags import look_up
 EASY: Final = 0.8
 """Share of the data that counts as easy: the mix that E3 found in practice (5)."""
 _DOMINANT: Final = 0.9
-"""Share of the samples that the classes in favour get."""
+"""Share of a segment's samples that belong to its preferred classes."""
 _LEAST_GROUP: Final = 20
-"""Samples that a group needs to be drawn from."""
+"""Smallest number of samples that a group must have, so that samples can be drawn from it."""
 
 
 RecordAnswers: TypeAlias = Callable[[Dataset], Population]
-"""Answers every sample of a data set at every exit."""
+"""Function that records the answers of every exit to the samples of a data set."""
 _Progress: TypeAlias = Callable[[int], None]
 
 
 def answering(bundle: Bundle, *, threads: int) -> Callable[[Dataset, _Progress], Population]:
-    """A function that runs a bundle's model and all its exits, used or not, as one graph.
+    """Return a function that records a bundle's answers to a data set.
 
-    It answers every sample of a data set at every exit, calls back with the number of samples of
-    each batch, and raises DataError if the model fails on a sample.
+    It runs the model and all its exits, used or not, as one graph. It answers every sample at every
+    exit, calls back with the number of samples of each batch, and raises DataError if the model
+    fails on a sample.
     """
     manifest = bundle.manifest
     outputs = [(e.output, e.confidence) for e in manifest.exits]
@@ -59,7 +60,7 @@ class ScenarioSettings:
     """The settings that all scenarios share."""
 
     samples: int
-    """Samples of each segment."""
+    """Number of samples in each segment."""
     corruption: str
     severity: int
     """Severity of ``abrupt``, and the last severity of ``corruption``."""
@@ -67,9 +68,9 @@ class ScenarioSettings:
 
 
 class ScenarioData:
-    """Data sets by name, and the model's answers to them, each found out once.
+    """Data sets by name, and the model's answers to them, which are computed once.
 
-    The first is the one that most scenarios use.
+    Most scenarios use the first data set.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class ScenarioData:
         return len(self._images()) == 1
 
     def population(self, name: str | None = None, *, severity: int = 0) -> Population:
-        """Answers to a data set (default: the first), corrupted or not."""
+        """Return the answers to a data set (default: the first), corrupted at a severity above
+        0."""
         name = self.names[0] if name is None else name
         key = (name, severity)
         if key not in self._known:
@@ -132,11 +134,14 @@ class Scenario:
     segments: _Make
     applies: Callable[[ScenarioData], bool] = lambda _: True
     needs: str = ""
-    """Missing option, if the scenario does not apply."""
+    """Requirement of the scenario, printed if the data do not meet it."""
 
 
 def scenarios_of(names: Sequence[str], material: ScenarioData) -> dict[str, Scenario]:
-    """Look scenarios up, ValueError if one does not fit; ``all`` is every one that does."""
+    """Return the scenarios with these names; ``all`` stands for all that fit the data.
+
+    Raise ValueError if a named scenario does not fit.
+    """
     if tuple(names) == ("all",):
         return {name: s for name, s in SCENARIOS.items() if s.applies(material)}
     found = look_up("scenario", names, SCENARIOS)
@@ -147,10 +152,10 @@ def scenarios_of(names: Sequence[str], material: ScenarioData) -> dict[str, Scen
 
 
 def is_easy(population: Population) -> BoolArray:
-    """Return bool[m]: the :data:`EASY` share of samples with the surest right early answer.
+    """Return bool[m]: true for easy samples, whose share is :data:`EASY`.
 
-    Samples are ranked by the highest confidence of those exits of the first half that answer like
-    the model.
+    Easy samples have the surest right early answers. Samples are ranked by the highest confidence
+    among the exits in the model's first half that answer like the model.
     """
     early = max(1, population.exits // 2)
     right = np.where(population.agrees[:early], population.confidence[:early], 0.0)

@@ -16,15 +16,16 @@ from offramp.engine.control.controller import Evidence
 from offramp.engine.control.costs import CostModel
 
 WINDOW: Final = 1000
-"""Samples of the windows that the constraint is held against."""
+"""Number of samples in each window for which the constraint is checked."""
 STEP: Final = 100
-"""Samples from one window's start to the next one's."""
+"""Number of samples from the start of a window to the start of the next one."""
 _ROUNDING: Final = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerMetrics:
-    """The figures of a controller over some samples. Shares are of these unless said."""
+    """The figures of a controller over some samples. Shares are of these samples unless stated
+    otherwise."""
 
     samples: int
     agreement: float
@@ -34,52 +35,55 @@ class ControllerMetrics:
     above: float
     """Share of answers under a policy whose risk exceeds the constraint."""
     latency_savings: float
-    """Share of the source model's time until the answer; predicted from the profile."""
+    """Mean time saved until the answer, as a share of the source model's time; predicted from the
+    profile."""
     compute_savings: float
-    """Share of the source model's time that was not spent, audits and running on included."""
+    """Mean time saved until the sample left, as a share of the source model's time. Audits and
+    samples that run on count as time used."""
     audited: float
-    """Share answered early that ran to the end."""
+    """Share of samples that an exit answered and that ran to the end nevertheless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentScore:
-    """One segment under one controller."""
+    """The figures of one controller in one segment."""
 
     name: str
     whole: ControllerMetrics
     settled: ControllerMetrics | None
-    """From ``settled_after`` on; ``None`` if it never settled."""
+    """Figures from ``settled_after`` on; ``None`` if the controller never settled."""
     settled_after: int | None
-    """Samples of the segment until no policy in force exceeds the constraint any more."""
+    """Number of samples of the segment after which no active policy exceeds the constraint."""
     windows_settled_after: int | None
-    """Samples until every further window satisfies the constraint. At a risk near the constraint
-    windows of 1,000 exceed it by chance."""
+    """Number of samples until every further window satisfies the constraint. At a risk near the
+    constraint windows of 1,000 exceed it by chance."""
     worst_window: float
-    """Least agreement of a window."""
+    """Smallest agreement of a window."""
     windows_below: float
     """Share of the windows that violate the constraint."""
     certified: float
-    """Share of the samples served while the controller claimed its policy certified."""
+    """Share of the samples served while the controller claimed that its policy was certified."""
     certified_wrongly: float
     """Share of all samples served as certified while the policy's risk exceeded the constraint."""
     bound_wrong: float
-    """Share served while the risk was above the upper bound that the controller gave."""
+    """Share of the samples served while the risk was above the upper bound that the controller
+    reported."""
     accuracy: float | None
-    """Share of the answers like the labels, where there are any."""
+    """Share of the answers that equal the labels; ``None`` without labels."""
     source_accuracy: float | None
-    """The same of the source model."""
+    """Share of the source model's answers that equal the labels; ``None`` without labels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One controller on one sequence."""
+    """The figures of one controller on one sequence."""
 
     whole: ControllerMetrics
     segments: tuple[SegmentScore, ...]
     policies: int
     """Number of policies that were active."""
     tunings: int
-    """Jobs that were run."""
+    """Number of jobs that the controller ran."""
     tuning_ms: tuple[float, float, float] | None
     """Median, 95th percentile and largest of their run times; measured."""
     adjustments: int
@@ -92,18 +96,18 @@ class ControllerSeries:
     """One controller over time: a point for every window of :data:`WINDOW` samples."""
 
     ends: IntArray
-    """int64[windows]: samples served by the end of each."""
+    """int64[windows]: number of samples served until the end of each window."""
     agreement: FloatArray
     latency_savings: FloatArray
     compute_savings: FloatArray
     audit_share: FloatArray
     """Share of the window that was answered early and ran on."""
     changed_at: IntArray
-    """int64[policies]: when each policy came into force."""
+    """int64[policies]: number of samples served before each policy became active."""
     thresholds: FloatArray
     """float64[policies, K]: NaN where an exit was not in use, ``NEVER`` in shadow mode."""
     risk: FloatArray
-    """float64[windows]: mean of the risk of the policies in force."""
+    """float64[windows]: mean of the risk of the active policies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +116,16 @@ class HindsightMetrics:
 
     agreement: float
     latency_savings: float
-    """Predicted; without audits also the compute saved."""
+    """Predicted share of the time saved; without audits it is also the compute saved."""
 
 
 def hindsight(
     sequence: SampleSequence, costs: CostModel, active: Sequence[int], max_disagreement: float
 ) -> tuple[HindsightMetrics, ...]:
-    """Tune thresholds of exits on each segment's own samples, within the constraint there."""
+    """Find, for each segment, the best thresholds within the constraint; return their figures.
+
+    The thresholds are tuned on the segment's own samples.
+    """
     exits, drawn, found = list(active), sequence.drawn, []
     latency_ms, source_ms = costs.latency_ms(active), costs.source_ms
     for span in sequence.spans:
@@ -132,7 +139,7 @@ def hindsight(
 
 
 def score(sequence: SampleSequence, trace: ReplayTrace, *, max_disagreement: float) -> Score:
-    """Judge a trace."""
+    """Compute the score of a replay."""
     risk = risks(sequence, trace)
     times = [t.took_ms for t in trace.tunings]
     middle, tail = np.quantile(times, (0.5, 0.95)) if times else (0.0, 0.0)
@@ -151,7 +158,7 @@ def score(sequence: SampleSequence, trace: ReplayTrace, *, max_disagreement: flo
 
 
 def risks(sequence: SampleSequence, trace: ReplayTrace) -> FloatArray:
-    """float64[N]: the risk of the policy that each sample was served under, in its segment."""
+    """Return float64[N]: the risk, in a sample's segment, of the policy that served the sample."""
     risk = np.empty(len(sequence))
     for span in sequence.spans:
         rows = slice(span.start, span.end)
@@ -162,7 +169,7 @@ def risks(sequence: SampleSequence, trace: ReplayTrace) -> FloatArray:
 
 
 def course(sequence: SampleSequence, trace: ReplayTrace) -> ControllerSeries:
-    """Look at a trace over time."""
+    """Return the figures of a replay over time, window by window."""
     starts = _window_starts(0, len(sequence))
     ends = starts + min(WINDOW, len(sequence))
 
@@ -252,5 +259,5 @@ def _after_last(marks: BoolArray) -> int | None:
 
 
 def _window_starts(start: int, end: int) -> IntArray:
-    """Starts of the windows of a stretch; one shorter window if it is shorter than one."""
+    """Return the starts of the windows between two samples; a short range is one window."""
     return np.arange(start, max(end - WINDOW, start) + 1, STEP)

@@ -25,11 +25,11 @@ class Population:
     """The recorded answers of a model and all its K exits to m samples."""
 
     confidence: Float32Array
-    """float32[K, m]."""
+    """float32[K, m]: confidence of each exit for each sample."""
     prediction: NDArray[np.int32]
-    """int32[K, m]."""
+    """int32[K, m]: predicted class of each exit for each sample."""
     final: NDArray[np.int32]
-    """int32[m]: the source model's."""
+    """int32[m]: the source model's answer."""
     labels: IntArray | None
     """int64[m], where the data has labels."""
 
@@ -37,7 +37,7 @@ class Population:
         return len(self.final)
 
     def take(self, rows: slice | IntArray) -> Population:
-        """The answers to some samples."""
+        """Return the answers to some samples."""
         return Population(
             confidence=self.confidence[:, rows],
             prediction=self.prediction[:, rows],
@@ -47,12 +47,12 @@ class Population:
 
     @property
     def exits(self) -> int:
-        """K."""
+        """Number of exits, K."""
         return int(self.confidence.shape[0])
 
     @property
     def agrees(self) -> BoolArray:
-        """bool[K + 1, m]: whether the answer there is the source model's."""
+        """bool[K + 1, m]: whether the answer of each exit and of the end is the source model's."""
         same = self.prediction == self.final
         return np.concatenate([same, np.ones((1, len(self)), np.bool_)])
 
@@ -77,7 +77,10 @@ class ShiftSegment:
             raise ValueError(f"segment {self.name!r}: weights add up to {self.weights.sum():g}")
 
     def risk(self, policy: ExitPolicy) -> float:
-        """Share of answers that differ from the source model's under a policy, in the long run."""
+        """Return the share of a policy's answers that differ from the source model's.
+
+        It is the share in the long run, which is known exactly here.
+        """
         places = answering_places(self.population.confidence, policy)
         wrong = ~self.population.agrees[places, np.arange(len(self.population))]
         return float(self.weights[wrong].sum())
@@ -90,7 +93,7 @@ class SegmentSpan:
     segment: ShiftSegment
     start: int
     end: int
-    """One past the last."""
+    """Index after the segment's last sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,7 +106,7 @@ class SampleSequence:
     drawn: Population
     """The samples, one after another."""
     rows: IntArray
-    """int64[N]: which sample of its segment's population each one is."""
+    """int64[N]: index of each sample in the population of its segment."""
 
     def __len__(self) -> int:
         return len(self.drawn)
@@ -134,7 +137,7 @@ def draw(
 
 
 def answering_places(confidence: Float32Array, policy: ExitPolicy) -> IntArray:
-    """int64[n]: which exit answers each of float32[K, n] samples; MODEL_END if none does."""
+    """Return int64[n]: the exit that answers each sample of float32[K, n], or MODEL_END."""
     return first_exit(confidence, thresholds_of(policy, len(confidence)))
 
 

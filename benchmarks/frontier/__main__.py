@@ -77,8 +77,8 @@ def make_parser() -> LayeredParser:
     add("--seed", type=int, default=0, metavar="K", help="seed of the samples' order")
     add_data_arguments(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--html", type=Path, metavar="FILE", help="write a page with plots there")
+    add("--json", type=Path, metavar="FILE", help="JSON file to write the figures to")
+    add("--html", type=Path, metavar="FILE", help="HTML file to write a page with plots to")
     parser.set_defaults(run=run)
     add_own_code(parser)
     return parser

@@ -37,7 +37,7 @@ from offramp.engine.stages.plan import Plan, StageSpec, exit_label, make_plan
 from offramp.tools.bench.common.compare import measure_size
 
 _LEAST_ROUNDS = 6
-"""Fewest rounds for a 95 % interval of the median."""
+"""Smallest number of rounds that gives a 95 % interval of the median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +49,16 @@ class FrontierPoint:
     busy_ms_per_sample: float
     """From a batch's start until its last answer, per sample; the median over rounds."""
     busy: Ratio
-    """The same over the source model's."""
+    """Busy time relative to the source model's."""
     mean: Ratio
-    """Likewise of the samples' mean latency, from their batch's start to their own answer."""
+    """Mean latency of the samples, from the start of their batch to their own answer, relative to
+    the source model's."""
     disagreement: float
-    """Share of the samples answered unlike the source model."""
+    """Share of the samples whose answer differs from the source model's."""
     accuracy: float | None
-    """Against the labels, where there are any."""
+    """Share of answers that equal the labels; ``None`` without labels."""
     exit_shares: dict[str, float]
-    """Shares of answers by exit."""
+    """Share of the answers that come from each exit."""
     round_busy_ms: tuple[float, ...]
     """Mean time of a batch, by round."""
 
@@ -73,7 +74,8 @@ class FrontierSystem:
     reason: str | None
     """Reason why no policy could be certified; nothing was measured then."""
     predicted_ratio: dict[int, float]
-    """Time over the source model's by batch size, where that was profiled: certify split."""
+    """Predicted time relative to the source model's, by profiled batch size; from the certify
+    split."""
     measured: tuple[FrontierPoint, ...]
     """Measured points by batch size."""
 
@@ -84,7 +86,7 @@ class FrontierSystem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombiningGain:
-    """Both together over the better of the two alone, at a bound and a batch size."""
+    """Gain of int8 with exits over the better of the two alone, at a bound and a batch size."""
 
     max_disagreement: float
     batch_size: int
@@ -108,12 +110,12 @@ class Frontier:
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """The bounds, in their order."""
+        """Bounds of all systems, in the order of the systems."""
         known = (s.max_disagreement for s in self.systems if s.max_disagreement is not None)
         return tuple(dict.fromkeys(known))
 
     def find(self, system: str, bound: float | None = None) -> FrontierSystem:
-        """The system of a name, at a bound."""
+        """Return the system with a name, at a bound."""
         return next(s for s in self.systems if (s.system, s.max_disagreement) == (system, bound))
 
     def describe_width(self) -> str:
@@ -146,10 +148,10 @@ def measure_frontier(
         policies: From :func:`choose_policies`; where there is none, nothing is measured.
         backend: Executes the policies, on the CPU.
         dataset: Real data, with labels if there are any; the first samples are used.
-        threads: Of the plain sessions; the backend's too.
-        batch_sizes: To measure at.
+        threads: Number of threads of the plain sessions and of the backend.
+        batch_sizes: Batch sizes to measure.
         rounds: Parts of the data; ratios are medians over them.
-        samples: How many of the data to use at most.
+        samples: Largest number of samples to use.
         progress: Called with the number of samples of each batch.
 
     Raises:
@@ -190,9 +192,10 @@ def measure_frontier(
 def gain_of(
     systems: Sequence[FrontierSystem], bound: float, batch_size: int
 ) -> CombiningGain | None:
-    """Compare the combination with the better single one; ``None`` without such a policy.
+    """Compare int8 with exits to the better of both alone; ``None`` without a policy of the pair.
 
-    A single one without a certified policy counts as the source model, which would be served.
+    One of the two alone, if it has no certified policy, counts as the source model, which would be
+    served.
     """
     source = systems[0].at(batch_size)
     found = {s.system: s.at(batch_size) for s in systems if s.max_disagreement == bound}
@@ -280,7 +283,7 @@ class _Measuring:
 class SharedStages:
     """The stages of a bundle, each prepared once: policies differ in thresholds, or in few exits.
 
-    Without it a large model would be loaded once for every policy.
+    Without this class a large model would be loaded once for every policy.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -288,7 +291,7 @@ class SharedStages:
         self._known: dict[tuple[object, object], Stage] = {}
 
     def prepare(self, spec: StageSpec) -> Stage:
-        """Prepare a stage, unless one of the same graph is there."""
+        """Prepare a stage, or return an earlier one with the same graph."""
         key = spec.unit, spec.carried
         if key not in self._known:
             self._known[key] = self._backend.prepare(spec)
@@ -296,7 +299,7 @@ class SharedStages:
 
 
 def whole_copy(cascade: Bundle) -> tuple[bytes, str]:
-    """Join the segments of the copy to the graph that they were, and name its answer."""
+    """Return the int8 copy as one graph, joined from its segments, and the name of its answer."""
     manifest = cascade.manifest
     front = manifest.segments[: manifest.source_begins]
     answer = front[-1].output
@@ -334,7 +337,7 @@ def _by_round(busy_ms: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _ratio(rounds: Rounds) -> Ratio:
-    """The second system over the first."""
+    """Return the time of the second system relative to the first."""
     (found,) = rounds.ratios()
     return Ratio(value=found.value, half_width=found.half_width)
 

@@ -192,7 +192,7 @@ def tooltip(system: FrontierSystem, point: FrontierPoint) -> str:
 
 
 def with_width(ratio: Ratio) -> str:
-    """``0.83 ± 0.02``."""
+    """Return a ratio with its width, such as ``0.83 ± 0.02``."""
     return f"{ratio.value:.2f} ± {ratio.half_width:.2f}"
 
 

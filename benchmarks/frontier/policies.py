@@ -65,11 +65,11 @@ class BundlePair:
 
     @property
     def bundles(self) -> tuple[Bundle, Bundle]:
-        """Both."""
+        """Both bundles."""
         return self.exits, self.cascade
 
     def bundle_of(self, system: str) -> Bundle:
-        """The bundle that a system is made of."""
+        """Return the bundle that a system is made of."""
         return self.exits if system in (SOURCE, EXITS) else self.cascade
 
 
@@ -92,13 +92,13 @@ class FrontierPolicy:
     system: str
     """One of :data:`CERTIFIED`."""
     max_disagreement: float
-    """The bound, a share."""
+    """Largest share of answers that may differ from the source model's."""
     policy: ExitPolicy | None
     """Policy with its promise; ``None`` if none was certified, so that the source model is
     served.
     """
     reason: str | None
-    """Reason why there is none."""
+    """Reason why there is no policy; ``None`` if there is one."""
 
 
 def choose_policies(

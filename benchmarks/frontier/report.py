@@ -15,7 +15,7 @@ from offramp.bundle import Ratio
 from offramp.tools.bench.common.output import figure_table
 
 WIDTH = 100
-"""Columns of a console on which the table is not cut."""
+"""Console width, in characters, at which the table is not cut."""
 _COLUMNS = ("system", "ms", "×source", "mean", "disagree", "right", "predicted ×", "certify errors")
 
 

@@ -267,7 +267,7 @@ def test_methods_that_cannot_be_measured_say_why(bundles, tmp_path: Path, capsys
     np.savez(few, **data_of(bundle).take(slice(0, 40)))
     for method, message in (
         ("deebert", "the bundle's records hold no entropies (--criterion probability), so a quar"),
-        ("deebert", "give at least 200, or --method-data, what the bundle was compiled with"),
+        ("deebert", "give at least 200, or give the data that the bundle was compiled with as --"),
         ("deeberd", "unknown method 'deeberd'; there is deebert"),
     ):
         command = [str(bundle.path), "--data", str(few), "--method", method]

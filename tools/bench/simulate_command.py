@@ -77,7 +77,10 @@ class SystemUnderTest:
 
     @classmethod
     def parse(cls, text: str) -> SystemUnderTest:
-        """Read ``slackfit``, ``source:clockwork`` or ``audit:run-through``; ValueError if none."""
+        """Read a name such as ``slackfit``, ``source:clockwork`` or ``audit:run-through``.
+
+        Raise ValueError for an unknown name.
+        """
         before, colon, name = text.partition(":")
         if colon and before in _MODES:
             return cls(text, _MODES[before], PolicyName.parse(name))
@@ -86,7 +89,7 @@ class SystemUnderTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """One system's run."""
+    """The result of one system's run."""
 
     label: str
     outcomes: Outcomes
@@ -167,7 +170,7 @@ def _add_serving(parser: argparse.ArgumentParser) -> None:
 
 def _add_devices(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("devices").add_argument
-    add("--workers", **COUNT, help="devices, or streams of one (default: 1)")
+    add("--workers", **COUNT, help="number of devices, or of streams of one device (default: 1)")
     add(
         "--plan",
         type=Path,

@@ -45,7 +45,7 @@ class SimulatedVariant:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedModel:
-    """A model on virtual time."""
+    """A model on virtual time: its behaviour, its operating points, and its durations."""
 
     behaviour: Behaviour
     points: OperatingPoints

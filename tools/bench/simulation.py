@@ -170,7 +170,10 @@ class _Simulation:
                 ask(now_s)
 
     def ask_the_last(self, now_s: float) -> None:
-        """Ask idle streams, which are equal: if one has no work, none has."""
+        """Ask idle streams for work, the last one first.
+
+        The streams are equal: if one of them gets no work, no other gets any.
+        """
         idle, scheduler = self._idle, self._scheduler
         while idle and (self._goes_on or scheduler.waiting):
             self._goes_on = False

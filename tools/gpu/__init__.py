@@ -33,16 +33,18 @@ and rehearse ``setup.sh`` and the tests with the transferred Python. Then, on th
     setup.sh PARTS            15 s, once all parts of 57 MB are there (5 s each)
     everything.sh             in a session of its own, checked from time to time
 
-On an H100 in November 2026: engines of ResNet-101 for two profiles took 2.5 minutes, of BERT-base
-for four 6 minutes, of the example for two 1.6 minutes (one core busy, the GPU idle: several
-processes at once cost nothing); the kernels' tests 14 s, under memcheck, synccheck and racecheck
-19, 19 and 102 s; a self-check of two bundles 35 s.
+On an H100 in November 2026, engines of ResNet-101 for two profiles took 2.5 minutes, engines of
+BERT-base for four profiles 6 minutes, and engines of the example for two profiles 1.6 minutes. One
+core was busy and the GPU idle, so several processes could build at once without loss. The kernels'
+tests took 14 s; under memcheck, synccheck and racecheck they took 19, 19 and 102 s. A self-check of
+two bundles took 35 s.
 
-On an H200 in November 2026: bundles of ResNet-101 and BERT-base were made in 13 and 21 s; all 14
-engines of both for two profiles, in fp32 and fp16, in 171 s, each in a process of its own, with the
-GPU busy. ``--only pame --rounds 5 --go-on 0.3`` took 30 s of a model with TensorRT's engines, 50 s
-for BERT-base, and 70 s with ONNX Runtime's provider; four values of τ_b at 400 requests 50 s of
-ResNet-101, and more than 70 s of BERT-base. TensorRT 8.6 checks the hash of its builder resource at
-its start: that file must be carried whole. In libnvinfer and ONNX Runtime's provider, machine code
-for other GPUs can be overwritten with zeros: the provider then travels in 73 MB instead of 256.
+On an H200 in November 2026, making the bundles of ResNet-101 and BERT-base took 13 and 21 s. All 14
+engines of both models for two profiles, in fp32 and fp16, took 171 s, each in its own process, with
+the GPU busy. ``--only pame --rounds 5 --go-on 0.3`` took 30 s for a model with TensorRT's engines,
+50 s for BERT-base, and 70 s with ONNX Runtime's provider. Four values of τ_b at 400 requests took
+50 s for ResNet-101, and more than 70 s for BERT-base. TensorRT 8.6 checks the hash of its builder
+resource when it starts, so this file must be transferred unchanged. In libnvinfer and ONNX
+Runtime's provider, machine code for other GPUs can be overwritten with zeros: compressed, the
+provider then has 73 MB instead of 256.
 """

@@ -35,7 +35,7 @@ _RUNS_A_ROUND = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A graph that is built, and how its inputs are made."""
+    """A graph whose engine is built, and the function that makes its inputs."""
 
     name: str
     model: str
@@ -64,7 +64,7 @@ class Subject:
 
 
 def resnet_subjects(precision: Precision, seed: int) -> Iterator[Subject]:
-    """Yield ResNet-50 with random weights, whole and in stages; stages read earlier output."""
+    """Yield ResNet-50 with random weights, as a whole and as stages that read earlier outputs."""
     rng = np.random.default_rng(seed)
     images = rng.standard_normal((1, *resnets.INPUT_SHAPE)).astype(np.float32)
     pieces = (resnets.whole(seed), *resnets.stages(seed))
@@ -122,7 +122,7 @@ def bundle_subjects(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBench:
-    """Building and measuring of engines."""
+    """Builds engines and measures them."""
 
     precision: Precision
     batches: tuple[int, ...]

@@ -169,7 +169,7 @@ class GpuMachine:
         return _bare_engine(bundle, self._index, batches) if self.backend == "tensorrt" else None
 
     def free_bytes(self) -> int:
-        """Return what CUDA reports."""
+        """Return the unused device memory that CUDA reports."""
         from offramp.engine.cuda.pycuda_driver import PyCudaDriver  # noqa: PLC0415
 
         driver = PyCudaDriver(self._index)

@@ -43,7 +43,7 @@ class Settings:
     go_on: tuple[float | Recorded, ...] = (0.2, 0.3, 0.5)
     """Shares of samples that continue after the first exit, or recorded confidences."""
     rounds: int = 7
-    """Rounds for the medians."""
+    """Number of rounds, over which medians are taken."""
     batches_a_round: int = 15
     """Batches of the largest size in a round; smaller sizes get more batches, with equally many
     samples."""
@@ -129,8 +129,8 @@ def breakdown(
 
     A stage's time on the host is from its call until its surviving rows are chosen; it is measured
     on another backend than the device's time, which reads events. Both run the same batches in
-    turn. Python's time is the rest after subtracting the device's time, without copies of inputs:
-    the first stage includes the rest of them.
+    turn. Python's time is the host's time of a stage minus the device's time, in which copies of
+    inputs do not count: the first stage's time includes the host's wait for these copies.
 
     Returns:
         JSON values: cases for every batch size: with each share, without leaving rows, and for the

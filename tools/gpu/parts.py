@@ -90,11 +90,11 @@ def _join_file(path: Path, pieces: list[tuple[Path, str]], file: dict[str, Any])
         for piece, expected in pieces:
             data = piece.read_bytes()
             if hashlib.sha256(data).hexdigest() != expected:
-                raise ValueError(f"{piece} is damaged: carry it again")
+                raise ValueError(f"{piece} is damaged: transfer it again")
             whole.update(data)
             out.write(data)
     if whole.hexdigest() != file["sha256"]:
-        raise ValueError(f"{path.name} is damaged: collect again")
+        raise ValueError(f"{path.name} is damaged: collect the files again")
     scratch.replace(path)
 
 

@@ -43,7 +43,7 @@ class RuntimeOptions:
     recorded: Path | None = None
     """Confidences of a trained model, instead of shares."""
     rounds: int = 7
-    """Rounds for the medians."""
+    """Number of rounds, over which medians are taken."""
     seed: int = 0
     graphs: bool = True
     """True to capture CUDA graphs."""

@@ -85,7 +85,7 @@ async def drive(
     *,
     until: Callable[[int], bool],
 ) -> Outcome:
-    """Send requests to an engine, closed loop.
+    """Send requests to an engine in a closed loop.
 
     Args:
         engine: Engine that serves :data:`MODEL`.

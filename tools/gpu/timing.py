@@ -43,10 +43,10 @@ Mark: TypeAlias = Any
 
 
 class Timer(Protocol):
-    """Takes times on a device."""
+    """Measures times on a device, between marks in a stream."""
 
     def mark(self, stream: Stream) -> Mark:
-        """Enqueue a point."""
+        """Enqueue a mark in a stream."""
         ...
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
@@ -54,7 +54,7 @@ class Timer(Protocol):
         ...
 
     def release(self, marks: list[Mark]) -> None:
-        """Take marks back for reuse."""
+        """Take marks back, so that they can be used again."""
         ...
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class PyCudaTimer:
     """Takes times between CUDA events, through PyCUDA."""
 
     def __init__(self) -> None:
-        """Begin without events."""
+        """Start without events."""
         self._free: list[cuda.Event] = []
 
     def mark(self, stream: Stream) -> Mark:
@@ -79,16 +79,16 @@ class PyCudaTimer:
         return event
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
-        """Return what CUDA reports."""
+        """Return the milliseconds that CUDA reports between two events."""
         last: cuda.Event = end
         return float(last.time_since(start))
 
     def release(self, marks: list[Mark]) -> None:
-        """Keep the events."""
+        """Keep the events, to use them again."""
         self._free += marks
 
     def close(self) -> None:
-        """Release the events."""
+        """Release the events: the context must be current."""
         self._free.clear()
 
 
@@ -120,7 +120,7 @@ class Spans:
     """Work enqueued since the last call of :meth:`take`, by part; used by one thread."""
 
     def __init__(self, timer: Timer) -> None:
-        """Begin without work."""
+        """Start without recorded work."""
         self._timer = timer
         self._spans: list[tuple[str, Mark, Mark]] = []
         self.capturing = False
@@ -165,17 +165,17 @@ class TimedDriver:
         """Compute capability, such as (9, 0)."""
 
     def copy_in(self, target: int, source: NDArray[np.uint8], stream: Stream) -> None:
-        """Timed."""
+        """Copy to the device through the other driver, and time the copy."""
         with self.spans.of(COPIES_IN, stream):
             self._driver.copy_in(target, source, stream)
 
     def copy_out(self, target: NDArray[np.uint8], source: int, stream: Stream) -> None:
-        """Timed."""
+        """Copy from the device through the other driver, and time the copy."""
         with self.spans.of(COPIES_OUT, stream):
             self._driver.copy_out(target, source, stream)
 
     def copy_within(self, target: int, source: int, size_bytes: int, stream: Stream) -> None:
-        """Timed."""
+        """Copy within the device through the other driver, and time the copy."""
         with self.spans.of(COPIES_WITHIN, stream):
             self._driver.copy_within(target, source, size_bytes, stream)
 

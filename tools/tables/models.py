@@ -33,7 +33,7 @@ def compare(*results: Result) -> Rows:
 
 
 def gains(*results: Result) -> Rows:
-    """Yield the landing page's table: the same, with fewer columns and sizes."""
+    """Yield the landing page's table: README's table with fewer columns and batch sizes."""
     yield "model", "batch", "mean latency", "busy time", "answers that agree"
     _, *rows = compare(*results)
     for model, size, mean, _, _, busy, _, agreement in rows:
@@ -87,13 +87,13 @@ def frontier(*results: Result) -> Rows:
 
 
 def frontier_short(*results: Result) -> Rows:
-    """Yield the same at a bound of 1 %, without intervals."""
+    """Yield the rows of :func:`frontier` at a bound of 1 %, without intervals."""
     for model, cpu, int8, _, exits, both, *_ in frontier(*results):
         yield model, cpu, *(cell.split(" ±")[0] for cell in (int8, exits, both))
 
 
 def trained_models(result: Result) -> Rows:
-    """Yield small models compiled by default: busy time in CPU time, with least and most."""
+    """Yield small models compiled by default: busy time in CPU time, with minimum and maximum."""
     yield "model", "weights", "accuracy", "exits in use", "batch 1", "batch 16", "agreement"
     names = {
         "vit": "ViT, 8 layers, images",
@@ -170,7 +170,7 @@ def exit_families(result: Result) -> Rows:
 
 
 def subnets(result: Result) -> Rows:
-    """Yield the least busy time of exits, subnets and both, at equal accuracy."""
+    """Yield the smallest busy time of exits, subnets and both, at equal accuracy."""
     yield "points of accuracy lost", "batch 1", "batch 8", "batch 16"
     equal = by(result["equal"], "worth", "drop", "batch_size")
     for drop in (0.0, 0.005, 0.01, 0.02):

@@ -18,7 +18,7 @@ def learning(result: Result) -> Rows:
 
 
 def policies(result: Result) -> Rows:
-    """Yield every policy under the recorded trace, without deadlines."""
+    """Yield the figures of every policy under the recorded trace, without deadlines."""
     yield "system", "p50, ms", "p99, ms", "agreement"
     for name, row in result["tables"]["no deadline"].items():
         shown = name.replace("source:", "unmodified model, ")
@@ -27,7 +27,7 @@ def policies(result: Result) -> Rows:
 
 
 def apparate(result: Result) -> Rows:
-    """Yield median and p99, relative to the unmodified model's, and agreement, by load."""
+    """Yield median and p99 latency, relative to the unmodified model's, and agreement, by load."""
     systems = ("apparate", "release", "audit", "leave")
     yield "workload, load", "off: p50, p99 in ms", "optimal, SIMULATED", *systems
     rows = by(result["latency"], "workload", "load", "system")
@@ -45,7 +45,7 @@ def apparate(result: Result) -> Rows:
 
 
 def apparate_slo(result: Result) -> Rows:
-    """Yield the share of requests that missed their deadline, and the median of the others."""
+    """Yield the share of requests that missed their deadline, and the others' median latency."""
     systems = ("apparate", "release", "audit", "leave")
     yield "objective", "off", *systems
     rows = by(result["slo"], "slo_factor", "system")
@@ -59,12 +59,12 @@ def apparate_slo(result: Result) -> Rows:
 
 
 def apparate_budgets(result: Result) -> Rows:
-    """Yield Apparate as published and release mode, by ramp budget."""
+    """Yield latency and agreement by ramp budget: Apparate as published, and our release mode."""
     return _by_limit(result["ramp_budget"], "ramp budget")
 
 
 def apparate_constraints(result: Result) -> Rows:
-    """Yield Apparate as published and release mode, by constraint."""
+    """Yield latency and agreement by constraint: Apparate as published, and our release mode."""
     return _by_limit(result["constraint"], "constraint")
 
 
@@ -219,12 +219,15 @@ def front(result: Result) -> Rows:
 
 
 def front_5ms(result: Result) -> Rows:
-    """Yield the same for a model of 5 ms."""
+    """Yield the columns of :func:`front` for a model of 5 ms."""
     return _fronts(result, "", (1, 8, 32, 128))
 
 
 def front_example(result: Result) -> Rows:
-    """Yield the same for the example, in leave mode, and unmodified on the other servers."""
+    """Yield the columns of :func:`front` for the example in leave mode.
+
+    The other servers run the example's unmodified model.
+    """
     return _fronts(result, "leave, ", (8, 32, 128))
 
 

@@ -61,7 +61,7 @@ IMPORTANCE_REVIEWS = 320
 
 
 def elastic_space(layers: int) -> ElasticSpace:
-    """Every other layer may be skipped; the MLPs are all equally wide."""
+    """Return the subnets: every other layer may be skipped, and all MLPs are equally wide."""
     expanding = tuple(f"encoder.layers.{index}.expand" for index in range(layers))
     return ElasticSpace(
         depth=(ElasticDepth(skip=tuple(f"encoder.layers.{index}" for index in SKIPPED)),),

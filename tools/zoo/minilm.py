@@ -56,7 +56,7 @@ class EncoderLayer(nn.Module):
         self.output_norm = nn.LayerNorm(WIDTH, EPSILON)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Both blocks, for x [batch, sequence, width] and bias [batch, 1, 1, sequence]."""
+        """Return the output for x [batch, sequence, width] and bias [batch, 1, 1, sequence]."""
         x = self.attention_norm(x + self.mix(self.attend(x, bias)))
         y: Tensor = self.output_norm(x + self.contract(functional.gelu(self.expand(x))))
         return y

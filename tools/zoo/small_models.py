@@ -47,7 +47,7 @@ from offramp.tools.zoo.minilm_sentiment import packaged_file, read_texts
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fashion"
 TOKENS, VOCABULARY = 96, 20_000
 PADDING, UNKNOWN = 0, 1
-"""Ids of non-words; words follow by frequency."""
+"""Ids of padding and of unknown words; ids of words follow, the most frequent word first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,13 +96,13 @@ def accuracy(model: nn.Module, samples: Samples) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Creation, training and test of a model."""
+    """The way to create, train and test a model."""
 
     make: Callable[[], nn.Module]
     read: Callable[[argparse.Namespace], Parts]
     epochs: int
     learning_rate: float
-    """Peak rate; it rises and falls once."""
+    """Peak learning rate; the rate rises to it and then falls."""
     batch_size: int = 128
     weight_decay: float = 0.05
     change: Callable[[Tensor, torch.Generator], Tensor] | None = None

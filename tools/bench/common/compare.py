@@ -290,7 +290,7 @@ class AdditionalRunner:
         self._where = where
 
     def run(self, tensors: Mapping[str, NDArray[Any]]) -> Iterator[Departure]:
-        """Yield all rows together."""
+        """Run the model, and yield all rows at once."""
         answer = self._answered(tensors)
         yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
 

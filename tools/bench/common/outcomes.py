@@ -170,9 +170,9 @@ class Timeline:
 
     window_s: float
     start_s: NDArray[np.float64]
-    """[windows]"""
+    """[windows]: start of each window, in seconds from the start of the run."""
     offered_rps: NDArray[np.float64]
-    """[windows]"""
+    """[windows]: requests due in the window, divided by its length."""
     answered_rps: NDArray[np.float64]
     """[windows]: requests of the window that were answered at any time, divided by its length."""
     attainment: NDArray[np.float64]
@@ -180,11 +180,13 @@ class Timeline:
     p50_ms: NDArray[np.float64]
     """[windows]: median latency of the answered requests."""
     p99_ms: NDArray[np.float64]
-    """[windows]"""
+    """[windows]: 99th percentile of the latency of the answered requests."""
     agreement: NDArray[np.float64]
-    """[windows]"""
+    """[windows]: share of answers that are the source model's, among those for which this is
+    known."""
     mean_depth: NDArray[np.float64]
-    """[windows]: mean over answers of the index in ``labels`` of what answered, counted from 1."""
+    """[windows]: mean depth of answers: the depth is the position in ``labels`` of what answered,
+    counted from 1."""
     batch_size: NDArray[np.float64]
     """[windows]: mean batch size over requests."""
     exit_shares: NDArray[np.float64]
@@ -268,7 +270,10 @@ def _at(ordered: NDArray[np.float64], quantile: float) -> float:
 
 
 def _rank(count: float | NDArray[np.float64], quantile: float) -> NDArray[np.int64]:
-    """Return the index of a quantile among ``count`` values; the slack is for 0.99 × 100 > 99."""
+    """Return the index of a quantile among ``count`` values.
+
+    A small tolerance compensates the rounding of ``count`` times ``quantile``.
+    """
     rank = np.ceil(np.asarray(count) * quantile - 1e-9) - 1
     return np.asarray(np.maximum(rank, 0), np.int64)
 

@@ -250,7 +250,10 @@ def _renewals(end: float, cv2: float, seed: int) -> NDArray[np.float64]:
 
 
 def _trace(name: str, arrivals_s: NDArray[np.float64], duration_s: float) -> Trace:
-    """Return a trace that is cut at its end: rounding may put an arrival there, files go on."""
+    """Return a trace without the arrivals after its end.
+
+    Rounding may put an arrival there, and a file may be longer than the trace.
+    """
     kept = arrivals_s[: np.searchsorted(arrivals_s, duration_s, side="left")]
     return Trace(name=name, arrivals_s=kept, duration_s=duration_s)
 

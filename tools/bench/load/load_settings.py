@@ -87,7 +87,7 @@ class LoadSettings:
 
     @property
     def loop(self) -> str:
-        """Kind of loop, in words."""
+        """Kind of the loop, open or closed, in words."""
         return "open loop" if self.concurrency is None else f"closed loop of {self.concurrency}"
 
 

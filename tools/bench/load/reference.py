@@ -64,7 +64,7 @@ def input_specs(metadata: ModelMetadata) -> tuple[TensorSpec, ...]:
 
 
 REFERENCE_KEY: Final = "reference"
-"""Key in a data file of the source model's classes, int64 [n]; optional."""
+"""Key of an optional array in a data file: the source model's classes, int64 [n]."""
 
 _BATCH: Final = 16
 _REFERENCE_SPEC: Final = TensorSpec(name=REFERENCE_KEY, dtype="int64", shape=("batch",))

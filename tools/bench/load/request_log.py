@@ -121,7 +121,7 @@ class RequestRecords:
     exit: NDArray[np.int16]
     """[n]: index of the exit that answered, or ``MODEL_END``."""
     forced: NDArray[np.bool_]
-    """[n]"""
+    """[n]: true if an exit had to answer below its threshold."""
     prediction: NDArray[np.int64]
     """[n]: predicted class, or ``UNKNOWN``."""
 

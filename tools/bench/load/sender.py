@@ -47,7 +47,7 @@ class Task:
     answer: str | None
     """Name of the output that is the answer; ``None`` if answers are not compared."""
     access: ServerAccess = field(default_factory=ServerAccess)
-    """Access to the server."""
+    """Encryption and credentials for the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

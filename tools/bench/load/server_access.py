@@ -42,7 +42,7 @@ class ServerAccess:
         return {} if self.token is None else {"authorization": f"Bearer {self.token}"}
 
     def client(self, address: str, *, timeout_s: float) -> Client:
-        """Return a client of the server; LoadError."""
+        """Return a client of the server; raise LoadError if it cannot be made."""
         return Client(address, timeout_s=timeout_s, tls=self.tls(), token=self.token)
 
     def context(self) -> ssl.SSLContext | None:
@@ -70,7 +70,7 @@ class ServerAccess:
 
 
 def add_access_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
+    """Add the options that :func:`read_access` reads."""
     group = parser.add_argument_group("security")
     texts = {
         "--tls-ca": "encrypt; the authority of the server's certificate, a PEM file",

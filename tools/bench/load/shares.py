@@ -58,7 +58,7 @@ def used_samples(shares: Sequence[Share]) -> NDArray[np.int64]:
 def serialise_requests(
     settings: LoadSettings, inputs: Mapping[str, NDArray[Any]], samples: NDArray[np.int64]
 ) -> dict[int, bytes]:
-    """Return a serialised ``ModelInferRequest`` for each of these samples, by sample."""
+    """Return a serialised ``ModelInferRequest`` for each sample, by the sample's index."""
     found = {}
     for row in np.unique(samples).tolist():
         one = {name: array[row : row + 1] for name, array in inputs.items()}

@@ -51,11 +51,14 @@ class Transport(Protocol):
     """A connection to a server; call :meth:`open` first."""
 
     async def open(self) -> None:
-        """Connect; LoadError."""
+        """Connect; raise LoadError if this fails."""
         ...
 
     async def ask(self, sample: int) -> ModelInferResponse:
-        """Send the request of a sample, and return its answer; RequestFailedError."""
+        """Send the request of a sample, and return its answer.
+
+        Raise RequestFailedError if the server answers with an error.
+        """
         ...
 
     async def close(self) -> None:
@@ -83,7 +86,7 @@ class CallTransport:
         )
 
     async def open(self) -> None:
-        """Connect; LoadError."""
+        """Connect; raise LoadError if this fails."""
         try:
             await asyncio.wait_for(self._channel.channel_ready(), CONNECT_LIMIT_S)
         except TimeoutError:
@@ -120,7 +123,7 @@ class SharedTransport(CallTransport):
         super().__init__(address, placed, access)
 
     async def open(self) -> None:
-        """Connect, and make the server open the memory; LoadError."""
+        """Connect, and make the server open the memory; raise LoadError if this fails."""
         await super().open()
         request = SystemSharedMemoryRegisterRequest(
             name=self._memory.name, key=self._memory.key, byte_size=self._memory.size_bytes
@@ -161,7 +164,7 @@ class StreamTransport(CallTransport):
         self._stream: Any = None
 
     async def open(self) -> None:
-        """Connect, and open the stream; LoadError."""
+        """Connect, and open the stream; raise LoadError if this fails."""
         await super().open()
         method = self._channel.stream_stream(
             method_path("ModelStreamInfer"),
@@ -230,7 +233,7 @@ class RestTransport:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Connect; LoadError."""
+        """Connect; raise LoadError if this fails."""
         context = self._access.context()
         connector = aiohttp.TCPConnector(limit=0, ssl=True if context is None else context)
         self._session = aiohttp.ClientSession(

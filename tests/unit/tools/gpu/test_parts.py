@@ -49,7 +49,7 @@ def test_a_damaged_piece_is_named(source: Path, tmp_path: Path) -> None:
     split(source, tmp_path / "parts", 1000)
     piece = tmp_path / "parts" / "part-01" / "large.001"
     piece.write_bytes(piece.read_bytes()[:-1] + b"!")
-    with pytest.raises(ValueError, match=r"large\.001 is damaged: carry it again"):
+    with pytest.raises(ValueError, match=r"large\.001 is damaged: transfer it again"):
         join(tmp_path / "parts", tmp_path / "joined")
     assert not (tmp_path / "joined" / "2/large").exists()
 
