@@ -146,7 +146,7 @@ class Dropped:
     request: int
     count: int
     cause: DropCause
-    feasible: bool = True
+    feasible: bool = field(default=True, compare=False)
     """False if the request was sent too late to be answered in time even alone."""
 
 
