@@ -4,7 +4,10 @@ Apparate 3.1 pools globally and adds one linear layer. A coarse grid instead of 
 positions, a small hidden layer adds most of the remaining accuracy, and learned attention queries
 pool tokens far better than any fixed rule. Attention over maps was tried on the Fashion-MNIST
 example (four queries over a 7×7 grid): its net savings were 13 % at the first exit, where the
-grid's were 64 %, and lower than the grid's at every other exit.
+grid's were 64 %, and lower than the grid's at every other exit. So were two convolutions of 32 and
+64 channels on a 14×14 grid: agreement rose by 0.6 points at the first exit, but the head took 2.3
+times as long, so that net savings were 71.6 % instead of 71.8 %, and training took three times as
+long.
 """
 
 from __future__ import annotations

@@ -8,9 +8,12 @@ wasted. An early refusal costs almost nothing.
 The share to refuse is that of adaptive throttling (Beyer et al., Site Reliability Engineering,
 2016, chapter 21): where ``kept`` of the ``arrived`` recent samples were answered, the probability
 is max(0, (arrived − K · kept) / (arrived + 1)). So K times the capacity is admitted, whether the
-device, the front end or another process limits the capacity. After a pause, a single late sample
-causes few refusals. K > 1 admits enough load that policies choose faster settings, and that a
-higher capacity is detected. As long as the policy drops no sample, no request is refused.
+device, the front end or another process limits the capacity. K > 1 admits enough load that policies
+choose faster settings, and that a higher capacity is detected.
+
+As long as the policy drops no sample that could have been in time alone, no request is refused: a
+client whose requests arrive too late does not shut out others. Before any recent sample was
+answered, as after a pause, the rate is unknown, and no request is refused.
 
 A request is not refused either if the queue does not endanger it: its slack exceeds the time that
 the samples before it take at the recent rate. These are the waiting samples of its own priority and
@@ -64,7 +67,7 @@ class AdmissionControl:
         if not (self._lost and ahead) or slack_s == math.inf:
             return False
         self._fade(now_s)
-        if slack_s * self._kept > PATIENCE * MEMORY_S * ahead:
+        if self._kept < 1.0 or slack_s * self._kept > PATIENCE * MEMORY_S * ahead:
             return False
         arrived = self._kept + self._lost
         share = (arrived - HEADROOM * self._kept) / (arrived + 1) if self._lost else 0.0

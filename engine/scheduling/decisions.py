@@ -72,6 +72,8 @@ class Submission:
     """Samples that still wait; the queue sets it."""
     submitted_s: float = field(init=False, default=0.0)
     """Time at which it was queued."""
+    feasible: bool = field(init=False, default=True)
+    """False if it was sent too late to be answered in time even alone; the scheduler sets it."""
     key: Key = field(init=False, default=())
     """Priority (negated), deadline, order of arrival: the smallest is served first."""
 
@@ -144,6 +146,8 @@ class Dropped:
     request: int
     count: int
     cause: DropCause
+    feasible: bool = field(default=True, compare=False)
+    """False if the request was sent too late to be answered in time even alone."""
 
 
 class StepOutcome(NamedTuple):

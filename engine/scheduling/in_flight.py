@@ -346,7 +346,7 @@ class InFlight:
         """Report samples that leave without an answer."""
         for item in dropped:
             self._dropped.append(item)
-            if item.cause in _LATE:
+            if item.cause in _LATE and item.feasible:
                 self.late += item.count
 
     def report(self, outcome: StepOutcome = NOTHING) -> StepOutcome:

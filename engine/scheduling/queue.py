@@ -92,7 +92,7 @@ class SampleQueue:
         submission = self._by_request.pop(request, None)
         if submission is None:
             return None
-        dropped = Dropped(request, submission.left, cause)
+        dropped = Dropped(request, submission.left, cause, feasible=submission.feasible)
         self.size -= submission.left
         self._by_rank[_rank(submission.priority)] -= submission.left
         bucket = self._buckets[submission.batch_key]

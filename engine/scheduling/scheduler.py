@@ -154,12 +154,14 @@ class ModelScheduler:
         ahead = self._queue.ahead(priority)
         if self._admission.refuses(samples, slack_s, ahead, now_s):
             raise SchedulerFullError(
-                f"{ahead} samples wait in front, and too many samples were late recently"
+                f"samples wait in front ({ahead}), and too many samples were late recently"
             )
 
     def submit(self, submission: Submission, now_s: float) -> StepOutcome:
         """Queue a request's samples; SchedulerFullError, with none queued, if not all fit."""
         self._expire(now_s)
+        earliest_s = self.latencies.shrinking.earliest_s * self.latencies.speed
+        submission.feasible = submission.deadline_s - now_s >= earliest_s
         try:
             self._queue.push(submission, now_s)
         except SchedulerFullError as error:
