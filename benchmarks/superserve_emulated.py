@@ -11,13 +11,14 @@ the subnet that answered. Systems are slackfit-bare, the published rule, and sla
 compared with max-batch (MaxBatch), max-accuracy (MaxAcc), cheapest (INFaaS without an accuracy
 target), and fixed:final@5 to @3, single subnets (Clipper+), the smallest first.
 
-* bursts: 1,500 constant and 5,550 of a gamma stream of CV² 2, 4 and 8 (figures 8 and 10);
-* accelerating: from 2,500 to 7,400 requests/s (figure 9; 11b);
-* spikes: 5,500, and 8,750 for a tenth of each second, as the MAF trace is described in 6.2;
+* bursts: 1,500 constant and 5,550 of a gamma stream of CV² 2, 4 and 8 (figures 8 and 11c);
+* accelerating: from 2,500 to 7,400 requests/s (figures 9 and 12b);
+* spikes: 5,500, and 8,750 for a tenth of each second, as the MAF trace is described (6.3, figure
+  10);
 * kills: 1,500 constant and 3,500 of CV² 2 while a worker is killed every 12 s of wall time, 1.2 s
-  of the devices', and restarted by the router (in 6.4 it is lost permanently);
+  of the devices', and restarted by the router (in 6.4 it is lost permanently; figure 11a);
 * router: queries per second of closed-loop clients on 1 to 8 workers that take no time, not
-  stretched; processor time of the router per query.
+  stretched; processor time of the router per query (figure 11b).
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ def bursts(stretch: float, duration_s: float) -> Iterator[Row]:
 
 
 def accelerating(stretch: float, duration_s: float) -> Iterator[Row]:
-    """Yield results under an accelerating load (figure 11b)."""
+    """Yield results under an accelerating load (figures 9 and 12b)."""
     with _devices(stretch) as served:
         for per_s2 in (250, 5_000):
             trace = accelerate(2_500, 7_400, per_s2, 8, duration_s, seed=0)
@@ -239,14 +240,14 @@ def accelerating(stretch: float, duration_s: float) -> Iterator[Row]:
 
 
 def spiky(stretch: float, duration_s: float) -> Iterator[Row]:
-    """Yield results under a load with spikes, in the shape of figure 9."""
+    """Yield results under a load with spikes, in the shape of figure 10."""
     with _devices(stretch) as served:
         for policy in FEW:
             yield served.load(policy, spikes(duration_s, 0))
 
 
 def killed(stretch: float, duration_s: float) -> Iterator[Row]:
-    """Yield results while workers are killed (section 6.4)."""
+    """Yield results while workers are killed (figure 11a)."""
     with _devices(stretch) as served:
         trace = bursty(1_500, 3_500, 2, 3 * duration_s, 0)
         for policy in FEW[:3]:

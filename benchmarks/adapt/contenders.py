@@ -25,7 +25,7 @@ from offramp.engine.control.controller import Controller
 from offramp.engine.control.costs import CostModel
 from offramp.engine.control.static import StaticController
 from offramp.engine.models.controllers import make_controller, ramp_budget
-from offramp.engine.models.options import ModelOptions
+from offramp.engine.models.options import ModelOptions, added_controllers
 from offramp.engine.stages.plan import Mode
 from offramp.tools.bench.common.bench_flags import look_up
 
@@ -130,14 +130,27 @@ def _pame(workplace: ControllerInputs) -> Controller:
     return PameController(bundle.policy, times, settings)
 
 
-def _certified(workplace: ControllerInputs, mode: Mode) -> Controller:
-    """Return the controller that the server uses by default."""
-    options = workplace.options("certified")
+def _served(workplace: ControllerInputs, name: str, mode: Mode) -> Controller:
+    """Return a controller as the server makes it."""
+    options = workplace.options(name)
     controller, _ = make_controller(workplace.bundle, workplace.bundle.profile(), mode, options)
     return controller
 
 
-KINDS: Final[Mapping[str, Kind]] = {
+def added_kinds() -> dict[str, Kind]:
+    """Return the controllers of extensions, as served: ``NAME`` in audit mode, ``NAME-release``."""
+    modes = {"": Mode.AUDIT, "-release": Mode.RELEASE}
+    return {
+        name + suffix: Kind(
+            description=kind.description, mode=mode, make=partial(_served, name=name, mode=mode)
+        )
+        for name, kind in added_controllers().items()
+        if name not in _OWN
+        for suffix, mode in modes.items()
+    }
+
+
+_OWN: Final[Mapping[str, Kind]] = {
     "leave": Kind(
         description="the bundle's policy, as compiled and certified; nothing is observed",
         mode=Mode.LEAVE,
@@ -174,12 +187,13 @@ KINDS: Final[Mapping[str, Kind]] = {
     "certified-release": Kind(
         description="Offramp's, where every sample runs to the end",
         mode=Mode.RELEASE,
-        make=partial(_certified, mode=Mode.RELEASE),
+        make=partial(_served, name="certified", mode=Mode.RELEASE),
     ),
     "certified": Kind(
         description="Offramp's, where samples leave and some are audited",
         mode=Mode.AUDIT,
-        make=partial(_certified, mode=Mode.AUDIT),
+        make=partial(_served, name="certified", mode=Mode.AUDIT),
     ),
 }
+KINDS: Final[Mapping[str, Kind]] = {**_OWN, **added_kinds()}
 """Kinds of controllers by name, in the order of the tables."""

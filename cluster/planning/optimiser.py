@@ -81,17 +81,23 @@ def make_cluster_plan(model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -
     return _Optimiser(model, cluster, goal).result()
 
 
+def check_size(cluster: Cluster) -> None:
+    """Raise PlanError if a cluster has too many combinations of devices to search."""
+    budget = [kind.count for kind in cluster.types]
+    places = len(budget) * (max(budget) + 1) * math.prod(count + 1 for count in budget)
+    if places > MOST_PLACES:
+        raise PlanError(
+            f"device counts {budget!s:.100} make {places:,} combinations to search, expected "
+            f"at most {MOST_PLACES:,}; remove types, or plan for fewer devices"
+        )
+
+
 class _Optimiser:
     def __init__(self, model: ModelFacts, cluster: Cluster, goal: PlanningGoal) -> None:
         self._model, self._cluster, self._goal = model, cluster, goal
         check_times(model, cluster)
+        check_size(cluster)
         budget = [kind.count for kind in cluster.types]
-        places = len(budget) * (max(budget) + 1) * math.prod(count + 1 for count in budget)
-        if places > MOST_PLACES:
-            raise PlanError(
-                f"device counts {budget!s:.100} make {places:,} combinations to search, expected "
-                f"at most {MOST_PLACES:,}; remove types, or plan for fewer devices"
-            )
         most = min(kind.times.max_batch_size for kind in cluster.types)
         sizes = sorted({size for size in goal.batch_sizes if size <= most})
         if not sizes:

@@ -155,7 +155,7 @@ class Shortest:
         return self._latencies.span_s(stage, last, size, variant) / size
 PY
 
-# The tables that name them: extensions, policies, and the contenders of benchmarks.adapt.
+# The tables that name them: extensions and policies.
 "$PYTHON" - <<'PY'
 from pathlib import Path
 
@@ -177,23 +177,6 @@ edit(
     "engine/scheduling/policies/policy_names.py",
     ("import batching, merging, slack,", "import batching, merging, shortest, slack,"),
     ("            merging.Rebatch,\n", "            merging.Rebatch,\n            shortest.Shortest,\n"),
-)
-edit(
-    "benchmarks/adapt/contenders.py",
-    (
-        "def _certified(workplace: ControllerInputs, mode: Mode) -> Controller:",
-        'def _certified(workplace: ControllerInputs, mode: Mode, name: str = "certified") -> Controller:',
-    ),
-    ('options = workplace.options("certified")', "options = workplace.options(name)"),
-    (
-        "        make=partial(_certified, mode=Mode.AUDIT),\n    ),\n",
-        "        make=partial(_certified, mode=Mode.AUDIT),\n    ),\n"
-        '    "aimd": Kind(\n'
-        '        description="our own",\n'
-        "        mode=Mode.AUDIT,\n"
-        '        make=partial(_certified, mode=Mode.AUDIT, name="aimd"),\n'
-        "    ),\n",
-    ),
 )
 PY
 eeserve_help=$(eeserve --help-all)

@@ -1,4 +1,4 @@
-"""The blocks of ``docs/python.md`` and ``docs/tutorial.md`` run, one after the other."""
+"""The blocks of ``docs/python.md``, ``tutorial.md`` and ``bundle.md`` run, one after the other."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from tests.bundles import equal_times
+from tests.bundles import compile_tiny, equal_times
 from tests.documents import ROOT, CodeBlock, blocks_of
 from tests.e2e.conftest import launcher
 from tests.models import mlp
 from tests.small import _vectors
 
+import offramp
 from offramp.bundle import Bundle
 from offramp.engine.answers import criteria
 
@@ -61,6 +62,32 @@ def test_every_block_of_the_page_runs(
     printed = capsys.readouterr().out.splitlines()
     assert "(8, 3)" in printed
     assert any(line.startswith("http://127.0.0.1:") for line in printed)
+    assert any(line.startswith("46 of 3000 differ, with the thresholds [") for line in printed)
+
+
+def test_the_page_on_bundles_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it computes of new data is what is served."""
+    compile_tiny(
+        mlp(layers=4, classes=3), {"x": _vectors(1400, 0)}, tmp_path, name="fashion", epochs=2
+    )
+    x = _vectors(200, 1)
+    np.savez(tmp_path / "new.npz", x=x)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks_of(ROOT / "docs" / "bundle.md"):
+        if block.language == "python":
+            run(block, names)
+    exits = len(names["bundle"].manifest.exits)
+    assert names["right"].shape[0] == exits
+    assert names["agrees"].shape == (exits, 200)
+    with offramp.load("fashion.ee", mode="leave", state=False) as model:
+        served = model.predict(x=x)
+    early = np.flatnonzero(served.exits >= 0)
+    assert early.size
+    left = served.exits[early], early
+    answers = np.array(names["answers"])
+    np.testing.assert_allclose(np.array(names["confidence"])[left], served.confidences[early], 1e-4)
+    np.testing.assert_allclose(answers[left], served.outputs["logits"][early], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

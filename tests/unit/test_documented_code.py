@@ -14,6 +14,7 @@ from tests.unit.test_documented_commands import LINE
 from offramp.server.common.errors import REFUSALS
 
 RUN = {
+    "docs/bundle.md": "tests/integration/test_python_docs.py",
     "docs/python.md": "tests/integration/test_python_docs.py",
     "docs/tutorial.md": "tests/integration/test_python_docs.py",
     "docs/testing.md": "tests/unit/testing/test_documentation.py",

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 LINES = (ROOT / "docs" / "papers.md").read_text().splitlines()
 ROWS = [line.strip("| ").split(" | ") for line in LINES if re.match(r"\| \d", line)]
 NONE = "–"
+PAPERS = ["PAME", "Apparate", "E³", "SuperServe"]
 
 
 def paths(cell: str) -> list[str]:
@@ -32,5 +33,19 @@ def test_a_row_names_what_there_is(row: list[str]) -> None:
 
 def test_every_paper_has_its_sections() -> None:
     headings = [line for line in LINES if line.startswith("## ")]
-    assert [heading.split()[1] for heading in headings] == ["PAME", "Apparate", "E³", "SuperServe"]
+    assert [heading.split()[1] for heading in headings[:-1]] == PAPERS
     assert len(ROWS) >= 30
+
+
+def test_what_repeats_a_figure_is_there() -> None:
+    lines = "\n".join(LINES).partition("## Figures and tables\n")[2].splitlines()
+    rows = [line.strip("|").split("|") for line in lines if line.startswith("| ")][1:]
+    assert {row[0].split(",")[0].strip() for row in rows} == {*PAPERS, ""}
+    for row in rows:
+        assert len(row) == 5, "figure or table, shows, repeated by, kind, figures"
+        assert re.search("measured|emulated|simulated|predicted", row[3]), row
+        names = re.findall(r"`(benchmarks\.\w+|tools/gpu/benchmark\.sh)", row[2])
+        assert names, row
+        for name in names:
+            path = ROOT / (name if "/" in name else name.replace(".", "/"))
+            assert any(p.exists() for p in (path, path.with_suffix(".py"))), name

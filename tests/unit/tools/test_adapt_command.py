@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.adapt import contenders
 from benchmarks.adapt.__main__ import main
 from benchmarks.adapt.contenders import KINDS, ControllerInputs, contenders_of, make_contender
 from benchmarks.adapt.scenarios import answering
@@ -20,8 +21,11 @@ from offramp.bundle import ActiveExit, Bundle, ExitPolicy
 from offramp.calibration.data.dataset import read_dataset
 from offramp.calibration.measure import profiling
 from offramp.engine.backends.onnxruntime import OnnxRuntimeBackend
-from offramp.engine.control.controller import Controller
+from offramp.engine.common.extensions import extensions_for
+from offramp.engine.control.controller import Controller, ControllerKind, ControlTask
 from offramp.engine.control.costs import CostModel
+from offramp.engine.control.static import StaticController
+from offramp.engine.models import options as model_options
 from offramp.engine.stages.pipeline import Pipeline
 from offramp.engine.stages.plan import make_plan
 
@@ -225,3 +229,32 @@ def test_controllers_are_made_afresh(bundle: Bundle, name: str) -> None:
 def test_controllers_are_looked_up() -> None:
     assert list(contenders_of(["all"])) == list(KINDS)
     assert list(contenders_of(["apparate", "leave"])) == ["apparate", "leave"]
+
+
+def test_controllers_of_extensions_are_compared(
+    bundle: Bundle, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ControlTask] = []
+
+    def make(task: ControlTask) -> Controller:
+        made.append(task)
+        limits = {
+            "max_disagreement": task.max_disagreement,
+            "confidence_level": task.confidence_level,
+        }
+        return StaticController(task.policy, **limits, audit_probability=task.audit_probability)
+
+    kind = ControllerKind(name="tracker", description="follows", make=make)
+    known = extensions_for("control")
+    monkeypatch.setattr(model_options, "extensions_for", lambda _host: (*known, (kind,)))
+    kinds = contenders.KINDS | contenders.added_kinds()
+    assert list(kinds) == [*KINDS, "tracker", "tracker-release"], "baselines are there once"
+    monkeypatch.setattr(contenders, "KINDS", kinds)
+    result = tmp_path / "out.json"
+    given = ["--scenario", "abrupt", "--controllers", "tracker,tracker-release"]
+    assert adapt(bundle, data, *given, "--max-disagreement", "0.04", "--json", str(result)) == 0
+    (comparison,) = json.loads(result.read_text())["comparisons"]
+    assert [run["controller"] for run in comparison["runs"]] == ["tracker", "tracker-release"]
+    assert {task.max_disagreement for task in made} == {0.04}
+    audited = [task.audit_probability for task in made]
+    assert audited[0] < audited[-1] == 1
