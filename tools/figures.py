@@ -45,10 +45,14 @@ _TEXT: Final = (
 PREPARED: Final[Mapping[str, str]] = {
     "demo/fashion.ee": "eecompile examples/fashion/fashion_resnet56.onnx "
     f"--data {_FASHION} --output demo/fashion.ee",
+    "demo/fashion_auto.ee": "eecompile examples/fashion/fashion_resnet56.onnx "
+    f"--data {_FASHION} --precision auto --output demo/fashion_auto.ee",
     "demo/fast.onnx": f"eecompile export demo/fashion.ee --data {_FASHION} --output demo/fast.onnx",
     "demo/minilm": "python -m offramp.tools.zoo.minilm_sentiment --output demo/minilm",
     "demo/minilm.ee": "eecompile demo/minilm/minilm_sentiment.onnx "
     "--data demo/minilm/calibration.npz --output demo/minilm.ee",
+    "demo/minilm_auto.ee": "eecompile demo/minilm/minilm_sentiment.onnx "
+    "--data demo/minilm/calibration.npz --precision auto --output demo/minilm_auto.ee",
     _JOINT: "python -m offramp.tools.zoo.text_normaliser "
     "--output demo/normaliser --only joint layers_3 layers_4",
     "demo/whole.ee": f"{_TEXT} demo/whole.ee",
@@ -89,10 +93,15 @@ def pages() -> list[Path]:
 
 
 def command_of(name: str) -> list[str]:
-    """Return the command that a result records, for this interpreter; ValueError if it has none."""
-    recorded = read_result(name).get("environment", {}).get("command")
+    """Return the command that a result records, for this interpreter; ValueError if not just one.
+
+    Results of several runs, and results from before commands were recorded, have to be measured by
+    hand once; each run records its command.
+    """
+    environment = read_result(name).get("environment", {})
+    recorded = environment.get("command") if isinstance(environment, Mapping) else None
     if not recorded:
-        raise ValueError(f"{name}.json records no command; measure it once by hand")
+        raise ValueError(f"{name}.json does not name one command; measure it once by hand")
     return runnable(recorded)
 
 
@@ -127,20 +136,33 @@ def busy_cores() -> float:
     return (1 - (idle.share or 0.0)) * (os.cpu_count() or 1)
 
 
-def measure(names: Sequence[str], *, busy: bool) -> None:
-    """Run the commands of results, one after another; SystemExit if the machine is busy."""
+def measure(names: Sequence[str], *, busy: bool) -> dict[str, str]:
+    """Run the commands of results, one after another; return why some failed, by result.
+
+    SystemExit if the machine is busy.
+    """
+    failed = {}
     for name in names:
-        command = command_of(name)
-        prepare(command)
-        cores = busy_cores()
-        if cores > _IDLE and not busy:
-            raise SystemExit(
-                f"the machine is busy: other processes used {cores:.2f} cores during the last "
-                f"{_WATCHED_S:g} s, expected at most {_IDLE}. End them, or measure anyway with "
-                "--busy"
-            )
-        print(shlex.join(command), flush=True)
-        subprocess.run(command, cwd=ROOT, check=True)
+        try:
+            _measure(name, busy=busy)
+        except (ValueError, subprocess.CalledProcessError) as error:
+            failed[name] = str(error)
+    return failed
+
+
+def _measure(name: str, *, busy: bool) -> None:
+    """Measure a result, and make the files that it reads."""
+    command = command_of(name)
+    prepare(command)
+    cores = busy_cores()
+    if cores > _IDLE and not busy:
+        raise SystemExit(
+            f"the machine is busy: other processes used {cores:.2f} cores during the last "
+            f"{_WATCHED_S:g} s, expected at most {_IDLE}. End them, or measure anyway with "
+            "--busy"
+        )
+    print(shlex.join(command), flush=True)
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 @contextmanager
@@ -164,15 +186,19 @@ def main() -> None:
                         "results")  # fmt: skip
     parser.add_argument("--busy", action="store_true", help="measure on a busy machine, too")
     options = parser.parse_args()
+    failed: Mapping[str, str] = {}
     if options.measure is not None:
         every = sorted(path.stem for path in RESULTS.glob("*.json"))
         with measuring_alone():
-            measure(options.measure or every, busy=options.busy)
+            failed = measure(options.measure or every, busy=options.busy)
     for page in pages():
         old = page.read_text()
         if (new := filled(old)) != old:
             page.write_text(new)
             print(f"wrote {page.relative_to(ROOT)}")
+    if failed:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in failed.items())
+        raise SystemExit(f"these results are still the old ones:{reasons}")
 
 
 if __name__ == "__main__":

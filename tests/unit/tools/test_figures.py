@@ -99,10 +99,28 @@ def test_recorded_commands_run_in_the_sources(results: Path, recorded: str, modu
     assert command[3:] == recorded.split()[-len(command[3:]) :]
 
 
-def test_a_result_without_a_command_is_refused(results: Path) -> None:
-    (results / "x.json").write_text("[]")
+@pytest.mark.parametrize("content", [[], {"environment": [{"command": "front.py"}]}])
+def test_a_result_without_one_command_is_refused(results: Path, content: object) -> None:
+    (results / "x.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"x\.json"):
         figures.command_of("x")
+
+
+def test_measuring_goes_on_after_a_failure(
+    results: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At the end the results that are not new are listed, with status 1."""
+    for name, command in (("a", "python -c 'raise SystemExit(3)'"), ("c", "python -c 'print(7)'")):
+        (results / f"{name}.json").write_text(json.dumps({"environment": {"command": command}}))
+    (results / "b.json").write_text("[]")
+    monkeypatch.setattr(figures, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(figures, "pages", list)
+    monkeypatch.setattr(sys, "argv", ["figures", "--measure"])
+    with pytest.raises(SystemExit) as ended:
+        figures.main()
+    tells(str(ended.value), "a: ", "status 3", "b: b.json")
+    assert "c:" not in str(ended.value)
+    assert "\n7\n" in capfd.readouterr().out
 
 
 def test_nothing_is_measured_on_a_busy_machine_or_twice(
