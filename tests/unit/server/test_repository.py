@@ -271,7 +271,7 @@ def test_what_is_no_model_of_the_repository_cannot_be_loaded(tmp_path: Path, nam
     add_version(tmp_path, "a", "1")
 
     async def body(repository: ModelRepository, engine: FakeEngine) -> None:
-        with pytest.raises(ModelLoadError, match=facts("no version", "expected")):
+        with pytest.raises(ModelLoadError, match=facts("no version", "1.ee", "1/model.onnx")):
             await repository.load(name)
         assert engine.loads == []
 
