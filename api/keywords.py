@@ -7,7 +7,6 @@ dataclasses check the ranges of values.
 
 from __future__ import annotations
 
-import difflib
 import numbers
 import os
 import re
@@ -17,6 +16,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
+from offramp.commands.nearest import nearest
 
 _Options = TypeVar("_Options")
 
@@ -96,7 +96,7 @@ def check_keywords(
     for name, value in given.items():
         if name not in hints:
             names = sorted({*hints, *named})
-            close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
+            close = nearest(name, names)
             known = (
                 f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
             )

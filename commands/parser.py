@@ -7,7 +7,6 @@ options that are not in the list are shown only by ``--help-all``.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 import textwrap
@@ -16,11 +15,10 @@ from typing import Any, Final, NoReturn
 
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
 from offramp.commands.completion import SHELLS, shell_code
+from offramp.commands.nearest import nearest
 
 _DEFAULT: Final = re.compile(r"\([^()]*default: [^()]*\)")
 _INDENT: Final = "  "
-_LEAST_WORD: Final = 4
-"""An unknown option with at least this number of letters is searched for inside longer names."""
 
 
 class LayeredParser(argparse.ArgumentParser):
@@ -83,12 +81,8 @@ class LayeredParser(argparse.ArgumentParser):
     def _unknown(self, flag: str) -> str:
         shown = (action for action in self._actions if action.help != argparse.SUPPRESS)
         known = {name.lstrip("-"): name for action in shown for name in action.option_strings}
-        word = flag.lstrip("-")
-        near = difflib.get_close_matches(word, known, n=1)
-        longer = [name for name in known if word in name and len(word) >= _LEAST_WORD]
-        endings = [name for name in longer if name.endswith(f"-{word}")]
-        near = (near or longer[:1]) if len(endings) < 2 else endings
-        hint = f"; did you mean {' or '.join(known[name] for name in near)}?" if near else ""
+        near = " or ".join(known[name] for name in nearest(flag.lstrip("-"), known))
+        hint = f"; did you mean {near}?" if near else ""
         return f"there is no option {flag}{hint}"
 
     def options(self) -> Sequence[argparse.Action]:

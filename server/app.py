@@ -59,7 +59,8 @@ class StopSignals:
         self.patient = True
         """True if the drain delay applies; false after SIGINT, which comes from a terminal."""
         self.serving = False
-        """True once an engine is open; before that, the first stop signal ends the process."""
+        """True once the models of the start are loaded; until then, the first stop signal ends the
+        loading, and the second one ends the process."""
         self.reload: Callable[[], None] | None = None
         """Called at SIGHUP; SIGHUP stops the server if this is ``None``."""
 
@@ -204,7 +205,6 @@ async def serve_until_stopped(
     engine = await _unless(stop.requested, open_engine())
     if engine is None:
         return EXIT_OK
-    stop.serving = True
     models = models or ModelsToServe()
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)
@@ -212,7 +212,10 @@ async def serve_until_stopped(
             engine, options.repository, named=models.named, options=_options_by_name(models.engine)
         )
         stack.push_async_callback(repository.stop)
-        await repository.start()
+        await _unless(stop.requested, repository.start())
+        if stop.requested.is_set():
+            return EXIT_OK
+        stop.serving = True
         if read_again is not None:
             stop.reload = ConfigurationReload(repository, models, read_again).request
         services = ProtocolServices(

@@ -19,18 +19,21 @@ from offramp.engine.onnx_files import WrappedFiles
 from offramp.engine.serving.opening import bundles_of
 from offramp.server.app import ModelsToServe, serve
 from offramp.server.arguments import Arguments, make_parser, parse_arguments, read_arguments
+from offramp.server.arguments.configuration import ConfigurationError
 from offramp.server.arguments.logging_setup import flush_log, set_up_logging
 from offramp.server.common.errors import StartError
 from offramp.server.common.served import ServedEngine
 from offramp.server.opening import only_served, open_served
+from offramp.server.repository.tables import check_tables
 
 EXIT_CANNOT_START = 1
 EXIT_PASSED = 0
 EXIT_FAILED = 1
+EXIT_WRONG_SETTINGS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``eeserve``; return 1 if a start or check failed, or requests were left unanswered."""
+    """Run ``eeserve``; return its exit status, as in ``docs/operations.md``."""
     complete(make_parser)
     arguments = parse_arguments(argv)
     set_up_logging(level=arguments.log_level, log_format=arguments.log_format)
@@ -45,12 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.self_check:
                 return self_check(arguments)
             models = _models_of(arguments)
-            read_again = partial(_read_again, argv) if arguments.has_file else None
+            read_again = partial(_read_again, argv) if arguments.file else None
             return serve(open_engine, arguments.server, models, read_again=read_again)
-    except (BundleError, EngineError, StartError) as error:
+    except (BundleError, ConfigurationError, EngineError, StartError) as error:
         flush_log()
         sys.stderr.write(f"eeserve: {error}\n")
-        return EXIT_CANNOT_START
+        wrong = isinstance(error, ConfigurationError)
+        return EXIT_WRONG_SETTINGS if wrong else EXIT_CANNOT_START
 
 
 def _read_again(argv: Sequence[str] | None) -> ModelsToServe:
@@ -59,6 +63,10 @@ def _read_again(argv: Sequence[str] | None) -> ModelsToServe:
 
 
 def _models_of(arguments: Arguments) -> ModelsToServe:
+    """Return the models to serve; ConfigurationError if the file has a table without a model."""
+    if arguments.file is not None:
+        repository = arguments.server.repository
+        check_tables(arguments.file, arguments.tables, repository, arguments.models)
     fixed = (arguments.server, arguments.log_level, arguments.log_format)
     return ModelsToServe(named=arguments.models, engine=arguments.engine, fixed=fixed)
 

@@ -35,6 +35,7 @@ CPU = "onnxruntime-cpu"
 """Name of the default backend; bundles are compiled and certified with it."""
 CPU_RUNTIMES: Final = frozenset({CPU, "openvino-cpu"})
 """Names of the backends whose streams run on the machine's cores."""
+_NO_DRIVER: Final = "models run on the CPU, because this machine has no NVIDIA driver"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,8 @@ def _best(options: _Options, needed: Sequence[OperatorLibrary]) -> Backend:
     except BackendError as error:  # one reason that excludes all backends on GPUs
         if several:
             raise
-        reasons.append(str(error))
+        no_driver = isinstance(error, probe.NoDriverError)
+        reasons.append(_NO_DRIVER if no_driver else str(error))
     has_gpu = not reasons
     for name, entry in _ENTRIES.items():
         wanted = has_gpu if entry.needs_gpu else not several

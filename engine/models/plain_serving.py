@@ -7,7 +7,9 @@ runs, whose exits were made on random inputs.
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 from offramp.bundle import Manifest
 from offramp.engine.models.options import EngineOptions
@@ -27,11 +29,16 @@ def served_mode(manifest: Manifest, mode: Mode, *, uncertified: bool = False) ->
     return Mode.OFF if manifest.calibration.random_inputs and not uncertified else mode
 
 
-def options_for(name: str, manifest: Manifest, options: EngineOptions) -> EngineOptions:
-    """Return the engine's options with a mode and batch size that fit the model; log notes."""
+def options_for(
+    name: str, manifest: Manifest, options: EngineOptions, file: Path | None = None
+) -> EngineOptions:
+    """Return the engine's options with a mode and batch size that fit the model; log notes.
+
+    ``file`` is the path of the user's ONNX file, for notes; ``None`` if it is not known.
+    """
     level = logging.WARNING if manifest.calibration.random_inputs else logging.INFO
     uncertified = options.uncertified_exits
-    for note in notes_on(name, manifest, options):
+    for note in notes_on(name, manifest, options, file):
         _log.log(level, "%s: %s", name, note)
     mode = served_mode(manifest, options.mode, uncertified=uncertified)
     if mode is options.mode and not manifest.no_batching:
@@ -42,7 +49,9 @@ def options_for(name: str, manifest: Manifest, options: EngineOptions) -> Engine
     return replace(options, mode=mode, models={**options.models, name: of_model})
 
 
-def notes_on(name: str, manifest: Manifest, options: EngineOptions) -> tuple[str, ...]:
+def notes_on(
+    name: str, manifest: Manifest, options: EngineOptions, file: Path | None = None
+) -> tuple[str, ...]:
     """Return sentences, without full stops, on how a model whose exits may not answer is served."""
     if manifest.calibration.random_inputs:
         answered = (
@@ -55,8 +64,8 @@ def notes_on(name: str, manifest: Manifest, options: EngineOptions) -> tuple[str
         return ()
     way_on = "its bundle has no exits, as none was worth building"
     if manifest.is_plain:
-        file = manifest.source.original_name
-        way_on = f"exits come with --learn, or from eecompile {file} --data DATA"
+        model = shlex.quote(str(file or manifest.source.original_name))
+        way_on = f"exits come with --learn, or from eecompile {model} --data DATA"
         if options.learning is not None and options.of(name).learn:
             way_on = "exits are learned from requests"
     notes = [f"the unmodified model is served, in mode off: {way_on}"]

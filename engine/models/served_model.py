@@ -130,14 +130,16 @@ class ServedModel:
         parallel: ParallelLimit,
         *,
         splits: ModelSplits | None = None,
+        file: Path | None = None,
     ) -> Self:
         """Prepare the stages, warm them up at every batch size, and measure their speed here.
 
         ``parallel`` is the device's limit on parallel batches; ``splits`` is the plan of the
-        cluster whose devices run the streams. BackendError if a stage cannot be loaded,
+        cluster whose devices run the streams; ``file`` is the ONNX file that the bundle was made of
+        for serving, for notes. BackendError if a stage cannot be loaded,
         OptionsError if the scheduling policy does not fit the model.
         """
-        options = options_for(name, bundle.manifest, options)
+        options = options_for(name, bundle.manifest, options, file)
         mode, of_model, identity = options.mode, options.of(name), identity_of(bundle)["bundle"]
         if splits and not may_buffer(of_model.scheduling):
             of_model = merging_options(name, of_model)
@@ -205,7 +207,7 @@ class ServedModel:
             exits=exits,
             state_bundle=bundle.path if exits > 0 and options.keep_state else None,
             split_by=deployments if splits else None,
-            notes=notes_on(name, bundle.manifest, options),
+            notes=notes_on(name, bundle.manifest, options, file),
         )
 
     def probe(self, slot: Slot, deployment: Deployment) -> None:

@@ -30,6 +30,8 @@ class WrappedFiles:
         self._folder: Path | None = None
         self._lock: FileLock | None = None
         self._count = 0
+        self._files: dict[Path, Path] = {}
+        """Path of the ONNX file of each bundle."""
 
     async def bundle(
         self, path: Path, *, answer: str | None = None, task: str | None = None
@@ -38,15 +40,16 @@ class WrappedFiles:
         self._count += 1
         output = self._made() / str(self._count) / f"{path.stem}.ee"
         await wrap(path, output, answer=answer, task=task)
+        self._files[output] = path
         return output
 
-    def holds(self, bundle: Path) -> bool:
-        """Return whether a bundle is in this folder."""
-        return self._folder is not None and bundle.parent.parent == self._folder
+    def file_of(self, bundle: Path) -> Path | None:
+        """Return the ONNX file of a bundle, or ``None`` if the bundle is not in this folder."""
+        return self._files.get(bundle)
 
     def remove(self, bundle: Path) -> None:
         """Remove a bundle if it is in this folder."""
-        if self.holds(bundle):
+        if self._files.pop(bundle, None) is not None:
             shutil.rmtree(bundle.parent, ignore_errors=True)
 
     def close(self) -> None:

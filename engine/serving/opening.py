@@ -118,10 +118,11 @@ async def _open_bundles(
     try:
         for name, bundle in bundles.items():
             began_s = time.monotonic()
-            shown = "the model" if wrapped.holds(bundle.path) else bundle.path
-            _log.info("%s: loading %s", name, shown)
+            file = wrapped.file_of(bundle.path)
+            _log.info("%s: loading %s", name, "the model" if file else bundle.path)
             alone = len(bundles) == 1  # with several models, every worker holds all of them
             load = _load_split if alone else ServedModel.load
+            load = partial(load, file=file)
             loaded[name] = await in_thread(load, name, bundle, backend, options, parallel)
             _log.info("%s: ready after %.1f s", name, time.monotonic() - began_s)
         slots = await in_thread(warm_slots, backend, loaded, options.streams)
@@ -155,7 +156,8 @@ async def load_model(
     found = await _bundle_of(name, path, options, wrapped)
     try:
         bundle = await in_thread(_open_held, found)
-        served = await in_thread(ServedModel.load, name, bundle, backend, options, parallel)
+        load = partial(ServedModel.load, file=wrapped.file_of(found))
+        served = await in_thread(load, name, bundle, backend, options, parallel)
     except BaseException:
         wrapped.remove(found)
         raise
@@ -208,7 +210,13 @@ def backend_for(models: Mapping[str, Path], options: EngineOptions) -> Backend:
 
 
 def _load_split(
-    name: str, bundle: Bundle, backend: Backend, options: EngineOptions, parallel: ParallelLimit
+    name: str,
+    bundle: Bundle,
+    backend: Backend,
+    options: EngineOptions,
+    parallel: ParallelLimit,
+    *,
+    file: Path | None = None,
 ) -> ServedModel:
     """Load a model; if it has exits to run, it is split among the devices of the streams.
 
@@ -216,7 +224,7 @@ def _load_split(
     """
     mode = served_mode(bundle.manifest, options.mode, uncertified=options.uncertified_exits)
     if mode is Mode.OFF or options.devices is None:
-        return ServedModel.load(name, bundle, backend, options, parallel)
+        return ServedModel.load(name, bundle, backend, options, parallel, file=file)
     refused = list[StageNotLoadedError]()
     while True:
         splits = options.devices.split(name, bundle, backend, options, refused)

@@ -155,8 +155,8 @@ class ModelVersions:
         if before is not None:
             self._finish(before)
         took_s = time.monotonic() - began_s
-        _log.info("%s: %s answers from now on, loaded in %.1f s (replacement %d)", name, path,
-                  took_s, number)  # fmt: skip
+        instead = "" if before is None else "; it replaces the model loaded before"
+        _log.info("%s: %s answers from now on, loaded in %.1f s%s", name, path, took_s, instead)
 
     def end(self) -> None:
         """Replace no version from now on; a replacement in progress is cancelled."""
@@ -223,12 +223,13 @@ class ModelVersions:
         try:
             await asyncio.to_thread(self._withdraw, version)
         except Exception:
-            _log.exception("%s: version %d: its state is lost", version.name, version.number)
+            _log.exception("%s: the state of the model loaded before is lost", version.name)
         counts = self._executor.remove(version.key)
         del self._finishing[version.key]
         self._keep_counts(version.name, counts)
         await asyncio.to_thread(version.release)
-        _log.info("%s: version %d was removed", version.name, version.number)
+        replaced = "loaded before " if version.name in self.current else ""
+        _log.info("%s: the model %swas removed", version.name, replaced)
 
     def _keep_counts(self, name: str, counts: CountersSnapshot) -> None:
         """Add a removed version's counts to its name's; drop all of them if the name is not served.

@@ -30,6 +30,10 @@ _CAPABILITY_MINOR = 76
 _NAME_BYTES = 256
 
 
+class NoDriverError(BackendError):
+    """This machine has no NVIDIA driver, as is normal for a machine without an NVIDIA GPU."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """A GPU, as its driver describes it."""
@@ -152,7 +156,7 @@ def _load_driver() -> Any:
     try:
         return ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        raise BackendError(
+        raise NoDriverError(
             f"there is no NVIDIA driver here ({_LIBRARY} cannot be loaded), expected a machine "
             "with an NVIDIA GPU"
         ) from error

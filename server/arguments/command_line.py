@@ -213,8 +213,10 @@ class Arguments:
     server: ServerOptions
     log_level: str
     log_format: str
-    has_file: bool = False
-    """True if a configuration file was read."""
+    file: Path | None = None
+    """The configuration file that was read."""
+    tables: tuple[str, ...] = ()
+    """Names of its tables ``[models.NAME]`` without a path: models of the repository."""
     self_check: bool = False
     """True if the server only checks the machine and serves nothing."""
     json: Path | None = None
@@ -307,7 +309,8 @@ def _understand(parser: LayeredParser, argv: Sequence[str] | None) -> Arguments:
         server=server,
         log_level=log.log_level,
         log_format=log.log_format,
-        has_file=given.config is not None,
+        file=given.config,
+        tables=tuple(name for name, model in file.models.items() if model.path is None),
         self_check=given.self_check,
         json=given.json,
         custom_ops=tuple(given.custom_ops),

@@ -22,7 +22,6 @@ overrides the command line, which overrides all other tables.
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from types import NoneType
 from typing import Any, Final, TypeAlias, get_args, get_type_hints
 
 from offramp.bundle.engines import PRECISIONS
+from offramp.commands.nearest import nearest
 from offramp.engine.backends.factory import BACKENDS
 from offramp.engine.common.extensions import extensions_for
 from offramp.engine.models.learning_options import LearnOptions
@@ -169,7 +169,7 @@ def model_options(where: str, settings: Mapping[str, Any], base: ModelOptions) -
 
     ``where`` is the source of the settings, for the message of the ConfigurationError.
     """
-    changed = _settings((ModelOptions,), _Table(where, settings))
+    changed = _settings((ModelOptions,), _Table(where, settings, _OF_TRITON))
     try:
         return replace(base, **changed)
     except ValueError as error:
@@ -198,6 +198,8 @@ class _Table:
 
     where: str
     content: Mapping[str, Any]
+    remedy: str = ""
+    """End of the message about an unknown key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +216,7 @@ class _Kind:
 def _one_of(*names: str) -> Callable[[str], str]:
     def choose(text: str) -> str:
         if text not in names:
-            raise ValueError(
-                f"{text!r:.80} is not one of {', '.join(names)}{_nearest(text, names)}"
-            )
+            raise ValueError(f"{text!r:.80} is not one of {', '.join(names)}{hint_at(text, names)}")
         return text
 
     return choose
@@ -264,6 +264,7 @@ _NO_KEYS: Final = ("defaults", "models", "devices", "extensions", "learning", *S
 """Fields that have their own tables, or that only programs set."""
 _ALTERNATIVES: Final = frozenset({"parallel_below", "max_violations"})
 """Two forms of one setting: either form on the command line overrides both in the file."""
+_OF_TRITON: Final = "; docs/howto/moving.md names the keys for Triton's settings"
 _SHOWN: Final = 80
 """Largest number of characters of a value in a message."""
 _TOML_TYPES: Final = {
@@ -332,7 +333,7 @@ def _settings(
     every = [f for kind in options for f in fields(kind) if f.metadata.get("key", True)]
     names = {key_of(f.name): f.name for f in every}
     known = {key: name for key, name in names.items() if name not in _NO_KEYS}
-    _refuse_unknown(table.content, [*besides, *known], table.where, "key")
+    _refuse_unknown(table.content, [*besides, *known], table.where, "key", table.remedy)
     settings = {}
     for key, value in table.content.items():
         name = known[key]
@@ -361,19 +362,22 @@ def _convert(value: object, kind: _Kind, where: str) -> Any:
         raise ConfigurationError(f"{where}: {error}") from error
 
 
-def _refuse_unknown(content: Iterable[str], known: Iterable[str], where: str, what: str) -> None:
+def _refuse_unknown(
+    content: Iterable[str], known: Iterable[str], where: str, what: str, remedy: str = ""
+) -> None:
     known = tuple(known)
     for key in content:
         if key not in known:
             raise ConfigurationError(
-                f"{where}: there is no {what} {key!r:.80}{_nearest(key, known)} "
-                f"(expected: {', '.join(known)})"
+                f"{where}: there is no {what} {key!r:.80}{hint_at(key, known)} "
+                f"(expected: {', '.join(known)}){remedy}"
             )
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name[:_SHOWN], list(known), n=1, cutoff=0.5)
-    return f"; did you mean {str(close[0])!r}?" if close else ""
+def hint_at(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the names that it may mean, if any."""
+    near = " or ".join(map(repr, nearest(name, known)))
+    return f"; did you mean {near}?" if near else ""
 
 
 def _describe(value: object) -> str:

@@ -317,7 +317,8 @@ class ModelRepository:
             return (ONLY_VERSION,)
         if not versions:
             folder = self._settings.model_repository
-            where = "" if folder is None else f"; expected for instance {folder}/{name}/1.ee"
+            places = f"{folder}/{name}/1.ee or {folder}/{name}/1/model.onnx"
+            where = "" if folder is None else f"; expected for instance {places}"
             raise ValueError(f"there is no version of it{where}")
         return self._settings.model_versions.choose(versions)
 

@@ -14,6 +14,7 @@ import pytest
 from tests.facts import Told, tells
 
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
+from offramp.commands.nearest import nearest
 from offramp.commands.parser import LayeredParser
 
 ILLEGAL = (
@@ -137,6 +138,30 @@ def test_an_unknown_option_is_told_the_nearest_one(
     assert remedy == "see cut --help"
 
 
+KNOWN = ("grpc_port", "http_port", "max_batch_size", "max_queue_samples", "trust_inputs", "slo_ms")
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("max_bacth_size", ["max_batch_size"]),
+        ("batch_size", ["max_batch_size"]),
+        ("max_batch", ["max_batch_size"]),
+        ("port", ["grpc_port", "http_port"]),
+        ("queue", ["max_queue_samples"]),
+        ("metrics_port", []),  # only a word of another name
+        ("dynamic_batching", []),
+        ("input", []),  # not the end of a word
+        ("slo", ["slo_ms"]),
+        ("max", ["max_batch_size", "max_queue_samples"]),
+        ("ms", []),  # too short to be searched for inside names
+        ("x" * 1000, []),
+    ],
+)
+def test_a_name_means_one_that_is_similar_or_contains_it(word: str, found: list[str]) -> None:
+    assert nearest(word, KNOWN) == found
+
+
 def test_alternatives_are_named_where_none_is_given() -> None:
     row = Illegal(option="--rate", without="--train joint|late", why="leave it out")
     tells(row.message({"--rate": 3}), "--rate", "--train joint", "late")
@@ -189,6 +214,7 @@ def test_an_enumeration_is_spelled_by_its_value() -> None:
 ASKED = """
 import sys
 from offramp.commands.completion import complete
+from offramp.commands.nearest import nearest
 from offramp.commands.parser import LayeredParser
 def make():
     parser = LayeredParser(prog="cut")

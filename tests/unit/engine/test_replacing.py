@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
+import re
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -37,6 +39,7 @@ from offramp.engine.models.options import ModelOptions
 from offramp.engine.models.served_model import ServedModel
 from offramp.engine.requests.results import ResultKind
 from offramp.engine.scheduling import DeviceScheduler
+from offramp.engine.serving import versions
 from offramp.engine.serving.control_loop import ControlLoop
 from offramp.engine.serving.engine_upgrades import EngineUpgrades
 from offramp.engine.serving.executor import Executor
@@ -172,6 +175,32 @@ def test_a_model_comes_and_goes_while_another_is_served() -> None:
             assert (again.version, again.requests, again.earlier) == (1, 0, None)
 
     asyncio.run(body())
+
+
+def test_the_log_says_which_model_answers_and_which_was_removed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body() -> None:
+        backend = FakeBackend()
+        async with serving(fake_model(backend), backend, partial_model(backend)) as (engine, _):
+            await engine.load("other", PATH)
+            await engine.load("other", PATH)
+            await until(removed_from_log(1))
+            await engine.unload("other")
+            await until(removed_from_log(2))
+
+    def removed_from_log(count: int) -> Callable[[], bool]:
+        return lambda: caplog.text.count("was removed") == count
+
+    with caplog.at_level(logging.INFO, versions.__name__):
+        asyncio.run(body())
+    lines = [re.sub(r"\d+\.\d s", "N s", record.getMessage()) for record in caplog.records]
+    assert lines == [
+        "other: new.ee answers from now on, loaded in N s",
+        "other: new.ee answers from now on, loaded in N s; it replaces the model loaded before",
+        "other: the model loaded before was removed",
+        "other: the model was removed",
+    ]
 
 
 def test_nothing_is_left_of_names_that_are_served_no_more() -> None:

@@ -18,6 +18,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -32,7 +34,7 @@ from offramp.client.conversion import build_request
 from offramp.proto.messages import ModelStreamInferResponse
 from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.arguments.logging_setup import FORMATS, JsonFormatter, set_up_logging
-from offramp.server.arguments.options import ServerOptions
+from offramp.server.arguments.options import ModelRepositoryOptions, ServerOptions
 from offramp.server.common.errors import StartError
 from offramp.server.ports.sockets import check_free
 from offramp.testing.engine import FakeEngine
@@ -184,7 +186,7 @@ LOADING = """
 import asyncio, threading
 from offramp.server.app import serve
 from offramp.server.arguments.logging_setup import set_up_logging
-from offramp.server.arguments.options import ServerOptions
+from offramp.server.arguments.options import ModelRepositoryOptions, ServerOptions
 
 async def load():
     print("loading", flush=True)
@@ -327,6 +329,43 @@ def test_a_signal_while_models_load_ends_the_loading() -> None:
 
     assert asyncio.run(scenario()) == 0
     assert events == ["given up"]
+
+
+def test_a_signal_while_the_repository_loads_ends_before_the_next_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded: list[str] = []
+
+    async def scenario() -> int:
+        stop, closed = StopSignals(), asyncio.Event()
+
+        class Signalled(FakeEngine):
+            async def load(self, name: str, path: Path, **options: Any) -> None:
+                stop.request("SIGTERM")
+                try:
+                    await asyncio.Event().wait()
+                finally:  # as a thread that loads a model, which ends before it is cancelled
+                    loaded.append(name)
+
+            async def close(self) -> None:
+                closed.set()
+
+        async def open_engine() -> FakeEngine:
+            return Signalled(served=())
+
+        for name in ("a", "b"):
+            (tmp_path / name / "1.ee").mkdir(parents=True)
+        repository = ModelRepositoryOptions(model_repository=tmp_path)
+        options = ServerOptions(grpc_port=0, http_port=0, repository=repository)
+        status = await asyncio.wait_for(serve_until_stopped(open_engine, options, stop), 30)
+        assert closed.is_set()
+        assert not stop.serving
+        return status
+
+    with caplog.at_level(logging.INFO):
+        assert asyncio.run(scenario()) == 0
+    assert loaded == ["a:1"]
+    assert "ready" not in caplog.text
 
 
 @pytest.mark.parametrize("option", ["grpc_port", "http_port"])

@@ -310,3 +310,41 @@ def test_streams_are_held_against_cores_once_the_cpu_is_what_runs(
     assert cli.main([str(tmp_path / "m.ee"), "--streams=4096", *ports]) == 1
     told = capsys.readouterr().err
     tells(told, "eeserve: 4096 streams × 1 threads")
+
+
+@pytest.mark.parametrize(
+    ("control", "status", "told"),
+    [
+        (
+            "none", 2,
+            ("'fashoin' in ", "did you mean 'fashion'? (expected: fashion, named)", "correct"),
+        ),
+        ("poll", 1, ("WARNING", "'fashoin' in ", "yet", "no effect; did you mean 'fashion'?")),
+        ("explicit", 1, ("WARNING", "'fashoin' in ", "yet", "no effect; did you mean 'fashion'?")),
+    ],
+)  # fmt: skip
+def test_a_table_of_no_model_is_refused_or_warned_of(
+    tmp_path: Path,
+    control: str,
+    status: int,
+    told: Told,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    restored_logging: None,
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise OptionsError("the models are opened")
+
+    monkeypatch.setattr(Engine, "open", refuse)
+    (tmp_path / "models" / "fashion" / "1.ee").mkdir(parents=True)
+    file, more = tmp_path / "serve.toml", [f"--model-repository={tmp_path / 'models'}"]
+    more += [f"--model-control={control}", "--grpc-port=0", "--http-port=0", "--model=named=m.ee"]
+    right = "[models.fashion]\nslo_ms = 3\n[models.named]\nslo_ms = 3\n"
+    file.write_text(f"{right}[models.fashoin]\nslo_ms = 3")
+    assert cli.main([f"--config={file}", *more]) == status
+    wrong = capsys.readouterr().err
+    tells(wrong, *told)
+    assert ("the models are opened" in wrong) == (status == 1)
+    file.write_text(right)
+    assert cli.main([f"--config={file}", *more]) == 1
+    assert capsys.readouterr().err == "eeserve: the models are opened\n"

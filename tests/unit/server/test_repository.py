@@ -271,7 +271,7 @@ def test_what_is_no_model_of_the_repository_cannot_be_loaded(tmp_path: Path, nam
     add_version(tmp_path, "a", "1")
 
     async def body(repository: ModelRepository, engine: FakeEngine) -> None:
-        with pytest.raises(ModelLoadError, match=facts("no version", "expected")):
+        with pytest.raises(ModelLoadError, match=facts("no version", "1.ee", "1/model.onnx")):
             await repository.load(name)
         assert engine.loads == []
 
@@ -398,6 +398,9 @@ def test_tritons_client_manages_the_repository(tmp_path: Path) -> None:
         for config in ("[]", "{", '{"max_batch": 5}', '{"max_batch_size": 0}'):
             with pytest.raises(InferenceServerException, match="parameter 'config' of model 'a'"):
                 client.load_model("a", config=config)
+        with pytest.raises(InferenceServerException) as caught:
+            client.load_model("a", config='{"dynamic_batching": {}}')
+        tells(str(caught.value), "there is no key 'dynamic_batching' (expected", "howto/moving.md")
         client.unload_model("a")
         assert not client.is_model_ready("a")
         assert ours.model_ready("fake")

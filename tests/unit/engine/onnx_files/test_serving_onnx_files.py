@@ -83,8 +83,10 @@ def test_each_model_has_its_own_mode(model: Path, bundle: Path, temporary: Path)
         async with await Engine.open({"plain": model, "exits": bundle}, OPTIONS) as engine:
             modes = {name: found.mode for name, found in engine.statistics().items()}
             assert modes == {"plain": "off", "exits": "audit"}
-            (note,) = engine.model("plain").notes
-            tells(note, "--learn", "eecompile small.v2.onnx --data")
+            await engine.load("later", model)
+            for name in ("plain", "later"):
+                (note,) = engine.model(name).notes
+                tells(note, "--learn", f"eecompile {model} --data")
             assert engine.model("exits").notes == ()
             rows = np.ones((5, 16), np.float32)
             result = await engine.infer("plain", {"x": rows})
