@@ -59,7 +59,7 @@ PREPARED: Final[Mapping[str, str]] = {
 
 
 def read_result(name: str) -> Result:
-    """Return a file of ``benchmarks/results``, with its facts under ``environment``."""
+    """Return the result ``benchmarks/results/NAME.json``; ``environment`` describes its run."""
     content = json.loads((RESULTS / f"{name}.json").read_text())
     return content if isinstance(content, dict) else {"rows": content}
 
@@ -92,7 +92,10 @@ def command_of(name: str) -> list[str]:
     """Return the command that a result records, for this interpreter; ValueError if it has none."""
     recorded = read_result(name).get("environment", {}).get("command")
     if not recorded:
-        raise ValueError(f"{name}.json records no command; measure it once by hand")
+        raise ValueError(
+            f"{name}.json does not record the command that measured it; run that command once by "
+            "hand, which records it"
+        )
     return runnable(recorded)
 
 

@@ -66,7 +66,7 @@ class Tail:
     """Operators from the scores that heads imitate to the model's answer."""
 
     taught: Answer
-    """Scores, in the form of a description of an answer: tensor, width, form and task."""
+    """Scores that heads imitate, described like an answer: tensor, width, form and task."""
     dtype: str
     """Element type of the scores, by numpy's name."""
     shape: tuple[int | str, ...]
@@ -200,8 +200,9 @@ def cut_tail(
 ) -> Tail:
     """Copy the operators from the scores to the answer into a separate model.
 
-    ``proto`` is annotated and contains its weights. The tensor of ``taught``, the scores, must be
-    one of :func:`dominators`.
+    ``proto`` contains its weights and the types of its tensors. ``taught`` describes the scores,
+    which heads imitate; the scores must be one of :func:`dominators`. ``output`` is the answer.
+    ``facts`` are further fields of the :class:`Tail`.
     """
     types, start = declared_types(proto), taught.output
     dtype, shape = types[start].dtype, types[start].shape or ()

@@ -45,7 +45,7 @@ class ModelLoading(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelVersion:
-    """A version of a served model."""
+    """A version of a served model: every load under a name makes a new version."""
 
     name: str
     """Name that clients use."""
@@ -163,7 +163,7 @@ class ModelVersions:
         self._ends = True
 
     async def close(self) -> None:
-        """End, and wait until no replacement is in progress; then the loops may be stopped."""
+        """End, and wait until no replacement is in progress; then background tasks may stop."""
         self.end()
         async with self._turn:
             pass
@@ -223,7 +223,10 @@ class ModelVersions:
         try:
             await asyncio.to_thread(self._withdraw, version)
         except Exception:
-            _log.exception("%s: version %d: its state is lost", version.name, version.number)
+            _log.exception(
+                "%s: what was learned while version %d served could not be saved, and is lost",
+                version.name, version.number,
+            )  # fmt: skip
         counts = self._executor.remove(version.key)
         del self._finishing[version.key]
         self._keep_counts(version.name, counts)

@@ -165,7 +165,7 @@ class EngineContext:
         self._context: trt.IExecutionContext | None = context
         self._addresses: dict[str, int] = {}
         self.shapes: dict[str, Shape] = {}
-        """Last shapes of all inputs and outputs."""
+        """Shapes of all inputs and outputs, as last set by :meth:`take_shapes`."""
 
     def give_memory(self, address: int, size_bytes: int) -> None:
         """Set the context's scratch memory; its content is not needed between runs."""
@@ -192,7 +192,11 @@ class EngineContext:
                     raise refused(f"take {inputs[name]} as {name} of engine {unit}", errors)
             unknown = context.infer_shapes()
             if unknown:
-                raise refused(f"infer shapes of {unit} without {', '.join(unknown)}", errors)
+                raise refused(
+                    f"infer the shapes of engine {unit}: the shapes or values of "
+                    f"{', '.join(unknown)} are not set",
+                    errors,
+                )
         for name in engine.outputs:
             shapes[name] = tuple(context.get_tensor_shape(name))
             if any(size < 0 for size in shapes[name]):

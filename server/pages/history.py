@@ -44,11 +44,11 @@ class IntervalPoint:
     start_s: float
     end_s: float
     requests_per_s: float
-    """Accepted requests."""
+    """Number of accepted requests per second."""
     samples_per_s: float
-    """Accepted samples."""
+    """Number of accepted samples per second."""
     failed_per_s: float
-    """Samples without an answer, including those that were not accepted."""
+    """Number of samples per second without an answer, including samples that were refused."""
     latency_p50_s: float | None
     """Median time from submission to response; ``None`` if no request was answered."""
     latency_p99_s: float | None
@@ -59,7 +59,7 @@ class IntervalPoint:
     upper_bound: float | None
     """Upper confidence bound on the disagreement; ``None`` before there is one."""
     constraint: float | None
-    """Largest allowed share; ``None`` where nothing is observed."""
+    """Largest share of such answers that the promise allows; ``None`` without a controller."""
 
     def share(self, place: str) -> float | None:
         """Return the share of answers from a place; ``None`` if there were no answers."""
@@ -265,8 +265,8 @@ def _with_control(point: IntervalPoint, statistics: ModelStatistics) -> Interval
 def _grown(before: int, now: int) -> int:
     """Return the growth of a counter; 0 if it fell.
 
-    It falls if a model was loaded again and replaced within one interval, which is reported as a
-    replacement only.
+    A counter falls if a model was loaded again and then replaced within one interval. The history
+    reports such an interval as a replacement only.
     """
     return max(0, now - before)
 
