@@ -225,7 +225,7 @@ class _PrintCompletion(argparse.Action):
     """Prints the code for a shell, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *more: Any) -> None:
-        """Print and end."""
+        """Print the code for the shell that the option names, and end the process."""
         _, shell, _ = more
         sys.stdout.write(shell_code(parser.prog, shell))
         parser.exit()

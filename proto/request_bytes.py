@@ -63,7 +63,7 @@ class PackedFloats:
     """Typed contents of a float tensor as memory, in the form of raw contents."""
 
     field: str
-    """Field of ``InferTensorContents``."""
+    """Name of the field of ``InferTensorContents`` that has the elements."""
     elements: memoryview
     """Elements, little endian."""
 

@@ -29,7 +29,7 @@ class WireField(NamedTuple):
     begin: int
     """Start of its tag."""
     start: int
-    """Start of its value."""
+    """Offset at which the field's value begins."""
     end: int
 
 

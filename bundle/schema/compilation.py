@@ -74,7 +74,7 @@ class JointTraining:
 
     teacher: Teacher
     learning_rate: float
-    """Peak learning rate."""
+    """Largest learning rate during training."""
     epochs: tuple[JointEpoch, ...]
     """Epochs; the first entry is from before training."""
     kept: int

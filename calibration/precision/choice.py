@@ -41,7 +41,7 @@ _BATCH_MATES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindMeasured:
-    """Measurements of one kind."""
+    """Measurements of the graph in one CPU precision."""
 
     kind: CpuPrecision
     ratios: Mapping[int, Estimate]
@@ -52,7 +52,7 @@ class KindMeasured:
     """Number of samples that agreement was measured on."""
     dependence: BatchDependence
     size_bytes: int
-    """Size of the graph."""
+    """Size of the graph in this precision, in bytes."""
 
     @property
     def mean_ratio(self) -> float:

@@ -67,7 +67,7 @@ class Adaptation:
     least: tuple[ActiveExit, ...]
     """Exits after all moves, with their thresholds before any threshold was raised."""
     moves: tuple[ExitMove, ...]
-    """Moves in order."""
+    """Moves of exits to other places, in the order in which they were made."""
     rehearsal: Rehearsal
     """Result with the raised thresholds; its steps are those of the exits in use."""
 

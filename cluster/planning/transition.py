@@ -40,7 +40,7 @@ class WorkerState:
     name: str
     device_type: str
     memory_bytes: float = math.inf
-    """Memory for weights, in bytes."""
+    """Memory of the worker for weights, in bytes."""
     holds: frozenset[Segments] = field(default_factory=frozenset)
     serves: Segments | None = None
     """Split of the active plan that the worker runs; ``None`` if the worker is idle."""

@@ -91,7 +91,7 @@ class PlanLoop(PeriodicLoop):
         self._failures = FailureLog(_log, "%s: planning failed; its plan stays", served.name)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that plans again while serving."""
         self.begin()
 
     def stop(self) -> None:

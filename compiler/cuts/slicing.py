@@ -230,7 +230,7 @@ class SegmentModel:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """All output tensors."""
+        """Names of all output tensors; the first is ``output``."""
         return (self.output, *self.also)
 
     def without_weights(self) -> SegmentModel:

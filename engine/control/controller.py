@@ -70,7 +70,7 @@ class ControlStatus:
     controller: str
     """Name: ``certified``, ``apparate``, ``static`` …"""
     max_disagreement: float
-    """The constraint."""
+    """Largest share of answers that may differ from the unmodified model's."""
     confidence_level: float
     """1 − α of certificate and upper bound."""
     evidence: Evidence
@@ -89,7 +89,7 @@ class ControlStatus:
     disagreed: int
     """Audited samples whose early answer differs from the source model's."""
     alarms: int
-    """Drift alarms."""
+    """Number of drift alarms since the controller began."""
     tunings: int
     """Threshold tunings finished."""
     adjustments: int
@@ -164,7 +164,7 @@ class ControlTask:
     max_overhead: float
     """Ramp budget: largest delay of the model's end by the exits in use, as a share."""
     max_disagreement: float
-    """The constraint."""
+    """Largest share of answers that may differ from the unmodified model's."""
     confidence_level: float
     audit_probability: float
     """Share of the early answers after which samples run on to the end; 1 if all of them do."""

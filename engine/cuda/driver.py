@@ -116,7 +116,7 @@ class Driver(Protocol):
 
     @property
     def multiprocessors(self) -> int:
-        """Number of multiprocessors."""
+        """Number of multiprocessors of the device."""
 
     @property
     def compute_capability(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ _WITHHELD_SHARE: Final = 0.01
 
 
 class Phase(StrEnum):
-    """Phase of learning."""
+    """Phase of ``--learn`` for one model."""
 
     RECORDING = "recording"
     COMPILING = "compiling"
@@ -99,7 +99,7 @@ class ExitWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingProgress:
-    """Progress of a recording."""
+    """Number of samples that a recording has, and the number that it needs."""
 
     recorded: int
     wanted: int

@@ -89,7 +89,7 @@ class ServedModel:
     mode: Mode
     options: ModelOptions
     deployment: Deployment
-    """First deployment."""
+    """Deployment with which serving begins; others may replace it."""
     variants: tuple[Variant, ...] = ()
     """Variants that may serve in addition to the full model, from number 1 on."""
     scheduler: ModelScheduler

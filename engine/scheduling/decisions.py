@@ -94,7 +94,7 @@ class RowSet(NamedTuple):
     """True for samples that have their answer and run on for feedback only."""
 
     def take(self, rows: Rows) -> RowSet:
-        """Return some of the rows."""
+        """Return the rows with these indices."""
         return RowSet._make([array[rows] for array in self])
 
     def answering(self, rows: Rows) -> RowSet:

@@ -140,7 +140,7 @@ class Latencies:
         self.speed = self._usual_speed = min(max(speed, _FASTEST), _SLOWEST)
 
     def stage_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
-        """Return the seconds of one stage."""
+        """Return the predicted seconds that a stage takes for a batch."""
         return self.variants[variant].seconds[stage][batch_size] * self.speed
 
     def wasted_s(self, stage: int, batch_size: int, variant: int = 0) -> float:

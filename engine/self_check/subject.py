@@ -77,7 +77,7 @@ class CheckSubject:
 
     @cached_property
     def maker(self) -> InputMaker:
-        """Maker of the inputs."""
+        """Object that makes inputs in the ranges of the calibration data."""
         return InputMaker(self.bundle)
 
     @property
@@ -87,12 +87,12 @@ class CheckSubject:
 
     @cached_property
     def samples(self) -> Inputs:
-        """All samples."""
+        """Inputs of all samples: random ones, then extreme ones."""
         return join(self.maker.drawn(self.drawn_rows), self.maker.extreme_inputs())
 
     @cached_property
     def sample_count(self) -> int:
-        """Number of samples."""
+        """Number of all samples, random and extreme."""
         return len(next(iter(self.samples.values())))
 
     @cached_property
@@ -291,7 +291,7 @@ def take(inputs: Inputs, rows: NDArray[np.intp] | slice) -> Inputs:
 
 
 def join(*parts: Inputs) -> Inputs:
-    """Concatenate inputs."""
+    """Concatenate samples of several sets of inputs."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

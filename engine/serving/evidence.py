@@ -73,7 +73,7 @@ class BatchObserver(Protocol):
         """Receive samples that left unexpectedly."""
 
     def counts(self) -> EvidenceCounts:
-        """Return counts of the observations."""
+        """Return the counts of samples that are no evidence, and of audits."""
 
 
 class NoObserver:
@@ -91,7 +91,7 @@ class NoObserver:
         step: StageStep,
         stage: StageSpec,  # noqa: ARG002
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
-        """Return the step unchanged."""
+        """Return the step unchanged, without samples that must run on."""
         return step, None
 
     def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
@@ -101,7 +101,7 @@ class NoObserver:
         """Do nothing."""
 
     def counts(self) -> EvidenceCounts:
-        """Return empty counts."""
+        """Return counts of 0: nothing is observed."""
         return EvidenceCounts()
 
 

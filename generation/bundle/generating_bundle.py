@@ -48,7 +48,7 @@ class GeneratingManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingBundle:
-    """An opened generating bundle."""
+    """A bundle of a model that generates text, whose manifest was read and checked."""
 
     path: Path
     manifest: GeneratingManifest

@@ -51,7 +51,7 @@ class TextCounter:
         self._ended: Counter[SequenceEnd] = Counter()
 
     def decided(self, step: PrefillStep | TokenStep) -> None:
-        """Count a step."""
+        """Count a step that the scheduler decided."""
         if isinstance(step, PrefillStep):
             self._prefills += 1
             self._prefilled += len(step.slots)

@@ -41,13 +41,13 @@ class WaitingGroup:
         return self._background < len(self._rows)
 
     def add(self, state: SequenceState) -> None:
-        """Add a sequence."""
+        """Add a sequence that waits for the group's stage."""
         assert state.slot is not None
         self._rows[state.slot] = state
         self._count(state, 1)
 
     def remove(self, state: SequenceState) -> None:
-        """Remove a sequence."""
+        """Remove a sequence that does not wait any more."""
         assert state.slot is not None
         del self._rows[state.slot]
         self._count(state, -1)

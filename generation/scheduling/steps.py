@@ -80,7 +80,7 @@ class TextLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
-    """A submitted sequence."""
+    """A sequence that a caller submits: prompt, limits and deadline."""
 
     number: int
     """Number of the sequence; it is unique, and never reused."""
@@ -180,7 +180,7 @@ class TextDecision(NamedTuple):
 
 
 class TextQueueFullError(Exception):
-    """The queue is full."""
+    """The scheduler has no place for another waiting sequence."""
 
 
 class NeverFitsError(ValueError):

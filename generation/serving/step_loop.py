@@ -60,9 +60,9 @@ class TextStageRuns(NamedTuple):
     """Statistics of a stage's runs."""
 
     batch_size: Histogram
-    """Rows of each run."""
+    """Number of rows of each run."""
     run_s: Histogram
-    """Seconds of each run."""
+    """Time of each run, in seconds."""
 
 
 class StepLoop:

@@ -65,7 +65,7 @@ class JointTextTraining:
     """Options of training a decoder together with its exits."""
 
     epochs: int = 4
-    """Limit on the epochs."""
+    """Largest number of epochs."""
     minutes: float | None = None
     """Limit on the processor time, in minutes; with a limit, two runs may differ."""
     patience: int = 2

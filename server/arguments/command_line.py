@@ -43,7 +43,7 @@ from offramp.server.arguments.server_groups import (
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
-    """Add the logging options."""
+    """Add ``--log-level`` and ``--log-format``."""
     options = OptionGroup(parser, "logging", None, LoggingOptions(), ServerOptions())
     levels = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
     options.add("--log-level", levels, metavar="LEVEL", choices=LEVELS)

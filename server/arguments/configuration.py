@@ -253,7 +253,7 @@ _KINDS_BY_FIELD: Final = {
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that differ from the field's name."""
 TABLES: Final = ("engine", "learning", "defaults", "models", "server")
-"""Tables of a file."""
+"""Names of the top-level tables of a configuration file."""
 SERVER_PARTS: Final[Mapping[str, type[Any]]] = {
     "repository": ModelRepositoryOptions,
     "keepalive": KeepaliveOptions,

@@ -153,7 +153,7 @@ class ModelRepositoryOptions:
     load_model: tuple[str, ...] = ()
     """Models to load at the start, with explicit control."""
     model_versions: VersionChoice = VersionChoice()
-    """Versions of a model to serve."""
+    """Versions to serve of each model of the repository."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "load_model", tuple(self.load_model))

@@ -47,7 +47,7 @@ class ServedEngine(Protocol):
         """Yield one or two answers to a request; closing the iterator withdraws it."""
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Return descriptions of the served models."""
+        """Return the descriptions of all models that are served now."""
 
     def model(self, name: str) -> ModelInfo:
         """Return the description of one model, or raise ModelNotServedError."""

@@ -80,7 +80,7 @@ class FrameLink(asyncio.BufferedProtocol):
         """Descriptors of shared memory that the other end has not mapped yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
+        """Keep the transport of a new connection; asyncio calls this."""
         self._transport = cast(asyncio.WriteTransport, transport)
         self._transport.set_write_buffer_limits(_HIGH_BYTES)
 

@@ -129,7 +129,7 @@ class ModelRepository:
             self._polling = asyncio.create_task(self._poll(), name="repository")
 
     async def stop(self) -> None:
-        """Stop polling."""
+        """Stop checking the folder for changes."""
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.wait((self._polling,))

@@ -210,7 +210,7 @@ class CallState:
     principal: Principal | None = None
     """Principal of the call's token."""
     size_bytes: int = 0
-    """Bytes held for it."""
+    """Bytes held for the call, which admission counts."""
     answer: PendingAnswer | None = None
     """The answer until gRPC has written it; until then the request counts as in progress."""
     model: str = ""

@@ -278,7 +278,7 @@ class TimedFactory:
 
     @property
     def name(self) -> str:
-        """Name of the factory."""
+        """Name of the wrapped factory."""
         return self._factory.name
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -59,7 +59,7 @@ class LoadReport:
         }
 
     def write_json(self, path: Path) -> None:
-        """Write the report as JSON."""
+        """Write the report as JSON to a file."""
         path.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
 

@@ -186,7 +186,7 @@ class RequestLog:
         self._sent_s[line] = at_s
 
     def answered(self, line: int, at_s: float, reply: Reply) -> None:
-        """Record the answer to a request."""
+        """Record the time and the content of the answer to a request."""
         self._ended_s[line] = at_s
         self._status[line] = Status.OK
         self._exit[line], self._forced[line], self._prediction[line] = reply
