@@ -98,7 +98,7 @@ class ShapeProfile:
     """A range of shapes that an engine is built for (an optimisation profile)."""
 
     first_batch: int
-    """Smallest batch size."""
+    """Smallest batch size that the engine takes in this profile."""
     last_batch: int
     """Largest batch size, which the engine is tuned for."""
     inputs: dict[str, ShapeRange]

@@ -38,7 +38,7 @@ class AnswerKind(StrEnum):
     """Kind of a result of ``infer_stream``."""
 
     ANSWER = "answer"
-    """The only result."""
+    """The only result of the request."""
     EARLY = "early"
     """Early result from exits; the final answer of some samples follows."""
     CONFIRMATION = "confirmation"

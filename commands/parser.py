@@ -215,7 +215,7 @@ class _ShowAll(argparse.Action):
     """Prints the full help, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print and end."""
+        """Print the full help, and end the process."""
         assert isinstance(parser, LayeredParser)
         sys.stdout.write(parser.format_help_all())
         parser.exit()

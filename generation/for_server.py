@@ -18,7 +18,7 @@ from offramp.generation.serving.text_engine import TextEngine
 
 
 class _Extension:
-    """See :class:`.ServerExtension` and :class:`.ModelOpener`."""
+    """Serves models that generate text (:class:`.ServerExtension`, :class:`.ModelOpener`)."""
 
     settings = TextServingOptions
     combinations: tuple[Illegal, ...] = ()

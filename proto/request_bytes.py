@@ -65,7 +65,7 @@ class PackedFloats:
     field: str
     """Name of the field of ``InferTensorContents`` that has the elements."""
     elements: memoryview
-    """Elements, little endian."""
+    """Elements as in raw contents, little endian."""
 
 
 _NO_FLOATS: Final[Mapping[int, PackedFloats]] = MappingProxyType({})

@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Operation:
-    """Enqueued work."""
+    """Work that was enqueued in a stream."""
 
     label: str
     stream: int

@@ -92,7 +92,7 @@ class PrecisionChoice:
     """The chosen kind of int8, and the measurements of all kinds."""
 
     kind: CpuPrecision | None
-    """Chosen kind; ``None`` is float32."""
+    """Kind of int8 that was chosen; ``None`` if the model stays float32."""
     reason: str
     """Reason for the choice, for reports."""
     measured: tuple[KindMeasured, ...]

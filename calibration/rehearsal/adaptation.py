@@ -54,7 +54,7 @@ class LateExit:
 
     exit: int
     violations: float
-    """Share of late batches."""
+    """Share of the rehearsed batches that this exit makes late."""
     at: Position
     """Position where the first stage of this exit begins; if ``rows`` of the position is below 1,
     no row may arrive there."""

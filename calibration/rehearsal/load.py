@@ -270,7 +270,7 @@ class Rehearsed:
         )
 
     def dump(self) -> bytes:
-        """Return the content of the file."""
+        """Return the rehearsals as JSON, the content of their file."""
         return (json.dumps(to_plain(self), allow_nan=False) + "\n").encode()
 
     @classmethod

@@ -109,7 +109,7 @@ class Order:
     """Offsets between which results must be in shared memory."""
     ends: int
     replies: dict[bytes, RunReply] = field(default_factory=dict)
-    """Parsed replies by header."""
+    """Replies that were parsed before, by their header."""
 
     def check(self, arrays: Sequence[PlacedArray]) -> None:
         """Check that results are within the bounds of the order; FrameError if not."""

@@ -86,7 +86,7 @@ class OnnxRuntimeCudaFactory:
         self._sizes = BundleSizes()
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the same type."""
+        """Return the same type: tensors keep their type on the device."""
         return dtype
 
     def as_computed(self, bundle: Bundle) -> Bundle:

@@ -168,7 +168,7 @@ class CandidateTests:
         return None
 
     def end(self, *, adopted: bool = False) -> None:
-        """Drop the candidate, and its job."""
+        """End the test of the candidate, and drop its job."""
         self.current = self._job = self._out = None
         if adopted:
             self._fruitless = 0

@@ -136,7 +136,7 @@ class Controller(Protocol):
         """
 
     def status(self) -> ControlStatus:
-        """Return a snapshot; cheap."""
+        """Return a snapshot of counts and bounds; takes little time."""
 
     def take_events(self) -> list[ControlEvent]:
         """Return the events since the last call."""
@@ -154,7 +154,7 @@ class ControlTask:
 
     manifest: Manifest
     profile: Profile
-    """Profile as measured on this machine."""
+    """Profile of the bundle, as measured on this machine."""
     policy: ExitPolicy
     """The bundle's policy, reduced to the limits in this class where it exceeds them."""
     batch_size: int

@@ -36,7 +36,7 @@ INSTALL = (
 """Remedy if there is no compiler, or only one that is too old."""
 
 _TOOLKIT = Path("/usr/local/cuda")
-"""Default folder of toolkits."""
+"""Default folder of NVIDIA's toolkit, where nvcc is searched."""
 _TIMEOUT_S = 300
 """Time limit of one run of nvcc: the kernels take about two seconds."""
 
@@ -50,7 +50,7 @@ class KernelCompileError(BackendError):
 
 
 class Compiled(NamedTuple):
-    """The result of a compiler."""
+    """Machine code that a compiler made, and its messages."""
 
     cubin: bytes
     """An ELF file with machine code for one architecture."""

@@ -48,7 +48,7 @@ class Phase(StrEnum):
 
 
 class LearnAction(StrEnum):
-    """Next action of the driver."""
+    """Action that the driver of the life cycle has to take next."""
 
     COMPILE = "compile"
     SWITCH = "switch"

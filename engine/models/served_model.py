@@ -117,7 +117,7 @@ class ServedModel:
     split_by: DeploymentMaker | None = None
     """Maker of deployments for other plans, where the model is split among devices."""
     notes: tuple[str, ...] = ()
-    """Notes as in :attr:`.ModelInfo.notes`."""
+    """Messages for the user about the model (:attr:`.ModelInfo.notes`)."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod

@@ -90,7 +90,7 @@ class Request:
     following: int = 0
     """Number of answered samples that run on."""
     first: RequestAnswers = field(init=False)
-    """First answer to each sample."""
+    """First answer to each sample, from an exit or the model's end."""
     final: RequestAnswers | None = None
     """Answers of the model's end to samples that ran on; ``None`` if none did."""
     exits: NDArray[np.int32] = field(init=False)

@@ -232,7 +232,7 @@ class InFlight:
         return batch
 
     def finish(self, stream: int) -> None:
-        """Remove the batch of a stream."""
+        """Remove the batch of a stream, which has ended."""
         self.batches.pop(stream, None)
         if self._cancelled:
             running = {r for b in self.batches.values() for r in b.samples.requests.tolist()}

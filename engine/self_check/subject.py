@@ -73,7 +73,7 @@ class CheckSubject:
     tolerance: float
     """Allowed difference from the reference, relative to an element's scale."""
     threads: int = 1
-    """Number of threads of the reference."""
+    """Number of threads with which the reference is computed."""
 
     @cached_property
     def maker(self) -> InputMaker:

@@ -80,7 +80,7 @@ class NoObserver:
     """The observer of a model without control, which ignores all calls."""
 
     def starts(self, run: Run, *, policy_version: int, forced: bool) -> None:
-        """Do nothing."""
+        """Do nothing: samples are not recorded."""
 
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Do nothing."""

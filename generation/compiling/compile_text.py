@@ -110,7 +110,7 @@ def compile_text(options: TextCompileOptions, progress: Progress = SILENT) -> Co
 
 
 class _Compiling:
-    """The state of one run."""
+    """One run of ``eecompile generation``: its settings and results so far."""
 
     def __init__(self, options: TextCompileOptions, progress: Progress) -> None:
         self._options, self._progress = options, progress

@@ -20,7 +20,7 @@ class WaitingGroup:
         """Numbers of sequences with a deadline, and of background sequences; both are usually 0."""
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
+        """Return the number of sequences that wait for the stage."""
         return len(self._rows)
 
     @property
@@ -124,4 +124,4 @@ class WaitingText(NamedTuple):
     rows: int
     """Largest number of rows in a step."""
     step: int
-    """Number of the last step."""
+    """Number of the scheduler's last step."""

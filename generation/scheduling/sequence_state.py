@@ -26,7 +26,7 @@ class SequenceState:
 
     new: NewSequence
     key: Key
-    """Sort key in the queue."""
+    """Key by which the queue sorts waiting sequences."""
     begin: int
     """Number of tokens in the sequence's slot before the first token of the answer."""
     room: int

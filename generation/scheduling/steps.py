@@ -22,11 +22,11 @@ class SequenceEnd(StrEnum):
     MOST_TOKENS = "most_tokens"
     """The answer has as many tokens as requested."""
     LENGTH = "length"
-    """The slot is full."""
+    """The sequence fills its cache slot."""
     CANCELLED = "cancelled"
-    """The caller left."""
+    """The caller cancelled the sequence."""
     EXPIRED = "expired"
-    """The deadline passed."""
+    """The deadline of the sequence passed."""
     FAILED = "backend_error"
     """A step of the sequence failed: in a batch, and again alone."""
 
@@ -116,7 +116,7 @@ class EndedSequence(NamedTuple):
     sequence: int
     end: SequenceEnd
     tokens: int
-    """Number of tokens of the answer."""
+    """Number of tokens of the answer, until the sequence ended."""
     thresholds: int
     """Version of the thresholds of the sequence; -1 if the sequence never started."""
     background: bool

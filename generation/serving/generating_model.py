@@ -295,7 +295,7 @@ class GeneratingModel:
         return array.astype(np.int64)
 
     def _submit(self, new: NewSequence, stream: _Stream) -> None:
-        """Queue a sequence."""
+        """Queue a sequence, whose tokens are put into ``stream``."""
         self._streams[new.number] = stream
         self._idle.clear()
         try:

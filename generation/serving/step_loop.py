@@ -66,7 +66,7 @@ class TextStageRuns(NamedTuple):
 
 
 class StepLoop:
-    """A scheduler and its backend."""
+    """A scheduler of tokens, and the backend that runs its steps."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ class ExitSamples:
 
     @property
     def width(self) -> int:
-        """Size of a state."""
+        """Size of a decoder state, the input of an exit."""
         return int(self.states.shape[1])
 
 

@@ -292,7 +292,7 @@ class _Decoder(nn.Module):
 
 
 class _Course:
-    """A running training."""
+    """A running training of a decoder with its exits."""
 
     def __init__(
         self, export: TextExport, texts: _Texts, exits: Sequence[int], options: JointTextTraining

@@ -64,7 +64,7 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredModel:
-    """A table ``[models.NAME]``."""
+    """A table ``[models.NAME]`` of a configuration file."""
 
     path: Path | None
     """The bundle folder or ONNX file; ``None`` for a model of the repository."""

@@ -19,7 +19,7 @@ from offramp.engine.requests.timeline import RequestTimeline
 
 
 class ServedEngine(Protocol):
-    """See :class:`offramp.engine.core.Engine` for guarantees and errors of each method."""
+    """Methods of an engine that a server uses; :class:`.Engine` has guarantees and errors."""
 
     # A protocol repeats the signatures that it requires; Engine and FakeEngine have the same.
     async def infer(

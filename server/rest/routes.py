@@ -214,7 +214,7 @@ ROUTES: Final = (
         for verb in ("GET", "POST")
     ),
 )  # fmt: skip
-"""All routes except inference."""
+"""Routes of the HTTP API, except those of inference."""
 
 INFER_PATHS: Final = (f"{_MODEL}/infer", f"{_VERSION}/infer")
 """Paths of inference (POST)."""
