@@ -94,7 +94,7 @@ class PrecisionChoice:
     kind: CpuPrecision | None
     """Kind of int8 that was chosen; ``None`` if the model stays float32."""
     reason: str
-    """Reason for the choice, for reports."""
+    """Reason for the choice in words, for reports."""
     measured: tuple[KindMeasured, ...]
     not_applicable: Mapping[CpuPrecision, str]
     """Reasons, by kind, why a kind does not apply to this model or does not run here."""

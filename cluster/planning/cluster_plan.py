@@ -78,7 +78,7 @@ class PlannedSplit:
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """Device types of the replicas."""
+        """Name of the device type of each replica."""
         return tuple(replica.device_type for replica in self.replicas)
 
     @property

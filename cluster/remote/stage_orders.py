@@ -184,7 +184,7 @@ def make_described(
     try:
         plain = json.loads(document)
         if not isinstance(plain, dict) or len(plain) != 1:
-            raise FrameError("a stage's document has not exactly one key, 'named' or 'described'")
+            raise FrameError("a stage is not an object with the one key 'named' or 'described'")
         if "named" in plain:
             named = from_plain(StageName, plain["named"], "stage")
         elif not any_graph:

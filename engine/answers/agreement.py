@@ -118,7 +118,7 @@ class ClassAgreement(Equality):
         return _lead(ours, ends)
 
     def codes(self, ends: NDArray[Any]) -> Codes:
-        """Return the class itself."""
+        """Return the numbers of the classes, int32[b]."""
         return ends.astype(np.int32, copy=False)
 
 

@@ -111,7 +111,7 @@ class InFlight:
         self.plans = [plan for plan in self.plans if plan.number in used]
 
     def others(self, stream: int) -> frozenset[int]:
-        """Return the other streams in service."""
+        """Return the streams in service, except one."""
         return self.streams - self.suspended - {stream}
 
     def samples(self) -> Iterator[RowSet]:

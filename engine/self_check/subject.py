@@ -45,7 +45,7 @@ class StageAnswer(NamedTuple):
     answer: NDArray[Any]
     """Answers, [b, classes]."""
     confidence: NDArray[np.float32]
-    """Confidences, [b]."""
+    """Confidences of these answers, [b]."""
 
 
 class TrueStage(NamedTuple):

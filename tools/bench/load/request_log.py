@@ -117,7 +117,7 @@ class RequestRecords:
     ended_s: NDArray[np.float64]
     """[n]: time of the answer or failure; NaN without either."""
     status: NDArray[np.uint8]
-    """[n]: ``Status`` of each request."""
+    """[n]: ``Status`` with which each request ended, as a number."""
     exit: NDArray[np.int16]
     """[n]: index of the exit that answered, or ``MODEL_END``."""
     forced: NDArray[np.bool_]
