@@ -17,10 +17,10 @@ from offramp.certify.binomial import half_risk, upper_bound
 INDEX = "index.json"
 """Name of the index in a target's folder."""
 ENGINES_SCHEMA_VERSION = 1
-"""Increased whenever an older reader would misunderstand a newer index."""
+"""Version of the format, raised whenever an older reader would misunderstand a newer index."""
 
 BUILDER_REVISION = 3
-"""Increased whenever a change of the builder changes engines; part of the key of each engine."""
+"""Version of the builder, raised if it builds other engines; part of each engine's key."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -114,7 +114,7 @@ class ShapeProfile:
                 )
 
     def takes(self, rows: int) -> bool:
-        """Return whether the profile allows batches of ``rows`` rows; ignores other sizes."""
+        """Return whether the profile allows batches of ``rows`` rows; ignores their other sizes."""
         return self.first_batch <= rows <= self.last_batch
 
     def holds(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -124,12 +124,12 @@ class ShapeProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEntry:
-    """An engine of the store (:class:`.EngineStore`)."""
+    """Facts about an engine in the store (:class:`.EngineStore`)."""
 
     unit: str
     """Name of the segments and the exit that the engine computes, for instance ``00-03-exit1``."""
     file: str
-    """Path relative to the target's folder."""
+    """Path of the engine, relative to the target's folder."""
     size_bytes: int
     sha256: str
     key: dict[str, str]

@@ -100,7 +100,7 @@ class Dataset:
         return replace(self.subset(rows), copies=groups.copies(rows))
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
-        """Return the inputs of some samples."""
+        """Return copies of the inputs of some samples, by input name."""
         return {name: self.column(name, rows) for name in self.inputs}
 
     def column(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
@@ -260,7 +260,7 @@ def _codes_of(where: str, labels: NDArray[Any], answer: Answer | None) -> NDArra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplit:
-    """The training, tuning and certify splits of a data set; a group of rows is in one of them."""
+    """The training, tuning and certify splits of a data set; each group is in only one."""
 
     train: Dataset
     """Split that heads are trained on; it has all rows of its groups."""

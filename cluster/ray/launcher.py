@@ -147,7 +147,7 @@ class RayLauncher:
         self._ray_address = address
         self._ping_s = ping_s
         self._lock = threading.Lock()
-        """Guards the placement group."""
+        """Lock that guards the worker's placement group."""
         self._group: Any = None
         self._patient_until_s = 0.0
 
@@ -206,7 +206,7 @@ class RayLauncher:
             raise WorkerLostError(f"Ray cannot start a worker: {lines[0]:.300}") from error
 
     def close(self) -> None:
-        """Release the placement group."""
+        """Release the worker's placement group and its resources."""
         with self._lock:
             group, self._group = self._group, None
         ray = connected_ray()

@@ -124,7 +124,7 @@ class BundlesByPath:
         self._opened: dict[Path, Bundle] = {}
 
     def __call__(self, named: StageName) -> Bundle:
-        """Return the variant that a stage belongs to; BackendError if the bundle was replaced."""
+        """Return the bundle's variant with a stage; BackendError if the bundle was replaced."""
         path = Path(os.fsdecode(unquote_to_bytes(named.path)))
         if path not in self._opened:
             self._opened[path] = self._open(path)

@@ -60,7 +60,7 @@ MakeBackend: TypeAlias = Callable[[Hello], Backend]
 class Worker:
     """Serves one router until its connection ends.
 
-    ``find`` returns the bundle of a stage; without ``any_graph``, stages without one are refused.
+    ``find`` returns the bundle of a stage. Stages without a bundle run only with ``any_graph``.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Worker:
 
     def _ready_backend(self) -> Backend:
         if self._backend is None:
-            raise FrameError("an order came before the hello")
+            raise FrameError("an order came before the hello message")
         return self._backend
 
 

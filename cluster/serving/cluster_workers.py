@@ -64,7 +64,7 @@ class ClusterWorkers(WorkerDevices):
     file: ClusterFile | None
     """Devices, links and goal for planning; without it, no model is split."""
     profiles: Mapping[str, Profile] = field(default_factory=dict)
-    """Profiles that the file names."""
+    """Profiles by the paths that the cluster file names."""
     plan: ClusterPlan | None = None
     """Plan to serve unchanged; ``None`` if plans are made while serving."""
     token: bytes = field(repr=False, default=b"")

@@ -58,7 +58,7 @@ _WEIGHTED: Final = frozenset(
 )
 """Operators that mix features with weights, which no tail has."""
 _MASKING: Final = 1e4
-"""A constant of this magnitude or more masks classes; a smaller one only shifts their scores."""
+"""Smallest magnitude of a constant that masks classes; smaller ones only shift scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class Tail:
     """True if the answer changes when a constant is added to all scores, as with clipped logits."""
 
     def end(self, exit_: bytes, prefix: str, outputs: list[str]) -> bytes:
-        """Append the tail to an exit, whose scores have the exit's prefix in their name."""
+        """Append the tail to an exit's graph; the exit's scores have ``prefix`` in their name."""
         if not self.graph:
             return exit_
         head = onnx.ModelProto.FromString(exit_)

@@ -57,9 +57,9 @@ from offramp.certify import (
 from offramp.engine.control.costs import CostModel
 
 ADJUST_EVERY: Final = 128
-"""Samples between two adjustments (Apparate 3.3)."""
+"""Number of samples between two adjustments (Apparate 3.3)."""
 AGAIN_AFTER: Final = 65_536
-"""Samples after which a set of exits that was proposed may be proposed again."""
+"""Number of samples after which a set of exits may be proposed again."""
 JUDGED_BY: Final = 512
 """Number of samples to judge exits by, drawn from a window of twice as many complete samples
 (:attr:`.Observations.complete`)."""
@@ -162,10 +162,10 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
-    """The exits to use from now on."""
+    """Decision on the exits to use from now on."""
 
     active: tuple[int, ...]
-    """Indices of the exits, in depth order; their overhead is within the budget."""
+    """Indices of the exits to use, in depth order; their overhead is within the budget."""
     thresholds: tuple[float, ...]
     """Thresholds of the active exits; ``NEVER`` for the exit that is tried, until the next
     tuning."""
@@ -345,7 +345,7 @@ class Utilities:
     utility_ms: FloatArray
     """float64[active]: milliseconds won minus milliseconds lost, summed over the samples."""
     mean_ms: float
-    """Mean time until the answer, including the cost of every exit passed."""
+    """Mean time of a sample until its answer, including the cost of every exit passed."""
 
 
 def measure_utilities(

@@ -33,7 +33,7 @@ graph takes memory. The least recently used one is replaced."""
 
 @dataclass(slots=True, kw_only=True)
 class StageRuns:
-    """The stage runs of a slot, made when first needed."""
+    """All :class:`.StageRun` of a slot, each made when it is first needed."""
 
     arena: Arena
     layouts: Layouts
@@ -69,7 +69,7 @@ class StageRuns:
         return sum(execution.graph is not None for execution in self._made.values())
 
     def clear(self) -> None:
-        """Release all runs, with their graphs; the host has waited for them."""
+        """Release all runs, with their CUDA graphs; the host has waited for them."""
         made, self._made = self._made, OrderedDict()
         _release(list(made.values()))
 
@@ -79,7 +79,7 @@ class StageRuns:
         _release([self._made.pop(key) for key in gone])
 
     def end_of(self, run: StageRun, threshold: float) -> Launch:
-        """Return the launch after a stage; its threshold may change from batch to batch."""
+        """Return the kernel launch after a stage; its threshold may change with every batch."""
         if run.end is None or run.threshold != threshold:
             run.end, run.threshold = self._end(run, threshold), threshold
         return run.end
@@ -167,7 +167,7 @@ class StageRuns:
     def _reserve(
         self, rows: int, target: int, carried: Layout | None, outputs: Layout, answer_bytes: int
     ) -> None:
-        """Ensure that buffers suffice, also for samples larger than expected."""
+        """Ensure that the slot's buffers suffice, also for samples larger than expected."""
         self.arena.grow_rows(rows)
         self.arena.grow(self.arena.outputs, outputs.size_bytes)
         self.arena.grow(self.arena.answers, answer_bytes)
@@ -253,7 +253,7 @@ def _release(executions: list[Execution]) -> None:
 
 
 def _rows_of(prepared: PreparedStage, batch: CudaBatch) -> int:
-    """Return the number of rows that a batch is run as, limited by the buffers."""
+    """Return the number of rows, with padding, that are run; the buffers limit it."""
     if not prepared.pads:
         return batch.rows
     room = min(prepared.padding_limit(batch.rows), batch.layout.capacity)

@@ -14,7 +14,7 @@ often in a row."""
 MOST_IN_A_ROW = 16
 """Number of failures in a row after which a trusted stream is suspected nevertheless."""
 GIVE_UP_AFTER = 5
-"""If every stream has failed to start this number of times in a row, waiting requests fail."""
+"""Number of failed starts in a row, on every stream, after which waiting requests fail."""
 
 
 class StreamHealth:
@@ -32,7 +32,7 @@ class StreamHealth:
     def __init__(self, streams: int) -> None:
         self.streams = streams
         self._failures: dict[tuple[int, str], int] = {}
-        """Consecutive failed batches, by stream and model; no entry for 0."""
+        """Number of consecutive failed batches, by stream and model; no entry for 0."""
         self._failed_starts = [0] * streams
         self._trusted_until_s: dict[tuple[int, str], float] = {}
         """Time until which a stream is not suspected, because it passed a model's known-good batch.
@@ -43,7 +43,7 @@ class StreamHealth:
         self._lost = [False] * streams
         """True for streams without a worker."""
         self._faults: dict[tuple[int, str], _Fault] = {}
-        """Models that fail at a known-good batch on a stream while other models run there."""
+        """Reason why a stream runs other models but not this one, by stream and model."""
         self.losses = 0
         """Number of workers lost during a stage."""
         self.restarts = 0

@@ -50,7 +50,7 @@ class ModelVersion:
     name: str
     """Name that clients use."""
     number: int
-    """Version number: 1, 2, … for each name."""
+    """Number of the version: 1, 2, … for each name."""
     key: str
     """Unique key for executor, control and batch profiles."""
     model: ServedModel
@@ -163,7 +163,7 @@ class ModelVersions:
         self._ends = True
 
     async def close(self) -> None:
-        """End, and wait until no replacement is in progress; then background tasks may stop."""
+        """Call :meth:`end`, and wait until no version is loaded or removed any more."""
         self.end()
         async with self._turn:
             pass

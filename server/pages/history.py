@@ -86,13 +86,13 @@ class ModelEvent:
 
 
 class ModelHistory:
-    """The points and events of one model."""
+    """Points of the curves of one model, and its events."""
 
     def __init__(self, statistics: ModelStatistics, *, ready: bool, now_s: float) -> None:
         self.points: deque[IntervalPoint] = deque(maxlen=POINTS)
-        """Points, oldest first."""
+        """Points, one for each interval, oldest first."""
         self.events: deque[ModelEvent] = deque(maxlen=EVENTS)
-        """Events, oldest first."""
+        """Changes of the model, oldest first."""
         self._statistics = statistics
         self._totals = totals_of(statistics)
         self._ready = ready
@@ -194,7 +194,7 @@ class HistoryRecorder:
     """Records the history of an engine every 5 s while a web application runs."""
 
     def __init__(self, engine: ServedEngine, refused: Mapping[tuple[str, str], int]) -> None:
-        """``refused`` counts requests by status code and reason; it is read at each snapshot."""
+        """Keep ``refused``, the counts by status code and reason, to read it at each snapshot."""
         self.history: Final = History()
         self._engine = engine
         self._refused = refused
@@ -207,7 +207,7 @@ class HistoryRecorder:
         await asyncio.wait((recording,))
 
     def record(self) -> None:
-        """Take a snapshot now."""
+        """Take a snapshot of the engine's statistics now."""
         statistics = self._engine.statistics()
         self.history.record(
             statistics,

@@ -135,7 +135,7 @@ def _resize(view: OperatorView) -> None:
 
 
 def _reshape(view: OperatorView) -> None:
-    """Replace a constant shape of a Reshape; correct a computed one, of the supernet's size."""
+    """Replace a Reshape's constant shape; correct a computed shape, which is the supernet's."""
     elastic = view.regroup(view.only_elastic())
     size, rank = len(elastic.kept), len(view.output_shape())
     asked = view.value(1)
