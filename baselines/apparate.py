@@ -113,7 +113,7 @@ def run_adjustment(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Out:
-    """A job that is running."""
+    """A job (tuning or adjustment) that is running in another process."""
 
     number: int
     tuned_exits: tuple[int, ...]

@@ -221,7 +221,7 @@ def _wrong_by_exit(complete: Observations, active: Mapping[int, float]) -> dict[
 
 
 def _join(parts: list[Observations]) -> Observations:
-    """Concatenate observations."""
+    """Concatenate observations along their samples."""
     arrays = {
         field.name: np.concatenate([getattr(part, field.name) for part in parts], axis=-1)
         for field in fields(Observations)

@@ -356,7 +356,7 @@ TABLES: Final = ("latency", "slo", "ramp_budget", "constraint")
 async def measure(
     bench: ApparateBench, console: Console, names: Sequence[str] = TABLES
 ) -> dict[str, Any]:
-    """Measure the named tables."""
+    """Measure the named tables; return their rows by name, for the file of results."""
     await bench.calibrate()
     console.print(
         f"MEASURED off: {bench.lone_ms:.2f} ms a lone request, {bench.capacity_rps:.0f}/s"

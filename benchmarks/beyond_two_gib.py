@@ -130,7 +130,7 @@ class LargeChain:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all weights."""
+        """Size of the file with all weights, in bytes."""
         return self._data.stat().st_size
 
     def answer(self, x: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -91,7 +91,7 @@ class StampingBackend(FakeBackend):
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure gaps between stages and times of decisions, and print their medians."""
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

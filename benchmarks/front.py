@@ -78,7 +78,7 @@ class TritonPythonModel:
 
 
 class MeasuredServer(NamedTuple):
-    """A server that is measured."""
+    """A running server: its name, process id, and gRPC address."""
 
     name: str
     process: int
@@ -86,7 +86,7 @@ class MeasuredServer(NamedTuple):
 
 
 def write_small_model(path: Path) -> None:
-    """Write a model of one operator."""
+    """Write an ONNX model of one Relu, from ``x`` to ``y``, float32 [n, 4]."""
     tensors = [
         onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ("n", 4)) for name in "xy"
     ]

@@ -93,7 +93,7 @@ class TextSetup:
         )
 
     def room(self, *, encodes: bool) -> dict[str, int]:
-        """Return the lengths of slots."""
+        """Return the lengths that a backend's slots need, in tokens, by argument."""
         longest = max(len(prompt) for prompt in (*self.prompts, *self.pool))
         if encodes:
             return {"length": self.most_tokens, "source_length": longest}

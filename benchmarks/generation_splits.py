@@ -29,7 +29,7 @@ PATH: Final = tuple(1 - miss for miss in np.geomspace(1e-4, 0.9, 16).tolist())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitCounts:
-    """Results of splits, for one promise."""
+    """Results of repeated random splits of the prompts, for one promise."""
 
     splits: int
     certified: int

@@ -90,7 +90,7 @@ class TunedMethod:
     tuned_on: str
     """Description of the tuning samples, and their number."""
     disagreement: float
-    """Disagreement on these samples."""
+    """Share of the tuning samples whose answer differs from the model's."""
     predicted_savings: float
     """Predicted savings on these samples, at the bundle's reference batch size."""
 
@@ -159,7 +159,7 @@ class _Tuning(NamedTuple):
 
     records: ExitRecords
     tuned_on: str
-    """Description of the samples."""
+    """Description of the tuning samples, for the footnote."""
 
 
 _RECORDS: Final = "the bundle's {} tuning records"

@@ -63,7 +63,7 @@ class Way:
 
 
 class Twin:
-    """A system with its simulation."""
+    """A system that is measured, with its simulation."""
 
     def __init__(self, policy: str, bundle: Path) -> None:
         """Read the bundle, to simulate it under a policy."""

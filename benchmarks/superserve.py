@@ -140,7 +140,7 @@ def tables_for(seed: int) -> dict[str, SubnetTable]:
 
 
 def gpu_table() -> SubnetTable:
-    """Make the table "GPU"."""
+    """Return assumed times of subnets on a GPU, where a batch has a fixed part of its time."""
     low, high = (full_s / (GPU_FIXED_PART + MAX_BATCH) for full_s in GPU_FULL_S)
     return affine(np.linspace(low, high, len(ACCURACIES)).tolist(), GPU_FIXED_PART)
 
@@ -183,7 +183,7 @@ def outcomes(policy: str, table: SubnetTable, trace: Trace, seed: int) -> Simula
 def simulated(
     scheduler: ModelScheduler, table: SubnetTable, trace: Trace, seed: int
 ) -> SimulatedOutcomes:
-    """Simulate a scheduler under a trace."""
+    """Simulate a scheduler that serves subnets to the arrivals of a trace."""
     full, *smaller = ([row] for row in reversed(table))
     without_exits = Behaviour(
         exits=(MODEL_END,),

@@ -115,7 +115,7 @@ class NotingBackend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTimes:
-    """Times of one batch, in milliseconds."""
+    """Times until a batch starts and while it runs, in milliseconds."""
 
     variant: int
     switched: bool

@@ -17,10 +17,10 @@ from offramp.certify.binomial import half_risk, upper_bound
 INDEX = "index.json"
 """Name of the index in a target's folder."""
 ENGINES_SCHEMA_VERSION = 1
-"""Increased whenever an older reader would misunderstand a newer index."""
+"""Version of the format, raised whenever an older reader would misunderstand a newer index."""
 
 BUILDER_REVISION = 3
-"""Increased whenever the way engines are built changes the result; part of their keys."""
+"""Version of the builder, raised if it builds other engines; part of each engine's key."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -48,11 +48,14 @@ class EngineTarget:
         if len(self.compute_capability) != 2 or min(self.compute_capability) < 0:
             raise ValueError(f"compute capability {self.compute_capability} is not (major, minor)")
         if not _slug(self.gpu) or not _slug(self.tensorrt):
-            raise ValueError(f"GPU {self.gpu!r} or TensorRT {self.tensorrt!r} has no name")
+            raise ValueError(
+                f"a target needs the name of a GPU and a version of TensorRT, got {self.gpu!r} and "
+                f"{self.tensorrt!r}"
+            )
 
     @property
     def folder(self) -> str:
-        """Name of the folder: ``nvidia-h200-sm90-trt10.16.0.72-fp16``; only ``[a-z0-9.-]``."""
+        """Name of the folder, in ``[a-z0-9.-]``: ``nvidia-h200-sm90-trt10.16.0.72-fp16``."""
         major, minor = self.compute_capability
         return f"{_slug(self.gpu)}-sm{major}{minor}-trt{_slug(self.tensorrt)}-{self.precision}"
 
@@ -95,7 +98,7 @@ class ShapeProfile:
     """A range of shapes that an engine is built for (an optimisation profile)."""
 
     first_batch: int
-    """Smallest batch size."""
+    """Smallest batch size that the engine takes in this profile."""
     last_batch: int
     """Largest batch size, which the engine is tuned for."""
     inputs: dict[str, ShapeRange]
@@ -111,7 +114,7 @@ class ShapeProfile:
                 )
 
     def takes(self, rows: int) -> bool:
-        """Return whether the profile allows batches of ``rows`` rows; ignores other sizes."""
+        """Return whether the profile allows batches of ``rows`` rows; ignores their other sizes."""
         return self.first_batch <= rows <= self.last_batch
 
     def holds(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -121,12 +124,12 @@ class ShapeProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEntry:
-    """An engine of the store (:class:`.EngineStore`)."""
+    """Facts about an engine in the store (:class:`.EngineStore`)."""
 
     unit: str
     """Name of the segments and the exit that the engine computes, for instance ``00-03-exit1``."""
     file: str
-    """Path relative to the target's folder."""
+    """Path of the engine, relative to the target's folder."""
     size_bytes: int
     sha256: str
     key: dict[str, str]
@@ -193,7 +196,7 @@ class PrecisionEvidence:
     """Bound on the share of answers unlike the float32 model's, for the end and the exits
     together."""
     confidence_level: float
-    """Confidence level of that bound."""
+    """Confidence level of ``max_disagreement``."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)
@@ -211,7 +214,7 @@ class PrecisionEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIndex:
-    """``index.json`` of a target's folder."""
+    """Content of ``index.json`` in a target's folder: all files that are kept for the target."""
 
     schema_version: int
     target: EngineTarget
@@ -236,14 +239,14 @@ class EngineIndex:
 
     @property
     def files(self) -> set[str]:
-        """The names of all files, relative to the folder."""
+        """The names of all files that the index lists, relative to the target's folder."""
         records = self.evidence and self.evidence.records
         others = [file.path for file in (self.timing_cache, self.kernels, records) if file]
         return {*(entry.file for entry in self.engines), *others}
 
 
 def unit_name(first_segment: int, last_segment: int, exit_: int | None, variant: int = 0) -> str:
-    """Return the name of one engine's parts: ``00-12``, or ``00-03-exit1`` if an exit is included.
+    """Return the name of an engine's parts: ``00-12``, or ``00-03-exit1`` if an exit is included.
 
     Names for the bundle's variants begin with their number: ``variant1-00-03-exit1``.
     """

@@ -128,7 +128,7 @@ class EngineStore:
         return next((entry for entry in self.index.engines if entry.unit == unit), None)
 
     def read(self, entry: EngineEntry) -> bytes:
-        """Read an engine."""
+        """Read the plan (the serialised engine) of an entry."""
         return self._read(entry.content)
 
     def read_timing_cache(self) -> bytes:
@@ -178,7 +178,7 @@ class EngineStore:
             self._commit(replace(self.index, evidence=evidence))
 
     def read_evidence(self, evidence: PrecisionEvidence) -> bytes:
-        """Read the records of an evidence."""
+        """Read the records that an evidence refers to, as bytes of an npz file."""
         return self._read(evidence.records)
 
     def drop(self, unit: str) -> None:

@@ -200,7 +200,7 @@ def _described(name: str, pieces: Iterable[bytes]) -> FileEntry:
 
 
 def pieces_of(content: FileContent) -> Iterable[bytes]:
-    """Return a file's content as pieces."""
+    """Return a file's content as pieces to write one after another."""
     return (content,) if isinstance(content, bytes) else content
 
 

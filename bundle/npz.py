@@ -105,7 +105,7 @@ class NpzBytes(NamedTuple):
     """Bytes that the arrays of an archive take."""
 
     arrays: int
-    """Bytes of all arrays."""
+    """Bytes of all arrays once they are in memory."""
     packed: int
     """Bytes of the compressed arrays after decompression."""
 

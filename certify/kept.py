@@ -15,7 +15,7 @@ MOST: Final = 2**53
 
 
 def kept_part(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Read a mapping."""
+    """Return the mapping ``state[name]``; ValueError if it is anything else."""
     value = state.get(name)
     if not isinstance(value, Mapping):
         raise _misfit(name, value, "a mapping")

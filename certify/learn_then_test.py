@@ -44,7 +44,7 @@ class Certificate:
     errors: int
     """Certify samples whose answer differs from the source model's."""
     samples: int
-    """Number of certify samples."""
+    """Number of samples in the certify split."""
     p_value: float
     """P(Binomial(samples, max_disagreement) <= errors). With ``copies``: twice the larger of the
     p-values by samples and by rows."""
@@ -123,7 +123,7 @@ class ErrorCount(NamedTuple):
     unit: str
     """Name of the things that ``of`` counts, for messages."""
     max_disagreement: float
-    """Bound on the share of errors."""
+    """Largest share of errors that the promise allows."""
 
     def allowed(self, confidence_level: float) -> int:
         """Return the largest number of errors with which a level passes; −1 if it cannot pass."""

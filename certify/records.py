@@ -47,7 +47,7 @@ class Records:
 
     @property
     def samples(self) -> int:
-        """Number of samples."""
+        """Number of recorded samples."""
         return int(self.confidence.shape[1])
 
 

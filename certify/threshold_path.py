@@ -81,7 +81,7 @@ class ThresholdPath:
         self.alpha = alpha
         self.wealth = Wealth(np.full(len(self.thresholds), bound))
         self.samples = 0
-        """Number of samples counted."""
+        """Number of samples counted as evidence so far."""
         self.effort = 0.0
         """Number of audited samples that would be as much evidence as all samples since a level
         last passed."""

@@ -74,7 +74,7 @@ class ConnectionSettings:
     timeout_s: float | None = DEFAULT_TIMEOUT_S
     """Limit, in seconds, of calls that set none; ``None`` waits forever."""
     max_message_mib: int = DEFAULT_MAX_MESSAGE_MIB
-    """Largest response, in MiB."""
+    """Largest response that the client accepts, in MiB."""
     token: str | None = field(default=None, repr=False)
     """Token to send with every call."""
     encrypted: bool = False

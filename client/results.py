@@ -38,7 +38,7 @@ class AnswerKind(StrEnum):
     """Kind of a result of ``infer_stream``."""
 
     ANSWER = "answer"
-    """The only result."""
+    """The only result of the request."""
     EARLY = "early"
     """Early result from exits; the final answer of some samples follows."""
     CONFIRMATION = "confirmation"
@@ -48,7 +48,7 @@ class AnswerKind(StrEnum):
     PART = "part"
     """A part of an answer with any number of parts; more follow."""
     LAST = "last"
-    """The last part."""
+    """The last part of an answer with any number of parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +67,10 @@ class StreamedResult(InferResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedToken:
-    """A token of a generated text."""
+    """A token of a generated text, with the exit that it left at."""
 
     token: int
-    """Token id."""
+    """Id of the token in the model's vocabulary."""
     text: str
     """Text that the token adds; empty if the token ends inside a character, or if the server has no
     tokenizer."""

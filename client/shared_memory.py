@@ -39,7 +39,7 @@ class SharedInputs:
         self.name: Final = self._memory.name
         """Name of the region, here and on the server."""
         self.key: Final = f"/{self.name}"
-        """Key of ``shm_open``."""
+        """Key by which the server opens the region (``shm_open``)."""
         self.size_bytes: Final = size_bytes
 
     def place(self, request: ModelInferRequest, inputs: Mapping[str, ArrayLike]) -> None:
@@ -67,7 +67,7 @@ class SharedInputs:
         return offset + aligned(array.nbytes)
 
     def close(self) -> None:
-        """Remove the region."""
+        """Close and remove the region; the server must not use it any more."""
         self._memory.close()
         self._memory.unlink()
 

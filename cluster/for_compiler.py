@@ -80,7 +80,7 @@ def _plan(options: argparse.Namespace, console: Console) -> int:
 
 
 class _Extension:
-    """See :class:`.CompilerExtension`."""
+    """Adds ``eecompile plan`` (:class:`.CompilerExtension`)."""
 
     commands: Final = {
         "plan": Command(

@@ -21,7 +21,7 @@ from offramp.engine.stages.backend_protocol import Backend
 
 
 class _Extension:
-    """See :class:`.EngineExtension`."""
+    """Adds batch profiles, and plans while serving (:class:`.EngineExtension`)."""
 
     def background_tasks(
         self,

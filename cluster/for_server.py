@@ -44,16 +44,16 @@ class ClusterSettings:
     plan: Path | None = None
     """Plan file written by ``eecompile plan --json``; the plan is served unchanged."""
     profile_window_s: float = WINDOW_S
-    """See :class:`.ClusterOptions`."""
+    """Length of a window of the batch profile, in seconds (:class:`.ClusterOptions`)."""
     forecast: str = LAST
-    """See :class:`.ClusterOptions`."""
+    """Name of the forecasting method (:class:`.ClusterOptions`)."""
 
     def __post_init__(self) -> None:
         refuse_unless(self, lambda v: v >= 0, "at least 0", "workers")
 
 
 class _Extension:
-    """See :class:`.ServerExtension`."""
+    """Adds options and metrics of clusters (:class:`.ServerExtension`)."""
 
     settings = ClusterSettings
     combinations = (

@@ -209,7 +209,7 @@ class _ShowAll(argparse.Action):
     """Prints the full help, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print and end."""
+        """Print the full help, and end the process."""
         assert isinstance(parser, LayeredParser)
         sys.stdout.write(parser.format_help_all())
         parser.exit()
@@ -219,7 +219,7 @@ class _PrintCompletion(argparse.Action):
     """Prints the code for a shell, and ends the process."""
 
     def __call__(self, parser: argparse.ArgumentParser, *more: Any) -> None:
-        """Print and end."""
+        """Print the code for the shell that the option names, and end the process."""
         _, shell, _ = more
         sys.stdout.write(shell_code(parser.prog, shell))
         parser.exit()

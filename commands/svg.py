@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 Tick: TypeAlias = tuple[float, str]
 """A value on the axis, and its label."""
 Points: TypeAlias = Iterable[tuple[float, float]]
-"""Points in pixels."""
+"""Points of a line, as x and y in pixels."""
 
 
 def element(tag: str, *children: str | None, **attributes: object) -> Markup:
@@ -86,7 +86,7 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
+        """Return the pixel at which a value of the axis is drawn."""
         span = (self.high - self.low) or 1.0
         return self.start + (value - self.low) / span * (self.end - self.start)
 
@@ -101,7 +101,7 @@ class LogScale(Scale):
     """A logarithmic scale from values above 0 to pixels."""
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
+        """Return the pixel at which a value of the axis is drawn."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.end - self.start)
 

@@ -148,7 +148,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
 
 
 class _Extension:
-    """See :class:`.CompilerExtension`."""
+    """Adds ``eecompile generation`` (:class:`.CompilerExtension`)."""
 
     commands: Final[Mapping[str, Command]] = {
         "generation": Command(

@@ -18,7 +18,7 @@ from offramp.generation.serving.text_engine import TextEngine
 
 
 class _Extension:
-    """See :class:`.ServerExtension` and :class:`.ModelOpener`."""
+    """Serves models that generate text (:class:`.ServerExtension`, :class:`.ModelOpener`)."""
 
     settings = TextServingOptions
     combinations: tuple[Illegal, ...] = ()
@@ -52,7 +52,7 @@ class _Extension:
     def engine_options(
         self, file: Mapping[str, Any], line: Mapping[str, Any], folder: Path | None
     ) -> Mapping[str, Any]:
-        """Return the options of the extension."""
+        """Return the options under ``extensions``; empty if all of them are defaults."""
         del folder
         asked = TextServingOptions(**{**file, **line})
         return {"extensions": {} if asked == TextServingOptions() else {NAME: asked}}

@@ -63,9 +63,9 @@ class PackedFloats:
     """Typed contents of a float tensor as memory, in the form of raw contents."""
 
     field: str
-    """Field of ``InferTensorContents``."""
+    """Name of the field of ``InferTensorContents`` that has the elements."""
     elements: memoryview
-    """Elements, little endian."""
+    """Elements as in raw contents, little endian."""
 
 
 _NO_FLOATS: Final[Mapping[int, PackedFloats]] = MappingProxyType({})

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-"""Wire types."""
+"""Wire types of Protocol Buffers: the last three bits of a field's tag."""
 _FIXED_BYTES: Final = {FIXED64: 8, FIXED32: 4}
 _NUMBERS: Final = 2**29
 """Limit of field numbers, exclusive."""
@@ -27,9 +27,9 @@ class WireField(NamedTuple):
     number: int
     wire: int
     begin: int
-    """Start of its tag."""
+    """Offset at which the field's tag begins."""
     start: int
-    """Start of its value."""
+    """Offset at which the field's value begins."""
     end: int
 
 

@@ -53,9 +53,9 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
-        """Set by the first signal."""
+        """Event that is set by the first stop signal."""
         self.forced = asyncio.Event()
-        """Set by the second signal."""
+        """Event that is set by the second stop signal."""
         self.patient = True
         """True if the drain delay applies; false after SIGINT, which comes from a terminal."""
         self.serving = False

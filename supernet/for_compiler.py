@@ -49,7 +49,7 @@ def _compile(options: argparse.Namespace, console: Console) -> int:
 
 
 class _Extension:
-    """See :class:`.CompilerExtension`."""
+    """Adds ``eecompile supernet`` (:class:`.CompilerExtension`)."""
 
     commands: Final = {
         "supernet": Command(

@@ -72,7 +72,7 @@ class FakeBackend:
         return spec
 
     def open_slot(self) -> FakeSlot:
-        """Return a new slot."""
+        """Return a new slot, and count it as open."""
         self.open_slots += 1
         return FakeSlot(self)
 

@@ -130,14 +130,14 @@ class FakeDriver(CheckedCalls):
             return FakePinned(self._free_pinned, block, block.content[:size_bytes])
 
     def stream(self) -> FakeStream:
-        """Return a new stream."""
+        """Return a new fake stream."""
         with self._called("stream"):
             stream = FakeStream(self._close_stream, self._queues.open())
             self._open.append(stream)
             return stream
 
     def event(self) -> FakeEvent:
-        """Return a new event."""
+        """Return a new fake event."""
         with self._called("event"):
             event = FakeEvent(self._close_event)
             self._open.append(event)
@@ -225,7 +225,7 @@ class FakeDriver(CheckedCalls):
             return MappingProxyType({name: name for name in ENTRY_POINTS})
 
     def launch(self, kernel: Kernel, launch: Launch, stream: Stream) -> None:
-        """Enqueue a kernel."""
+        """Check a launch, and enqueue a kernel that numpy computes."""
         with self._called("launch"):
             if kernel != launch.entry_point:
                 raise MisuseError(f"{launch.entry_point} was launched as {kernel}")

@@ -63,7 +63,7 @@ class FakeGraph(_FakeHandle):
 
 @dataclass(eq=False)
 class FakePinned(_FakeHandle):
-    """Pinned memory."""
+    """A handle of fake pinned memory."""
 
     block: Block = field(repr=False)
     array: NDArray[np.uint8] = field(repr=False)

@@ -72,7 +72,7 @@ class Access:
 
 @dataclass(slots=True, kw_only=True)
 class Block:
-    """One allocation."""
+    """One allocation of fake memory, and the accesses to it."""
 
     kind: Kind
     room: NDArray[np.uint8]

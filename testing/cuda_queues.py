@@ -38,7 +38,7 @@ class Work:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Operation:
-    """Enqueued work."""
+    """Work that was enqueued in a stream."""
 
     label: str
     stream: int
@@ -91,7 +91,7 @@ class Queues:
         del self._queues[stream]
 
     def push(self, stream: int, work: Work) -> Operation:
-        """Append work to a stream."""
+        """Append work to the queue of a stream."""
         self._make_pending(work.ranges)
         return self._append(stream, work.label, work.enqueued(), ranges=work.ranges)
 

@@ -221,7 +221,7 @@ class FakeEngine:
             yield _final(first, followed, mistaken=self.mistaken)
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Return the served models."""
+        """Return the descriptions of the models that the fake was made with."""
         return self.served
 
     def model(self, name: str) -> ModelInfo:

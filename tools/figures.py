@@ -63,7 +63,7 @@ PREPARED: Final[Mapping[str, str]] = {
 
 
 def read_result(name: str) -> Result:
-    """Return a file of ``benchmarks/results``, with its facts under ``environment``."""
+    """Return the result ``benchmarks/results/NAME.json``; ``environment`` describes its run."""
     content = json.loads((RESULTS / f"{name}.json").read_text())
     return content if isinstance(content, dict) else {"rows": content}
 
@@ -101,7 +101,10 @@ def command_of(name: str) -> list[str]:
     environment = read_result(name).get("environment", {})
     recorded = environment.get("command") if isinstance(environment, Mapping) else None
     if not recorded:
-        raise ValueError(f"{name}.json does not name one command; measure it once by hand")
+        raise ValueError(
+            f"{name}.json does not record one command that measured it; run that measurement once "
+            "by hand, which records it"
+        )
     return runnable(recorded)
 
 

@@ -40,7 +40,7 @@ class Package:
     imports: tuple[str, ...]
     """Our other packages that it imports; packages inside these are separate."""
     third_party: tuple[str, ...]
-    """Third-party packages that it imports."""
+    """Names of third-party packages that the package imports."""
 
 
 def module_name(path: Path, root: Path = ROOT) -> str:

@@ -57,7 +57,7 @@ def answering(bundle: Bundle, *, threads: int) -> Callable[[Dataset, _Progress],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioSettings:
-    """The settings that all scenarios share."""
+    """Settings that all scenarios share: lengths of segments, shifts of the data, and the seed."""
 
     samples: int
     """Number of samples in each segment."""
@@ -83,7 +83,7 @@ class ScenarioData:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the data sets."""
+        """Names of the data sets from which scenarios draw samples."""
         return tuple(self._datasets)
 
     @property

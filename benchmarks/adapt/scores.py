@@ -58,7 +58,7 @@ class SegmentScore:
     """Number of samples until every further window satisfies the constraint. At a risk near the
     constraint windows of 1,000 exceed it by chance."""
     worst_window: float
-    """Smallest agreement of a window."""
+    """Smallest share of agreeing answers in a window."""
     windows_below: float
     """Share of the windows that violate the constraint."""
     certified: float
@@ -139,7 +139,7 @@ def hindsight(
 
 
 def score(sequence: SampleSequence, trace: ReplayTrace, *, max_disagreement: float) -> Score:
-    """Compute the score of a replay."""
+    """Compare the answers of a replay with the constraint, over all samples and by segment."""
     risk = risks(sequence, trace)
     times = [t.took_ms for t in trace.tunings]
     middle, tail = np.quantile(times, (0.5, 0.95)) if times else (0.0, 0.0)

@@ -41,7 +41,7 @@ _TOGETHER = 20.0
 
 
 class _Style(NamedTuple):
-    """Style of a system."""
+    """Style of the line, marks and label of a system in the drawing."""
 
     class_: str
     """Class of its line and marks."""
@@ -182,7 +182,7 @@ def _interval(point: FrontierPoint, at: float, y: Scale, class_: str) -> Markup:
 
 
 def tooltip(system: FrontierSystem, point: FrontierPoint) -> str:
-    """Return the tooltip of a mark."""
+    """Return the tooltip of a mark: promise, time and measured disagreement."""
     bound = system.max_disagreement
     certified = "" if bound is None else f", certified for {numbers.plain_percent(bound)}"
     return (

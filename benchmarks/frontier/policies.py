@@ -65,7 +65,7 @@ class BundlePair:
 
     @property
     def bundles(self) -> tuple[Bundle, Bundle]:
-        """Both bundles."""
+        """The bundle with exits on the model itself, and the cascade."""
         return self.exits, self.cascade
 
     def bundle_of(self, system: str) -> Bundle:

@@ -23,7 +23,7 @@ class DistinctSamples:
     """Number of distinct samples in the calibration data, and why other rows do not count."""
 
     rows: int
-    """Number of rows of the data."""
+    """Number of rows of the calibration data."""
     samples: int
     """Number of distinct samples: groups of rows that belong together."""
     found: tuple[str, ...]
@@ -74,7 +74,7 @@ class JointTraining:
 
     teacher: Teacher
     learning_rate: float
-    """Peak learning rate."""
+    """Largest learning rate during training."""
     epochs: tuple[JointEpoch, ...]
     """Epochs; the first entry is from before training."""
     kept: int
@@ -115,7 +115,7 @@ class BatchEffect:
     max_disagreement: float
     """Bound on differing answers that was requested, for this effect and exits together."""
     confidence_level: float
-    """Confidence level for both together."""
+    """Confidence level for this effect and exits together."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "max_disagreement", "confidence_level", above=0, below=1)

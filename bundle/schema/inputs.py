@@ -87,7 +87,7 @@ class ValueBound:
     places: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
     """Indices in the dimension ``axis`` that the bound is for, such as the columns of a table."""
     operator: str
-    """Operator that fails on other values."""
+    """Name of the operator that fails on values outside the bound."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "lowest", "highest")
@@ -149,7 +149,7 @@ class Padding:
     """
 
     size: str
-    """Name of the symbolic size."""
+    """Name of the symbolic size that is padded."""
     mask: str
     """Input [batch, size] that is 1 where a position counts; it is padded with 0."""
     fills: dict[str, float]
@@ -240,7 +240,7 @@ class LengthRange:
     """The least and the greatest length of samples in a symbolic size."""
 
     size: str
-    """Name of the symbolic size."""
+    """Name of the symbolic size, as in the shapes of the inputs."""
     mask: str = field(default="", metadata=LEFT_OUT)
     """Input [batch, size] whose ones count the sample's length; empty if the size is the length."""
     shortest: int

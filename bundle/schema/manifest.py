@@ -51,7 +51,7 @@ segments, then the unmodified one as the last segment, which starts from the inp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A file of the bundle."""
+    """A file of the bundle, with its size and hash."""
 
     path: str
     """Path relative to the bundle, with forward slashes."""
@@ -123,7 +123,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """``manifest.json``."""
+    """Content of ``manifest.json``: everything about a bundle except its graphs and records."""
 
     schema_version: int = SCHEMA_VERSION
     name: str

@@ -29,12 +29,12 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSize:
-    """Measurements at a batch size."""
+    """Times of the bundle relative to the unmodified model, at one batch size."""
 
     batch_size: int
     rounds: int
     samples: int
-    """Samples answered in all rounds."""
+    """Number of samples answered in all rounds together."""
     mean: Ratio
     """Ratio of mean sample latency, from the start of the batch to the sample's answer."""
     median: Ratio

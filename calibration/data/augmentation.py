@@ -84,7 +84,7 @@ class AugmentedSamples:
         return len(self.first)
 
     def subset(self, rows: NDArray[np.intp]) -> AugmentedSamples:
-        """Return some of the samples."""
+        """Return the made samples with these indices."""
         return replace(
             self, first=self.first[rows], partner=self.partner[rows], share=self.share[rows]
         )

@@ -43,7 +43,7 @@ class InputView(Mapping[str, NDArray[Any]]):
     """
 
     whole: Mapping[str, NDArray[Any]]
-    """Inputs of all samples."""
+    """Inputs of all samples of the data set, by name."""
     rows: NDArray[np.intp]
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -100,7 +100,7 @@ class Dataset:
         return replace(self.subset(rows), copies=groups.copies(rows))
 
     def take(self, rows: slice | NDArray[np.intp]) -> dict[str, NDArray[Any]]:
-        """Return the inputs of some samples."""
+        """Return copies of the inputs of some samples, by input name."""
         return {name: self.column(name, rows) for name in self.inputs}
 
     def column(self, name: str, rows: slice | NDArray[np.intp]) -> NDArray[Any]:
@@ -150,7 +150,7 @@ def read_dataset(
     that no operator reads (``unread``): they are checked, then ignored. The array that ``group``
     names is not an input: rows with equal values in it form one group.
 
-    A ``DataError`` where the source cannot be read, an array's name, dtype or shape does not fit
+    Raise a ``DataError`` if the source cannot be read, an array's name, dtype or shape does not fit
     the model, or arrays have different lengths. Values may be NaN or infinite: running the model
     shows whether it answers such samples (:func:`.data.running.check_unusual`).
     """
@@ -246,12 +246,12 @@ def _codes_of(where: str, labels: NDArray[Any], answer: Answer | None) -> NDArra
         if labels.ndim != 2 or labels.shape[1] != answer.classes or labels.dtype.kind not in "biu":
             raise DataError(
                 f"{found}, expected 0 or 1 for each label, integers [n, {answer.classes}]; omit "
-                "them if there are none"
+                "the labels if the samples have none"
             )
         if len(labels) and not 0 <= labels.min() <= labels.max() <= 1:
             raise DataError(
                 f"{where}: labels go from {labels.min()} to {labels.max()}, expected 0 or 1 each; "
-                "omit them if there are none"
+                "omit the labels if the samples have none"
             )
         return agreement_of(answer).codes(np.asarray(labels) != 0).astype(np.int64)
     _log.info("%s, and are ignored: accuracy is only reported for classes and labels.", found)
@@ -260,7 +260,7 @@ def _codes_of(where: str, labels: NDArray[Any], answer: Answer | None) -> NDArra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSplit:
-    """The training, tuning and certify splits of a data set; every group is in one of them."""
+    """The training, tuning and certify splits of a data set; each group is in only one."""
 
     train: Dataset
     """Split that heads are trained on; it has all rows of its groups."""
@@ -271,7 +271,7 @@ class DataSplit:
     """Split that the path of policies is tested on; it is used for nothing else. It has one row per
     group, as the promise is about distinct samples."""
     groups: Groups
-    """Groups of all rows."""
+    """Groups of dependent rows, over the whole data set."""
 
     def distinct_train(self) -> Dataset:
         """Return one row for each group of the training split."""

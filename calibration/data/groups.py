@@ -22,7 +22,7 @@ class Overlaps:
     window: IntArray
     """[rows]: index of the window that each row is, or that it (nearly) equals."""
     values: RowValues
-    """Values of the windows."""
+    """Values that identify windows, to find windows that overlap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

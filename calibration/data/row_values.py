@@ -32,7 +32,7 @@ class RowValues(NamedTuple):
         return RowValues(found[new], value[new], place[new])
 
     def some(self, kept: NDArray[np.bool_]) -> RowValues:
-        """Return some of the values."""
+        """Return the values that ``kept``, bool[values], marks."""
         return RowValues(self.row[kept], self.value[kept], self.place[kept])
 
     def shares(

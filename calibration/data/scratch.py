@@ -25,7 +25,7 @@ class ScratchSpace:
     folder: Path | None = None
     """Folder for temporary files; ``None`` is the system's."""
     taken_bytes: int = 0
-    """Bytes in use now."""
+    """Bytes of temporary files that are in use now."""
     peak_bytes: int = 0
     """Largest number of bytes in use so far."""
 

@@ -11,11 +11,11 @@ _WARM_UP = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """The options of training."""
+    """Options of training heads."""
 
     epochs: int = 8
     batch_size: int = 512
-    """Largest batch size."""
+    """Largest number of samples in a training step; small data sets use smaller steps."""
     learning_rate: float = 4e-3
     """Peak learning rate; it rises over the first tenth of the steps, then falls as a cosine."""
     weight_decay: float = 1e-4

@@ -66,7 +66,7 @@ class CutTensor:
 
     @property
     def own_form(self) -> Form | None:
-        """Form of this tensor alone."""
+        """Form by the shape of this tensor alone; ``None`` if heads cannot read it."""
         if self.rank not in _RANKS or self.channel_axis not in (1, self.rank - 1):
             return None
         if self.rank == 2:

@@ -25,7 +25,7 @@ from offramp.calibration.heads.cut_tensors import CutTensor, Form
 FloatArray = NDArray[np.float32]
 
 HIDDEN = 128
-"""Width of the hidden layer."""
+"""Width of the hidden layer of a head."""
 QUERIES = (1, 4)
 """Numbers of learned attention queries that are tried."""
 MAX_FEATURES = 2048

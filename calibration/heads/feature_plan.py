@@ -32,7 +32,7 @@ class SampleCounts:
 
     @property
     def total(self) -> int:
-        """Number of all samples."""
+        """Number of samples whose features are recorded: all three kinds together."""
         return self.train + self.made + self.tune
 
 

@@ -136,7 +136,7 @@ class _FeatureStore:
 
     directory: Path
     names: Sequence[str]
-    """Outputs of the graph."""
+    """Names of the graph's outputs, which are recorded."""
     projected: Mapping[str, Preconditioner]
     """Transformation of tokens to coordinates, by output."""
     answers: NDArray[np.float32]

@@ -34,7 +34,7 @@ class Preconditioner:
     """An affine map of features [n, f] to coordinates [n, k], on which heads are trained."""
 
     mean: FloatArray
-    """Mean of each feature, [f]."""
+    """Mean of each feature over the fitted samples, [f]."""
     matrix: FloatArray
     """Matrix from centred features to coordinates, [f, k]; [f] if features are only scaled."""
 

@@ -77,7 +77,7 @@ class PlainModel:
         yield Departure(0, np.arange(len(answer)), answer, np.empty(0, np.float32))
 
     def warm_up(self, tensors: Tensors) -> None:
-        """Answer once."""
+        """Run the model once, without timing it."""
         self._session.run(self._outputs, tensors)
 
 

@@ -41,7 +41,7 @@ _BATCH_MATES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindMeasured:
-    """Measurements of one kind."""
+    """Measurements of the graph in one CPU precision."""
 
     kind: CpuPrecision
     ratios: Mapping[int, Estimate]
@@ -52,7 +52,7 @@ class KindMeasured:
     """Number of samples that agreement was measured on."""
     dependence: BatchDependence
     size_bytes: int
-    """Size of the graph."""
+    """Size of the graph in this precision, in bytes."""
 
     @property
     def mean_ratio(self) -> float:
@@ -92,9 +92,9 @@ class PrecisionChoice:
     """The chosen kind of int8, and the measurements of all kinds."""
 
     kind: CpuPrecision | None
-    """Chosen kind; ``None`` is float32."""
+    """Kind of int8 that was chosen; ``None`` if the model stays float32."""
     reason: str
-    """Reason for the choice, for reports."""
+    """Reason for the choice in words, for reports."""
     measured: tuple[KindMeasured, ...]
     not_applicable: Mapping[CpuPrecision, str]
     """Reasons, by kind, why a kind does not apply to this model or does not run here."""

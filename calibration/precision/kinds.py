@@ -29,7 +29,7 @@ from offramp.engine.control.costs import CostModel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionFacts:
-    """Description of a kind."""
+    """Facts about one kind of int8."""
 
     what: str
     """Description in words, for reports."""

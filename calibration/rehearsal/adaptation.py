@@ -54,7 +54,7 @@ class LateExit:
 
     exit: int
     violations: float
-    """Share of late batches."""
+    """Share of the rehearsed batches that this exit makes late."""
     at: Position
     """Position where the first stage of this exit begins; if ``rows`` of the position is below 1,
     no row may arrive there."""
@@ -67,7 +67,7 @@ class Adaptation:
     least: tuple[ActiveExit, ...]
     """Exits after all moves, with their thresholds before any threshold was raised."""
     moves: tuple[ExitMove, ...]
-    """Moves in order."""
+    """Moves of exits to other places, in the order in which they were made."""
     rehearsal: Rehearsal
     """Result with the raised thresholds; its steps are those of the exits in use."""
 

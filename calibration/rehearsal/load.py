@@ -53,7 +53,7 @@ class RehearsalLoad:
 
     @property
     def samples(self) -> int:
-        """Number of samples."""
+        """Number of recorded samples, which may be in several batches."""
         return int(self.confidence.shape[1])
 
     def rows(self, going_on: BoolArray) -> IntArray:
@@ -225,7 +225,7 @@ class RehearsalStep:
     """Chosen exit; ``None`` ends the search."""
 
     def candidate(self, exit_: int) -> Candidate:
-        """Return the candidate for an exit."""
+        """Return this step's candidate at an exit, an index in the bundle."""
         return next(candidate for candidate in self.candidates if candidate.exit == exit_)
 
 
@@ -270,7 +270,7 @@ class Rehearsed:
         )
 
     def dump(self) -> bytes:
-        """Return the content of the file."""
+        """Return the rehearsals as JSON, the content of their file."""
         return (json.dumps(to_plain(self), allow_nan=False) + "\n").encode()
 
     @classmethod

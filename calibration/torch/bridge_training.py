@@ -256,7 +256,7 @@ class _Run:
 
     @torch.no_grad()
     def read(self, batch: _TargetBatch, side: _Side) -> _ReadBatch:
-        """Answer a batch with a bridge."""
+        """Answer a batch with a bridge; return the answers, agreement and loss."""
         bridge, module = side
         found = module(batch.feeds)
         counts = None if batch.mask is None else batch.mask.numpy()

@@ -234,7 +234,7 @@ class _Lesson:
 
 @dataclass(kw_only=True)
 class _Course:
-    """A running training."""
+    """A running joint training, with its state after each epoch."""
 
     module: TorchGraph
     lesson: _Lesson

@@ -94,7 +94,7 @@ class TorchGraph(nn.Module):
         nodes = [node for node in nodes if node.kind != "Constant"]
         read = {name for node in nodes for name in node.inputs} | set(self.outputs)
         self.inputs = tuple(name for name in given if name in read)
-        """Graph inputs that are read."""
+        """Names of the graph inputs that operators or outputs read."""
         known = {*given, *constants, *(y for n in nodes for y in n.outputs), ""}
         uses = _uses(nodes)
         self._keys: dict[str, str] = {}

@@ -32,7 +32,7 @@ class Windows:
     begins: tuple[int, ...]
     """Padding at the beginning."""
     ends: tuple[int, ...]
-    """Padding at the end."""
+    """Padding at the end of each spatial axis."""
 
     @classmethod
     def of(cls, node: GraphNode, sizes: Sequence[int], kernel: Sequence[int]) -> Windows:

@@ -40,7 +40,7 @@ class Arima:
         self._order = order
 
     def predict(self, series: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See :class:`offramp.cluster.planning.forecasting.Forecaster`."""
+        """Predict every value of a series and the next one, as every :class:`.Forecaster`."""
         found = np.concatenate([series[:1], series])
         if len(series) < _SHORT or np.ptp(series) == 0:
             return found

@@ -145,7 +145,7 @@ class BatchProfileRecorder:
         return True
 
     def profile(self) -> BatchProfile:
-        """Return the recorded windows."""
+        """Return the finished windows that were recorded."""
         return BatchProfile(
             window_s=self._window_s, exits=self._exits, windows=tuple(self._windows)
         )
@@ -166,7 +166,7 @@ class ProfileStatus:
 
     window_s: float
     windows: int
-    """Number of windows that are kept."""
+    """Number of finished windows that are kept."""
     going_on: tuple[float | None, ...] = ()
     """[exits]: share of the last window's rows that continued after each exit; ``None`` for exits
     that were off. Empty before the first window."""

@@ -124,7 +124,7 @@ class DeviceTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceType:
-    """Equal devices."""
+    """Devices of equal speed, cost and memory."""
 
     name: str
     count: int
@@ -164,7 +164,7 @@ class Cluster:
 
     @property
     def cost_per_hour(self) -> float:
-        """Cost of all devices."""
+        """Cost of all devices for one hour, in the currency of the types."""
         return math.fsum(kind.count * kind.cost_per_hour for kind in self.types)
 
     @property

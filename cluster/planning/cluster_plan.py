@@ -78,7 +78,7 @@ class PlannedSplit:
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """Device types of the replicas."""
+        """Name of the device type of each replica."""
         return tuple(replica.device_type for replica in self.replicas)
 
     @property
@@ -95,7 +95,7 @@ class ClusterPlan:
     """Number of rows of each batch, the same at each split, as in E3."""
     splits: tuple[PlannedSplit, ...]
     cost_per_hour: float
-    """Cost of the devices in use."""
+    """Cost of the devices that the plan uses, for one hour."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "batch_size", least=1)

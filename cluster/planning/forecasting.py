@@ -50,7 +50,7 @@ class LastValue:
     name = "last value"
 
     def predict(self, series: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See :class:`Forecaster`."""
+        """Predict that each value of a series equals the value before."""
         return np.concatenate([series[:1], series])
 
 
@@ -65,7 +65,7 @@ class Ewma:
         self._weight = weight
 
     def predict(self, series: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See :class:`Forecaster`."""
+        """Predict each value of a series by the moving average of earlier values."""
         found = np.concatenate([series[:1], series])
         for i in range(1, len(found)):
             found[i] = found[i - 1] + self._weight * (series[i - 1] - found[i - 1])
@@ -83,7 +83,7 @@ class Autoregressive:
         self._order, self._history = order, history
 
     def predict(self, series: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See :class:`Forecaster`."""
+        """Predict each value of a series by a regression on the values before."""
         found = np.concatenate([series[:1], series])
         for end in range(3 * self._order + 2, len(series) + 1):
             found[end] = self._next(series[max(0, end - self._history) : end])

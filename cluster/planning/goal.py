@@ -24,7 +24,7 @@ class RefusedSegments(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningGoal:
-    """The goal of a plan."""
+    """Deadline, rate and cost that a plan has to keep, and what it optimises."""
 
     slo_s: float = math.inf
     slack: float = SLACK

@@ -51,7 +51,7 @@ class Links:
     """
 
     class_of: NDArray[np.int64]
-    """Class of each type, [types]."""
+    """Number of the class of each device type, [types]."""
     bytes_per_s: NDArray[np.float64]
     """[classes, types]: bandwidth of the link from a class to a type."""
     latency_s: NDArray[np.float64]

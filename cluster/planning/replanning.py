@@ -63,7 +63,7 @@ class ReplanDecision:
     changed: bool
     """``True`` if :attr:`plan` is not the plan that was active."""
     reason: str
-    """Reason in words, for a log."""
+    """Reason for the decision in words, for a log."""
 
 
 class ReplanGuard:

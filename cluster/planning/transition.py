@@ -40,7 +40,7 @@ class WorkerState:
     name: str
     device_type: str
     memory_bytes: float = math.inf
-    """Memory for weights, in bytes."""
+    """Memory of the worker for weights, in bytes."""
     holds: frozenset[Segments] = field(default_factory=frozenset)
     serves: Segments | None = None
     """Split of the active plan that the worker runs; ``None`` if the worker is idle."""
@@ -54,7 +54,7 @@ class WorkerState:
 
 
 class Action(StrEnum):
-    """The kinds of steps."""
+    """Kinds of steps in a change of plans."""
 
     STOP = "stop"
     """The router stops sending work of the active plan to the worker; rows that the worker has
@@ -213,7 +213,7 @@ class _Moving:
         )
 
     def transition(self, roles: Mapping[str, Segments], late: frozenset[str]) -> PlanTransition:
-        """Return the steps in order."""
+        """Return the steps of the change, in the order in which they run."""
         before: list[TransitionStep] = []
         after: list[TransitionStep] = []
         for name, worker in self._workers.items():

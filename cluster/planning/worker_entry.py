@@ -20,14 +20,14 @@ _NUMBERED: Final = re.compile(r"(.+):(\d{1,4})")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkersEntry:
-    """One table of ``[[workers]]``."""
+    """One table ``[[workers]]`` of a cluster file: equal workers at one address."""
 
     device: str
     """Name of the device type."""
     address: str | None
     """``HOST:PORT`` of a running worker; ``None`` for processes on the router's host."""
     count: int
-    """Number of workers of the entry."""
+    """Number of workers that the table stands for."""
     backend: str = ""
     """One of :data:`GPU_BACKENDS`; empty: the CPU, with the server's own backend."""
     gpus: tuple[int, ...] = ()

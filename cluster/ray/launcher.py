@@ -1,4 +1,4 @@
-"""Starts one worker, and its successors, as an actor of Ray where Ray has resources.
+"""Starts one worker as an actor of Ray where Ray has resources, and again whenever it is lost.
 
 Each worker has its own placement group, which reserves the worker's resources. The group is kept
 while the worker is replaced, so that no other job takes the resources; Ray moves the group when its
@@ -42,7 +42,7 @@ PLACE_LIMIT_S: Final = 2.0
 """Seconds that the first check of a placement may take: Ray needs time even with free resources."""
 RESERVE_LIMIT_S: Final = 60.0
 """Longest time, in seconds, that a server waits until Ray has placed its first workers."""
-_REMEDY: Final = "the ports of a node must be open to the others of its cluster"
+_REMEDY: Final = "the ports of a node must be open to the other nodes of its cluster"
 _LOOK_S: Final = 0.05
 """Seconds between checks of a worker's placement and address."""
 
@@ -75,7 +75,7 @@ def actor_needs(bundles: Sequence[Path]) -> ActorNeeds:
 
 
 def reserve(launchers: Sequence[RayLauncher], least: int) -> None:
-    """Request placements of all workers, and wait for ``least``; BackendError if too few."""
+    """Request the placement of all workers; BackendError if fewer than ``least`` are placed."""
     try:
         for launcher in launchers:
             launcher.reserve()
@@ -95,14 +95,14 @@ def _await_places(launchers: Sequence[RayLauncher], least: int) -> int:
             raise BackendError(
                 f"Ray has placed {placed} of {len(launchers)} workers within "
                 f"{RESERVE_LIMIT_S:g} s, expected {least} at least; add nodes, end jobs that hold "
-                "them (ray status), or request fewer workers or resources"
+                "resources (ray status), or request fewer workers or resources"
             )
         over.wait(_LOOK_S)
     return placed
 
 
 class RayWorker(TcpWorker):
-    """The router's side of a worker that is an actor."""
+    """The router's side of a worker that is an actor of Ray."""
 
     def __init__(self, hello: Hello, address: WorkerAddress, actor: Any, *, ping_s: float) -> None:
         self._actor = actor
@@ -111,7 +111,7 @@ class RayWorker(TcpWorker):
 
     @property
     def name(self) -> str:
-        """Name of the worker in messages."""
+        """Name of the worker in messages, with its address."""
         return f"Ray worker {self._address.address}"
 
     def _let_go(self) -> None:
@@ -122,7 +122,7 @@ class RayWorker(TcpWorker):
 
 
 class RayLauncher:
-    """Places one worker on Ray, and starts this worker and its successors there.
+    """Reserves resources of Ray for one worker, and starts the worker there, again after each loss.
 
     ``resources`` are what Ray reserves for the worker, by Ray's names (``CPU``, ``GPU``, or custom
     names).
@@ -147,13 +147,13 @@ class RayLauncher:
         self._ray_address = address
         self._ping_s = ping_s
         self._lock = threading.Lock()
-        """Guards the placement group."""
+        """Lock that guards the worker's placement group."""
         self._group: Any = None
         self._patient_until_s = 0.0
 
     @property
     def device_type(self) -> str:
-        """Name of the worker's type in a cluster's ``[devices]``; empty without a cluster."""
+        """Name of the worker's device type in the cluster file; empty without a cluster file."""
         return self._device_type
 
     def describe(self) -> str:
@@ -206,7 +206,7 @@ class RayLauncher:
             raise WorkerLostError(f"Ray cannot start a worker: {lines[0]:.300}") from error
 
     def close(self) -> None:
-        """Release the placement group."""
+        """Release the worker's placement group and its resources."""
         with self._lock:
             group, self._group = self._group, None
         ray = connected_ray()

@@ -71,7 +71,7 @@ class WorkerProcess:
 
     @property
     def name(self) -> str:
-        """Name of the worker in messages."""
+        """Name of the worker in messages, with its process id."""
         return f"worker {self.pid}"
 
     @property

@@ -46,7 +46,7 @@ class FormSet:
     part_bytes: int
     """Size of a memory block that has all tensors of the set, in bytes."""
     size_bytes: int
-    """Bytes of all elements."""
+    """Bytes of the elements of all tensors, without padding."""
 
 
 def forms_of(tensors: Mapping[str, NDArray[Any]]) -> FormSet:
@@ -109,7 +109,7 @@ class Order:
     """Offsets between which results must be in shared memory."""
     ends: int
     replies: dict[bytes, RunReply] = field(default_factory=dict)
-    """Parsed replies by header."""
+    """Replies that were parsed before, by their header."""
 
     def check(self, arrays: Sequence[PlacedArray]) -> None:
         """Check that results are within the bounds of the order; FrameError if not."""
@@ -124,7 +124,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyArray:
-    """An array in a reply."""
+    """A result that a worker returned, in shared memory or in the body of its reply."""
 
     form: TensorForm
     offset: int

@@ -27,7 +27,7 @@ FIRST_MEMORY: Final = 1 << 20
 
 @dataclass(slots=True)
 class RemoteBatch:
-    """Rows of named arrays; with a ``layout`` they are in memory blocks that the batch holds."""
+    """A batch of named arrays; with a ``layout`` they are in shared memory, in ``blocks``."""
 
     tensors: Mapping[str, NDArray[Any]]
     rows: int
@@ -62,14 +62,14 @@ class TensorPath(Protocol):
         """Return the layout of tensors at these offsets; FrameError if they are out of bounds."""
 
     def close(self) -> None:
-        """Release its resources."""
+        """Release the shared memory and the cached layouts."""
 
 
 class SlotLink(NamedTuple):
     """A slot's link to its worker."""
 
     connection: Connection
-    """Connection on which runs are ordered."""
+    """Connection on which the slot orders the runs of stages."""
     tensors: TensorPath
 
 
@@ -87,7 +87,7 @@ class SharedTensors:
         """``True`` if the worker has received the current memory."""
 
     def inline_arrays(self, _batch: RemoteBatch) -> Sequence[NDArray[Any]]:
-        """Return nothing: all tensors are in memory."""
+        """Return an empty sequence: all tensors are in shared memory, none in the message."""
         return ()
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
@@ -187,7 +187,7 @@ class InlineTensors:
         self._layouts: dict[FormSet, TensorLayout] = {}
 
     def placed(self, batch: RemoteBatch, _room: int) -> tuple[RemoteBatch, TensorLayout, None]:
-        """Return the batch itself: all of it is sent, and results need no block."""
+        """Return the batch itself: all of it is sent, and results need no memory block."""
         forms = batch.forms
         found = self._layouts.get(forms)
         if found is None:
@@ -197,7 +197,7 @@ class InlineTensors:
         return batch, found, None
 
     def inline_arrays(self, batch: RemoteBatch) -> Sequence[NDArray[Any]]:
-        """Return all arrays."""
+        """Return all arrays of the batch: every tensor is sent in the message."""
         return list(batch.tensors.values())
 
     def room(self, forms: FormSet, rows: int) -> RemoteBatch:
@@ -214,7 +214,7 @@ class InlineTensors:
         raise FrameError(f"it has {len(forms.forms)} arrays at {places}, but no memory is shared")
 
     def close(self) -> None:
-        """Clear the caches."""
+        """Clear the cached layouts."""
         for layout in self._layouts.values():
             layout.orders.clear()
         self._layouts.clear()

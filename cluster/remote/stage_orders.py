@@ -1,4 +1,4 @@
-"""Names of stages, from which a worker makes the same stage; no code is sent.
+"""Names of stages: from a name, a worker makes the stage that the router means; no code is sent.
 
 A stage of a bundle is named by the bundle's path and hash, and the parts of its graph. A worker on
 the same host opens the bundle there and compares the hash; one on another host uses its own bundle
@@ -124,7 +124,7 @@ class BundlesByPath:
         self._opened: dict[Path, Bundle] = {}
 
     def __call__(self, named: StageName) -> Bundle:
-        """Return the variant that a stage belongs to; BackendError if the bundle was replaced."""
+        """Return the bundle's variant with a stage; BackendError if the bundle was replaced."""
         path = Path(os.fsdecode(unquote_to_bytes(named.path)))
         if path not in self._opened:
             self._opened[path] = self._open(path)
@@ -184,7 +184,7 @@ def make_described(
     try:
         plain = json.loads(document)
         if not isinstance(plain, dict) or len(plain) != 1:
-            raise FrameError("a stage is neither named nor described")
+            raise FrameError("a stage is not an object with the one key 'named' or 'described'")
         if "named" in plain:
             named = from_plain(StageName, plain["named"], "stage")
         elif not any_graph:
@@ -216,7 +216,7 @@ def manifest_hash(bundle: Bundle) -> str:
 
 
 def _plan(named: StageName, bundle: Bundle) -> StageSpec:
-    """Make the stage that a name refers to, in its variant; FrameError if there is none."""
+    """Return the specification of stage ``named``; FrameError if ``bundle`` has no such stage."""
     manifest, form = bundle.manifest, WeightForm(named.weight_form)
     if named.unmodified:
         return replace(source_stage(bundle), weight_form=form)

@@ -139,7 +139,7 @@ class TcpWorker:
 
     @property
     def name(self) -> str:
-        """Name of the worker in messages."""
+        """Name of the worker in messages, with its address."""
         return f"worker {self._address.address}"
 
     @property

@@ -54,7 +54,7 @@ class TransportTimeoutError(Exception):
 
 
 class Frame(NamedTuple):
-    """A received frame."""
+    """A message as received: header, body and file descriptors."""
 
     header: bytes
     body: bytearray
@@ -162,7 +162,7 @@ class Connection:
         return Frame(data[HEAD.size : start], body, tuple(found))
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the socket; the other end sees the connection end."""
         self._socket.close()
 
     @contextmanager
@@ -355,7 +355,7 @@ class MemoryBlock:
 
     @property
     def end(self) -> int:
-        """End offset."""
+        """Offset of the first byte after the block."""
         return self.start + self.size_bytes
 
     def __del__(self) -> None:

@@ -60,7 +60,7 @@ MakeBackend: TypeAlias = Callable[[Hello], Backend]
 class Worker:
     """Serves one router until its connection ends.
 
-    ``find`` returns the bundles of stages; without ``any_graph`` other stages are refused.
+    ``find`` returns the bundle of a stage. Stages without a bundle run only with ``any_graph``.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class Worker:
                         return
                     answer = self._execute(message, frame)
                 except FrameError as error:
-                    _log.error("an order is malformed: %s", error)
+                    _log.error(
+                        "the router sent a malformed message, its connection ends: %s", error
+                    )
                     return
                 self._orders.send(encode(answer))
 
@@ -117,7 +119,7 @@ class Worker:
         return Ready(pid=os.getpid())
 
     def open_slot(self, number: int, connection: Connection, memory: SharedMemory | None) -> None:
-        """Open a slot that :meth:`serve_slot` serves; BackendError, FrameError."""
+        """Open a slot that :meth:`serve_slot` serves. Raise BackendError or FrameError."""
         if number in self._slots:
             raise FrameError(f"slot {number} is open already")
         slot = self._ready_backend().open_slot()
@@ -181,7 +183,7 @@ class Worker:
 
     def _ready_backend(self) -> Backend:
         if self._backend is None:
-            raise FrameError("an order came before the hello")
+            raise FrameError("an order came before the hello message")
         return self._backend
 
 

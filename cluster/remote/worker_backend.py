@@ -252,7 +252,7 @@ class RemoteBackend:
             entry.launcher.close()
 
     def _hello_to(self, runtime: WorkerRuntime) -> Hello:
-        """Return the options of a worker."""
+        """Return the first message to a worker: its backend and options."""
         if not runtime.device:
             return self._hello
         return replace(self._hello, backend=runtime.backend, device=runtime.device)

@@ -120,7 +120,7 @@ class OpenSlot:
 
     slot: int
     size_bytes: int
-    """Size of the shared memory."""
+    """Size of the slot's shared memory, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Ping:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
-    """The order to end."""
+    """The router's order that the worker ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ class RemoteStage:
     """Result of the first run on a single sample."""
 
     def observe(self, given_bytes: int, seconds: float) -> None:
-        """Record a run."""
+        """Record the time and input bytes of a run."""
         self.longest_s = max(self.longest_s, seconds)
         self.largest_bytes = max(self.largest_bytes, given_bytes)
 

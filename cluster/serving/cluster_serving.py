@@ -30,7 +30,7 @@ class ServedCluster:
     plan: ClusterPlan | None = None
     """Plan to serve unchanged; ``None``: plan at the start, and again while serving."""
     batches_per_worker: int = 1
-    """Number of streams of each worker."""
+    """Number of batches that a worker holds at a time, each on its own stream."""
 
     def without(self, *refused: RefusedSegments) -> ServedCluster:
         """Return a copy whose goal excludes segments that could not be loaded together."""

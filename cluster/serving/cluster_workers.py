@@ -58,15 +58,15 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterWorkers(WorkerDevices):
-    """All workers of a cluster."""
+    """All workers of a cluster, with devices, plan and credentials."""
 
     places: tuple[WorkerPlace, ...]
     file: ClusterFile | None
     """Devices, links and goal for planning; without it, no model is split."""
     profiles: Mapping[str, Profile] = field(default_factory=dict)
-    """Profiles that the file names."""
+    """Profiles by the paths that the cluster file names."""
     plan: ClusterPlan | None = None
-    """Plan to serve unchanged."""
+    """Plan to serve unchanged; ``None`` if plans are made while serving."""
     token: bytes = field(repr=False, default=b"")
     """Secret shared with workers on other hosts."""
     tls: TlsTrust | None = None
@@ -81,7 +81,7 @@ class ClusterWorkers(WorkerDevices):
 
     @property
     def batches_per_worker(self) -> int:
-        """See :class:`.RouterEntry`."""
+        """Number of batches that a worker holds at a time (:class:`.RouterEntry`)."""
         return 1 if self.file is None else self.file.router.batches_per_worker
 
     @property
@@ -169,7 +169,7 @@ class ClusterWorkers(WorkerDevices):
 def read_cluster_workers(path: Path, plan: Path | None = None) -> ClusterWorkers:
     """Read the workers of a cluster file, the files that it names, and the plan to serve.
 
-    PlanError with a one-line reason.
+    Raise a PlanError with a one-line reason if a file cannot be read or is invalid.
     """
     cluster = parse_cluster(read_planning(path, MOST_FILE_BYTES), str(path))
     profiles = read_profiles(cluster, path.parent)
@@ -189,7 +189,7 @@ def read_cluster_workers(path: Path, plan: Path | None = None) -> ClusterWorkers
     if ray is not None and (ray.least or 0) > len(places):
         raise ClusterFileError(
             f"{path} [router] least = {ray.least}, but there are at most {len(places)} workers; "
-            "lower it, or add workers"
+            "lower least, or add workers"
         )
     ray = ray or RayEntry()
     addresses = [place.address for place in places if place.address is not None]
@@ -241,7 +241,7 @@ def ray_workers(address: str | None = None, count: int | None = None) -> Cluster
 
 
 def _all_devices(cluster: ClusterFile) -> tuple[WorkersEntry, ...]:
-    """Return one worker for each device."""
+    """Return entries for one worker on each device of the cluster file."""
     return tuple(
         WorkersEntry(device=device.name, address=None, count=device.count)
         for device in cluster.devices
@@ -259,8 +259,8 @@ def _places(entry: WorkersEntry, cluster: ClusterFile, where: str) -> list[Worke
         resources = ONE_CPU if said is None else said
     if resources is not None and entry.gpus:
         raise ClusterFileError(
-            f"{where} backend = {entry.backend!r}, but Ray starts that worker on the CPU; set "
-            "the address of an eeworker, or omit one of launch and backend"
+            f"{where} backend = {entry.backend!r}, but workers that Ray starts run on the "
+            "CPU; omit backend, or set the address of a running eeworker, or omit launch"
         )
     place = WorkerPlace(device_type=entry.device, address=address, resources=resources)
     if not entry.gpus:

@@ -55,7 +55,7 @@ class _Known:
     given_up: int = 0
     changed_at_s: float | None = None
     changed_for: str = ""
-    """Reason of the last change."""
+    """Reason of the last change of plans; empty before the first."""
     failure: str = ""
     """Reason of the last failed change since the last successful change; each reason is logged
     once."""
@@ -91,7 +91,7 @@ class PlanLoop(PeriodicLoop):
         self._failures = FailureLog(_log, "%s: planning failed; its plan stays", served.name)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that plans again while serving."""
         self.begin()
 
     def stop(self) -> None:
@@ -104,7 +104,7 @@ class PlanLoop(PeriodicLoop):
         """Do nothing: a split model is the only model, and is never replaced."""
 
     def retire(self, key: str) -> None:
-        """Do nothing."""
+        """Do nothing: a split model is never replaced."""
 
     def remove(self, key: str, *, save: bool = True) -> None:
         """Do nothing."""

@@ -33,7 +33,7 @@ _SPLIT_GAUGES: Final[Readings] = {
 
 
 def cluster_families(models: Sequence[tuple[str, ModelStatistics]]) -> Iterator[Metric]:
-    """Yield the metrics of all models."""
+    """Yield metrics of plans and batch profiles, of all models."""
     yield from _going_on(models)
     plans = [(name, plan) for name, model in models if (plan := plan_of(model)) is not None]
     if plans:

@@ -25,7 +25,7 @@ class SplitView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView:
-    """The active plan."""
+    """The active plan of a model, as the status page shows it."""
 
     splits: tuple[SplitView, ...]
     predicted: str

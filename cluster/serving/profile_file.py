@@ -32,7 +32,7 @@ class ProfileFile(OwnedFile):
     lock_suffix = ".batch-profile.lock"
 
     def __init__(self, path: Path) -> None:
-        """Keep the path of the profile."""
+        """Keep the path of the batch profile's file; nothing is read yet."""
         super().__init__(path)
         self._unwritable = False
         """``True`` if the last save failed: one warning is enough until a save succeeds."""

@@ -51,7 +51,7 @@ class _Recorded:
     kept: bool = True
     """``True`` if the file contains all finished windows."""
     forecast: ShareForecast | None = None
-    """Forecast for the current window."""
+    """Shares that are forecast for the current window, if any."""
     status: ProfileStatus
 
 

@@ -25,7 +25,7 @@ class ServedSplits:
     goal: PlanningGoal
     """Goal of the plan, and of later plans."""
     roles: tuple[StreamRole, ...]
-    """Role of each worker."""
+    """Role of each worker in the plan, by the worker's number."""
     batches_per_worker: int = 1
     """Streams of each worker; stream s belongs to worker s modulo the number of workers."""
     kept: bool = False

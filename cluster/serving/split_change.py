@@ -57,7 +57,7 @@ class StageHolders(Protocol):
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """Device type of each worker."""
+        """Name of the device type of each worker."""
 
     def hold(self, holds: Holds, /) -> None:
         """Make workers load and release stages by a rule; BackendError if a load fails."""
@@ -79,7 +79,7 @@ class SplitServing:
 
     @property
     def splits(self) -> ServedSplits:
-        """The active splits."""
+        """Splits by which new batches are served."""
         splits = self.deployments.splits
         assert isinstance(splits, ServedSplits), f"{self.name} is not split"
         return splits

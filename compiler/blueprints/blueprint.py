@@ -66,7 +66,7 @@ class Blueprint:
 
     @property
     def sliced(self) -> Sliced:
-        """The model in pieces."""
+        """The model, cut into the segments of the blueprint."""
         return self.timed.sliced
 
 

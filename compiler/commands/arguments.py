@@ -42,7 +42,7 @@ SUMMARIES: Final = {
     "export": "write a bundle as one ONNX file, for any ONNX Runtime",
     "wrap": "make a bundle of a model as it is, without exits and data",
 }
-"""One-line descriptions of the other commands."""
+"""One-line descriptions of the core's subcommands of ``eecompile``; extensions add others."""
 _GIB = 2**30
 _ENGINE_ARGUMENTS = ("device", "precision", "batch_profiles", "buckets", "parts", "units",
                      "workspace", "optimization_level", "accept_disagreement")  # fmt: skip
@@ -50,7 +50,7 @@ _WRAP = """\
 Make a bundle of an ONNX model as it is, without exits: no data are needed, and
 it takes seconds. eeserve does this itself for an ONNX file."""
 MISSING = "serving an ONNX file needs the packages of the extra `onnx`: pip install 'offramp[onnx]'"
-"""Remedy for a missing package."""
+"""Error message of ``eecompile wrap`` if a package is missing."""
 
 
 class Command(NamedTuple):
@@ -59,7 +59,7 @@ class Command(NamedTuple):
     parser: Callable[[], argparse.ArgumentParser]
     run: Callable[[argparse.Namespace, Console], int]
     summary: str
-    """Description for the list of commands."""
+    """One-line description, for the list of commands in the help of ``eecompile``."""
     task: bool = False
     """True if ``eecompile MODEL --task NAME`` runs it as well, NAME being the command's name."""
 
@@ -110,7 +110,7 @@ def make_parser(name: str, description: str, **layers: Any) -> LayeredParser:
 
 
 def add_model(parser: argparse.ArgumentParser, what: str = "model, an ONNX file") -> None:
-    """Add the model, and the options of reading it."""
+    """Add the argument for the model, and the options for reading its file."""
     parser.add_argument("model", type=Path, metavar="MODEL.onnx", help=what)
     parser.add_argument("--task", choices=["auto", *TASK_KINDS], default="auto", metavar="TASK",
                         help="kind of the answer (default: by its shape).\nIt decides when two "
@@ -138,7 +138,7 @@ def add_model(parser: argparse.ArgumentParser, what: str = "model, an ONNX file"
 def add_grouping(
     parser: argparse.ArgumentParser, group: argparse._ActionsContainer, within: float | None
 ) -> None:
-    """Add the options that define dependent samples."""
+    """Add ``--group`` and ``--copies-within``, which define dependent samples."""
     parser.add_argument("--group", metavar="KEY",
                         help="array of the data that identifies dependent samples.\n"
                         "Samples with equal values (integers or texts), such as those of one "
@@ -154,30 +154,30 @@ def add_grouping(
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the file for the result as JSON."""
+    """Add ``--json``: a file to which the result is also written."""
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the result to this JSON file"
     )
 
 
 def add_bundle(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Add the bundle that a command reads."""
+    """Add the positional argument for the bundle that a command reads."""
     parser.add_argument("bundle", type=Path, metavar="BUNDLE", help=f"bundle to {purpose}")
 
 
 def add_target(parser: argparse.ArgumentParser, where: str, replaced: str) -> None:
-    """Add the output folder."""
+    """Add ``--output``, the folder to write, and ``--overwrite``."""
     parser.add_argument("--output", type=Path, metavar="DIR", help=where)
     parser.add_argument("--overwrite", action="store_true", help=f"replace {replaced}")
 
 
 def add_dry_run(parser: argparse._ActionsContainer, what: str) -> None:
-    """Add the option of a run that writes nothing."""
+    """Add ``--dry-run``, with which a command writes nothing."""
     parser.add_argument("--dry-run", action="store_true", help=what)
 
 
 def add_seed(parser: argparse._ActionsContainer, what: str) -> None:
-    """Add the seed of random numbers."""
+    """Add ``--seed``, the seed of random numbers."""
     parser.add_argument("--seed", type=values.seed, default=0, metavar="N", help=what)
 
 

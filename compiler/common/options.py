@@ -136,7 +136,7 @@ class ReadingOptions:
 
     @property
     def task_options(self) -> TaskOptions:
-        """Options about the task."""
+        """The options that describe the task, for reading the model."""
         return TaskOptions(
             kind=self.task,
             share=self.agree_share,
@@ -356,7 +356,7 @@ class ProfileOptions(RewriteOptions):
     backend: str = "onnxruntime"
     """Backend to measure: the CPU, or ``tensorrt`` or ``cuda`` on a GPU."""
     device: str = "cuda:0"
-    """The GPU."""
+    """GPU to measure on, as ``cuda:N``; unused for ``onnxruntime``."""
     json: Path | None = None
     """File to write the profile to. With it, the bundle is not changed."""
 

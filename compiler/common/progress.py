@@ -31,7 +31,7 @@ class SilentProgress:
 
     @contextmanager
     def step(self, title: str, total: int) -> Iterator[Advance]:  # noqa: ARG002
-        """Begin a step."""
+        """Begin a step that shows nothing."""
         yield lambda _: None
 
 
@@ -69,7 +69,7 @@ class TerminalProgress:
 
     @contextmanager
     def step(self, title: str, total: int) -> Iterator[Advance]:
-        """Begin a step."""
+        """Begin a step: a new bar, or a line if the output is not a terminal."""
         if self._in_log:
             line = f"{time.monotonic() - self._began_s:5.0f} s  {title}"
             self._bars.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -112,12 +112,12 @@ class FileProgress:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the progress file."""
         self._file.close()
 
     @contextmanager
     def step(self, title: str, total: int) -> Iterator[Advance]:
-        """Begin a step."""
+        """Begin a step, and write its progress to the file as it advances."""
         self._stage = max(self._stage, stage_of(title) or 1)
         done, written_s = 0, time.monotonic()
         self._write(title, 0.0)

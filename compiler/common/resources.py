@@ -50,12 +50,12 @@ class MemoryReleasingProgress:
     """Progress that releases unused memory before each step."""
 
     def __init__(self, progress: Progress) -> None:
-        """Report to ``progress``."""
+        """Release memory before each step, and report steps to ``progress``."""
         self._progress = progress
 
     @contextmanager
     def step(self, title: str, total: int) -> Iterator[Advance]:
-        """Begin a step."""
+        """Begin a step, after unused memory was released."""
         give_back()
         with self._progress.step(title, total) as advance:
             yield advance

@@ -48,7 +48,7 @@ class Sliced:
     """Tensor that the exit after segment i would read, for each segment i except the last."""
     segments: tuple[SegmentModel, ...]
     graphs: tuple[bytes, ...]
-    """Serialised segments."""
+    """Serialised graph of each segment."""
     analysis: CutAnalysis
     """All places where ``model`` could be cut."""
     weights: WeightFile | None = None
@@ -230,7 +230,7 @@ class SegmentModel:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """All output tensors."""
+        """Names of all output tensors; the first is ``output``."""
         return (self.output, *self.also)
 
     def without_weights(self) -> SegmentModel:

@@ -38,7 +38,7 @@ class TableRows(Protocol):
     """Some consecutive rows of a table."""
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Return the number of these rows."""
 
     def place(self, row: int) -> str:
         """Return the place of a row, such as ``texts.csv:17``."""
@@ -64,7 +64,7 @@ class TablePlan:
     """Decision about which columns of a table become which inputs of a model, and how."""
 
     columns: tuple[str, ...]
-    """Columns to read."""
+    """Names of the columns to read from the table."""
     inputs: Callable[[TableRows], dict[str, NDArray[Any]]]
     label: str | None
     label_requested: bool

@@ -221,7 +221,7 @@ class FirstSamples:
 
     @property
     def name(self) -> str:
-        """Name of the source."""
+        """Name of the whole source, for messages."""
         return self.source.name
 
     def load(

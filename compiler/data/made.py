@@ -37,7 +37,7 @@ class RandomSource:
 
     @property
     def name(self) -> str:
-        """``random``."""
+        """Name of the source in messages: ``random``."""
         return RANDOM
 
     def __str__(self) -> str:

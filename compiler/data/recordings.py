@@ -40,7 +40,7 @@ class RecordingSource:
     """Inputs that a server recorded in its learn folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Create a source for a folder."""
+        """Create a source for a learn folder; nothing is read yet."""
         self._folder = folder
 
     @property

@@ -69,7 +69,7 @@ class _Data(NamedTuple):
     parts: PrecisionData | None = None
     """Parts of the data set, if the effect of the precision on answers is measured."""
     ranges: Ranges | None = None
-    """Value ranges for int8."""
+    """Ranges of the tensors' values, for int8; ``None`` for other precisions."""
 
 
 class Reports(NamedTuple):

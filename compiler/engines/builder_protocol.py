@@ -18,7 +18,7 @@ class Built(NamedTuple):
     """An engine that a builder made."""
 
     plan: bytes
-    """Serialised engine."""
+    """The engine, serialised by TensorRT."""
     timing_cache: bytes
     """Timing cache for the next build on the same device."""
 

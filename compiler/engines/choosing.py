@@ -59,7 +59,7 @@ class TimedPrecision:
 
     @property
     def precision(self) -> Precision:
-        """Precision of the engines."""
+        """Precision of the engines that were timed."""
         return self.building.target.precision
 
     def describe(self) -> str:

@@ -179,7 +179,7 @@ class BuildWatch:
         self._interrupted = True
 
     def started(self, phase: str, steps: int) -> None:
-        """Report that a phase begins."""
+        """Report that a phase of TensorRT's build begins."""
         self._steps[phase] = steps
         self._report(phase, 0)
 

@@ -62,7 +62,7 @@ class BuiltExit:
     cut: CutTensor
     graph: bytes
     reads: tuple[str, ...]
-    """Tensors that the graph reads."""
+    """Names of the tensors that the exit's graph reads."""
     weights: Mapping[str, NDArray[np.float32]]
     """Weights of the trained head; none for a copy's own answer."""
     heads: tuple[HeadScore, ...]

@@ -113,7 +113,7 @@ class PolicyChoice:
     max_class_disagreement: float | None = None
     """Bound on the disagreement in each class of the model, for classes with enough samples."""
     seed: int = 0
-    """Seed of rehearsals."""
+    """Seed of the random batches in rehearsals."""
 
     @classmethod
     def again(

@@ -52,12 +52,12 @@ class ProfileTimer:
     """Times the parts of a model on this machine's CPU, and makes its profile."""
 
     source: bytes
-    """The unmodified model."""
+    """Serialised graph of the unmodified model."""
     segments: Sequence[bytes]
     samples: Callable[[int], Mapping[str, NDArray[Any]]]
     """Function that returns the model's inputs for a batch size."""
     threads: int
-    """Threads of ONNX Runtime."""
+    """Number of threads that ONNX Runtime uses for each graph."""
     batch_sizes: Sequence[int]
     progress: Progress
     quantised: bytes | None = None

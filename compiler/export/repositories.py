@@ -69,7 +69,7 @@ class Repository:
 
     @property
     def folder(self) -> Path:
-        """Folder of the model."""
+        """Folder of the model in the repository."""
         return self.root / self.name
 
     def describe_servers(self) -> str:

@@ -337,7 +337,7 @@ class _Reduction:
 _WIDTHS = (3, 8, 13)
 """Lengths in tokens that the batches of test prompts are padded to."""
 _PROMPTS = 6
-"""Number of prompts in a batch."""
+"""Number of test prompts in a batch."""
 _NAMED = 4
 """Largest number of tokens that a message names."""
 _LOOKED_AT = 1000

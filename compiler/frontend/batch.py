@@ -119,7 +119,7 @@ def rename_batch(graph: onnx.GraphProto) -> None:
 
 
 def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) -> None:
-    """Compare rows at another batch size with the original model's answers at its own."""
+    """Compare answers at another batch size with the original model's at its fixed size."""
     remedy = f"the batch size was fixed at {old} and cannot be made dynamic; {REMEDY}"
     rows = 3 * old
     feeds = random_inputs(freed, rows)
@@ -148,8 +148,8 @@ def _check_freed(original: onnx.ModelProto, freed: onnx.ModelProto, old: int) ->
         if not difference.share <= rounding_of(freed).batches:
             _name_mixing(freed, remedy)
             raise ModelError(
-                f"{remedy}. Output {name!r} of {rows} samples differs from the model's answers to "
-                f"{old} at a time, by {difference.describe()}"
+                f"{remedy}. Output {name!r} of {rows} samples in one batch differs from the output "
+                f"in batches of {old}, by {difference.describe()}"
             )
 
 
@@ -254,7 +254,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependence:
-    """Data that a tensor's values and sizes depend on, of the inputs of its graph."""
+    """Data of a graph's inputs that the values and the sizes of a tensor depend on."""
 
     values: Level = Level.FIXED
     sizes: Level = Level.FIXED
@@ -403,7 +403,7 @@ class _Followed:
             given = again
 
     def _given(self, op: Operator, tensor: str, read: Dependence) -> Dependence:
-        """Return the dependence of an output of an operator, ``read`` being its inputs'."""
+        """Return the dependence of an operator's output; ``read`` is that of its inputs."""
         if op.kind in ("Shape", "Size"):
             return Dependence(values=read.sizes, mixed_by=read.mixed_by if read.sizes else "")
         if op.kind == "DynamicQuantizeLinear" and tensor != op.writes[0]:
@@ -447,7 +447,7 @@ class _Followed:
         return bool(users) and tensor not in self._flow.outputs
 
     def _mixes(self, op: Operator, tensor: str) -> bool:
-        """Return whether the output mixes values of several rows, or has one for all rows."""
+        """Return whether the output mixes values of several rows, or has one value for all rows."""
         shape = shape_of(self._types, tensor)
         if shape is not None and UNKNOWN not in shape and _batch_axes(shape) != 1:
             return True
@@ -522,7 +522,7 @@ class _Followed:
 
 
 def _states(op: Operator, body: onnx.GraphProto) -> tuple[int, int]:
-    """Return the index of a body's first input that is a loop variable, and how many there are."""
+    """Return the index of a body's first input that is a loop variable, and their number."""
     if op.kind == "Loop":
         return 2, len(body.input) - 2
     return 0, len(body.input) - integer(op.proto, "num_scan_inputs")

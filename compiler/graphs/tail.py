@@ -58,7 +58,7 @@ _WEIGHTED: Final = frozenset(
 )
 """Operators that mix features with weights, which no tail has."""
 _MASKING: Final = 1e4
-"""A constant of this magnitude or more masks classes; a smaller one only shifts their scores."""
+"""Smallest magnitude of a constant that masks classes; smaller ones only shift scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Tail:
     """Operators from the scores that heads imitate to the model's answer."""
 
     taught: Answer
-    """Scores, in the form of a description of an answer: tensor, width, form and task."""
+    """Scores that heads imitate, described like an answer: tensor, width, form and task."""
     dtype: str
     """Element type of the scores, by numpy's name."""
     shape: tuple[int | str, ...]
@@ -81,7 +81,7 @@ class Tail:
     """True if the answer changes when a constant is added to all scores, as with clipped logits."""
 
     def end(self, exit_: bytes, prefix: str, outputs: list[str]) -> bytes:
-        """Append the tail to an exit, whose scores have the exit's prefix in their name."""
+        """Append the tail to an exit's graph; the exit's scores have ``prefix`` in their name."""
         if not self.graph:
             return exit_
         head = onnx.ModelProto.FromString(exit_)
@@ -200,8 +200,9 @@ def cut_tail(
 ) -> Tail:
     """Copy the operators from the scores to the answer into a separate model.
 
-    ``proto`` is annotated and contains its weights. The tensor of ``taught``, the scores, must be
-    one of :func:`dominators`.
+    ``proto`` contains its weights and the types of its tensors. ``taught`` describes the scores,
+    which heads imitate; the scores must be one of :func:`dominators`. ``output`` is the answer.
+    ``facts`` are further fields of the :class:`Tail`.
     """
     types, start = declared_types(proto), taught.output
     dtype, shape = types[start].dtype, types[start].shape or ()

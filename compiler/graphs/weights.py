@@ -231,7 +231,7 @@ class WeightSizes:
 
     @classmethod
     def of(cls, bundle: Bundle) -> WeightSizes:
-        """Compute the sizes for a bundle."""
+        """Compute the sizes of a bundle's weights, in the file and in its graphs."""
         size = next((e.size_bytes for e in bundle.manifest.files if e.path == WEIGHTS), 0)
         named = [named_weights(bundle.graph(name), size) for name in bundle.manifest.graphs]
         return cls(file_bytes=size, graph_bytes=sum(p.length for places in named for p in places))

@@ -63,7 +63,7 @@ class UnslicedModel:
     no_batching: str
     """Reason why samples must not share a batch; empty if they may."""
     notes: tuple[str, ...]
-    """Sentences for users on differences from the file or from the caller's request."""
+    """Messages for users about the model, for instance where it differs from its file."""
     stated: tuple[onnx.ValueInfoProto, ...]
     """Types of inner tensors that the file states; empty if the file fixes the batch size."""
 
@@ -197,7 +197,7 @@ def _freed(proto: onnx.ModelProto, fixed: int | None) -> tuple[onnx.ModelProto, 
 
 
 def _describe(proto: onnx.ModelProto, asked: TaskOptions) -> Answer:
-    """Describe the answer, for a task that exits support or for any other one."""
+    """Describe the model's answer, whether exits support its task or not."""
     output = proto.graph.output[0]
     shape = output.type.tensor_type.shape
     if shape.dim:  # a size that the file fixes at 1 is also the batch
@@ -292,7 +292,7 @@ def _spread(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _apart(runner: GraphRunner, feeds: Arrays, alone: Sequence[Arrays], allowed: float) -> str:
-    """Describe a difference between rows together and rows alone; empty if there is none."""
+    """Describe a difference between answers to rows in one batch and alone; empty without one."""
     for chosen in ([*range(_ROWS)], [_ROWS - 1, 0], [2, 3, 1]):
         try:
             together = runner.run(_rows(feeds, chosen))
@@ -303,9 +303,9 @@ def _apart(runner: GraphRunner, feeds: Arrays, alone: Sequence[Arrays], allowed:
                 difference = compare(values[place : place + 1], alone[row][name])
                 if not difference.share <= allowed:
                     return (
-                        f"samples change each other's answers: output {name!r} of one among "
-                        f"{len(chosen)} random samples differs from that of the same one alone, by "
-                        f"{difference.describe()}"
+                        f"samples change each other's answers: output {name!r} of a random "
+                        f"sample in a batch of {len(chosen)} differs from its output in a batch "
+                        f"of 1, by {difference.describe()}"
                     )
     return ""
 

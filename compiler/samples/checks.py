@@ -1,4 +1,4 @@
-"""Checks of the data with the model: values it fails on, unusual answers, and their range."""
+"""Checks of the data with the model: input values, unusual answers, and ranges of answers."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def check_ranges(
     """Check that the answers of exits in use have the scale of the model's answers.
 
     ``ranges`` [exits + 1, 2] are the ranges of the answers of each exit and of the model. ``slack``
-    is the share of the model's range that rounding may add. VerificationError if an exit's range is
-    outside.
+    is the share of the model's range that rounding may add. VerificationError if an
+    exit's answers are outside of the range that the model's answers can have.
     """
     if not active or model.answer.form == "classes":
         return
@@ -73,7 +73,11 @@ def check_ranges(
 
 
 def both_ranges(model: SourceModel, ranges: NDArray[np.float64]) -> tuple[float, ...]:
-    """Return the ends of the model's range and of all exits' range; empty without a tail."""
+    """Return the smallest and largest answer of the model, then those of all exits together.
+
+    ``ranges`` is as in :func:`check_ranges`. The result is empty if no operators follow the
+    model's scores (:attr:`.Answer.tail`), if there are no exits, or if a range is not finite.
+    """
     if not model.answer.tail or len(ranges) < 2 or not np.isfinite(ranges).all():
         return ()
     exits, own = ranges[:-1], ranges[-1]
@@ -81,7 +85,7 @@ def both_ranges(model: SourceModel, ranges: NDArray[np.float64]) -> tuple[float,
 
 
 def _bounds_of(model: SourceModel) -> tuple[float, float] | None:
-    """Return the smallest and largest value that answers can have; ``None`` without bounds."""
+    """Return the smallest and largest value of possible answers; ``None`` without bounds."""
     if model.tail is not None:
         return model.tail.bounds
     return (0.0, 1.0) if model.answer.form == "probabilities" else None
@@ -90,7 +94,7 @@ def _bounds_of(model: SourceModel) -> tuple[float, float] | None:
 _log = logging.getLogger(__name__)
 
 _LEAST_KAPPA: Final = 0.05
-"""Cohen's kappa of labels and answers; with a smaller one, answers are no better than chance."""
+"""Smallest Cohen's kappa of labels and answers that counts as better than chance."""
 _REMEDY: Final = (
     "probably the data is not what the model was trained on: compare its preprocessing (scale, "
     "mean, channel order, tokenizer)"

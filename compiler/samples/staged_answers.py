@@ -23,7 +23,7 @@ class BatchAnswers:
     """Answers to a batch of b samples, and the exits that gave them."""
 
     answer: NDArray[Any]
-    """Answers, [b, …]."""
+    """Answers of the batch, [b, …]."""
     exit: NDArray[np.int32]
     """Index of the exit that gave the answer, [b]; :data:`~offramp.certify.MODEL_END` for the
     model's own answer."""

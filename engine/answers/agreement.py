@@ -96,7 +96,7 @@ class Equality(Agreement):
     def codes_against(
         self, ours: NDArray[Any], ends: NDArray[Any], mask: NDArray[Any] | None = None
     ) -> Codes:
-        """Return the answers' own codes."""
+        """Return the codes of ``ours``, which do not depend on the model's answers."""
         del ends, mask
         return self.codes(ours)
 
@@ -118,7 +118,7 @@ class ClassAgreement(Equality):
         return _lead(ours, ends)
 
     def codes(self, ends: NDArray[Any]) -> Codes:
-        """Return the class itself."""
+        """Return the numbers of the classes, int32[b]."""
         return ends.astype(np.int32, copy=False)
 
 
@@ -145,7 +145,7 @@ class LabelAgreement(Equality):
         return np.asarray(self.answer.thresholds or bound, values.dtype)
 
     def codes(self, ends: NDArray[Any]) -> Codes:
-        """Return a number for each set."""
+        """Return a code for each set of labels, [b]."""
         if ends.shape[1] <= MOST_LABELS:
             powers = np.left_shift(1, np.arange(ends.shape[1]), dtype=np.int64)
             numbers: Codes = (ends * powers).sum(axis=1).astype(np.int32)

@@ -131,7 +131,7 @@ class HostBackend:
     name: ClassVar[str]
     on_cpu = True
     runtime_name: ClassVar[str]
-    """Name for messages."""
+    """Name of the runtime in messages."""
     maps_weights: ClassVar[bool] = False
     """``True`` if :meth:`load` takes graphs that name their weights in a file."""
 

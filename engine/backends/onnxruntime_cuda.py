@@ -86,7 +86,7 @@ class OnnxRuntimeCudaFactory:
         self._sizes = BundleSizes()
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """Return the same type."""
+        """Return the same type: tensors keep their type on the device."""
         return dtype
 
     def as_computed(self, bundle: Bundle) -> Bundle:
@@ -157,7 +157,7 @@ class OnnxRuntimeCudaStage:
     shapes: GraphShapes
     """Shapes of the graph; used by one thread at a time."""
     inputs: tuple[TensorInfo, ...]
-    """Inputs of the graph."""
+    """Inputs that the graph reads."""
     outputs: tuple[TensorInfo, ...]
     """Outputs of the graph that the stage needs."""
     max_rows: int
@@ -276,7 +276,7 @@ class OnnxRuntimeCudaRun:
 
 
 class _BoundSession:
-    """A session with its bound tensors."""
+    """A session, and the device memory that its inputs and outputs are bound to."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self.session = session

@@ -85,7 +85,7 @@ class JobRunner:
         self._lock = threading.Lock()
         """Lock of the next three attributes; it is never held while waiting."""
         self._tasks: dict[Future[Any], _Task] = {}
-        """Unfinished tasks."""
+        """Unfinished tasks, by the future of their result."""
         self._child: _Child | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="jobs", daemon=True)

@@ -59,7 +59,7 @@ class Rounds:
 
     @property
     def count(self) -> int:
-        """Number of rounds."""
+        """Number of rounds that were measured."""
         return len(self.times_ms)
 
     def base(self) -> Estimate:

@@ -30,8 +30,8 @@ The paper leaves some points open. Our choices:
   segments between the last two exits count as the last exit's cost (:meth:`.CostModel.added_ms`).
 * No exits in use: there are no statistics for any exit. All samples reach each exit, which bounds
   the time that it could win; the search treats all exits as one interval, from its middle.
-* Exits in use beyond the budget (it was lowered): exits with the least utility are dropped, and no
-  exit is tried.
+* Exits in use beyond the budget (it was lowered): exits with the smallest utility are dropped, and
+  no exit is tried.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from offramp.certify import (
 from offramp.engine.control.costs import CostModel
 
 ADJUST_EVERY: Final = 128
-"""Samples between two adjustments (Apparate 3.3)."""
+"""Number of samples between two adjustments (Apparate 3.3)."""
 AGAIN_AFTER: Final = 65_536
-"""Samples after which a set of exits that was proposed may be proposed again."""
+"""Number of samples after which a set of exits may be proposed again."""
 JUDGED_BY: Final = 512
 """Number of samples to judge exits by, drawn from a window of twice as many complete samples
 (:attr:`.Observations.complete`)."""
@@ -70,13 +70,14 @@ class ExitProposals:
 
     Every 128 samples, the exits in use are judged as in Apparate (3.3, :func:`adjust`). Apparate
     changes the exits immediately; here the change is only proposed. The controller runs the new
-    exits in shadow mode, tests thresholds for the new set, and uses them once a level that saves
-    more is certified (:meth:`.certified.CertifiedController.consider`). So an adjustment never
-    weakens the promise.
+    exits in shadow mode (no sample leaves there) and tests thresholds for the new set. It uses the
+    new set once thresholds that save more are certified
+    (:meth:`.certified.CertifiedController.consider`). So an adjustment never weakens the promise.
 
     Our choice: a set that was proposed is not proposed again for a while, since one test takes many
-    samples, and low-risk probing would return to the same exit whenever the test fails. After a
-    drift alarm, every set may be proposed again.
+    samples. Otherwise Apparate's low-risk probing, which tries the place before an exit in use,
+    would propose the same set again after a failed test. After a drift alarm, every set may be
+    proposed again.
     """
 
     def __init__(
@@ -161,17 +162,17 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adjustment:
-    """The exits to use from now on."""
+    """Decision on the exits to use from now on."""
 
     active: tuple[int, ...]
-    """Indices of the exits, in depth order; their overhead is within the budget."""
+    """Indices of the exits to use, in depth order; their overhead is within the budget."""
     thresholds: tuple[float, ...]
     """Thresholds of the active exits; ``NEVER`` for the exit that is tried, until the next
     tuning."""
     deactivated: tuple[int, ...]
     """Exits that were in use before, and are not any more."""
     tried: int | None
-    """Exit that is newly in use."""
+    """Exit that was not in use before, and is tried now; ``None`` if there is none."""
     reason: Reason
     tuned: bool
     """True if a round of tuning was run."""
@@ -344,7 +345,7 @@ class Utilities:
     utility_ms: FloatArray
     """float64[active]: milliseconds won minus milliseconds lost, summed over the samples."""
     mean_ms: float
-    """Mean time until the answer, including the cost of every exit passed."""
+    """Mean time of a sample until its answer, including the cost of every exit passed."""
 
 
 def measure_utilities(

@@ -37,7 +37,7 @@ _MOST_DOUBLINGS: Final = 6
 
 @dataclass(slots=True, kw_only=True)
 class CandidateTest:
-    """The test of one candidate."""
+    """A test of one set of exits that may replace the exits in use."""
 
     exits: tuple[int, ...]
     purpose: str
@@ -89,7 +89,7 @@ class CandidateTests:
 
     @property
     def exits(self) -> tuple[int, ...]:
-        """Exits of the candidate."""
+        """Exits of the candidate that is tested; empty if none is."""
         return self.current.exits if self.current else ()
 
     def observe(self, seen: Observations) -> None:
@@ -168,7 +168,7 @@ class CandidateTests:
         return None
 
     def end(self, *, adopted: bool = False) -> None:
-        """Drop the candidate, and its job."""
+        """End the test of the candidate, and drop its job."""
         self.current = self._job = self._out = None
         if adopted:
             self._fruitless = 0

@@ -70,7 +70,7 @@ class ControlStatus:
     controller: str
     """Name: ``certified``, ``apparate``, ``static`` …"""
     max_disagreement: float
-    """The constraint."""
+    """Largest share of answers that may differ from the unmodified model's."""
     confidence_level: float
     """1 − α of certificate and upper bound."""
     evidence: Evidence
@@ -89,7 +89,7 @@ class ControlStatus:
     disagreed: int
     """Audited samples whose early answer differs from the source model's."""
     alarms: int
-    """Drift alarms."""
+    """Number of drift alarms since the controller began."""
     tunings: int
     """Threshold tunings finished."""
     adjustments: int
@@ -136,7 +136,7 @@ class Controller(Protocol):
         """
 
     def status(self) -> ControlStatus:
-        """Return a snapshot; cheap."""
+        """Return a snapshot of counts and bounds; takes little time."""
 
     def take_events(self) -> list[ControlEvent]:
         """Return the events since the last call."""
@@ -154,7 +154,7 @@ class ControlTask:
 
     manifest: Manifest
     profile: Profile
-    """Profile as measured on this machine."""
+    """Profile of the bundle, as measured on this machine."""
     policy: ExitPolicy
     """The bundle's policy, reduced to the limits in this class where it exceeds them."""
     batch_size: int
@@ -164,7 +164,7 @@ class ControlTask:
     max_overhead: float
     """Ramp budget: largest delay of the model's end by the exits in use, as a share."""
     max_disagreement: float
-    """The constraint."""
+    """Largest share of answers that may differ from the unmodified model's."""
     confidence_level: float
     audit_probability: float
     """Share of the early answers after which samples run on to the end; 1 if all of them do."""

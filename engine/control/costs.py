@@ -21,7 +21,7 @@ class CostModel:
     """
 
     source_ms: float
-    """Time of the unmodified model."""
+    """Time of the unmodified model for one batch."""
     segments_ms: tuple[float, ...]
     """Time of each segment. The sum is ``source_ms``; in a cascade, segments of the quantised model
     come first, in addition."""

@@ -203,7 +203,7 @@ class Suspicion:
         return max(self._unsuspected(budgeted), _step(wanted) if wanted else 0.0)
 
     def count_samples(self, samples: int) -> None:
-        """Count samples of any policy."""
+        """Count samples that arrived, under any policy."""
         self._arrived += samples
 
     def observe(self, loss: FloatArray, audit_probability: FloatArray) -> None:

@@ -43,7 +43,7 @@ class BuildBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRequest:
-    """A build to start."""
+    """Missing engines of a model that are to be built next."""
 
     model: str
     units: tuple[str, ...]

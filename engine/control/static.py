@@ -116,7 +116,7 @@ class StaticController(UncertifiedController):
     name = "static"
 
     def observe(self, seen: Observations) -> None:
-        """Count samples."""
+        """Count samples; they change nothing."""
         self._counters.add(seen, version=self.policy.version)
 
     def state(self) -> Mapping[str, Any] | None:

@@ -86,7 +86,7 @@ class Graph(Protocol):
     """Work that was captured once, with all addresses and arguments, to be launched often."""
 
     def launch(self, stream: Stream) -> None:
-        """Enqueue the whole graph."""
+        """Enqueue the captured work on a stream."""
 
     def close(self) -> None:
         """Release the graph. The host must have waited for its launches; may be called again."""
@@ -116,7 +116,7 @@ class Driver(Protocol):
 
     @property
     def multiprocessors(self) -> int:
-        """Number of multiprocessors."""
+        """Number of multiprocessors of the device."""
 
     @property
     def compute_capability(self) -> tuple[int, int]:

@@ -103,7 +103,7 @@ class PreparedStage(Protocol):
 
     @property
     def spec(self) -> StageSpec:
-        """The spec that was prepared."""
+        """Specification of the stage that was prepared."""
 
     @property
     def inputs(self) -> tuple[TensorInfo, ...]:

@@ -106,7 +106,7 @@ class StageRun:
 
     execution: Execution
     rows: int
-    """Rows of the batch."""
+    """Number of rows of the batch, without padding."""
     target: int
     """Area of the carried tensors."""
     targets: tuple[int, ...]
@@ -130,12 +130,12 @@ class StageRun:
     survivors: NDArray[np.int32]
     """Numbers of the surviving rows, [rows], of which the first ``survivor_count`` are valid."""
     survivor_count: NDArray[np.int32]
-    """Number of survivors, [1]."""
+    """Number of surviving rows, int32[1]."""
     threshold: float = -1.0
     end: Launch | None = None
     """Launch of the kernel after the stage."""
 
     @property
     def facts(self) -> StageFacts:
-        """Facts of the stage."""
+        """Facts about the stage that are known before it runs."""
         return self.execution.stage.facts

@@ -49,7 +49,7 @@ class Needs:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory for one slot."""
+        """Device memory that one slot needs, in bytes."""
         sizes = (self.input_bytes, self.input_bytes, self.output_bytes, self.scratch_bytes)
         return sum(map(aligned, sizes)) + RowBuffers.device_bytes(self.rows)
 
@@ -160,7 +160,7 @@ class RowBuffers:
 
     @property
     def scratch(self) -> Scratch:
-        """The kernels' scratch block."""
+        """Scratch memory of the kernels at a stage's end."""
         return Scratch(address=self._device.address, rows=self.rows)
 
     @property
@@ -239,7 +239,7 @@ class Arena:
 
     @property
     def sizes(self) -> Needs:
-        """Current sizes of the buffers."""
+        """Sizes that the buffers have now."""
         return Needs(
             input_bytes=max(region.size_bytes for region in self.inputs),
             output_bytes=self.outputs.size_bytes,

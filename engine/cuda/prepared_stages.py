@@ -78,7 +78,7 @@ class StageFacts:
 
     @property
     def spec(self) -> StageSpec:
-        """Spec of the prepared stage."""
+        """Specification of the prepared stage."""
         return self.prepared.spec
 
 

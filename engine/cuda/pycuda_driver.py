@@ -120,7 +120,7 @@ class PyCudaDriver:
             return PyCudaPinned(array, size_bytes, self._errors)
 
     def stream(self) -> PyCudaStream:
-        """Return a new stream."""
+        """Return a new non-blocking stream."""
         with self._errors:
             return PyCudaStream(self._cuda.Stream(_NON_BLOCKING))
 
@@ -168,7 +168,7 @@ class PyCudaDriver:
             raise self._errors.lost(error) from error
 
     def load(self, cubin: bytes) -> MappingProxyType[str, Any]:
-        """Load the kernels."""
+        """Load the kernels of a cubin; return them by entry point."""
         with self._errors:
             module: cuda.Module = self._cuda.module_from_buffer(cubin)
             kernels = {name: _prepared(module, name) for name in ENTRY_POINTS}
@@ -176,7 +176,7 @@ class PyCudaDriver:
         return MappingProxyType(kernels)
 
     def launch(self, kernel: cuda.Function, launch: Launch, stream: Stream) -> None:
-        """Enqueue a kernel."""
+        """Enqueue a kernel on a stream."""
         grid, block = (launch.grid, 1), (launch.block, 1, 1)
         arguments = launch.arguments.tobytes()
         with self._errors:

@@ -33,7 +33,7 @@ graph takes memory. The least recently used one is replaced."""
 
 @dataclass(slots=True, kw_only=True)
 class StageRuns:
-    """The stage runs of a slot, made when first needed."""
+    """All :class:`.StageRun` of a slot, each made when it is first needed."""
 
     arena: Arena
     layouts: Layouts
@@ -65,11 +65,11 @@ class StageRuns:
 
     @property
     def graphs(self) -> int:
-        """Number of CUDA graphs."""
+        """Number of CUDA graphs of these runs."""
         return sum(execution.graph is not None for execution in self._made.values())
 
     def clear(self) -> None:
-        """Release all runs, with their graphs; the host has waited for them."""
+        """Release all runs, with their CUDA graphs; the host has waited for them."""
         made, self._made = self._made, OrderedDict()
         _release(list(made.values()))
 
@@ -79,7 +79,7 @@ class StageRuns:
         _release([self._made.pop(key) for key in gone])
 
     def end_of(self, run: StageRun, threshold: float) -> Launch:
-        """Return the launch after a stage; its threshold may change from batch to batch."""
+        """Return the kernel launch after a stage; its threshold may change with every batch."""
         if run.end is None or run.threshold != threshold:
             run.end, run.threshold = self._end(run, threshold), threshold
         return run.end
@@ -167,7 +167,7 @@ class StageRuns:
     def _reserve(
         self, rows: int, target: int, carried: Layout | None, outputs: Layout, answer_bytes: int
     ) -> None:
-        """Ensure that buffers suffice, also for samples larger than expected."""
+        """Ensure that the slot's buffers suffice, also for samples larger than expected."""
         self.arena.grow_rows(rows)
         self.arena.grow(self.arena.outputs, outputs.size_bytes)
         self.arena.grow(self.arena.answers, answer_bytes)
@@ -227,7 +227,7 @@ class OpenStages:
         self.registry.sweep()
 
     def close(self) -> None:
-        """Close all, even if an error occurs; the host has waited for all work."""
+        """Close all stages, even if an error occurs; the host has waited for all work."""
         stages, self._open = list(self._open.values()), {}
         with ExitStack() as releases:
             for stage in stages:
@@ -235,7 +235,7 @@ class OpenStages:
             releases.callback(self.runs.clear)
 
     def _reserve_scratch(self, facts: StageFacts) -> None:
-        """Ensure enough scratch memory.
+        """Ensure that there is enough scratch memory for a stage.
 
         Executables keep its address, so all of them are reopened if it moves.
         """
@@ -253,7 +253,7 @@ def _release(executions: list[Execution]) -> None:
 
 
 def _rows_of(prepared: PreparedStage, batch: CudaBatch) -> int:
-    """Return the number of rows that a batch is run as, limited by the buffers."""
+    """Return the number of rows, with padding, that are run; the buffers limit it."""
     if not prepared.pads:
         return batch.rows
     room = min(prepared.padding_limit(batch.rows), batch.layout.capacity)
@@ -270,15 +270,18 @@ def _check(facts: StageFacts, batch: CudaBatch) -> None:
     prepared, there = facts.prepared, {name: dtype for name, dtype, _ in batch.layout.row}
     if batch.rows > prepared.max_rows:
         raise BackendError(
-            f"it takes at most {prepared.max_rows} rows: lower --max-batch-size, or build its "
-            f"engines for larger batches"
+            f"the stage takes at most {prepared.max_rows} rows: lower --max-batch-size, or build "
+            f"its engines for larger batches"
         )
     for tensor in prepared.inputs:
         if tensor.name not in there:
-            raise BackendError(f"it reads {tensor.name}, but the batch has {', '.join(there)}")
+            raise BackendError(
+                f"the stage reads tensor {tensor.name}, but the batch has {', '.join(there)}"
+            )
         if there[tensor.name] != tensor.dtype:
             raise BackendError(
-                f"it reads {tensor.name} as {tensor.dtype}, but the batch has {there[tensor.name]}"
+                f"the stage reads tensor {tensor.name} as {tensor.dtype}, but the batch has "
+                f"{there[tensor.name]}"
             )
 
 
@@ -288,7 +291,7 @@ def _given_rows(stage: OpenStage, shapes: dict[str, Shape]) -> dict[str, RowPart
     given = stage.executable.output_shapes(shapes)
     for name, shape in given.items():
         if shape[0] != rows:
-            raise BackendError(f"it returns {name} {list(shape)} for {rows} rows")
+            raise BackendError(f"the stage returns {name} {list(shape)} for {rows} rows")
     return {
         tensor.name: (tensor.name, tensor.dtype, tuple(given[tensor.name][1:]))
         for tensor in stage.facts.prepared.outputs

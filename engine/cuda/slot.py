@@ -226,7 +226,7 @@ class CudaSlot:
 
     @property
     def graphs(self) -> int:
-        """Number of CUDA graphs."""
+        """Number of CUDA graphs that the slot has captured."""
         return self._runs.graphs
 
     def wait(self) -> None:

@@ -25,7 +25,7 @@ class DeviceKernels:
         self.multiprocessors = driver.multiprocessors
 
     def launch(self, launch: Launch, stream: Stream) -> None:
-        """Enqueue a kernel."""
+        """Enqueue one of the kernels on a stream."""
         self._driver.launch(self._kernels[launch.entry_point], launch, stream)
 
 

@@ -36,7 +36,7 @@ INSTALL = (
 """Remedy if there is no compiler, or only one that is too old."""
 
 _TOOLKIT = Path("/usr/local/cuda")
-"""Default folder of toolkits."""
+"""Default folder of NVIDIA's toolkit, where nvcc is searched."""
 _TIMEOUT_S = 300
 """Time limit of one run of nvcc: the kernels take about two seconds."""
 
@@ -50,7 +50,7 @@ class KernelCompileError(BackendError):
 
 
 class Compiled(NamedTuple):
-    """The result of a compiler."""
+    """Machine code that a compiler made, and its messages."""
 
     cubin: bytes
     """An ELF file with machine code for one architecture."""
@@ -93,7 +93,7 @@ class Nvcc:
         self.architectures = tuple(self._ask("--list-gpu-code").split())
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
-        """Compile a text for an architecture."""
+        """Compile source text with nvcc, for an architecture such as ``sm_90``."""
         try:
             with tempfile.TemporaryDirectory(prefix="offramp-kernels-") as scratch:
                 return self._compile_in(Path(scratch), text, architecture, folder)
@@ -167,7 +167,7 @@ class Nvrtc:
         self.architectures = tuple(f"sm_{number}" for number in supported)
 
     def compile(self, text: str, architecture: str, folder: Path) -> Compiled:
-        """Compile a text for an architecture."""
+        """Compile source text with NVRTC, for an architecture such as ``sm_90``."""
         nvrtc = self._nvrtc
         (program,) = self._checked(
             nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, [], [])

@@ -1,4 +1,4 @@
-"""The compilation of a recorded model, in a separate process."""
+"""The compilation of a served model from recorded requests, in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRESS_NAME: Final = "progress.jsonl"
 """File of a learn folder with a compilation's progress."""
 _WORKER: Final = "offramp.engine.learning.compile_worker"
 _NEEDED: Final = ("onnx", "onnx_graphsurgeon", "onnxslim", "torch")
-"""Packages of the extra ``compile``."""
+"""Packages of the extra ``compile`` that a compilation imports."""
 _READ_BYTES: Final = 4096
 _LEAST_IDLE_SHARE: Final = 0.25
 """Smallest share of idle processor time with which a process of idle priority makes progress."""
@@ -35,7 +35,7 @@ seconds."""
 
 
 class Compilation(Protocol):
-    """A running compilation."""
+    """A running compilation of a served model from recorded requests (``--learn``)."""
 
     def poll(self) -> int | None:
         """Return the exit status, ``None`` before the end."""
@@ -46,19 +46,19 @@ class Compilation(Protocol):
         ...
 
     def end(self) -> None:
-        """Kill the compilation."""
+        """Kill the process of the compilation."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileProgress:
-    """Progress of a compilation."""
+    """Progress of a compilation, as last reported in its progress file."""
 
     step: int
     steps: int
     title: str
     share: float
-    """Completed share of this step."""
+    """Completed share of this step, from 0 to 1."""
 
     def describe(self) -> str:
         """Describe the progress: ``step 4 of 9: Train the heads, 40 %``."""

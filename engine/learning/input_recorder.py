@@ -109,7 +109,7 @@ class InputRecorder:
             self._put(_Pending(slot, self._reservoir.seen, sample, size, answer))
 
     def counts(self) -> RecordedCounts:
-        """Return the counts of the recording."""
+        """Return the numbers of recorded, wanted, dropped and unanswered samples."""
         self._shrink_if_due()
         return RecordedCounts(
             recorded=min(len(self._log.live), self._reservoir.capacity),

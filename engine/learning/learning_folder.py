@@ -93,7 +93,7 @@ class LearnFolder:
                 _remove(place)
 
     def remove_recording(self) -> None:
-        """Remove recorded inputs."""
+        """Remove the files with recorded inputs."""
         for name in (LOG_NAME, f"{LOG_NAME}.new"):
             _remove(self.path / name)
 

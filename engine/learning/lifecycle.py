@@ -30,7 +30,7 @@ _WITHHELD_SHARE: Final = 0.01
 
 
 class Phase(StrEnum):
-    """Phase of learning."""
+    """Phase of ``--learn`` for one model."""
 
     RECORDING = "recording"
     COMPILING = "compiling"
@@ -48,7 +48,7 @@ class Phase(StrEnum):
 
 
 class LearnAction(StrEnum):
-    """Next action of the driver."""
+    """Action that the driver of the life cycle has to take next."""
 
     COMPILE = "compile"
     SWITCH = "switch"
@@ -99,7 +99,7 @@ class ExitWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingProgress:
-    """Progress of a recording."""
+    """Number of samples that a recording has, and the number that it needs."""
 
     recorded: int
     wanted: int

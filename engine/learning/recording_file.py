@@ -61,7 +61,7 @@ class SamplePlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingHeader:
-    """Model and inputs of a recording."""
+    """Start of a recording's file: its model and inputs."""
 
     model_sha256: str
     """Hash of the model's file."""

@@ -78,7 +78,7 @@ class RecordingLog:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file, in bytes."""
+        """Size of the recording's file, in bytes."""
         return self._end
 
     def append(self, slot: int, seen: int, sample: Sample) -> bool:
@@ -104,7 +104,7 @@ class RecordingLog:
         return True
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the recording's file, which stays on the disk."""
         self._file.close()
 
     def remove(self) -> None:

@@ -80,7 +80,7 @@ class Deployment:
 
     @property
     def plan(self) -> Plan:
-        """Plan of the stages."""
+        """Plan of the full model's stages."""
         return self.pipeline.plan
 
     def of_variant(self, variant: int) -> Pipeline:
@@ -105,7 +105,7 @@ class Deployment:
 
     @property
     def pipelines(self) -> tuple[Pipeline, ...]:
-        """All pipelines, by variant."""
+        """Pipelines of the full model and of all variants, by variant number."""
         return self.pipeline, *self.smaller
 
 

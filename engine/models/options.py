@@ -250,7 +250,7 @@ class EngineOptions:
             )
 
     def of(self, model: str) -> ModelOptions:
-        """Return the options of a model."""
+        """Return the options of a model by its name, or the defaults."""
         return self.models.get(model, self.defaults)
 
     @property

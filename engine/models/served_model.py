@@ -89,7 +89,7 @@ class ServedModel:
     mode: Mode
     options: ModelOptions
     deployment: Deployment
-    """First deployment."""
+    """Deployment with which serving begins; others may replace it."""
     variants: tuple[Variant, ...] = ()
     """Variants that may serve in addition to the full model, from number 1 on."""
     scheduler: ModelScheduler
@@ -117,7 +117,7 @@ class ServedModel:
     split_by: DeploymentMaker | None = None
     """Maker of deployments for other plans, where the model is split among devices."""
     notes: tuple[str, ...] = ()
-    """Notes as in :attr:`.ModelInfo.notes`."""
+    """Messages for the user about the model (:attr:`.ModelInfo.notes`)."""
     loaded_s: float = field(default_factory=time.monotonic)
 
     @classmethod

@@ -53,7 +53,7 @@ class WrappedFiles:
             shutil.rmtree(bundle.parent, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove all bundles."""
+        """Remove the folder with all bundles that were made."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None

@@ -24,7 +24,7 @@ class LearningStatus:
     unanswered: int = 0
     """Drawn samples that the model answers with NaN or infinity."""
     size_bytes: int = 0
-    """Size of the recording, in bytes."""
+    """Size of the recording's file, in bytes."""
     attempts: int = 0
     """Number of compilations that were started since the server started."""
     failures: int = 0

@@ -185,7 +185,7 @@ class Recorder(AnswerRing):
         self._forced[slots] |= forced[mine]
 
     def finish(self, sample_ids: SampleIds) -> None:
-        """Record that samples are complete."""
+        """Record that all answers to these samples are known."""
         slots, _ = self._own(sample_ids)
         state = np.where(self._is_admitted[slots], _FINISHED, _DISCOUNTED)
         state = np.where(self._in_range[slots], state, _LEFT_OUT)

@@ -90,7 +90,7 @@ class Request:
     following: int = 0
     """Number of answered samples that run on."""
     first: RequestAnswers = field(init=False)
-    """First answer to each sample."""
+    """First answer to each sample, from an exit or the model's end."""
     final: RequestAnswers | None = None
     """Answers of the model's end to samples that ran on; ``None`` if none did."""
     exits: NDArray[np.int32] = field(init=False)
@@ -148,7 +148,7 @@ class CompletionQueue:
         return self._delay_s + 2.0 * self._spread_s
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Deliver in this loop."""
+        """Set the event loop on which completed requests are delivered."""
         self._loop = loop
 
     def add(self, future: asyncio.Future[Request] | None, request: Request) -> None:
@@ -213,7 +213,7 @@ class RequestTable:
         return len(self._open) + len(self._followed)
 
     def accept(self, request: Request) -> None:
-        """Open a request."""
+        """Add an accepted request to the open ones, and count it."""
         self._open[request.number] = request
         if request.timeline is not None:
             self.traced.add(request.number)

@@ -41,7 +41,7 @@ class ResultKind(StrEnum):
     """Kinds of answers that an engine's ``infer_stream`` yields."""
 
     ANSWER = "answer"
-    """The only answer."""
+    """The only answer to a request."""
     EARLY = "early"
     """The answer of exits; the model's end has yet to answer some of the samples."""
     CONFIRMATION = "confirmation"

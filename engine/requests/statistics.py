@@ -41,7 +41,7 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Number of observations."""
+        """Number of all observations."""
         return sum(self.counts)
 
     @property
@@ -77,7 +77,7 @@ class StageStatistics:
     batch_size: Histogram
     """Rows per run of the stage."""
     run_s: Histogram
-    """Seconds per run of the stage."""
+    """Time of each run of the stage, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

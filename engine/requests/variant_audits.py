@@ -41,7 +41,7 @@ class VariantAudits(AnswerRing):
         """Counts, replaced as a whole tuple; written by one thread at a time."""
 
     def start(self, sample_ids: SampleIds) -> None:
-        """Record samples [n] that start."""
+        """Forget what was recorded for the slots of samples [n], which start."""
         slots = sample_ids & self._mask
         self._prediction[:, slots] = UNKNOWN
         self._answered_at[slots] = MODEL_END

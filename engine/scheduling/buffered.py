@@ -60,7 +60,7 @@ class BufferedBucket:
     """Lower bound of the times at which its samples are due."""
 
     def add(self, buffered: BufferedBatch) -> None:
-        """Append a batch."""
+        """Append a batch of buffered samples to the bucket."""
         self.batches.append(buffered)
         self.size += len(buffered)
         self.due_s = min(self.due_s, buffered.first_due_s)

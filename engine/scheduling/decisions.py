@@ -46,11 +46,11 @@ class DropCause(StrEnum):
     """Reason why a sample leaves without an answer."""
 
     EXPIRED = "expired"
-    """The deadline passed."""
+    """The request's deadline passed."""
     INFEASIBLE = "hopeless"
     """The deadline had not passed, but could not be met, or only by making others late."""
     CANCELLED = "cancelled"
-    """The caller left."""
+    """The caller cancelled the request."""
     FAILED = "backend_error"
     """The sample's execution failed, alone or without time for a retry; or another part of its
     request failed."""
@@ -84,7 +84,7 @@ class RowSet(NamedTuple):
     requests: NDArray[np.int64]
     """Request of each row; rows of one request are adjacent, except in merged batches."""
     rows: NDArray[np.int64]
-    """Row within its request."""
+    """[n]: index of each sample in its request."""
     deadlines_s: NDArray[np.float64]
     """Deadlines; infinity without one."""
     priorities: NDArray[np.int64]
@@ -94,7 +94,7 @@ class RowSet(NamedTuple):
     """True for samples that have their answer and run on for feedback only."""
 
     def take(self, rows: Rows) -> RowSet:
-        """Return some of the rows."""
+        """Return the rows with these indices."""
         return RowSet._make([array[rows] for array in self])
 
     def answering(self, rows: Rows) -> RowSet:

@@ -80,7 +80,7 @@ class DeviceScheduler:
         return any(share.name == name for share in self._running.values())
 
     def model(self, name: str) -> ModelScheduler:
-        """Return the scheduler of a model."""
+        """Return the scheduler of a served model."""
         return self._shares[name].scheduler
 
     @property

@@ -111,7 +111,7 @@ class InFlight:
         self.plans = [plan for plan in self.plans if plan.number in used]
 
     def others(self, stream: int) -> frozenset[int]:
-        """Return the other streams in service."""
+        """Return the streams in service, except one."""
         return self.streams - self.suspended - {stream}
 
     def samples(self) -> Iterator[RowSet]:
@@ -232,7 +232,7 @@ class InFlight:
         return batch
 
     def finish(self, stream: int) -> None:
-        """Remove the batch of a stream."""
+        """Remove the batch of a stream, which has ended."""
         self.batches.pop(stream, None)
         if self._cancelled:
             running = {r for b in self.batches.values() for r in b.samples.requests.tolist()}

@@ -140,7 +140,7 @@ class Latencies:
         self.speed = self._usual_speed = min(max(speed, _FASTEST), _SLOWEST)
 
     def stage_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
-        """Return the seconds of one stage."""
+        """Return the predicted seconds that a stage takes for a batch."""
         return self.variants[variant].seconds[stage][batch_size] * self.speed
 
     def wasted_s(self, stage: int, batch_size: int, variant: int = 0) -> float:
@@ -187,7 +187,7 @@ class Latencies:
         self.variants[variant].observe(stage, before, survivors, unanswered)
 
     def observe(self, stage: int, batch_size: int, elapsed_s: float, variant: int = 0) -> None:
-        """Record the time of a stage."""
+        """Correct predictions by the measured time of a stage."""
         self._given_up = 0
         predicted_s = self.variants[variant].seconds[stage][batch_size]
         if predicted_s > 0.0:

@@ -39,7 +39,7 @@ class ParallelLimit:
         self._most = max_batch_size + 1
         self._max_violations = max_violations
         self.value = self._most if fixed is None else fixed
-        """Current value of τ_b."""
+        """Limit τ_b that is in use now."""
         self._devices = devices
         self._running: dict[int, int] = {}
         self._seen = 0

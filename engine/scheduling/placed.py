@@ -60,7 +60,7 @@ class PlacedPlan:
             )
         self.placement = placement
         self.latencies = {kind: k.latencies for kind, k in kinds.items()}
-        """Latencies by kind."""
+        """Predicted times of stages, by kind of device."""
         self._continued_stages = continued_stages
         self._kinds = [kinds[stream.kind] for stream in placement.streams]
         self._starting = {stream.kind for stream in placement.streams if 0 in stream.prefers}

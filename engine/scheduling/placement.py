@@ -135,7 +135,7 @@ class Placement:
         return frozenset().union(*(self.streams[stream].prefers for stream in streams))
 
     def kind_of(self, stream: int) -> DeviceKind:
-        """Return the kind of a stream."""
+        """Return the kind of device that a stream runs on."""
         return self._kind(self.streams[stream].kind)
 
     def moving_s(self, source: str, target: str, stage: int, rows: int) -> float:

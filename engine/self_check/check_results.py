@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class CheckVerdict(StrEnum):
-    """Result of a check."""
+    """Verdict of a check: passed, failed or skipped."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -90,7 +90,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """Result of a check."""
+    """Result of one check of ``--self-check``, for one bundle or the machine."""
 
     name: str
     asserts: str
@@ -102,7 +102,7 @@ class CheckResult:
     seconds: float
 
     def line(self) -> str:
-        """Describe the result in one line."""
+        """Describe the result in one line: verdict, name, seconds and reason."""
         what = self.reason or self.asserts
         if self.verdict is CheckVerdict.PASSED and "largest_difference" in self.facts:
             worst, allowed = self.facts["largest_difference"], self.facts.get("allowed")

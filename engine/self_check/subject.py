@@ -45,7 +45,7 @@ class StageAnswer(NamedTuple):
     answer: NDArray[Any]
     """Answers, [b, classes]."""
     confidence: NDArray[np.float32]
-    """Confidences, [b]."""
+    """Confidences of these answers, [b]."""
 
 
 class TrueStage(NamedTuple):
@@ -73,11 +73,11 @@ class CheckSubject:
     tolerance: float
     """Allowed difference from the reference, relative to an element's scale."""
     threads: int = 1
-    """Number of threads of the reference."""
+    """Number of threads with which the reference is computed."""
 
     @cached_property
     def maker(self) -> InputMaker:
-        """Maker of the inputs."""
+        """Object that makes inputs in the ranges of the calibration data."""
         return InputMaker(self.bundle)
 
     @property
@@ -87,12 +87,12 @@ class CheckSubject:
 
     @cached_property
     def samples(self) -> Inputs:
-        """All samples."""
+        """Inputs of all samples: random ones, then extreme ones."""
         return join(self.maker.drawn(self.drawn_rows), self.maker.extreme_inputs())
 
     @cached_property
     def sample_count(self) -> int:
-        """Number of samples."""
+        """Number of all samples, random and extreme."""
         return len(next(iter(self.samples.values())))
 
     @cached_property
@@ -291,7 +291,7 @@ def take(inputs: Inputs, rows: NDArray[np.intp] | slice) -> Inputs:
 
 
 def join(*parts: Inputs) -> Inputs:
-    """Concatenate inputs."""
+    """Concatenate samples of several sets of inputs."""
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

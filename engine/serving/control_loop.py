@@ -48,7 +48,7 @@ class _State:
     key: str
     """Key of the model in the executor."""
     name: str
-    """Name for messages."""
+    """Name of the model in messages."""
     options: ModelOptions
     control: ModelControl
     keeps_file: bool = True
@@ -180,7 +180,7 @@ class ControlLoop(PeriodicLoop):
         return self._states[model].status
 
     def pause_s(self) -> float:
-        """Return the period."""
+        """Return the pause between two polls, in seconds."""
         return self._period_s
 
     def poll(self) -> None:

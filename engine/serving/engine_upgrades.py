@@ -25,7 +25,7 @@ LOOK_S: Final = 30.0
 
 
 class EngineBuild(Protocol):
-    """A running build."""
+    """A running process that builds TensorRT engines."""
 
     def poll(self) -> int | None:
         """Return the exit status; ``None`` before the end."""

@@ -73,14 +73,14 @@ class BatchObserver(Protocol):
         """Receive samples that left unexpectedly."""
 
     def counts(self) -> EvidenceCounts:
-        """Return counts of the observations."""
+        """Return the counts of samples that are no evidence, and of audits."""
 
 
 class NoObserver:
     """The observer of a model without control, which ignores all calls."""
 
     def starts(self, run: Run, *, policy_version: int, forced: bool) -> None:
-        """Do nothing."""
+        """Do nothing: samples are not recorded."""
 
     def reads(self, run: Run, parts: Parts, inputs: Mapping[str, NDArray[Any]]) -> None:
         """Do nothing."""
@@ -91,7 +91,7 @@ class NoObserver:
         step: StageStep,
         stage: StageSpec,  # noqa: ARG002
     ) -> tuple[StageStep, NDArray[np.bool_] | None]:
-        """Return the step unchanged."""
+        """Return the step unchanged, without samples that must run on."""
         return step, None
 
     def concluded(self, run: Run, step: StageStep, stage: StageSpec, outcome: StepOutcome) -> None:
@@ -101,7 +101,7 @@ class NoObserver:
         """Do nothing."""
 
     def counts(self) -> EvidenceCounts:
-        """Return empty counts."""
+        """Return counts of 0: nothing is observed."""
         return EvidenceCounts()
 
 

@@ -18,7 +18,7 @@ class BackgroundTask(Protocol):
     """
 
     def start(self) -> None:
-        """Start; the executor has already started."""
+        """Start the task; the executor has already started."""
         ...
 
     def stop(self) -> None:

@@ -95,7 +95,7 @@ class ModelRuntime:
         return self.under(run).of_variant(run.variant)
 
     def snapshot(self) -> CountersSnapshot:
-        """Return all counts at one time."""
+        """Return all counts of the model at one time."""
         observed = self._observer.counts()
         audits = observed.audits or [AuditCounts(0, 0)] * len(self.model.variants)
         return self.table.counters.snapshot(

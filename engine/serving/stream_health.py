@@ -12,9 +12,9 @@ TRUST_S = 1.0
 """Seconds for which a stream that passed a known-good batch is not suspected, unless it fails too
 often in a row."""
 MOST_IN_A_ROW = 16
-"""Number of failures in a row after which such a stream is suspected nevertheless."""
+"""Number of failures in a row after which a trusted stream is suspected nevertheless."""
 GIVE_UP_AFTER = 5
-"""If every stream has failed to start this number of times in a row, waiting requests fail."""
+"""Number of failed starts in a row, on every stream, after which waiting requests fail."""
 
 
 class StreamHealth:
@@ -32,7 +32,7 @@ class StreamHealth:
     def __init__(self, streams: int) -> None:
         self.streams = streams
         self._failures: dict[tuple[int, str], int] = {}
-        """Consecutive failed batches, by stream and model; no entry for 0."""
+        """Number of consecutive failed batches, by stream and model; no entry for 0."""
         self._failed_starts = [0] * streams
         self._trusted_until_s: dict[tuple[int, str], float] = {}
         """Time until which a stream is not suspected, because it passed a model's known-good batch.
@@ -43,11 +43,11 @@ class StreamHealth:
         self._lost = [False] * streams
         """True for streams without a worker."""
         self._faults: dict[tuple[int, str], _Fault] = {}
-        """Models that fail at a known-good batch on a stream while other models run there."""
+        """Reason why a stream runs other models but not this one, by stream and model."""
         self.losses = 0
         """Number of workers lost during a stage."""
         self.restarts = 0
-        """Number of restarts of streams."""
+        """Number of restarts of all streams, including those that failed."""
 
     @property
     def in_service(self) -> int:
@@ -117,7 +117,7 @@ class StreamHealth:
         return count > (MOST_IN_A_ROW if trusted else 1)
 
     def is_batch_fault(self, stream: int, now_s: float, model: str = "") -> bool:
-        """Return whether the batch itself caused the last failure: other batches run there."""
+        """Return whether the batch itself caused the last failure: others run on the stream."""
         alone = self._failures.get((stream, model)) == 1 and (stream, model) in self._proven
         return alone or now_s < self._trusted_until_s.get((stream, model), -math.inf)
 
@@ -145,7 +145,7 @@ class StreamHealth:
         self._trusted_until_s[stream, model] = now_s + TRUST_S
 
     def started(self, stream: int, *, restarted: bool) -> None:
-        """Reset all failures of a stream."""
+        """Reset all failures of a stream that has just started."""
         self._failures = {k: count for k, count in self._failures.items() if k[0] != stream}
         self._proven = {k for k in self._proven if k[0] != stream}
         self._failed_starts[stream] = 0
@@ -155,7 +155,7 @@ class StreamHealth:
 
 @dataclass(slots=True)
 class _Fault:
-    """A model that fails on a stream, or has yet to be warmed up there."""
+    """Reason why a stream does not run a model: the model failed or is not warmed up there."""
 
     tries: int = 0
     due_s: float = 0.0

@@ -58,9 +58,9 @@ class SharedByStreams:
 
     backend: Backend
     open_slot: Callable[[int], Slot]
-    """Opens the slot of a stream."""
+    """Function that opens the slot of a stream, given the stream's number."""
     warm_slots: dict[int, Slot]
-    """Open and warm slots for first starts, by stream."""
+    """Slots for the first start of each stream, by stream; opened and warmed up in advance."""
     scheduler: DeviceScheduler
     models: Mapping[str, ModelRuntime]
     """Models by key; the executor adds and removes them."""
@@ -69,17 +69,17 @@ class SharedByStreams:
     changed: threading.Condition
     """Condition for which a stream without work waits."""
     announce: Callable[[], None]
-    """Wakes a stream for new work; if streams differ, all streams, because not each may run the
-    work."""
+    """Function that wakes a waiting stream for new work, or all streams if they do not run the same
+    stages."""
     ended: threading.Condition
-    """Condition for which a pausing stream waits; new work is announced only to streams in service.
-    """
+    """Condition for which a stream waits while it pauses after a failed start; new work does not
+    end the pause."""
     lines: LineLimit
     """Limit on log lines about batches that fail."""
     clock: Callable[[], float]
 
     def refuse(self, refusal: EngineError, cause: str) -> None:
-        """Accept no more requests, and fail the open ones; the lock is held."""
+        """Accept no more requests, and fail the open ones; the caller holds the lock."""
         self.available.refusal = refusal
         for model in self.models.values():
             model.fail_all(refusal, cause)
@@ -120,9 +120,9 @@ class StreamThread(threading.Thread):
                 )
 
     def _live(self, *, suspected: bool) -> bool:
-        """Run from one start of the stream to the next; return whether it is then suspected.
+        """Run from one start of the stream to the next; return whether the stream is suspected.
 
-        StartFailedError if it cannot start.
+        StartFailedError if the stream cannot start.
         """
         slot, warm = self._open_slot()
         try:

@@ -45,12 +45,12 @@ class ModelLoading(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelVersion:
-    """A version of a served model."""
+    """A version of a served model: every load under a name makes a new version."""
 
     name: str
     """Name that clients use."""
     number: int
-    """Version number: 1, 2, … for each name."""
+    """Number of the version: 1, 2, … for each name."""
     key: str
     """Unique key for executor, control and batch profiles."""
     model: ServedModel
@@ -163,7 +163,7 @@ class ModelVersions:
         self._ends = True
 
     async def close(self) -> None:
-        """End, and wait until no replacement is in progress; then the loops may be stopped."""
+        """Call :meth:`end`, and wait until no version is loaded or removed any more."""
         self.end()
         async with self._turn:
             pass
@@ -223,7 +223,10 @@ class ModelVersions:
         try:
             await asyncio.to_thread(self._withdraw, version)
         except Exception:
-            _log.exception("%s: the state of the model loaded before is lost", version.name)
+            _log.exception(
+                "%s: what was learned by the model loaded before could not be saved, and is lost",
+                version.name,
+            )
         counts = self._executor.remove(version.key)
         del self._finishing[version.key]
         self._keep_counts(version.name, counts)

@@ -148,7 +148,7 @@ class Backend(Protocol):
         """
 
     def open_slot(self) -> Slot:
-        """Open a slot."""
+        """Open a slot: buffers and execution contexts of one stream."""
 
     def close(self) -> None:
         """Release everything; slots must be closed before."""
@@ -169,7 +169,7 @@ class StreamBackend(SlotsByStream, Protocol):
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """[streams]: the type of each device."""
+        """[streams]: name of the type of each stream's device."""
         ...
 
     @property

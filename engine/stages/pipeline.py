@@ -36,7 +36,7 @@ class StageStep(NamedTuple):
     exited: NDArray[np.bool_]
     """[b]: whether the row leaves with the stage's answer; read-only."""
     leaving: int
-    """Number of rows that leave."""
+    """Number of rows that leave at this stage."""
 
 
 class Departure(NamedTuple):

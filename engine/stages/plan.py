@@ -165,7 +165,7 @@ class ModelStructure(Protocol):
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments, in order."""
+        """The segments of the model, from the input on."""
 
     @property
     def exits(self) -> tuple[Exit, ...]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import tensorrt as trt
 
 Shapes = Mapping[str, Shape]
-"""Shapes by tensor name."""
+"""Shapes of an engine's tensors, by name."""
 
 
 class EngineLibrary:
@@ -98,7 +98,7 @@ class LoadedEngine:
             name: compat.numpy_dtype(engine.get_tensor_dtype(name))
             for name in (*self.inputs, *self.outputs)
         }
-        """Types of all inputs and outputs on the device."""
+        """Types of all inputs and outputs on the device, by name."""
         profiles = range(int(engine.num_optimization_profiles))
         if len(profiles) != len(entry.profiles) or set(self.inputs) - set(entry.profiles[0].inputs):
             self.close()
@@ -115,7 +115,7 @@ class LoadedEngine:
             name: max(math.prod(shapes[name]) for shapes in self.largest) * dtype.itemsize
             for name, dtype in self.dtypes.items()
         }
-        """Largest size of every tensor over all profiles, in bytes."""
+        """Largest size of each tensor over all profiles, in bytes, by name."""
 
     def sample_shape(self, name: str) -> Shape:
         """Return the shape of one row of a tensor, in the profile with the largest row."""
@@ -165,7 +165,7 @@ class EngineContext:
         self._context: trt.IExecutionContext | None = context
         self._addresses: dict[str, int] = {}
         self.shapes: dict[str, Shape] = {}
-        """Last shapes of all inputs and outputs."""
+        """Shapes of all inputs and outputs, as last set by :meth:`take_shapes`."""
 
     def give_memory(self, address: int, size_bytes: int) -> None:
         """Set the context's scratch memory; its content is not needed between runs."""
@@ -192,7 +192,11 @@ class EngineContext:
                     raise refused(f"take {inputs[name]} as {name} of engine {unit}", errors)
             unknown = context.infer_shapes()
             if unknown:
-                raise refused(f"infer shapes of {unit} without {', '.join(unknown)}", errors)
+                raise refused(
+                    f"infer the shapes of engine {unit}: the shapes or values of "
+                    f"{', '.join(unknown)} are not set",
+                    errors,
+                )
         for name in engine.outputs:
             shapes[name] = tuple(context.get_tensor_shape(name))
             if any(size < 0 for size in shapes[name]):

@@ -71,7 +71,7 @@ class StandaloneEngine:
         started = time.perf_counter()
         runtime, engine = deserialize(plan, "the engine")
         self.load_s = time.perf_counter() - started
-        """Seconds that loading took."""
+        """Time that loading the engine took, in seconds."""
         self._runtime: trt.Runtime | None = runtime
         self._engine: trt.ICudaEngine | None = engine
         self.inputs, self.outputs = tensor_names(engine)

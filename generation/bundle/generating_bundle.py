@@ -48,7 +48,7 @@ class GeneratingManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingBundle:
-    """An opened generating bundle."""
+    """A bundle of a model that generates text, opened after a check of all its files."""
 
     path: Path
     manifest: GeneratingManifest

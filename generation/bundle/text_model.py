@@ -78,7 +78,7 @@ class TextEvidence:
     bound: float
     confidence_level: float
     observed: float
-    """Observed risk."""
+    """Risk observed on the prompts that certified the thresholds."""
     prompts: int
     """Number of prompts that certified the thresholds."""
     layers_run: float
@@ -166,7 +166,7 @@ class TextModel:
 
     @property
     def graphs(self) -> tuple[str, ...]:
-        """Files of all graphs."""
+        """Names of the files of all graphs, each once."""
         named = [self.head, self.encoder]
         for stage in self.stages:
             named += [stage.file, stage.adapter, stage.propagation, stage.head, stage.judge]

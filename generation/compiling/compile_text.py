@@ -110,7 +110,7 @@ def compile_text(options: TextCompileOptions, progress: Progress = SILENT) -> Co
 
 
 class _Compiling:
-    """The state of one run."""
+    """One run of ``eecompile generation``: its settings and results so far."""
 
     def __init__(self, options: TextCompileOptions, progress: Progress) -> None:
         self._options, self._progress = options, progress
@@ -139,7 +139,7 @@ class _Compiling:
         self._longest = max(len(prompt) for part in self._parts for prompt in part)
 
     def run(self) -> CompiledText:
-        """Run all steps."""
+        """Run all steps, from decoding the prompts to the certified thresholds."""
         parts = self._parts
         plain = self._backend(self._cut(()))
         self._options = with_head_size(self._options, plain.model)

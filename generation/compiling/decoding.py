@@ -45,7 +45,7 @@ class Decoded:
 
     texts: list[DecodedText]
     seconds: float
-    """Decoding time in seconds."""
+    """Time that decoding all prompts took, in seconds."""
     layer_tokens: int
     """Number of layer runs: each layer counts once for each token that it ran for."""
 

@@ -35,7 +35,7 @@ class RecordingBackend(OnnxTextBackend):
         self._running: dict[int, tuple[bytes, list[list[States]], list[list[float]]]] = {}
 
     def open(self, slot: int, inputs: Tokens) -> None:
-        """Begin a sequence."""
+        """Begin a sequence in a slot, and its recording."""
         super().open(slot, inputs)
         exits = range(self.stages - 1)
         self._running[slot] = (inputs.tobytes(), [[] for _ in exits], [[] for _ in exits])

@@ -17,7 +17,7 @@ from offramp.generation.bundle.tensor_names import IDS, MASK
 from offramp.generation.compiling.text_options import TextSettings
 
 Tokens: TypeAlias = NDArray[np.int64]
-"""int64[tokens]."""
+"""Token ids of one prompt or answer, int64[tokens]."""
 _SHARES: Final = (0.3, 0.2)
 """Shares of the prompts for training and for tuning; the others are for certification."""
 _LEAST: Final = 30

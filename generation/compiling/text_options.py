@@ -37,7 +37,7 @@ _CONFIGS: Final = ("generation_config.json", "config.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextCompileOptions:
-    """Options of :func:`.compile_text`."""
+    """Options of ``eecompile generation``, for :func:`.compile_text`."""
 
     model: Path
     """File of a decoder, or folder of an encoder-decoder."""

@@ -70,7 +70,7 @@ class TextGraphs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextExit:
-    """A requested exit."""
+    """An exit to build into a decoder, with its graphs."""
 
     layer: int
     """Number of layers before the exit."""

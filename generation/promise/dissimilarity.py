@@ -37,4 +37,4 @@ DISSIMILARITIES: Final[Mapping[str, Dissimilarity]] = {
     "differs": differs,
     "edit-distance": edit_distance,
 }
-"""Dissimilarities by name."""
+"""Built-in functions that compare two answers, by the name in ``--dissimilarity``."""

@@ -74,11 +74,11 @@ class TextLosses:
     all tokens if none differs."""
 
     def take(self, prompts: IntArray) -> TextLosses:
-        """Return the losses of some prompts."""
+        """Return the losses of the prompts with these indices."""
         return TextLosses(losses=self.losses[prompts], tokens=self.tokens[prompts])
 
     def risk(self, risk: TextRisk) -> float:
-        """Return the observed risk."""
+        """Return the observed risk: mean loss per token, or per prompt for ``texts``."""
         total = self.tokens.sum() if risk is TextRisk.TOKENS else len(self.losses)
         return float(self.losses.sum() / total)
 
@@ -89,7 +89,7 @@ class TextCertificate:
 
     level: int
     risk: float
-    """Observed risk."""
+    """Risk observed at this level on the tested prompts."""
     prompts: int
 
 

@@ -56,7 +56,7 @@ class TextRecords:
 
     @property
     def exits(self) -> int:
-        """Number of exits."""
+        """Number of exits, without the model's end."""
         return len(self.confidences)
 
     @property

@@ -21,7 +21,7 @@ class TextCounts:
     tokens: tuple[int, ...]
     """Number of tokens that left at each stage, without those of background sequences."""
     steps: tuple[int, ...]
-    """Number of steps of each stage."""
+    """Number of times that each stage ran a batch."""
     rows: tuple[int, ...]
     """Total number of rows in all steps of each stage."""
     places: int
@@ -51,7 +51,7 @@ class TextCounter:
         self._ended: Counter[SequenceEnd] = Counter()
 
     def decided(self, step: PrefillStep | TokenStep) -> None:
-        """Count a step."""
+        """Count a step that the scheduler decided."""
         if isinstance(step, PrefillStep):
             self._prefills += 1
             self._prefilled += len(step.slots)
@@ -67,7 +67,7 @@ class TextCounter:
             self._ended[ended.end] += not ended.background
 
     def counts(self) -> TextCounts:
-        """Return the counts up to now."""
+        """Return the counts since the scheduler began."""
         return TextCounts(
             tokens=tuple(self._tokens),
             steps=tuple(self._steps),

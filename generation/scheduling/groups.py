@@ -20,7 +20,7 @@ class WaitingGroup:
         """Numbers of sequences with a deadline, and of background sequences; both are usually 0."""
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
+        """Return the number of sequences that wait for the stage."""
         return len(self._rows)
 
     @property
@@ -41,13 +41,13 @@ class WaitingGroup:
         return self._background < len(self._rows)
 
     def add(self, state: SequenceState) -> None:
-        """Add a sequence."""
+        """Add a sequence that waits for the group's stage."""
         assert state.slot is not None
         self._rows[state.slot] = state
         self._count(state, 1)
 
     def remove(self, state: SequenceState) -> None:
-        """Remove a sequence."""
+        """Remove a sequence that does not wait any more."""
         assert state.slot is not None
         del self._rows[state.slot]
         self._count(state, -1)
@@ -124,4 +124,4 @@ class WaitingText(NamedTuple):
     rows: int
     """Largest number of rows in a step."""
     step: int
-    """Number of the last step."""
+    """Number of the scheduler's last step."""

@@ -43,7 +43,7 @@ class RefillPolicy:
         self._patience, self._urgent_s = patience, urgent_s
 
     def choose(self, waiting: WaitingText, now_s: float) -> TextChoice:
-        """Choose a step."""
+        """Choose a step, in the order that the class describes."""
         groups = waiting.groups
         near_s = now_s + self._urgent_s
         hurried = [group for group in groups if group.first_deadline_s <= near_s]
@@ -68,7 +68,7 @@ class TogetherPolicy:
     """
 
     def choose(self, waiting: WaitingText, now_s: float) -> TextChoice:  # noqa: ARG002
-        """Choose a step."""
+        """Start sequences if none runs, else choose the group of the latest stage."""
         if waiting.startable and not waiting.holding:
             return START
         return max(waiting.groups, key=lambda group: (group.stage, len(group)))

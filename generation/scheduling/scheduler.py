@@ -69,7 +69,7 @@ class TextScheduler:
         self._held_background: dict[int, SequenceState] = {}
         """Background sequences in ``_held``."""
         self._running: list[SequenceState] = []
-        """Rows of the running step."""
+        """Sequences of the step that is running, one per row."""
         self._step = 0
         """Number of the last step."""
         self._off = TokenThresholds.off(limits.stages, version=-1)

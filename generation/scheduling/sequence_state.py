@@ -26,7 +26,7 @@ class SequenceState:
 
     new: NewSequence
     key: Key
-    """Sort key in the queue."""
+    """Key by which the queue sorts waiting sequences."""
     begin: int
     """Number of tokens in the sequence's slot before the first token of the answer."""
     room: int
@@ -120,7 +120,7 @@ class SequenceState:
         self.slot, self.stage, self.at, self.running = None, PREFILL, 0, False
 
     def ended(self, end: SequenceEnd) -> EndedSequence:
-        """Return the report of its end."""
+        """Return the report that the sequence ended, and why."""
         version = -1 if self.thresholds is None else self.thresholds.version
         new = self.new
         return EndedSequence(new.number, end, len(self.tokens), version, new.background)

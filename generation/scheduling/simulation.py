@@ -42,14 +42,14 @@ class StepSeconds:
     """[stages][batch + 1]: seconds of a stage and of the work after it, such as propagation."""
 
     def of(self, step: PrefillStep | TokenStep) -> float:
-        """Return the duration of a step."""
+        """Return the simulated duration of a step, in seconds."""
         table = self.prefill if isinstance(step, PrefillStep) else self.stages[step.stage]
         return table[len(step.slots)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedText:
-    """A recorded sequence."""
+    """A recorded sequence to simulate: arrival, prompt, and exits of its tokens."""
 
     prompt_tokens: int
     depths: tuple[int, ...]
@@ -75,7 +75,7 @@ class SimulatedText:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second."""
+        """Generated tokens of all sequences per simulated second."""
         return sum(self.counts.tokens) / self.span_s
 
     def report(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def simulate_text(
 
 
 class _Simulation:
-    """The state of one simulation."""
+    """State of one simulation: its clock, and sequences that arrive."""
 
     def __init__(
         self, scheduler: TextScheduler, seconds: StepSeconds, texts: Sequence[RecordedText]

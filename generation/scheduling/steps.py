@@ -22,11 +22,11 @@ class SequenceEnd(StrEnum):
     MOST_TOKENS = "most_tokens"
     """The answer has as many tokens as requested."""
     LENGTH = "length"
-    """The slot is full."""
+    """The sequence fills its cache slot."""
     CANCELLED = "cancelled"
-    """The caller left."""
+    """The caller cancelled the sequence."""
     EXPIRED = "expired"
-    """The deadline passed."""
+    """The deadline of the sequence passed."""
     FAILED = "backend_error"
     """A step of the sequence failed: in a batch, and again alone."""
 
@@ -80,7 +80,7 @@ class TextLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
-    """A submitted sequence."""
+    """A sequence that a caller submits: prompt, limits and deadline."""
 
     number: int
     """Number of the sequence; it is unique, and never reused."""
@@ -116,7 +116,7 @@ class EndedSequence(NamedTuple):
     sequence: int
     end: SequenceEnd
     tokens: int
-    """Number of tokens of the answer."""
+    """Number of tokens of the answer, until the sequence ended."""
     thresholds: int
     """Version of the thresholds of the sequence; -1 if the sequence never started."""
     background: bool
@@ -180,7 +180,7 @@ class TextDecision(NamedTuple):
 
 
 class TextQueueFullError(Exception):
-    """The queue is full."""
+    """The scheduler has no place for another waiting sequence."""
 
 
 class NeverFitsError(ValueError):

@@ -70,7 +70,7 @@ class TextOptions:
 
 
 class Token(NamedTuple):
-    """A token of an answer."""
+    """A token of an answer, with the stage at which it left."""
 
     token: int
     """Token id in the vocabulary."""
@@ -89,7 +89,7 @@ class TextStatistics:
     counts: TextCounts
     audits: TextAuditCounts
     runs: tuple[TextStageRuns, ...]
-    """Runs of each stage."""
+    """Sizes and times of the runs of each stage."""
     queue_s: Histogram
     """Seconds from submission to the first prefill."""
     open: int
@@ -232,7 +232,7 @@ class GeneratingModel:
             self._scheduler.swap(thresholds)
 
     def statistics(self) -> TextStatistics:
-        """Return a snapshot."""
+        """Return a snapshot of all counts and times."""
         with self._steps.changed:
             scheduler = self._scheduler
             return TextStatistics(
@@ -295,7 +295,7 @@ class GeneratingModel:
         return array.astype(np.int64)
 
     def _submit(self, new: NewSequence, stream: _Stream) -> None:
-        """Queue a sequence."""
+        """Queue a sequence, whose tokens are put into ``stream``."""
         self._streams[new.number] = stream
         self._idle.clear()
         try:
@@ -335,7 +335,7 @@ class GeneratingModel:
                 self._end(ended, error)
 
     def _end(self, ended: EndedSequence, error: EngineError | None) -> None:
-        """End a stream."""
+        """End the stream of answers to a sequence that ended."""
         stream = self._forget(ended.sequence)
         if stream is None:
             return
@@ -375,7 +375,7 @@ class GeneratingModel:
         return stream
 
     def _fail_streams(self, error: EngineError) -> None:
-        """Fail all open streams."""
+        """Fail all open streams of answers with an error."""
         for number in list(self._streams):
             stream = self._forget(number)
             if stream is not None:

@@ -60,13 +60,13 @@ class TextStageRuns(NamedTuple):
     """Statistics of a stage's runs."""
 
     batch_size: Histogram
-    """Rows of each run."""
+    """Number of rows of each run."""
     run_s: Histogram
-    """Seconds of each run."""
+    """Time of each run, in seconds."""
 
 
 class StepLoop:
-    """A scheduler and its backend."""
+    """A scheduler of tokens, and the backend that runs its steps."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from offramp.generation.serving.text_differences import compare_texts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextAuditCounts:
-    """Counts of audits since the start."""
+    """Counts of audited answers since the start of the server."""
 
     texts: int = 0
     """Number of answers that were compared with the full model's."""

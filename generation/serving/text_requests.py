@@ -29,7 +29,7 @@ _QUICK_CHARACTERS: Final = 4096
 
 
 class TextRequest(NamedTuple):
-    """Contents of a request."""
+    """Prompt of a request, int64[tokens], and the largest number of tokens to generate."""
 
     prompt: NDArray[np.int64]
     most_tokens: int

@@ -28,7 +28,7 @@ class TextThread(threading.Thread):
             self._loop.changed.notify_all()
 
     def run(self) -> None:
-        """Run steps."""
+        """Run the scheduler's steps until the thread is stopped."""
         try:
             while not self._stopped:
                 if not self._loop.turn():

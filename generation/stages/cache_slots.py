@@ -30,7 +30,7 @@ class Span(NamedTuple):
     """[n]: number of positions of each slot, at least 1."""
 
     def part(self, rows: NDArray[np.intp] | slice) -> Span:
-        """Return the span of some rows."""
+        """Return the spans of the slots at these indices."""
         return Span(self.slots[rows], self.starts[rows], self.counts[rows])
 
     @property
@@ -86,7 +86,7 @@ class CacheSlots:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of all slots."""
+        """Memory that the caches of all slots take, in bytes."""
         return sum(held.nbytes for held in self._held.values())
 
     def read(self, layers: range, slots: IntArray, longest: int) -> dict[str, FloatArray]:

@@ -132,7 +132,7 @@ class OnnxTextBackend:
         self._allocate(slots, self.length, source_length)
 
     def _release(self) -> None:
-        """Release all caches."""
+        """Release the key-value caches and kept states of all slots."""
         self._sources: dict[int, _Source] = {}
         """Inputs from prompts by stage."""
         self._states: list[NDArray[np.float32]] = []

@@ -31,7 +31,7 @@ class ExitSamples:
 
     @property
     def width(self) -> int:
-        """Size of a state."""
+        """Size of a decoder state, the input of an exit."""
         return int(self.states.shape[1])
 
 
@@ -40,7 +40,7 @@ class ExitTraining:
     """Options of training adapters, heads and judges."""
 
     epochs: int = 10
-    """Limit on the epochs."""
+    """Largest number of epochs."""
     patience: int = 2
     """Epochs without a smaller loss on the tuning tokens after which training ends."""
     batch_size: int = 256

@@ -63,7 +63,7 @@ class Examples(NamedTuple):
     """[n]: training target of each state."""
 
     def batches(self, order: NDArray[np.intp], size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches in an order."""
+        """Yield states and targets in batches, in the order of these indices."""
         for start in range(0, len(order), size):
             rows = np.sort(order[start : start + size])  # sequential file reads
             yield torch.from_numpy(self.states[rows]), torch.from_numpy(self.targets[rows])

@@ -65,7 +65,7 @@ class JointTextTraining:
     """Options of training a decoder together with its exits."""
 
     epochs: int = 4
-    """Limit on the epochs."""
+    """Largest number of epochs."""
     minutes: float | None = None
     """Limit on the processor time, in minutes; with a limit, two runs may differ."""
     patience: int = 2
@@ -292,7 +292,7 @@ class _Decoder(nn.Module):
 
 
 class _Course:
-    """A running training."""
+    """A running training of a decoder with its exits."""
 
     def __init__(
         self, export: TextExport, texts: _Texts, exits: Sequence[int], options: JointTextTraining

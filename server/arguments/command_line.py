@@ -43,7 +43,7 @@ from offramp.server.arguments.server_groups import (
 
 
 def add_logging(parser: argparse.ArgumentParser) -> None:
-    """Add the logging options."""
+    """Add ``--log-level`` and ``--log-format``."""
     options = OptionGroup(parser, "logging", None, LoggingOptions(), ServerOptions())
     levels = f"{', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
     options.add("--log-level", levels, metavar="LEVEL", choices=LEVELS)
@@ -60,7 +60,7 @@ def add_logging(parser: argparse.ArgumentParser) -> None:
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name models."""
+    """Add the options that name models, and settings of them."""
     group = parser.add_argument_group(
         "models",
         "A model's table [models.NAME] of --config overrules the command line, which\n"
@@ -152,7 +152,7 @@ def _name_of(path: Path) -> str:
 
 
 def add_checking(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the self-check."""
+    """Add ``--self-check`` and its options."""
     group = parser.add_argument_group(
         "checking", "Check the machine, mainly its GPU, before you serve."
     )

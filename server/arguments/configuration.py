@@ -64,7 +64,7 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredModel:
-    """A table ``[models.NAME]``."""
+    """A table ``[models.NAME]`` of a configuration file."""
 
     path: Path | None
     """The bundle folder or ONNX file; ``None`` for a model of the repository."""
@@ -253,7 +253,7 @@ _KINDS_BY_FIELD: Final = {
 _KEYS_BY_FIELD: Final = {"scheduling": "policy"}
 """Keys that differ from the field's name."""
 TABLES: Final = ("engine", "learning", "defaults", "models", "server")
-"""Tables of a file."""
+"""Names of the top-level tables of a configuration file."""
 SERVER_PARTS: Final[Mapping[str, type[Any]]] = {
     "repository": ModelRepositoryOptions,
     "keepalive": KeepaliveOptions,

@@ -23,9 +23,9 @@ class LoggingOptions:
     """Level and format of the log."""
 
     log_level: str = "info"
-    """One of :data:`LEVELS`."""
+    """Lowest level of lines that are logged, one of :data:`LEVELS`."""
     log_format: str = "human"
-    """One of :data:`FORMATS`."""
+    """Format of the log's lines, one of :data:`FORMATS`."""
 
 
 class JsonFormatter(logging.Formatter):

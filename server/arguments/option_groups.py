@@ -29,7 +29,7 @@ from offramp.server.arguments.options import (
 
 
 def named_path(text: str) -> tuple[str, Path]:
-    """Parse ``NAME=PATH``."""
+    """Parse a model's name and path from ``NAME=PATH``."""
     name, separator, path = text.partition("=")
     if not (name and separator and path):
         raise argparse.ArgumentTypeError(
@@ -96,7 +96,7 @@ def policy(text: str) -> PolicyName:
 
 
 def mode(text: str) -> Mode:
-    """Parse a mode."""
+    """Parse the name of a :class:`Mode`."""
     try:
         return Mode(text)
     except ValueError:

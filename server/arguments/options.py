@@ -153,7 +153,7 @@ class ModelRepositoryOptions:
     load_model: tuple[str, ...] = ()
     """Models to load at the start, with explicit control."""
     model_versions: VersionChoice = VersionChoice()
-    """Versions of a model to serve."""
+    """Versions to serve of each model of the repository."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "load_model", tuple(self.load_model))
@@ -220,11 +220,11 @@ class ServerOptions:
     """Memory for the messages of requests in progress, in MiB; further requests are refused. The
     default holds 16 messages of the largest default size."""
     repository: ModelRepositoryOptions = field(default_factory=ModelRepositoryOptions)
-    """The folder of the models."""
+    """Options of the folder from which clients load models."""
     keepalive: KeepaliveOptions = field(default_factory=KeepaliveOptions)
     """Pings of the gRPC port."""
     security: SecurityOptions = field(default_factory=SecurityOptions)
-    """Certificates and tokens."""
+    """Options on certificates and tokens."""
     access_log: bool = False
     """If true, every request is logged in one line."""
     trace_endpoint: str | None = None

@@ -23,7 +23,7 @@ class ServedName:
     version: str
     """Version number, for instance ``3``."""
     engine_name: str
-    """Name in the engine."""
+    """Name under which the engine serves this version."""
 
 
 class Catalog:

@@ -46,7 +46,7 @@ class JoinedEngine:
         self._opened: dict[int, ServedEngine] = {}
         """Engines by the number of their opener."""
         self._owners = {model.name: engine for model in engine.models()}
-        """Engine of each model."""
+        """Engine that serves each model, by the model's name."""
         self._opening = asyncio.Lock()
         self._draining = False
 

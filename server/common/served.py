@@ -19,7 +19,7 @@ from offramp.engine.requests.timeline import RequestTimeline
 
 
 class ServedEngine(Protocol):
-    """See :class:`offramp.engine.core.Engine` for guarantees and errors of each method."""
+    """Methods of an engine that a server uses; :class:`.Engine` has guarantees and errors."""
 
     # A protocol repeats the signatures that it requires; Engine and FakeEngine have the same.
     async def infer(
@@ -47,7 +47,7 @@ class ServedEngine(Protocol):
         """Yield one or two answers to a request; closing the iterator withdraws it."""
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """Return descriptions of the served models."""
+        """Return the descriptions of all models that are served now."""
 
     def model(self, name: str) -> ModelInfo:
         """Return the description of one model, or raise ModelNotServedError."""

@@ -80,23 +80,23 @@ class FrameLink(asyncio.BufferedProtocol):
         """Descriptors of shared memory that the other end has not mapped yet."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
+        """Keep the transport of a new connection; asyncio calls this."""
         self._transport = cast(asyncio.WriteTransport, transport)
         self._transport.set_write_buffer_limits(_HIGH_BYTES)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        """See asyncio."""
+        """Release shared memory and waiting senders; asyncio calls this at the end."""
         self._transport = None
         self._writable.set()
         close_all([*self._sent_by_memory])
         self._lost()
 
     def pause_writing(self) -> None:
-        """See asyncio."""
+        """Let senders wait; asyncio calls this while its buffer is full."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """See asyncio."""
+        """Let senders continue; asyncio calls this once its buffer has space."""
         self._writable.set()
 
     async def writable(self) -> None:
@@ -124,16 +124,16 @@ class FrameLink(asyncio.BufferedProtocol):
         self._transport.write(_HEAD.pack(len(payload), call, kind + _SHARED) + payload)
 
     def close(self) -> None:
-        """Close the connection immediately."""
+        """Close the connection; unsent frames are lost."""
         if self._transport is not None:
             self._transport.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
-        """See asyncio."""
+        """Return the memory into which asyncio receives bytes."""
         return self._scratch[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """See asyncio."""
+        """Handle the complete frames among the bytes that asyncio received."""
         start, end, scratch = 0, self._filled + nbytes, self._scratch
         while end - start >= _HEAD.size:
             size, call, kind = _HEAD.unpack_from(scratch, start)

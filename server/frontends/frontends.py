@@ -108,11 +108,11 @@ class Frontends:
         return port
 
     async def send_goaway(self, limit_s: float) -> None:
-        """See :meth:`GrpcListener.send_goaway`."""
+        """Send GOAWAY to the clients of all front ends (:meth:`GrpcListener.send_goaway`)."""
         await self._order_all("send_goaway", limit_s, within_s=limit_s)
 
     async def stop(self, grace_s: float) -> None:
-        """See :meth:`GrpcListener.stop`."""
+        """Stop all front ends after their calls (:meth:`GrpcListener.stop`)."""
         for task in self._watching:
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)

@@ -58,7 +58,7 @@ class CallStatus(NamedTuple):
     metadata: Metadata = ()
 
     def encode(self) -> bytes:
-        """Return the status as bytes."""
+        """Return the status as bytes of JSON."""
         return json.dumps((self.code.value[0], self.details, self.metadata)).encode()
 
     @classmethod

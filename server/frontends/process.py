@@ -69,7 +69,7 @@ class _RelayedAdmission(RequestAdmission):
         self._link = link
 
     def count_refused(self, code: str, reason: str) -> None:
-        """See :class:`RequestAdmission`."""
+        """Count a refused request in the engine's process (:class:`RequestAdmission`)."""
         self._link.send(FrameKind.REFUSED, 0, json.dumps((code, reason)).encode())
 
 

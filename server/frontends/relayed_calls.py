@@ -79,7 +79,7 @@ class RelayedCall:
         self._callbacks: list[Callable[[Any], None]] = []
 
     def start(self, handler: Handler) -> None:
-        """Start to answer."""
+        """Start a task that answers the call with a handler."""
         self._task = asyncio.create_task(self._answer(handler))
 
     def receive(self, kind: FrameKind, payload: Payload) -> None:
@@ -103,7 +103,7 @@ class RelayedCall:
         return self._head.peer
 
     def invocation_metadata(self) -> Metadata:
-        """Return the call's metadata."""
+        """Return the metadata that the client sent with the call."""
         return self._head.metadata
 
     def time_remaining(self) -> float | None:

@@ -39,7 +39,7 @@ class LegendEntry(NamedTuple):
     """CSS class of its line or area."""
     name: str
     now: str
-    """Latest value."""
+    """Latest value of the curve, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

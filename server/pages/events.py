@@ -11,7 +11,7 @@ from offramp.engine.requests.statistics import ModelStatistics
 
 
 class ChangeKind(StrEnum):
-    """Kinds of events."""
+    """Kinds of events on the status page."""
 
     VERSION = "version"
     """The model was replaced, or unloaded and loaded again."""

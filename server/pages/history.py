@@ -44,11 +44,11 @@ class IntervalPoint:
     start_s: float
     end_s: float
     requests_per_s: float
-    """Accepted requests."""
+    """Number of accepted requests per second."""
     samples_per_s: float
-    """Accepted samples."""
+    """Number of accepted samples per second."""
     failed_per_s: float
-    """Samples without an answer, including those that were not accepted."""
+    """Number of samples per second without an answer, including samples that were refused."""
     latency_p50_s: float | None
     """Median time from submission to response; ``None`` if no request was answered."""
     latency_p99_s: float | None
@@ -59,7 +59,7 @@ class IntervalPoint:
     upper_bound: float | None
     """Upper confidence bound on the disagreement; ``None`` before there is one."""
     constraint: float | None
-    """Largest allowed share; ``None`` where nothing is observed."""
+    """Largest share of such answers that the promise allows; ``None`` without a controller."""
 
     def share(self, place: str) -> float | None:
         """Return the share of answers from a place; ``None`` if there were no answers."""
@@ -86,13 +86,13 @@ class ModelEvent:
 
 
 class ModelHistory:
-    """The points and events of one model."""
+    """Points of the curves of one model, and its events."""
 
     def __init__(self, statistics: ModelStatistics, *, ready: bool, now_s: float) -> None:
         self.points: deque[IntervalPoint] = deque(maxlen=POINTS)
-        """Points, oldest first."""
+        """Points, one for each interval, oldest first."""
         self.events: deque[ModelEvent] = deque(maxlen=EVENTS)
-        """Events, oldest first."""
+        """Changes of the model, oldest first."""
         self._statistics = statistics
         self._totals = totals_of(statistics)
         self._ready = ready
@@ -194,7 +194,7 @@ class HistoryRecorder:
     """Records the history of an engine every 5 s while a web application runs."""
 
     def __init__(self, engine: ServedEngine, refused: Mapping[tuple[str, str], int]) -> None:
-        """``refused`` counts requests by status code and reason; it is read at each snapshot."""
+        """Keep ``refused``, the counts by status code and reason, to read it at each snapshot."""
         self.history: Final = History()
         self._engine = engine
         self._refused = refused
@@ -207,7 +207,7 @@ class HistoryRecorder:
         await asyncio.wait((recording,))
 
     def record(self) -> None:
-        """Take a snapshot now."""
+        """Take a snapshot of the engine's statistics now."""
         statistics = self._engine.statistics()
         self.history.record(
             statistics,
@@ -265,8 +265,8 @@ def _with_control(point: IntervalPoint, statistics: ModelStatistics) -> Interval
 def _grown(before: int, now: int) -> int:
     """Return the growth of a counter; 0 if it fell.
 
-    It falls if a model was loaded again and replaced within one interval, which is reported as a
-    replacement only.
+    A counter falls if a model was loaded again and then replaced within one interval. The history
+    reports such an interval as a replacement only.
     """
     return max(0, now - before)
 

@@ -271,7 +271,7 @@ def _template() -> Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """A value with its label."""
+    """A figure of the status page: a value with its label."""
 
     value: str
     label: str

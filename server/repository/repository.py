@@ -129,7 +129,7 @@ class ModelRepository:
             self._polling = asyncio.create_task(self._poll(), name="repository")
 
     async def stop(self) -> None:
-        """Stop polling."""
+        """Stop checking the folder for changes."""
         if self._polling is not None:
             self._polling.cancel()
             await asyncio.wait((self._polling,))
@@ -286,7 +286,7 @@ class ModelRepository:
         return () if folder is None else tuple(find_models(folder))
 
     def _found(self) -> set[tuple[str, str]]:
-        """Return all versions in the folder."""
+        """Return name and version of all models in the folder."""
         folder = self._settings.model_repository
         models = {} if folder is None else find_models(folder)
         return {(name, version) for name, versions in models.items() for version in versions}

@@ -107,7 +107,7 @@ class PendingAnswers:
 
     def __init__(self) -> None:
         self._pending: dict[PendingAnswer, None] = {}
-        """Answers in order of arrival."""
+        """Answers that gRPC has not written yet, in order of arrival."""
         self._released: asyncio.Event | None = None
         """Set once answers may go to gRPC again; ``None`` while they may."""
 
@@ -210,7 +210,7 @@ class CallState:
     principal: Principal | None = None
     """Principal of the call's token."""
     size_bytes: int = 0
-    """Bytes held for it."""
+    """Bytes held for the call, which admission counts."""
     answer: PendingAnswer | None = None
     """The answer until gRPC has written it; until then the request counts as in progress."""
     model: str = ""
@@ -253,15 +253,15 @@ class RequestAdmission:
             access_logger.setLevel(logging.INFO)  # independent of --log-level
         self._lines = LineLimit()
         self.requests = 0
-        """Inference requests in progress."""
+        """Number of inference requests in progress."""
         self.admitted = 0
         """Inference requests admitted since the start."""
         self.streams = 0
-        """Open inference streams."""
+        """Number of open inference streams."""
         self.last_answers: dict[str, float] = {}
         """Time of each model's last answer, in seconds since the epoch."""
         self._watches: Counter[str] = Counter()
-        """Open watches by peer."""
+        """Number of open health watches, by client address."""
         self.held_bytes = 0
         self.answers = PendingAnswers()
         self._resets = ResetCounts()

@@ -71,7 +71,7 @@ _LOWEST_PRIORITY_LEVEL: Final = 2**31
 
 
 class WantedOutput(NamedTuple):
-    """A requested output."""
+    """An output that the client requests, and the form in which it is returned."""
 
     name: str
     classes: int = 0

@@ -30,7 +30,7 @@ _OFFSET, _SIZE = "shared_memory_offset", "shared_memory_byte_size"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedRegion:
-    """A registered region."""
+    """A region of shared memory that a client registered."""
 
     name: str
     key: str
@@ -141,7 +141,7 @@ class SharedRegions:
         return RegionPart(region=region, offset=offset, size_bytes=size)
 
     def close(self) -> None:
-        """Close all regions."""
+        """Unregister and unmap all regions."""
         self.unregister("")
 
     def _region(self, name: str) -> SharedRegion:

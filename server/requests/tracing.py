@@ -45,7 +45,7 @@ class TraceParent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RequestTrace:
-    """Record of a traced request."""
+    """Times and facts of one traced request, for its spans."""
 
     parent: TraceParent | None
     began_s: float

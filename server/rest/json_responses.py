@@ -23,7 +23,7 @@ _LENGTH_BYTES: Final = 4
 
 
 class JsonBody(NamedTuple):
-    """The body of a response."""
+    """The body of a response: JSON, then binary data if the client wants them."""
 
     data: bytes
     header_bytes: int | None

@@ -214,7 +214,7 @@ ROUTES: Final = (
         for verb in ("GET", "POST")
     ),
 )  # fmt: skip
-"""All routes except inference."""
+"""Routes of the HTTP API, except those of inference."""
 
 INFER_PATHS: Final = (f"{_MODEL}/infer", f"{_VERSION}/infer")
 """Paths of inference (POST)."""
@@ -238,7 +238,7 @@ class RestApi:
         self._max_body_bytes = max_body_bytes
 
     def add_to(self, application: web.Application) -> None:
-        """Add all routes."""
+        """Add the routes of this API to an application."""
         for route in ROUTES:
             call = self._services.method(route.method)
             handler = self._handler(route.method, partial(self._call, route, call))

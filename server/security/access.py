@@ -26,7 +26,7 @@ ADMIN_METHODS: Final = frozenset(
         "CudaSharedMemoryUnregister",
     }
 )
-"""Methods that change the server."""
+"""Methods that change the server or its models."""
 
 _PUBLIC: Final = frozenset({"ServerMetadata", "ServerReflectionInfo"})
 """Methods that reveal nothing about models."""

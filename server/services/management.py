@@ -136,7 +136,7 @@ class ManagementService:
     async def CudaSharedMemoryRegister(  # noqa: N802
         self, _request: messages.CudaSharedMemoryRegisterRequest, _context: _Context
     ) -> messages.CudaSharedMemoryRegisterResponse:
-        """Raise UnsupportedError."""
+        """Raise UnsupportedError: requests cannot refer to CUDA memory."""
         raise UnsupportedError(_NO_CUDA)
 
     async def CudaSharedMemoryUnregister(  # noqa: N802

@@ -16,7 +16,7 @@ class LogLevels:
         self._logger = logger or logging.getLogger("offramp")
 
     def settings(self) -> Mapping[str, bool | int | str]:
-        """Return all settings, by name."""
+        """Return the settings of the log that clients may read, by name."""
         level = self._logger.getEffectiveLevel()
         return {
             "log_file": "",

@@ -236,7 +236,7 @@ class GuardedMethods:
         """Do nothing: the same handlers are also added by name."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
-        """Add the methods of a service."""
+        """Add the guarded methods of a service, by ``/SERVICE/METHOD``."""
         for name, made in handlers.items():
             self.methods[f"/{service}/{name}"] = _guarded(name, made, self._admission)
 

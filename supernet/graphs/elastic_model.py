@@ -32,7 +32,7 @@ class Supernet:
     blocks: tuple[tuple[DepthBlock, ...], ...]
     """Blocks of each depth group, in the order in which they are dropped."""
     weights: tuple[tuple[NamedWeight, ...], ...]
-    """Weights of each width group."""
+    """Weights of each width group, which lose channels together."""
 
     @classmethod
     def of(cls, model: SourceModel, spec: ElasticSpec) -> Supernet:

@@ -43,7 +43,7 @@ class Subnet:
     proto: onnx.ModelProto
     """The checked model, with shapes inferred; tensors and operators keep their names."""
     origins: Mapping[str, WeightOrigin]
-    """Origin of each initializer, by name."""
+    """Origin of each weight in the supernet, by the weight's name."""
 
     @property
     def shared_bytes(self) -> int:

@@ -24,9 +24,9 @@ class Correction:
     """Target moments of a folded layer's channels."""
 
     mean: NDArray[np.float64]
-    """Target mean, [channels]."""
+    """Mean that each channel gets, [channels]."""
     deviation: NDArray[np.float64]
-    """Target deviation, [channels]."""
+    """Standard deviation that each channel gets, [channels]."""
     epsilon: NDArray[np.float64]
     """[channels]: added to the variance in the divisor. So a channel that hardly varies in a subnet
     is not amplified; its values are then close to the target mean."""

@@ -41,7 +41,7 @@ class OperatorView:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Attributes by name."""
+        """Attributes of the operator, by name."""
         return attributes_of(self.op)
 
     @property

@@ -1,4 +1,4 @@
-"""Effect of operators that move or select elements on an elastic dimension."""
+"""Effect on an elastic dimension (:class:`.ElasticAxis`) of operators that move its elements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from offramp.supernet.graphs.reshape import ElasticAxis
 
 
 def _split(view: OperatorView) -> None:
-    """Split along the dimension; each part of the split must keep some elements.
+    """Handle a Split; along the elastic dimension, each of its parts must keep some elements.
 
     The equal ``parts`` of a width group in a spec ensure this.
     """
@@ -64,7 +64,7 @@ def _concat(view: OperatorView) -> None:
 
 
 def _slice(view: OperatorView) -> None:
-    """Slice along the dimension: the result has the kept elements inside the range."""
+    """Handle a Slice; along the elastic dimension, kept elements inside the range remain."""
     elastic = view.only_elastic()
     rank = len(view.shape(0))
     axes = view.value(3) if view.has(3) else np.arange(rank)
@@ -116,7 +116,7 @@ def _pad(view: OperatorView) -> None:
 
 
 def _resize(view: OperatorView) -> None:
-    """Replace a requested size of the dimension by the kept size."""
+    """Replace the size that a Resize requests for the elastic dimension by the kept size."""
     elastic = view.only_elastic()
     axes = view.attributes.get("axes", list(range(len(view.shape(0)))))
     if elastic.axis > 1:
@@ -135,7 +135,7 @@ def _resize(view: OperatorView) -> None:
 
 
 def _reshape(view: OperatorView) -> None:
-    """Replace a constant shape; correct a computed shape, which has the supernet's size."""
+    """Replace a Reshape's constant shape; correct a computed shape, which is the supernet's."""
     elastic = view.regroup(view.only_elastic())
     size, rank = len(elastic.kept), len(view.output_shape())
     asked = view.value(1)
@@ -153,7 +153,7 @@ def _reshape(view: OperatorView) -> None:
 
 
 def _same_order(view: OperatorView) -> None:
-    """Find the output's dimension of other operators that reshape: elements keep their order."""
+    """Record the elastic dimension after a Flatten, Squeeze or Unsqueeze; nothing is replaced."""
     elastic = view.regroup(view.only_elastic())
     view.plan.elastic[view.op.proto.output[0]] = elastic
 

@@ -26,7 +26,7 @@ class NormStatistics(NamedTuple):
     """Statistics by which one batch norm normalises in one subnet."""
 
     mean: Tensor
-    """float32 [channels]."""
+    """Mean of each channel, float32 [channels]."""
     variance: Tensor
     """float32 [channels]; the divisor is the number of values (population variance)."""
 

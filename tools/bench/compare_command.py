@@ -60,7 +60,7 @@ class AdditionalPlans(NamedTuple):
     measured: Dataset
     """Part of the data that is measured; the rest was used to tune the plans."""
     plans: Mapping[str, Plan] = MappingProxyType({})
-    """Plans by name."""
+    """Additional plans to compare, by name."""
     facts: Mapping[str, object] = MappingProxyType({})
     """Facts about each plan for the JSON document, by name."""
     notes: Sequence[str] = ()

@@ -49,7 +49,7 @@ class SimulatedModel:
 
     behaviour: Behaviour
     points: OperatingPoints
-    """Operating points, for the policy."""
+    """Operating points from which the policy chooses."""
     seconds: tuple[tuple[float, ...], ...]
     """[stages][max_batch_size + 1]: durations of stages in seconds."""
     smaller: tuple[SimulatedVariant, ...] = ()

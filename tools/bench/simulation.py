@@ -53,7 +53,7 @@ class SimulatedOutcomes(Outcomes):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedLoad:
-    """Requests of one sample each."""
+    """A load of requests with one sample each."""
 
     arrivals_s: NDArray[np.float64]
     """[n]: arrival times, rising."""
@@ -206,7 +206,7 @@ class _Simulation:
                     self._wake_s = min(self._wake_s, _wake_s(decision, now_s))
 
     def _lose(self, now_s: float) -> None:
-        """Lose a stream permanently."""
+        """Take a stream out of the simulation permanently."""
         self._losses.pop()
         stream, self._next_lost = self._next_lost, self._next_lost - 1
         if stream in self._idle:

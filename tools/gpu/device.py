@@ -34,14 +34,14 @@ class Memory(Protocol):
     whole: NDArray[np.uint8]
     """Payload and guards."""
     offset: int
-    """Offset of the payload."""
+    """Offset of the payload in ``whole``, in bytes."""
 
 
 class Allocation(Protocol):
     """Device memory; ``int`` returns its address."""
 
     def __int__(self) -> int:
-        """Return the address."""
+        """Return the address on the device."""
         ...
 
     def free(self) -> None:

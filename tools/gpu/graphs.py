@@ -14,7 +14,7 @@ OPSET = 17
 """Opset of the graphs, the newest that TensorRT 8.6 reads."""
 
 Shape = Sequence[int]
-"""Shape of one row."""
+"""Shape of one row of a tensor, without the batch."""
 Sizes = Sequence[int | str]
 """Shape of one row, with symbolic sizes."""
 

@@ -32,7 +32,7 @@ LATER_CONTINUE_SHARE: Final = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchModel:
-    """A model to be measured."""
+    """A model to measure: its graph, places of exits, and inputs."""
 
     name: str
     make: Callable[[int], onnx.ModelProto]
@@ -184,4 +184,4 @@ _MODELS: Final = (
     bert_model("bert-base", berts.BertSize(), ("layer2.out", "layer5.out")),
 )
 MODELS: Final[Mapping[str, BenchModel]] = {model.name: model for model in _MODELS}
-"""Models by name."""
+"""Models that can be measured, by name."""

@@ -53,7 +53,7 @@ class Settings:
 
     @property
     def samples(self) -> int:
-        """Number of samples needed."""
+        """Number of samples that all rounds need."""
         return self.rounds * self.batches_a_round * self.batches[-1]
 
 

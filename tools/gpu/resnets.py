@@ -32,7 +32,7 @@ class Piece:
     input: str
     """Name of its only input."""
     input_shape: tuple[int, ...]
-    """Shape of one input row."""
+    """Shape of one input row, without the batch."""
     carry: str | None
     """Name of the output that the next stage reads."""
     carry_shape: tuple[int, ...]

@@ -28,10 +28,10 @@ Save = Callable[[Any], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeOptions:
-    """Options of the measurements."""
+    """Options of the runtime's benchmark: models, batch sizes, rounds and times."""
 
     models: tuple[str, ...]
-    """Names of the models."""
+    """Names of the models to measure."""
     folder: Path
     """Folder where bundles are made, and kept."""
     sizes: tuple[int, ...] = (1, 8, 16, 32, 64)

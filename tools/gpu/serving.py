@@ -35,7 +35,7 @@ FLAT_BYTES = 16 * _MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Load of the clients."""
+    """Requests that concurrent clients send to a model."""
 
     clients: int = 16
     """Concurrent clients; enough for full batches."""
@@ -46,7 +46,7 @@ class Load:
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a load."""
+    """Counts and latencies of the requests of a :class:`Load`."""
 
     sent: int = 0
     answered: int = 0

@@ -37,7 +37,7 @@ _MOST_SETS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEnd:
-    """A stage end to be measured."""
+    """Sizes of a stage end (exit check and compaction) to measure."""
 
     rows: int
     classes: int

@@ -72,7 +72,7 @@ class Pieces(Protocol):
 
     @property
     def model(self) -> SourceModel:
-        """The whole model."""
+        """The model before it was cut into pieces."""
         ...
 
     @property

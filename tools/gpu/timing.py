@@ -106,7 +106,7 @@ class FakeTimer:
         return reached
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
-        """Return the difference of the clock."""
+        """Return the time between two marks by the host's clock."""
         return float(end[0] - start[0]) * 1e3
 
     def release(self, marks: list[Mark]) -> None:
@@ -154,7 +154,7 @@ class TimedDriver:
         self._driver = driver
         self._timer = timer
         self.spans = Spans(timer)
-        """Timed work on the device."""
+        """Times of the work on the device."""
         self.waited_s = 0.0
         """Total time that the host waited for the device."""
         self.device = driver.device
@@ -278,7 +278,7 @@ class TimedFactory:
 
     @property
     def name(self) -> str:
-        """Name of the factory."""
+        """Name of the wrapped factory."""
         return self._factory.name
 
     def device_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:

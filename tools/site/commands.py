@@ -24,7 +24,7 @@ _SENTENCES: Final = re.compile(r"\s*\n\s*")
 
 
 def page() -> str:
-    """Return the page, as Markdown."""
+    """Return the page on commands, as Markdown."""
     return "\n".join([_HEAD, *(line for name in parsers() for line in _section(name))])
 
 

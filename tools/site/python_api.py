@@ -23,7 +23,7 @@ _ROLE: Final = re.compile(r":\w+:`[~.]?(?:[^`<]*<)?([^`>]+)>?`")
 
 
 def page() -> str:
-    """Return the page, as Markdown."""
+    """Return the page on the Python API, as Markdown."""
     return "\n".join([_HEAD, *(line for name in MODULES for line in _module(name))])
 
 

@@ -14,7 +14,7 @@ Rows: TypeAlias = "Iterator[Sequence[str]]"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of figures."""
+    """A table of a page, made from files of ``benchmarks/results``."""
 
     rows: Callable[..., Rows]
     """Yields the rows; its arguments are the results, in order."""

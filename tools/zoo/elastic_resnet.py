@@ -50,7 +50,7 @@ from offramp.tools.zoo.small_models import Samples, accuracy, read_images
 CHANNELS = (32, 64, 192)
 """Channels of the blocks at each resolution, inside and outside: 14 × 14, 7 × 7, 4 × 4."""
 BLOCKS = 3
-"""Blocks at each resolution."""
+"""Number of blocks at each resolution."""
 RATIOS = (0.25, 0.5, 0.75)
 NORM_IMAGES = 2_000
 """Number of calibration images from which batch-norm statistics are computed."""

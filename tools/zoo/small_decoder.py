@@ -335,7 +335,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of training."""
+    """Add the options of training and export."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument(

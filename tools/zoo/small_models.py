@@ -300,7 +300,7 @@ def write_parts(folder: Path, parts: Parts, facts: Mapping[str, Any]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of training."""
+    """Add the options of training and of the files to write."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--images", type=Path, default=DATASET, help="folder of Fashion-MNIST")
     parser.add_argument("--only", nargs="+", choices=RECIPES, default=list(RECIPES))

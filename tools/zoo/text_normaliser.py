@@ -301,7 +301,7 @@ def make(options: argparse.Namespace) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of training."""
+    """Add the options of training and of the files to write."""
     parser.add_argument("--output", type=Path, required=True, help="folder to write into")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS[:1]))
     parser.add_argument(

@@ -98,7 +98,7 @@ def test_a_target_has_a_folder_of_harmless_characters(gpu: str, version: str, fo
 
 @pytest.mark.parametrize("changes", [{"gpu": "//"}, {"tensorrt": ""}])
 def test_a_target_without_a_name_is_refused(changes: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="has no name"):
+    with pytest.raises(ValueError, match="needs the name of a GPU and a version of TensorRT"):
         replace(TARGET, **changes)  # type: ignore[arg-type]
 
 

@@ -42,7 +42,7 @@ class RunView(NamedTuple):
     percentiles: Sequence[tuple[float, float, int]]
     """Rows of ``hdr_table``: percentile, latency in ms, number of samples."""
     environment: Mapping[str, object]
-    """Environment and settings of the run."""
+    """Versions, machine and settings of the run, by name."""
 
 
 class Key(NamedTuple):

@@ -58,7 +58,7 @@ class Outcomes:
     batch_size: NDArray[np.int16] | None = None
     """[n]: number of rows in the first batch of the request; 0 or less if unknown."""
     duration_s: float
-    """Duration of the offered load."""
+    """Duration of the offered load, in seconds."""
 
     def __post_init__(self) -> None:
         sizes = {name: array.shape for name, array in _arrays(self).items()}

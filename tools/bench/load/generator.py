@@ -29,7 +29,7 @@ _Expected = TypeVar("_Expected")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GeneratedLoad:
-    """The result of a load."""
+    """Measurements of the requests of one load."""
 
     records: RequestRecords
     causes: dict[str, int]

@@ -72,7 +72,7 @@ _REFERENCE_SPEC: Final = TensorSpec(name=REFERENCE_KEY, dtype="int64", shape=("b
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadData:
-    """Samples to send."""
+    """Samples that the load generator sends, with their reference."""
 
     inputs: Mapping[str, NDArray[Any]]
     """Inputs by name; the first dimension is n."""

@@ -26,7 +26,7 @@ from offramp.tools.bench.load.load_settings import LoadSettings
 from offramp.tools.bench.load.metrics_poll import Reading, mean_batch_size, series
 
 WINDOWS: Final = 60
-"""Number of windows of a load."""
+"""Number of equal windows that a load is divided into."""
 
 _LATE_MS, _LATE_SHARE = 1.0, 0.1
 """Figures are doubtful if the p99 of lateness exceeds this, and this share of the median
@@ -59,7 +59,7 @@ class LoadReport:
         }
 
     def write_json(self, path: Path) -> None:
-        """Write the report as JSON."""
+        """Write the report as JSON to a file."""
         path.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n")
 
 

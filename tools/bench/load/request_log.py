@@ -117,7 +117,7 @@ class RequestRecords:
     ended_s: NDArray[np.float64]
     """[n]: time of the answer or failure; NaN without either."""
     status: NDArray[np.uint8]
-    """[n]: ``Status`` of each request."""
+    """[n]: ``Status`` with which each request ended, as a number."""
     exit: NDArray[np.int16]
     """[n]: index of the exit that answered, or ``MODEL_END``."""
     forced: NDArray[np.bool_]
@@ -186,7 +186,7 @@ class RequestLog:
         self._sent_s[line] = at_s
 
     def answered(self, line: int, at_s: float, reply: Reply) -> None:
-        """Record the answer to a request."""
+        """Record the time and the content of the answer to a request."""
         self._ended_s[line] = at_s
         self._status[line] = Status.OK
         self._exit[line], self._forced[line], self._prediction[line] = reply

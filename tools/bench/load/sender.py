@@ -43,7 +43,7 @@ class Task:
     settings: LoadSettings
     share: Share
     requests: Mapping[int, bytes]
-    """Serialised request of each sample."""
+    """Serialised request of each sample, by the sample's index."""
     answer: str | None
     """Name of the output that is the answer; ``None`` if answers are not compared."""
     access: ServerAccess = field(default_factory=ServerAccess)

@@ -103,7 +103,7 @@ class CallTransport:
             raise RequestFailedError(error.code().name, error.details() or "") from error
 
     async def close(self) -> None:
-        """Close the channel."""
+        """Close the gRPC channel."""
         await self._channel.close()
 
 
@@ -186,7 +186,7 @@ class StreamTransport(CallTransport):
         return await answer
 
     async def close(self) -> None:
-        """End the stream."""
+        """End the stream of requests, and close the channel."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -265,7 +265,7 @@ class RestTransport:
         return read_body(answer.headers.get(HEADER_LENGTH), data)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all HTTP connections."""
         if self._session is not None:
             await self._session.close()
 

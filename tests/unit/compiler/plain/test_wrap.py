@@ -133,7 +133,7 @@ CASES = {
     "quantised by the batch": Case(models.dynamically_quantised, alone="range of the whole batch"),
     "rows that mix": Case(lambda: less_mean("batch"), alone="ReduceMean"),
     "rows that mix at large values": Case(
-        mixing_large_values, alone="output 'y' of one among 5 random samples"
+        mixing_large_values, alone="output 'y' of a random sample in a batch of 5"
     ),
     "rows that mix at 1": Case(lambda: less_mean(1), alone="fixed at 1", rows=1),
 }
