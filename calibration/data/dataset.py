@@ -171,7 +171,7 @@ def read_dataset(
     rename = _only_input(specs, arrays)
     if rename and len(arrays) == 1:
         arrays = {specs[0].name: arrays[rename]}
-    if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
+    if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside, batched=True):
         hint = group_hint(arrays, names | aside)
         if rename and len(arrays) > 1:
             hint = f"; {rename!r} would fit: save it as {specs[0].name!r}, alone or with labels"
