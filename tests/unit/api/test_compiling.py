@@ -417,6 +417,7 @@ def test_progress_is_shown_where_it_is_asked_for(
 NOT_KEYWORDS = {
     "--help": "of the command line",
     "--help-all": "of the command line",
+    "--version": "of the command line",
     "--completion": "of the command line",
     "--backend": "engines are built by eecompile build",
     "--data": "an argument of its own",
