@@ -157,14 +157,14 @@ def compile(  # noqa: A001 - the name that users expect
     check_target(compile_options.output, overwrite=overwrite)
     with _needing_extra():
         from offramp.compiler.data import as_source  # noqa: PLC0415 - needs the extra
-        from offramp.compiler.steps.compile import compile_model  # noqa: PLC0415
+        from offramp.compiler.steps.compile import check_samples, compile_model  # noqa: PLC0415
 
         if example_inputs is None and _is_module(model):
             example_inputs, data = _first_batch(model, data)
-        source = as_source(data, spec)
+        compile_options = dataclasses.replace(compile_options, data=as_source(data, spec))
+        check_samples(compile_options)  # before the export, which takes long
         with _shown(progress) as steps, _as_file(model, example_inputs, steps) as file:
-            compile_options = dataclasses.replace(compile_options, model=file, data=source)
-            return compile_model(compile_options, steps)
+            return compile_model(dataclasses.replace(compile_options, model=file), steps)
 
 
 def _options(**given: Any) -> CompileOptions:

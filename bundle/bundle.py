@@ -21,7 +21,7 @@ from offramp.bundle.files import (
     parse_versioned,
 )
 from offramp.bundle.graph_weights import WEIGHTS
-from offramp.bundle.notebook import BundleReport, bundle_html
+from offramp.bundle.notebook import BundleReport, bundle_html, describe_policy
 from offramp.bundle.onnx_wire import without_inputs
 from offramp.bundle.records import no_records, parse_records
 from offramp.bundle.schema.errors import (
@@ -88,8 +88,7 @@ class Bundle:
         return bundle
 
     def __repr__(self) -> str:
-        exits = f"{len(self.policy.active)} of {len(self.manifest.exits)} exits in use"
-        return f"<Bundle {self.path}: {exits}>"
+        return f"<Bundle {self.path}: {describe_policy(self)}>"
 
     def held(self) -> Bundle:
         """Hold the files, so that they stay readable when another bundle replaces this one.

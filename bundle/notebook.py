@@ -1,4 +1,4 @@
-"""Shows a bundle in a notebook: as a short table, and its report in a frame."""
+"""Shows a bundle: as a line, and in a notebook as a short table and its report in a frame."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def bundle_html(bundle: Bundle) -> str:
     manifest, policy = bundle.manifest, bundle.policy
     inputs = ", ".join(spec.describe() for spec in manifest.inputs)
     outputs = ", ".join(spec.describe() for spec in manifest.outputs)
-    lines = [str(bundle.path), f"{inputs} → {outputs}", describe_promise(policy.promise)]
+    lines = [str(bundle.path), f"{inputs} → {outputs}", describe_policy(bundle)]
     rows = []
     for active in policy.active:
         exit_ = manifest.exits[active.exit]
@@ -47,6 +47,18 @@ def bundle_html(bundle: Bundle) -> str:
         threshold = f"{active.threshold:.3f}"
         rows.append((f"exit {active.exit}", place, exit_.head.describe(), threshold))
     return table_html(manifest.name, lines, ("exit", "after segment", "head", "threshold"), rows)
+
+
+def describe_policy(bundle: Bundle) -> str:
+    """Return a line on the exits in use, and on their promise or the reason why none is in use."""
+    manifest, policy = bundle.manifest, bundle.policy
+    exits = f"{len(policy.active)} of {len(manifest.exits)} exits in use"
+    if not policy.active:
+        reason = f": {manifest.idle_reason}" if manifest.idle_reason else ""
+        return f"{exits}, the unmodified model answers{reason}"
+    if policy.promise is None:  # compiled on random inputs
+        return f"{exits}, nothing is certified"
+    return f"{exits}; {describe_promise(policy.promise)}"
 
 
 def describe_promise(promise: Promise | None) -> str:

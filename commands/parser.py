@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NoReturn
 
+from offramp import __version__
 from offramp.commands.combinations import Illegal, IllegalCombinationError, refuse_illegal
 from offramp.commands.completion import SHELLS, shell_code
 from offramp.commands.nearest import nearest
@@ -55,6 +56,8 @@ class LayeredParser(argparse.ArgumentParser):
                 help="show all options, by groups",
             )
         if " " not in self.prog:  # a command, not a subcommand
+            self.add_argument("--version", action="version", version=f"offramp {__version__}",
+                              help="show the version and end")  # fmt: skip
             self.add_argument("--completion", choices=SHELLS, action=_PrintCompletion,
                               default=argparse.SUPPRESS,
                               help="print the shell code that completes this command: "

@@ -54,6 +54,15 @@ class DataSource(Protocol):
         """
 
 
+def known_samples(data: Path | DataSource) -> int | None:
+    """Return the number of samples, if a source knows it before it is loaded.
+
+    Such a source has an attribute ``known_samples``, which may be ``None``.
+    """
+    count: int | None = getattr(data, "known_samples", None)
+    return count
+
+
 def data_name(data: Path | DataSource) -> str:
     """Return the name of data for messages."""
     return str(data) if isinstance(data, Path) else data.name

@@ -171,7 +171,7 @@ def read_dataset(
     rename = _only_input(specs, arrays)
     if rename and len(arrays) == 1:
         arrays = {specs[0].name: arrays[rename]}
-    if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside):
+    if wrong := check_tensors(declared_inputs(specs, unread), arrays, unread=aside, batched=True):
         hint = group_hint(arrays, names | aside)
         if rename and len(arrays) > 1:
             hint = f"; {rename!r} would fit: save it as {specs[0].name!r}, alone or with labels"
@@ -288,12 +288,17 @@ def split(
     ``DataError`` states how many are needed.
     """
     groups = groups or Groups.singletons(len(dataset))
+    return part(dataset, groups, sizes_of(groups, certify_at_least), seed=seed)
+
+
+def sizes_of(groups: Groups, certify_at_least: int) -> tuple[int, int]:
+    """Return the numbers of groups that train and tune; DataError if there are too few groups."""
     samples = len(groups)
     sizes = split_sizes(samples, certify_at_least)
     if sizes is None:
         needed = next(n for n in itertools.count(samples + 1) if split_sizes(n, certify_at_least))
         raise DataError(_too_few(groups, needed, certify_at_least))
-    return part(dataset, groups, sizes, seed=seed)
+    return sizes
 
 
 def part(dataset: Dataset, groups: Groups, sizes: tuple[int, int], *, seed: int) -> DataSplit:

@@ -289,10 +289,6 @@ def make_parser() -> LayeredParser:
     )
     add = parser.add_argument
     add(
-        "--version", action="version", version=f"offramp {__version__}",
-        help="show the version and end",
-    )  # fmt: skip
-    add(
         "bundles", metavar="BUNDLE", nargs="+", type=Path,
         help="bundle, identical to the server's; other bundles are not served",
     )  # fmt: skip

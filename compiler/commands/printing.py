@@ -78,8 +78,14 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(escape(f"While serving {told}."))
     if manifest.precision != "fp32" or manifest.precision_reason:
         say(f"Precision {escape(words.precision(manifest))}")
-    for note in bundle.profile().disturbed:
-        say(f"[yellow]Disturbed while profiling[/yellow]: {escape(note)}")
+    measured = bundle.measured()
+    notes = bundle.profile().disturbed + (measured.disturbed if measured else ())
+    if notes:
+        parts = dict.fromkeys(note.partition(":")[0] for note in notes)
+        say(
+            f"[yellow]Disturbed while measuring[/yellow] {escape(', '.join(parts))}: "
+            f"{numbers.plural(len(notes), 'note')} in the report"
+        )
     for library in manifest.custom_ops:
         say(f"Needs the library {escape(library.describe())}: --custom-ops takes it")
     report = "none, as it was made without data" if manifest.is_plain else f"{path}/{REPORT}"
@@ -177,8 +183,6 @@ def _brought(bundle: Bundle, promise: Promise) -> Iterator[str]:
     yield judged.describe()
     if judged.difference:
         yield f"[yellow]{judged.difference}[/yellow]"
-    for note in measured.disturbed:
-        yield f"[yellow]Disturbed while measuring[/yellow]: {escape(note)}"
     if judged.warning:
         yield f"[bold red]THE EXITS IN USE SAVE NOTHING HERE[/bold red]: {judged.warning}"
 

@@ -11,7 +11,7 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,15 @@ class ArraySource:
         """Create a source of arrays, or of tensors of other libraries."""
         self.name = name
         self._arrays = arrays
+
+    @property
+    def known_samples(self) -> int | None:
+        """First dimension of the first array; ``None`` if it has none."""
+        arrays = self._arrays
+        values = arrays.values() if isinstance(arrays, Mapping) else arrays
+        first = next(iter(values), None) if isinstance(arrays, Mapping | tuple) else arrays
+        shape: Sequence[int] = getattr(first, "shape", ())
+        return int(shape[0]) if shape else None
 
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
@@ -79,6 +88,22 @@ class IterableSource:
         self.name = name
         self._iterable = iterable
         self._limit = limit
+
+    @property
+    def known_samples(self) -> int | None:
+        """Number of samples of a torch data loader whose batches are stacked items of a data set.
+
+        ``None`` for other iterables: the sizes of their batches are not known.
+        """
+        loader: Any = self._iterable
+        collate = getattr(getattr(loader, "collate_fn", None), "__name__", "")
+        if collate != "default_collate" or not loader.batch_size:  # others make batches themselves
+            return None
+        if not isinstance(loader.sampler, Sized):
+            return None
+        samples = len(loader.sampler)
+        samples -= samples % loader.batch_size if loader.drop_last else 0
+        return samples if self._limit is None else min(samples, self._limit)
 
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
@@ -246,6 +271,12 @@ class FunctionSource:
     limit: int | None = None
     """Largest number of samples that are read."""
 
+    def __post_init__(self) -> None:
+        """Check that the file exists; the function itself is imported by :meth:`load`."""
+        file = Path(self.name.rpartition(":")[0])
+        if file.suffix == ".py" and not file.is_file():
+            raise DataError(f"{file}: no such file; expected FILE.py:FUNCTION")
+
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:
@@ -305,8 +336,6 @@ def source_of_value(value: Any, name: str, limit: int | None) -> DataSource:
 
 
 def _run_file(path: Path) -> Any:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; expected FILE.py:FUNCTION")
     spec = importlib.util.spec_from_file_location(f"offramp_data_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

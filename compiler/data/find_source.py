@@ -86,6 +86,8 @@ class DataKind:
     make: Callable[[NamedData, PreprocessingSpec], DataSource]
     families: Collection[Family] = field(default=frozenset())
     """Families of reading options that apply to this kind."""
+    names_path: bool = True
+    """True if the text is the path of a file or folder."""
 
 
 KINDS: Final[tuple[DataKind, ...]] = (
@@ -140,12 +142,14 @@ KINDS: Final[tuple[DataKind, ...]] = (
         form="module:function or FILE.py:function that yields batches",
         fits=lambda data: not data.exists and names_function(data.text),
         make=lambda data, spec: FunctionSource(data.text, spec.max_samples),
+        names_path=False,
     ),
     DataKind(
         name="generated inputs",
         form=f"{RANDOM} for a dry run on generated inputs",
         fits=lambda data: not data.exists and data.text == RANDOM,
         make=lambda _, spec: RandomSource(spec.max_samples or SAMPLES),
+        names_path=False,
     ),
 )
 """All kinds of data; a text must fit exactly one of them."""
@@ -155,8 +159,8 @@ def find_source(text: str, spec: PreprocessingSpec, *, besides: Collection[str] 
     """Return the source of the data that a text names.
 
     A folder's own ``preprocessing.toml`` completes the options. DataError if no kind or more than
-    one kind fits, or if an option does not apply to the kind. Options named in ``besides`` may be
-    given with any kind, because the caller uses them, too.
+    one kind fits, if the file does not exist, or if an option does not apply to the kind. Options
+    named in ``besides`` may be given with any kind, because the caller uses them, too.
     """
     data = NamedData(text)
     found = [kind for kind in KINDS if kind.fits(data)]
@@ -171,6 +175,8 @@ def find_source(text: str, spec: PreprocessingSpec, *, besides: Collection[str] 
             f"{text or repr(text)}: {what}; expected {'; '.join(kind.form for kind in KINDS)}"
         )
     (kind,) = found
+    if kind.names_path and not data.exists:  # its suffix alone has shown the kind
+        raise DataError(f"{text}: no such file")
     if data.is_folder and data.has(TOML_NAME):
         spec = spec.filled_from(read_toml(data.path / TOML_NAME))
     spec.check_used(kind.families, text, besides=besides)

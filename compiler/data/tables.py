@@ -389,6 +389,13 @@ class HuggingFaceSource:
         """Folder as it was passed in."""
         return str(self.data) if isinstance(self.data, Path) else "data"
 
+    @property
+    def known_samples(self) -> int | None:
+        """Number of rows that are read; ``None`` for a folder."""
+        if isinstance(self.data, Path):
+            return None
+        return min(len(self.data), self.options.max_samples or len(self.data))
+
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()
     ) -> ArraysAndHash:

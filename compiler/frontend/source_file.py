@@ -41,8 +41,7 @@ from offramp.compiler.graphs.runtime import GraphRunner, random_inputs
 from offramp.compiler.graphs.shapes import UNKNOWN, TensorType, infer_types
 from offramp.compiler.graphs.weights import WeightFile, check_standard
 
-_TORCH = frozenset({".pt", ".pth", ".safetensors"})
-"""Suffixes of torch's model files."""
+_REMEDY = "export it to ONNX first: torch.onnx.export, or in Python offramp.compile(module, data)"
 
 
 def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.ModelProto, str]:
@@ -60,10 +59,10 @@ def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.Mod
     try:
         proto = onnx.load_model_from_string(data)
     except DecodeError as error:
-        raise ModelError(f"{path}: not an ONNX file; {_remedy(path)}") from error
+        raise ModelError(f"{path}: not an ONNX file; {_REMEDY}") from error
     del data  # the checker makes two copies itself
     if not proto.graph.node:
-        raise ModelError(f"{path}: not an ONNX file, or one without operators")
+        raise ModelError(f"{path}: not an ONNX file, or one without operators; {_REMEDY}")
     files = _external_files(proto, path)
     if weights is None:
         _check_size(path, size + sum(file.stat().st_size for file in files))
@@ -90,15 +89,6 @@ def load_source(path: Path, weights: WeightFile | None = None) -> tuple[onnx.Mod
             f"the model again, with a newer exporter if there is one. The rule: {reason}"
         ) from error
     return proto, digest.hexdigest()
-
-
-def _remedy(path: Path) -> str:
-    if path.suffix in _TORCH:
-        return (
-            "it looks like a file of torch: export the model with torch.onnx.export, or call "
-            "offramp.compile(module, data) from Python"
-        )
-    return "export the model to ONNX first"
 
 
 def _read(path: Path) -> bytes:

@@ -13,9 +13,10 @@ from offramp.bundle import Bundle, InputRanges, Manifest, Padding, write_bundle
 from offramp.bundle.files import check_space
 from offramp.bundle.writing import check_target
 from offramp.calibration.choose import limits
-from offramp.calibration.data.data_sources import data_name
-from offramp.calibration.data.dataset import DataError, Dataset, read_dataset, split
+from offramp.calibration.data.data_sources import data_name, known_samples
+from offramp.calibration.data.dataset import DataError, Dataset, read_dataset, sizes_of, split
 from offramp.calibration.data.errors import UntrainableError
+from offramp.calibration.data.groups import Groups
 from offramp.calibration.data.key import GroupKey
 from offramp.calibration.data.running import BATCH_SIZE
 from offramp.calibration.data.scratch import ScratchSpace
@@ -96,6 +97,7 @@ def compile_model(
     """
     check_options(options)
     check_target(options.output, overwrite=options.overwrite)
+    check_samples(options)
     sweep(find_scratch(options.scratch))
     scratch, progress = scratch or ScratchSpace(options.scratch), MemoryReleasingProgress(progress)
     with weight_file(scratch) as weights:
@@ -122,6 +124,17 @@ def compile_model(
     if folder is not None:
         folder.remove()
     return bundle
+
+
+def check_samples(options: CompileOptions) -> None:
+    """Raise DataError if the data are known to be too few before they are read.
+
+    Samples that depend on each other are only found in the data: :func:`_read_data` checks again.
+    """
+    samples, promise = known_samples(options.data), options.promise
+    if samples is not None:
+        least = samples_needed(promise.max_disagreement, promise.confidence_level)
+        sizes_of(Groups.singletons(samples), least)
 
 
 def _read_model(options: CompileOptions, weights: WeightFile, progress: Progress) -> SourceModel:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from offramp.bundle import TensorSpec
 
 _LEAST_PRIORITY, _MOST_PRIORITY = -(2**31), 2**31 - 1
+_IMAGE_DIMENSIONS = 4
+"""Batch, channels, height and width."""
 
 
 def check_request(
@@ -49,19 +51,21 @@ def check_tensors(
     tensors: Mapping[str, NDArray[Any]],
     *,
     unread: Collection[str] = (),
+    batched: bool = False,
 ) -> str | None:
     """Return the error of ``tensors``; ``None`` if they are valid.
 
     Names, dtypes and fixed sizes must be equal; a symbolic size must be the same for all uses of
     its symbol. There must be at least one sample. Inputs that no node reads (``unread``, by name)
-    may be omitted.
+    may be omitted. ``batched``: the tensors are a data set, so that none is a single sample
+    without its batch dimension.
     """
     if wrong := _check_names(specs, tensors, unread):
         return wrong
     bound: dict[str, tuple[int, str]] = {}
     for spec in specs:
         tensor = tensors.get(spec.name)
-        if tensor is not None and (wrong := _check_tensor(spec, tensor, bound)):
+        if tensor is not None and (wrong := _check_tensor(spec, tensor, bound, batched=batched)):
             return wrong
     return None
 
@@ -83,15 +87,12 @@ def _check_names(
 
 
 def _check_tensor(
-    spec: TensorSpec, tensor: NDArray[Any], bound: dict[str, tuple[int, str]]
+    spec: TensorSpec, tensor: NDArray[Any], bound: dict[str, tuple[int, str]], *, batched: bool
 ) -> str | None:
     if tensor.dtype != np.dtype(spec.dtype):
         return f"{_differs(spec, tensor)}; {_conversion(spec, tensor)}"
     if tensor.ndim != len(spec.shape):
-        hint = ""
-        if tensor.ndim == len(spec.shape) - 1:
-            hint = "; for a single sample add the batch dimension with array[None]"
-        return f"{_differs(spec, tensor)}{hint}"
+        return f"{_differs(spec, tensor)}{_missing_dimension(spec, tensor, bound, batched=batched)}"
     for axis, (size, wanted) in enumerate(zip(tensor.shape, spec.shape, strict=True)):
         if isinstance(wanted, int):
             if size != wanted:
@@ -111,6 +112,26 @@ def _check_tensor(
     return None
 
 
+def _missing_dimension(
+    spec: TensorSpec, tensor: NDArray[Any], bound: Mapping[str, tuple[int, str]], *, batched: bool
+) -> str:
+    """Return the remedy where the shape fits with one more dimension of size 1; else no text."""
+    if tensor.ndim != len(spec.shape) - 1:
+        return ""
+    for axis, wanted in enumerate(spec.shape):
+        if wanted != 1 and (axis or batched):
+            continue
+        added = np.expand_dims(tensor, axis)
+        if _check_tensor(spec, added, dict(bound), batched=batched) is not None:
+            continue
+        how = f"array[{':, ' * axis}None]"
+        if not axis:
+            return f"; for a single sample add the batch dimension with {how}"
+        what = "the channel" if len(spec.shape) == _IMAGE_DIMENSIONS else f"dimension {axis}"
+        return f"; add {what} with {how}"
+    return ""
+
+
 def _conversion(spec: TensorSpec, tensor: NDArray[Any]) -> str:
     """Return the remedy for another dtype."""
     if spec.dtype == "object":
@@ -125,7 +146,7 @@ def _conversion(spec: TensorSpec, tensor: NDArray[Any]) -> str:
 
 def _layout_hint(spec: TensorSpec, tensor: NDArray[Any]) -> str:
     """Return the remedy where the channels of images are last and the model wants them first."""
-    if tensor.ndim != 4 or not all(
+    if tensor.ndim != _IMAGE_DIMENSIONS or not all(
         not isinstance(wanted, int) or size == wanted
         for size, wanted in zip(np.array(tensor.shape)[[0, 3, 1, 2]], spec.shape, strict=True)
     ):

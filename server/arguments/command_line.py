@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from offramp import __version__
 from offramp.bundle.schema.answers import TASK_KINDS
 from offramp.commands.parser import LayeredParser
 from offramp.engine.common.extensions import extensions_for
@@ -259,12 +258,6 @@ def make_parser() -> LayeredParser:
         short=SHORT,
         examples=_EXAMPLES,
         commands=_COMMANDS,
-    )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"offramp {__version__}",
-        help="show the version and end",
     )
     add_models(parser)
     add_repository(parser)

@@ -11,6 +11,8 @@ import pytest
 from tests.documents import DOCUMENTS, PAGES, ROOT, CodeBlock, blocks_of, path_of
 from tests.unit.test_documented_commands import LINE
 
+from offramp.compiler.common.options import COMPILE
+from offramp.server.arguments.combinations import combinations
 from offramp.server.common.errors import REFUSALS
 
 RUN = {
@@ -75,16 +77,23 @@ def test_quoted_messages_are_those_of_the_code() -> None:
 
 
 def quotations() -> Iterator[str]:
-    """Yield messages that are quoted: code of several words that is no command."""
+    """Yield messages that are quoted: code of several words that is no command and no option."""
     text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
     for line in text.splitlines():
         for code in re.findall(r"`([^`]+)`", line.split(" | ")[0]):
-            if " " in code and not code.startswith(("ee", "--", "http")):
+            if " " in code and not re.match(r"ee|http|--\S+ \S+$", code):
                 yield code
 
 
 def messages() -> Iterator[str]:
-    """Yield the texts of the product, with a blank where a value is put in."""
+    """Yield the texts of the product, with a blank where a value is put in.
+
+    Messages on options that exclude or need each other are composed by the commands: a message
+    that the code also has elsewhere need not be what a command prints.
+    """
+    for row in (*combinations(), *COMPILE):
+        if " " not in f"{row.option}{row.other}":  # without a value, which the user chose
+            yield row.message({})
     for package in ("bundle", "calibration", "certify", "compiler", "engine", "server", "commands"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
+import offramp
 from offramp.cluster.remote import eeworker
 from offramp.commands.parser import LayeredParser
 from offramp.compiler.commands.cli import COMMANDS, COMPILE
@@ -81,3 +82,11 @@ def test_what_counts_as_an_empty_default(shown: str) -> None:
     assert EMPTY_DEFAULT.search(shown)
     assert not EMPTY_DEFAULT.search("(default: none)")
     assert not EMPTY_DEFAULT.search("(default: 8)")
+
+
+@pytest.mark.parametrize("name", ["eecompile", "eeserve", "eeworker", "eebench"])
+def test_every_command_shows_its_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ALL[name].parse_args(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"offramp {offramp.__version__}\n"

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from offramp import __version__
 from offramp.bundle import BundleError
 from offramp.calibration.data.dataset import DataError
 from offramp.commands.completion import complete
@@ -48,12 +47,6 @@ def make_parser() -> LayeredParser:
             "eebench COMMAND --help": "its options",
         },
         commands={"eecompile": "makes a bundle of an ONNX model", "eeserve": "serves it"},
-    )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"offramp {__version__}",
-        help="show the version and end",
     )
     commands = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", help="one of these:"

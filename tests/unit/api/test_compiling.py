@@ -20,13 +20,14 @@ from offramp.api import ExportCheckError, ModuleExportError, compiling
 from offramp.api.compiling import CompileKeywords
 from offramp.api.torch_export import ExampleCall, export_module
 from offramp.bundle import BundleExistsError, TensorSpec
+from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.commands.arguments import compile_parser
 from offramp.compiler.common.errors import ModelError
 from offramp.compiler.common.options import CompileOptions
 from offramp.engine.answers.criteria import CriterionError
 
-X = np.random.default_rng(0).standard_normal((40, 16)).astype(np.float32)
+X = np.random.default_rng(0).standard_normal((800, 16)).astype(np.float32)
 
 
 class Net(nn.Module):
@@ -103,6 +104,35 @@ def test_a_file_is_compiled_beside_itself_with_options_by_the_flags_names(
     assert (options.building.exits, options.reading.simplify) == (("25%", "*/Add*"), False)
     assert options.scratch == tmp_path
     assert np.array_equal(asked.arrays["x"], X)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        X[:50],
+        (X[:50],),
+        {"x": torch.from_numpy(X[:50])},
+        DataLoader(TensorDataset(torch.from_numpy(X[:50])), batch_size=16),
+        DataLoader(TensorDataset(torch.from_numpy(X[:63])), batch_size=50, drop_last=True),
+    ],
+    ids=["array", "tuple", "tensor", "loader", "drop_last"],
+)
+def test_too_few_samples_are_refused_before_the_export(
+    asked: CapturedOptions, monkeypatch: pytest.MonkeyPatch, data: object
+) -> None:
+    exports: list[object] = []
+    monkeypatch.setattr("offramp.api.torch_export.export_module", exports.append)
+    message = facts("50 calibration samples are too few", "needs 299", "give at least 703")
+    with pytest.raises(DataError, match=message):
+        offramp.compile(Net(), data)
+    assert (exports, asked.options) == ([], None)
+
+
+def test_batches_of_unknown_size_are_not_counted_before_the_export(asked: CapturedOptions) -> None:
+    few = TensorDataset(torch.from_numpy(X[:8]))
+    rows = DataLoader(few, batch_size=8, collate_fn=lambda _: (torch.from_numpy(X[:500]),))
+    offramp.compile(Net(), rows)
+    assert len(asked.arrays["x"]) == 500
 
 
 def test_a_proto_is_compiled_into_the_working_directory(asked: CapturedOptions) -> None:
@@ -370,7 +400,7 @@ Call = Callable[[], object]
         (
             lambda: offramp.compile(ByNumpy(), X),
             ExportCheckError,
-            ("ByNumpy", "batch of", "[4, 16], expected [40, 16]", "torch alone"),
+            ("ByNumpy", "batch of", "[4, 16], expected [64, 16]", "torch alone"),
         ),
         (
             lambda: offramp.compile(3, X),  # type: ignore[arg-type]
@@ -417,6 +447,7 @@ def test_progress_is_shown_where_it_is_asked_for(
 NOT_KEYWORDS = {
     "--help": "of the command line",
     "--help-all": "of the command line",
+    "--version": "of the command line",
     "--completion": "of the command line",
     "--backend": "engines are built by eecompile build",
     "--data": "an argument of its own",

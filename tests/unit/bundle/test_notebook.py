@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from dataclasses import replace
 
 import pytest
 from tests.small import compile_small
@@ -28,7 +29,31 @@ def test_a_report_is_a_document_in_a_frame_of_its_own(small: Bundle) -> None:
 
 
 def test_a_bundle_is_a_line_elsewhere(small: Bundle) -> None:
-    assert repr(small) == f"<Bundle {small.path}: 1 of {len(small.manifest.exits)} exits in use>"
+    promise = small.policy.promise
+    assert promise is not None
+    assert str(small) == (
+        f"<Bundle {small.path}: 1 of {len(small.manifest.exits)} exits in use; certified: at most "
+        "5.00% of answers differ from the unmodified model's, with 95% confidence; predicted to "
+        f"save {promise.predicted_savings:.0%} of its time>"
+    )
+
+
+def test_a_line_says_why_no_exit_is_in_use(small: Bundle) -> None:
+    count = len(small.manifest.exits)
+    idle = replace(
+        small,
+        policy=replace(small.policy, active=(), promise=None),
+        manifest=replace(small.manifest, idle_reason="no exit pays"),
+    )
+    assert repr(idle) == (
+        f"<Bundle {small.path}: 0 of {count} exits in use, the unmodified model answers: "
+        "no exit pays>"
+    )
+
+
+def test_exits_of_a_dry_run_promise_nothing(small: Bundle) -> None:
+    dry = replace(small, policy=replace(small.policy, promise=None))
+    assert repr(dry).endswith(" exits in use, nothing is certified>")
 
 
 def test_a_bundle_shows_its_exits_and_its_promise(small: Bundle) -> None:

@@ -87,7 +87,7 @@ def nan(dtype: type = np.float32) -> np.ndarray:
         ({"zzz": np.ones(4)}, ("'zzz'", "expected")),
         ({"scores": np.ones((4, 3))}, ("float64 [4, 3]", "expected scores", "astype('float32')")),
         ({"scores": np.ones((4, 2), np.float32)}, ("2 of dimension 1", "3")),
-        ({"scores": np.ones(3, np.float32)}, ("array[None]",)),
+        ({"scores": np.ones(3, np.float32)}, ("float32 [3]", "expected scores")),
         ({"scores": np.ones((3, 3), np.float32)}, ("batch is 4", "'input_ids'", "3")),
         ({"samples": 0}, ("dimension 0 (batch) is empty",)),
         ({"label": np.arange(3)}, ("length", "'label': 3")),

@@ -65,7 +65,7 @@ examples:
 other commands:
   glue  glues it again
 
-All 10 options, by groups: cut --help-all
+All 11 options, by groups: cut --help-all
 """
 
 
@@ -88,6 +88,7 @@ def test_help_all_shows_every_option_by_groups(capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if line.startswith("  --")] == [
         "  --help-all                show all options, by groups",
+        "  --version                 show the version and end",
         "  --completion {bash,zsh,fish}",
         "  --data DATA               samples. Of any kind",
         "  --share X                 largest share (default: 0.01)",

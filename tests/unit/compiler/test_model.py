@@ -122,11 +122,14 @@ def test_batch_that_cannot_be_freed(read):
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n" + bytes(range(64)), b"hello"])
 def test_not_an_onnx_file(tmp_path, content):
-    path = tmp_path / "model.onnx"
-    path.write_bytes(content)
-
-    with pytest.raises(ModelError, match=r"model\.onnx: not an ONNX file"):
-        read_model(path)
+    for name in ("model.onnx", "model.pt", "model.py"):
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(
+            ModelError,
+            match=facts(f"{name}: not an ONNX file", "torch.onnx.export", "offramp.compile(module"),
+        ):
+            read_model(path)
 
 
 def test_missing_file(tmp_path):

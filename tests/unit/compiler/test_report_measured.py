@@ -178,8 +178,17 @@ def test_eecompile_ends_loudly_where_nothing_is_saved(tmp_path: Path) -> None:
     lines = summary_of(tmp_path, replace(MEASUREMENT, sizes=sizes, disturbed=("policy: [busy]",)))
     assert lines[1] == "Predicted savings 33.8%, measured -2.0% ±1.0% (batch 8)."
     assert lines[2].startswith("Measured savings are 35.8 points less than predicted.")
-    assert lines[3] == "Disturbed while measuring: policy: [busy]"
-    assert lines[4].startswith("THE EXITS IN USE SAVE NOTHING HERE: At batch 8 the exits in use")
+    assert lines[3].startswith("THE EXITS IN USE SAVE NOTHING HERE: At batch 8 the exits in use")
+    assert lines[4] == "Disturbed while measuring policy: 1 note in the report"
+
+
+def test_eecompile_ends_with_one_line_on_all_disturbances(tmp_path: Path) -> None:
+    profile = replace(PROFILE, disturbed=("segments: busy", "segments: slower", "[stages]: busy"))
+    sizes = (measured_size(1, 0.31), measured_size(8, 0.66))
+    measured = replace(MEASUREMENT, sizes=sizes, disturbed=("policy: busy",))
+    lines = summary_of(tmp_path, measured, profile)
+    told = [line for line in lines if "isturbed" in line or "segments: " in line]
+    assert told == ["Disturbed while measuring segments, [stages], policy: 4 notes in the report"]
 
 
 def page_of(measured: Measured | None) -> Page:

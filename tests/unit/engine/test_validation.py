@@ -70,6 +70,16 @@ def test_what_fits_has_nothing_wrong(batch: int, sequence: int) -> None:
         ),
         (
             [IMAGE],
+            {"image": image(2, 28, 28)},
+            ("'image' is uint8 [2, 28, 28]", "add the channel with array[:, None]"),
+        ),
+        (
+            [TensorSpec(name="x", dtype="uint8", shape=("batch", "time", 1))],
+            {"x": image(2, 5)},
+            ("'x' is uint8 [2, 5]", "add dimension 2 with array[:, :, None]"),
+        ),
+        (
+            [IMAGE],
             {"image": image(28, 28)},
             ("'image' is uint8 [28, 28]", "image: uint8 [batch, 1, 28, 28]"),
         ),
@@ -129,6 +139,25 @@ def test_what_fits_has_nothing_wrong(batch: int, sequence: int) -> None:
 )
 def test_what_does_not_fit_is_told(specs, tensors, message: Told) -> None:
     tells(check_tensors(specs, tensors), *message)
+
+
+def test_a_remedy_that_would_not_fit_is_not_named() -> None:
+    for shape in ((2, 28, 27), (1, 28, 27), (0, 28, 28), (28, 28)):
+        wrong = check_tensors([IMAGE], {"image": image(*shape)})
+        assert wrong is not None
+        assert "None" not in wrong
+    other = TensorSpec(name="other", dtype="uint8", shape=("batch",))
+    wrong = check_tensors([other, IMAGE], {"other": image(3), "image": image(1, 28, 28)})
+    assert wrong is not None
+    assert wrong.endswith(f"expected {IMAGE.describe()}")
+
+
+def test_a_data_set_is_no_single_sample() -> None:
+    one = {"image": image(1, 28, 28)}
+    tells(check_tensors([IMAGE], one, batched=True), "add the channel with array[:, None]")
+    assert check_tensors([FLOATS], {"x": np.ones(4, np.float32)}, batched=True) == (
+        f"input 'x' is float32 [4], expected {FLOATS.describe()}"
+    )
 
 
 def test_a_symbol_binds_within_one_tensor_too() -> None:

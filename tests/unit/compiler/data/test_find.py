@@ -90,6 +90,8 @@ def test_a_function_is_one_where_there_is_no_such_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert isinstance(find_source("my.data:batches", NONE), FunctionSource)
+    Path("a b").mkdir()
+    Path("a b/my.py").touch()
     assert isinstance(find_source("./a b/my.py:batches", NONE), FunctionSource)
     npy(Path("data:npy"))
     assert isinstance(find_source("data:npy", NONE), NpyFolderSource)
@@ -120,6 +122,12 @@ def test_data_of_no_kind(tmp_path: Path, name: str, message: Told) -> None:
         read_dataset(find_source(str(tmp_path / name), NONE), [X])
     if "expected" in message:
         assert all(kind.form in str(caught.value) for kind in KINDS)
+
+
+@pytest.mark.parametrize("name", ["absent.npz", "absent.csv", "absent.parquet", "absent.py:rows"])
+def test_an_absent_file_is_noticed_before_it_is_read(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=facts(name.partition(":")[0], "no such file")):
+        find_source(str(tmp_path / name), NONE)
 
 
 def parsed(*argv: str) -> argparse.Namespace:
