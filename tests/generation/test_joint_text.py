@@ -177,7 +177,8 @@ def test_a_time_limit_ends_training() -> None:
     told: list[float] = []
     options = JointTextTraining(epochs=1000, minutes=1e-6, batch_size=8)
     train_joint_text(export, prompts, answers, exits=EXITS, options=options, progress=told.append)
-    assert told in ([1.0], [0.0, 1.0])
+    assert told[-1] == 1.0
+    assert len(told) <= 2
 
 
 def test_a_decoder_of_one_token_a_step_is_refused() -> None:

@@ -243,9 +243,10 @@ def test_a_dry_run_says_what_and_why(run: Shell, fake: FakeBuilder, mlp: Bundle)
 
 def test_without_a_gpu_there_is_one_line_before_any_work(run: Shell, no_gpu: None) -> None:
     """The model is not opened before."""
+    Path("data.npz").touch()
     for arguments in (
         ["build", "nowhere.ee"],
-        ["nowhere.onnx", "--data", "nowhere.npz", "--backend", "tensorrt"],
+        ["nowhere.onnx", "--data", "data.npz", "--backend", "tensorrt"],
     ):
         assert run(*arguments) == CommandResult(1, [], [f"eecompile: {MISSING}"])
 

@@ -45,6 +45,7 @@ def test_without_the_flag_operator_domain_and_flag_are_named(
     capfd, tmp_path: Path, command: list[str]
 ) -> None:
     onnx.save(squash_mlp(), tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", x=np.zeros((4000, 8), np.float32))
     data = [] if command else ["--data", tmp_path / "data.npz"]
     told = fails(capfd, *command, tmp_path / "model.onnx", *data)
     assert "model.onnx: ONNX Runtime " in told

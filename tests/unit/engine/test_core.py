@@ -292,10 +292,11 @@ def test_an_overloaded_engine_refuses_before_a_request_is_made() -> None:
         admission = engine._executor._models["fake"].scheduler._admission
         waiting = asyncio.create_task(engine.infer("fake", {SCRIPT: script([0.95, 0.5])}))
         await until(lambda: engine.statistics()["fake"].queued == 1)
+        admission.keep(2, time.monotonic())
         admission.lose(10**9, time.monotonic())  # so that chance lets nobody in
-        with pytest.raises(QueueFullError, match=r"overloaded: 1 samples wait.*retry later"):
+        with pytest.raises(QueueFullError, match=r"overloaded: samples wait in front \(1\).*later"):
             await engine.infer(
-                "fake", {SCRIPT: script([0.95, 0.5])}, deadline_s=time.monotonic() + 20.0
+                "fake", {SCRIPT: script([0.95, 0.5])}, deadline_s=time.monotonic() + 0.2
             )
         counted = engine.statistics()["fake"]
         assert (counted.requests, counted.failed["rejected"]) == (2, 1)
