@@ -212,7 +212,10 @@ def _members(archive: zipfile.ZipFile, max_bytes: int) -> list[_Member]:
         raise NpzError(f"{len(infos)} members are more than the {_MOST_MEMBERS} that are read")
     for info in infos:
         if not info.filename.endswith(".npy"):
-            raise NpzError(f"{info.filename!r} in it is not an array; write it with numpy.savez")
+            raise NpzError(
+                f"member {info.filename!r} of the npz file is not an array; write the file with "
+                "numpy.savez"
+            )
         _check_sizes(info)
     if len({info.filename for info in infos}) < len(infos):
         raise NpzError("two of its members have the same name")

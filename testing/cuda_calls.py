@@ -29,7 +29,8 @@ class CheckedCalls:
         self.calls: Counter[str] = Counter()
         """Number of calls by method, also in captures: ``allocate``, ``launch_graph``, …"""
         self.misuses: list[Exception] = []
-        """All :class:`MisuseError` so far, and unexpected errors of host work."""
+        """All :class:`MisuseError` so far, and all other errors except BackendError that driver
+        calls, or functions that a stream runs, have raised."""
         self._lock = threading.RLock()
         self._current: Counter[int] = Counter()
         """Nesting depth of :meth:`current`, by thread."""

@@ -87,7 +87,7 @@ def run_over(
 def _first_failing(
     session: ort.InferenceSession, batch: Mapping[str, NDArray[Any]], read: Sequence[str]
 ) -> int:
-    """Return the first row of a batch that fails alone; 0 if rows only fail together."""
+    """Return the first row of a batch that fails alone; 0 also if no row fails alone."""
     for row in range(len(next(iter(batch.values())))):
         try:
             session.run(None, {name: batch[name][row : row + 1] for name in read})

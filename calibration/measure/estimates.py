@@ -69,9 +69,10 @@ def backbone_of(
 
 
 def heads_of(rounds: Sequence[Rounds]) -> list[list[float]]:
-    """Estimate the times of heads: milliseconds [heads][batch sizes], rising, at least 0.
+    """Estimate the heads' times in ms, [heads][batch sizes].
 
-    ``rounds``, by batch size, time an empty graph, then the heads.
+    Times are at least 0, and never fall with the batch size. ``rounds`` has one item for each batch
+    size; each item has the times of an empty graph, then those of each head.
     """
     beyond = np.array([[d.value for d in of_size.differences()] for of_size in rounds])
     return [rising(row).tolist() for row in beyond.T]

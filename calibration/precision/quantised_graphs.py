@@ -222,11 +222,11 @@ def multiply(
     weight: tuple[str, NDArray[np.int8], NDArray[np.float32]],
     result: str,
 ) -> onnx.NodeProto:
-    """Return the nodes of an integer product with a float32 result.
+    """Return the node of an integer product with a float32 result; add its constants to the graph.
 
-    ``scaled`` are the names of the activation's step size and of its zero point; ``weight`` has the
-    stem of the names of its constants, the weights in steps [inputs, outputs], and the size of a
-    step [outputs].
+    ``steps`` is the name of the quantised activation; ``scaled`` are the names of its step size and
+    of its zero point. ``weight`` has the prefix of the names of the constants, the int8 weights
+    [inputs, outputs], and the step size of each output [outputs].
     """
     step, zero = scaled
     stem, values, sizes = weight
@@ -321,7 +321,8 @@ class BatchDependence:
     changed: int
     """Rows whose largest class differed in some batch."""
     difference: float
-    """Largest difference of a number, relative to its scale; 0 is no difference."""
+    """Largest difference between two answers to the same row, relative to the scale of the element
+    that differs (:class:`.Scales`); 0 if all answers to a row are equal."""
 
     @property
     def depends(self) -> bool:

@@ -115,10 +115,12 @@ def adapt(
 
 
 def raising_path(load: RehearsalLoad, least: Sequence[ActiveExit]) -> FloatArray:
-    """Return levels of thresholds, from no exits down to ``least``: float64[levels, exits].
+    """Return levels of thresholds, strictest first: float64[levels, exits].
 
-    On the way down the common path of the load's agreement curves, each exit stops at its threshold
-    in ``least``. So thresholds rise only at exits whose confidence is less reliable now.
+    At the first level no exit answers. From level to level, thresholds fall along the common path
+    of the load's agreement curves (:func:`.tuning_path`), but no exit goes below its threshold in
+    ``least``. The last level is ``least`` itself. So compared with ``least``, a level raises only
+    thresholds of exits whose confidence has become less reliable.
     """
     rows = [a.exit for a in least]
     floor = np.array([a.threshold for a in least])

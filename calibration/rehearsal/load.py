@@ -150,7 +150,7 @@ or candidate was left. With ``kept`` nothing was searched: the exits of a policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalSettings:
-    """Settings of a rehearsal; both bounds default to those of the paper's evaluation."""
+    """Settings of a rehearsal; the largest shares that are allowed default to those of PAME 7.1."""
 
     batch_size: int = 32
     """Rows of a batch at its start, n."""

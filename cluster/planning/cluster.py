@@ -154,7 +154,9 @@ class Cluster:
     def __post_init__(self) -> None:
         names = [kind.name for kind in self.types]
         if not names or len(set(names)) < len(names):
-            raise ValueError(f"types {names} must not be empty, and each needs its own name")
+            raise ValueError(
+                f"device types {names}: expected at least one type, and a different name for each"
+            )
         pairs = [(a, b) for a, b, _ in self.links]
         strangers = sorted({name for pair in pairs for name in pair} - set(names))
         if strangers:

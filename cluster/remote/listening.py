@@ -249,10 +249,10 @@ class Listener:
             connection.send(encode(answer))
             worker.serve(wanted.silence_s)
         except ConnectionLostError as error:
-            _log.info("%s is gone: %s", peer, error)
+            _log.info("the router at %s is gone: %s", peer, error)
         except TransportTimeoutError:
             _log.warning(
-                "%s sent nothing for %g s; its state here is dropped",
+                "the router at %s sent nothing for %g s; its state here is dropped",
                 peer,
                 wanted.silence_s,
             )
@@ -264,7 +264,7 @@ class Listener:
         """End this process because its router is gone, with one log line."""
         with self._lock:
             if not self._over.is_set():
-                _log.info("%s is gone; its state here is dropped", peer)
+                _log.info("the router at %s is gone; its state here is dropped", peer)
             self._over.set()
 
     def _serve_slot(self, message: JoinSlot, connection: Connection) -> None:

@@ -50,7 +50,7 @@ class FormSet:
 
 
 def forms_of(tensors: Mapping[str, NDArray[Any]]) -> FormSet:
-    """Return the forms of arrays; BackendError for a dtype that cannot be sent."""
+    """Return the form of each array: name, dtype, shape; BackendError if a dtype cannot be sent."""
     return form_set(tuple([(name, a.dtype, a.shape) for name, a in tensors.items()]))
 
 

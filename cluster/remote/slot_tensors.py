@@ -207,11 +207,17 @@ class InlineTensors:
 
     def array(self, form: TensorForm, place: int) -> NDArray[Any]:
         """Raise FrameError: no memory is shared."""
-        raise FrameError(f"it has array {form.name!r:.60} at {place}, but no memory is shared")
+        raise FrameError(
+            f"the reply puts array {form.name!r:.60} at offset {place} of shared memory, but no "
+            "memory is shared with this worker"
+        )
 
     def layout(self, forms: FormSet, places: tuple[int, ...]) -> TensorLayout:
         """Raise FrameError: no memory is shared."""
-        raise FrameError(f"it has {len(forms.forms)} arrays at {places}, but no memory is shared")
+        raise FrameError(
+            f"the reply puts {len(forms.forms)} arrays at offsets {places} of shared memory, but "
+            "no memory is shared with this worker"
+        )
 
     def close(self) -> None:
         """Clear the cached layouts."""

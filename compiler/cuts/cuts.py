@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 MAX_CUT_TENSORS = 4
 """Largest number of tensors of a cut point."""
 WIDE_STRETCH = 0.4
-"""Sets of tensors are searched in parts of the model with at least this share of its FLOPs and no
-single tensor as cut point. In a model of many blocks, sets would only add similar exits at a higher
-cost."""
+"""Cut points of several tensors are searched for only in a part of the model that has more than
+this share of its work, and no cut point of a single tensor. Elsewhere they would only add exits
+that are similar to others, at a higher cost."""
 NEAR = 0.1
 """A set of tensors is dropped if a cut point of fewer tensors is within this share of the model's
 FLOPs."""

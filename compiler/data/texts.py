@@ -105,8 +105,9 @@ def _field(spec: TensorSpec, specs: Sequence[TensorSpec], name: str) -> str:
     field = _FIELDS.get(spec.name) or ("ids" if len(specs) == 1 else None)
     if not whole or field is None:
         raise DataError(
-            f"{name}: texts become {', '.join(_FIELDS)}, integers [batch, tokens], and the model "
-            f"has the input {spec.describe()}; pass arrays for all inputs, or a module:function "
+            f"{name}: texts can fill only inputs of integers [batch, tokens] with the name "
+            f"{', '.join(_FIELDS)} (or any name, for a model with one input), but the model has "
+            f"the input {spec.describe()}; pass arrays for all inputs, or a module:function "
             "that yields batches"
         )
     return field

@@ -101,8 +101,8 @@ def _value_info(name: str, dtype: str, shape: Sequence[int | str]) -> onnx.Value
 CONFIDENCE = "confidence"
 """Name of an exit's output with the confidence, without the exit's prefix."""
 _STEP = 1e-3
-"""Largest float32 error of a share multiplied by a number of tokens, when the exact result is an
-integer."""
+"""Subtracted from a share multiplied by a number of tokens before the product is rounded up: if the
+exact product is an integer, the error of float32 is smaller than this."""
 
 
 def exit_prefix(candidate: int) -> str:

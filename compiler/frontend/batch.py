@@ -336,7 +336,7 @@ class _Followed:
         self._types = types
 
     def run(self) -> list[Dependence]:
-        """Return the dependence of each output of the graph."""
+        """Follow the batch through the graph; return how each output depends on the inputs."""
         for op in self._flow.operators:
             read = [self._known.get(name, FIXED) for name in op.reads]
             self._check(op)

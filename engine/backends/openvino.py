@@ -95,7 +95,10 @@ class _Graph:
 
 
 def _places(ports: Sequence[openvino.ConstOutput], declared: Sequence[Any]) -> dict[str, int]:
-    """Return the port of each declared name; tensors optimised away pass their names to others."""
+    """Return each declared name's index in ``ports``.
+
+    A port may have several names: its own, and those of tensors that OpenVINO optimised away.
+    """
     names = {tensor.name for tensor in declared}
     return {name: place for place, port in enumerate(ports) for name in port.get_names() & names}
 

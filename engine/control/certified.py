@@ -51,7 +51,8 @@ _SETTLED: Final = 2048
 """Number of samples for which an answering policy stays active, unless the next policy takes much
 less time: while levels pass one after the other, versions would otherwise change fast."""
 _LEAP: Final = 0.95
-"""Share of the mean time that counts as much less."""
+"""A policy takes much less time than the active one if its mean time is at most this share of the
+active policy's mean time."""
 
 
 class CertifiedController:

@@ -73,7 +73,7 @@ class CudaBackend:
         return self._shared.factory.as_computed(bundle)
 
     def sizes(self, most: int) -> Sequence[int]:
-        """Return the sizes that batches are padded to, if all stages pad; else all sizes."""
+        """Return all sizes up to ``most``; if all stages pad, only those that batches pad to."""
         return self._shared.stages.sizes(most)
 
     def prepare(self, spec: StageSpec) -> CudaStage:

@@ -35,7 +35,10 @@ class TakesCodes(Protocol):
     def compared(
         self, sample_ids: SampleIds, exit_index: int, prediction: NDArray[np.int32]
     ) -> None:
-        """Record an exit's answers once their codes are known."""
+        """Record the codes of an exit's earlier answers, once the model's end has answered, too.
+
+        ``prediction`` [n] are codes (:mod:`.agreement`): equal to the end's where answers agree.
+        """
 
     def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
         """Record the answers of the model's end."""

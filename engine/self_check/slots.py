@@ -205,5 +205,6 @@ def _tell_apart(
     facts["apart"] = max(apart, facts.get("apart", 0.0))
     if apart <= 10 * subject.tolerance:
         raise CheckSkippedError(
-            f"answers to different samples differ by only {apart:.1e}: old ones would look alike"
+            f"answers to different samples differ by only {apart:.1e}: too little to notice an "
+            "answer that belongs to another batch"
         )

@@ -182,7 +182,7 @@ def cut_export(
 def _own_graphs(
     exit_: TextExit, criterion: TextCriterion, width: int
 ) -> dict[str, onnx.ModelProto]:
-    """Return the graphs of one exit, by the field of its stage."""
+    """Return one exit's graphs; keys are the :class:`.TextStage` fields for the graphs' files."""
     judge = exit_.judge
     if judge is None and criterion == "state similarity":
         judge = state_similarity(width)

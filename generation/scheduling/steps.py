@@ -176,7 +176,7 @@ class TextDecision(NamedTuple):
     step: PrefillStep | TokenStep | None
     """Next step; ``None`` if no sequence is left to run."""
     outcome: TextOutcome = NOTHING_FOLLOWS
-    """Sequences that ended during the decision, and the slots to close first."""
+    """Sequences that ended during the decision, and slots to close before the step runs."""
 
 
 class TextQueueFullError(Exception):

@@ -4,14 +4,15 @@ A request on ``ModelStreamInfer`` is answered as Triton answers requests to mode
 decoupled: with exactly one response, in the order of requests. The bool parameter
 ``offramp_decoupled`` requests the behaviour of a decoupled model: each answer is sent as soon as it
 exists, regardless of other requests. If samples that exits answered run on to the model's end,
-there are two answers: an early one and the final one. A model may be decoupled as well; all its
-requests on a stream are then answered in this way, with any number of parts. The last response to a
-request has the parameter ``triton_final_response`` set.
+there are two answers: an early one and the final one. All stream requests to a model that is itself
+decoupled are answered in this way, with any number of responses. The last response to a request has
+the parameter ``triton_final_response`` set.
 
-``triton_enable_empty_final_response`` has the meaning of Triton (``stream_infer_handler.cc``): a
-response without outputs ends a request whose last response was not marked as the last. Triton sends
-one for decoupled models only. We send one for decoupled requests only, and only if the final answer
-was lost, because all other last responses are marked.
+``triton_enable_empty_final_response`` means what it means in Triton (``stream_infer_handler.cc``):
+if no response with outputs was marked as the last, a response without outputs ends the request.
+Triton does so for decoupled models only. We do so for decoupled requests only, and only if the
+final answer never came, for instance because its batch failed. A final answer that comes has the
+mark itself.
 """
 
 from __future__ import annotations

@@ -131,8 +131,9 @@ class WeightFinder:
                 parts=group.parts,
             )
         raise ElasticSpecError(
-            f"{self.spec.source}: width.weights names {only or op.name!r}, but {op.kind} {op.name} "
-            f"has no output channels of a constant weight; name a {', '.join(_WEIGHTS)} with one"
+            f"{self.spec.source}: width.weights names {only or op.name!r}, but for {op.kind} "
+            f"{op.name} this selects no constant weight with output channels; name a "
+            f"{', '.join(_WEIGHTS)} that has such a weight"
         )
 
 

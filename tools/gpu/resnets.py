@@ -38,7 +38,7 @@ class Piece:
     carry_shape: tuple[int, ...]
     """Shape of one carried row; empty without one."""
     logits: str
-    """Output with the answer of the exit, or of the model."""
+    """Name of the output with the answer of the exit, or of the model."""
 
 
 def whole(seed: int = 0, *, model: str = "resnet50") -> Piece:

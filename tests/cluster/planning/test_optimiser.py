@@ -276,7 +276,7 @@ def test_facts_that_contradict_each_other_are_refused(
 
 def test_clusters_that_contradict_themselves_are_refused() -> None:
     (kind,) = two_halves(1).types
-    with pytest.raises(ValueError, match="each needs its own name"):
+    with pytest.raises(ValueError, match="a different name for each"):
         Cluster(types=(kind, kind))
     with pytest.raises(ValueError, match=r"links name \['cpu'\], expected types among \['gpu'\]"):
         Cluster(types=(kind,), links=(("gpu", "cpu", DeviceLink()),))

@@ -101,7 +101,7 @@ def test_a_directory_that_claims_more_than_is_stored_is_refused() -> None:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"readme.txt": b"hello"}, "'readme.txt' in it is not an array"),
+        ({"readme.txt": b"hello"}, "member 'readme.txt' of the npz file is not an array"),
         ({f"{i}.npy": b"" for i in range(10_001)}, "10001 members are more than the 10000"),
     ],
 )

@@ -199,7 +199,7 @@ def test_a_damaged_archive(tmp_path: Path) -> None:
 def test_a_zip_of_other_things(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "d.npz", "w") as archive:
         archive.writestr("readme.txt", "hello")
-    with pytest.raises(DataError, match=r"'readme.txt' in it is not an array"):
+    with pytest.raises(DataError, match=r"member 'readme.txt' of the npz file is not an array"):
         read_dataset(tmp_path / "d.npz", SPECS)
 
 
