@@ -37,7 +37,7 @@ class TakesCodes(Protocol):
     ) -> None:
         """Record the codes of an exit's earlier answers, once the model's end has answered, too.
 
-        ``prediction`` [n] are codes (:func:`.agreement_of`), equal to the end's where answers agree.
+        ``prediction`` [n] are codes (:func:`.agreement_of`), equal to the end's where both agree.
         """
 
     def final(self, sample_ids: SampleIds, prediction: NDArray[np.int32]) -> None:
