@@ -116,6 +116,8 @@ EXIT_UNANSWERED: Final = 1
 
 _DESCRIPTORS_OF_MODELS: Final = 4096
 """File descriptors reserved for model files, in addition to those of connections."""
+_ENDING_S: Final = 0.05
+"""Wait in seconds, after a second signal, for calls that end because their answers were sent."""
 _FLUSH_S: Final = 1.0
 """Longest wait, in seconds, for the last answers to be written."""
 
@@ -352,6 +354,8 @@ async def _leave(
     await endpoint.leaving()
     delay_s = options.drain_delay_s if stop.patient else 0.0
     drained = await _unless(stop.forced, _drain(engine, endpoint, options, delay_s))
+    if drained is None and endpoint.requests:
+        await asyncio.sleep(_ENDING_S)
     unanswered = sum(model.queued + model.in_flight for model in engine.statistics().values())
     lost = not drained and (unanswered > 0 or endpoint.requests > 0)
     if lost:

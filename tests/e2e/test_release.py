@@ -147,7 +147,8 @@ def test_bundles_are_served_without_torch(installed: Installed, launch: Launch) 
 
 
 def test_commands_name_the_extra_that_they_need(installed: Installed) -> None:
-    done = installed.tried("eecompile", "model.onnx", "--data", "data.npz")
+    Path("some.npz").touch()
+    done = installed.tried("eecompile", "model.onnx", "--data", "some.npz")
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     tells(line, "eecompile", "onnx", "extra `compile`", "pip install '.[compile]'")
