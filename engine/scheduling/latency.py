@@ -114,6 +114,11 @@ class Latencies:
         return self.variants[0].shrinking
 
     @property
+    def earliest_s(self) -> float:
+        """Seconds in which a single row of the fastest variant could leave at its first exit."""
+        return min(table.shrinking.earliest_s for table in self.variants) * self.speed
+
+    @property
     def profiled_s(self) -> tuple[tuple[float, ...], ...]:
         """[stages][max_batch_size + 1]: the full model's seconds as profiled, uncorrected."""
         return tuple(tuple(row) for row in self.variants[0].seconds)

@@ -160,8 +160,7 @@ class ModelScheduler:
     def submit(self, submission: Submission, now_s: float) -> StepOutcome:
         """Queue a request's samples; SchedulerFullError, with none queued, if not all fit."""
         self._expire(now_s)
-        earliest_s = self.latencies.shrinking.earliest_s * self.latencies.speed
-        submission.feasible = submission.deadline_s - now_s >= earliest_s
+        submission.feasible = submission.deadline_s - now_s >= self.latencies.earliest_s
         try:
             self._queue.push(submission, now_s)
         except SchedulerFullError as error:
