@@ -74,7 +74,7 @@ def real_place(file: str) -> str:
 if missing := missing_packages(ROOT):
     sys.exit(
         f"offramp: {LINKS.as_posix()} does not lead to {', '.join(missing)}: this tree lost its "
-        "symbolic links; get it anew with `git clone -c core.symlinks=true` "
+        "symbolic links; clone it with `git clone -c core.symlinks=true` "
         "(on Windows turn on Developer Mode first), or install a wheel"
     )
 

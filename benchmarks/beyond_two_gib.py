@@ -70,7 +70,6 @@ def main() -> None:
     wide_console().print(table)
     found = {
         "measured": "MEASURED: resident memory of processes, bytes",
-        "command": " ".join(["python", "-m", "benchmarks.beyond_two_gib", *sys.argv[1:]]),
         "model_bytes": size_bytes,
         "allowed_bytes": size_bytes + _ALLOWED,
         "runs": runs,

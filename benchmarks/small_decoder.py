@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 from benchmarks.common import make_parser
+from benchmarks.promise import resample
+from benchmarks.tasks import DRAWS
 from benchmarks.trained_models import compiled, measure, show
 
 from offramp.bundle import Bundle
@@ -53,6 +55,9 @@ def main() -> None:
     source = made.read(made.manifest.source.file)
     facts["reduced"] = against_whole(model.read_bytes(), source, facts["answer_tokens"], dataset)
     facts |= measure(made, dataset, options.repeats, (1, 8, 16))
+    facts["promise"] = resample(
+        made.path, options.output / "test.npz", draws=DRAWS, seed=options.seed
+    )
     facts["exit_checks"] = exit_checks(made, facts["batches"]["1"]["cpu"]["source_ms"])
     show([facts])
     environment = describe_environment(seed=options.seed, threads=1, repeats=options.repeats)

@@ -7,9 +7,10 @@ Trains models that are not in ``--output`` yet (:mod:`offramp.tools.zoo.task_mod
 minutes each on a core), compiles each model with no flag but the task of ``pose`` and ``values``,
 which the compiler cannot detect, and measures it as in ``benchmarks/trained_models.py``. An answer
 agrees as the bundle defines it: 95 % of the pixels, 98 % of the words, all key points within 5 % of
-the map, all labels, or all values within a tenth of their standard deviation. ``mean_latency`` is
-from the start of a batch until a sample's own answer is available, ``busy`` until the last one is,
-both relative to the unmodified model.
+the map, all labels, or all values within a tenth of their standard deviation. How often the promise
+is broken on new data is counted as in ``benchmarks/promise.py``. ``mean_latency`` is from the start
+of a batch until a sample's own answer is available, ``busy`` until the last one is, both relative
+to the unmodified model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import make_parser
+from benchmarks.promise import resample
 from benchmarks.trained_models import compiled, measure
 from rich.table import Table
 
@@ -37,6 +39,8 @@ FLAGS: Mapping[str, Sequence[str]] = {
     "values": ("--task", "regression"),
 }
 """Flags of ``eecompile`` for tasks that it cannot detect."""
+DRAWS = 1_000
+"""Number of times that the certify split is drawn again."""
 
 
 def main() -> None:
@@ -73,6 +77,8 @@ def examine(name: str, options: argparse.Namespace) -> dict[str, Any]:
         keep=options.compiled,
     )
     facts["agrees_if"] = made.manifest.answer.task.describe()
+    if made.policy.promise is not None:
+        facts["promise"] = resample(made.path, folder / "test.npz", draws=DRAWS, seed=options.seed)
     return facts | measure(made, dataset, options.repeats, BATCH_SIZES)
 
 

@@ -231,7 +231,7 @@ class EngineIndex:
     def __post_init__(self) -> None:
         units = [entry.unit for entry in self.engines]
         if units != sorted(set(units)):
-            raise ValueError(f"engines: units {units} must rise")
+            raise ValueError(f"engines: units {units} must increase")
         # Files that an index no longer names are deleted: an unchecked path could be any user file.
         for name in sorted(self.files):
             if _FILE_NAME.fullmatch(name) is None or name.lower() == INDEX:

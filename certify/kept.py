@@ -80,7 +80,9 @@ def kept_exits(state: Mapping[str, Any], name: str, exits: int) -> tuple[int, ..
         raise _misfit(name, value, "a row of exits")
     found: list[int] = value.tolist()
     if found != sorted(set(found)) or (found and found[0] < 0):
-        raise ValueError(f"state: {name!r} is {_shown(found)}; indices of exits must rise from 0")
+        raise ValueError(
+            f"state: {name!r} is {_shown(found)}; indices of exits must increase from 0"
+        )
     if found and found[-1] >= exits:
         raise ValueError(f"state: exit {found[-1]} is in use, but the bundle has {exits} exits")
     return tuple(found)

@@ -307,7 +307,7 @@ class FakeDriver(CheckedCalls):
             self._lose(str(error))
 
     def _lose(self, why: str) -> None:
-        self._lost = f"the GPU failed ({why}); the process has to start anew"
+        self._lost = f"the GPU failed ({why}); the process must be restarted"
         self._queues.drop()
 
     def _launch_graph(self, graph: FakeGraph, stream: Stream) -> None:

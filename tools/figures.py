@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from offramp.engine.learning.compilation import IdleShare
-from offramp.tools.tables import clusters, memory, models, serving, text
+from offramp.tools.tables import clusters, measured, memory, models, serving, text
 from offramp.tools.tables.rows import Result, Table
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -53,6 +53,17 @@ PREPARED: Final[Mapping[str, str]] = {
     "--data demo/minilm/calibration.npz --output demo/minilm.ee",
     "demo/minilm_auto.ee": "eecompile demo/minilm/minilm_sentiment.onnx "
     "--data demo/minilm/calibration.npz --precision auto --output demo/minilm_auto.ee",
+    "demo/resnet18": "python -m offramp.tools.zoo.fashion_resnet --widths 32 64 128 256 --depth 2 "
+    "--epochs 6 --output demo/resnet18",
+    "demo/resnet18.ee": "eecompile demo/resnet18/fashion_resnet18.onnx "
+    "--data demo/resnet18/calibration.npz --output demo/resnet18.ee",
+    "demo/resnet18_auto.ee": "eecompile demo/resnet18/fashion_resnet18.onnx "
+    "--data demo/resnet18/calibration.npz --precision auto --output demo/resnet18_auto.ee",
+    "demo/small": "python -m offramp.tools.zoo.small_models --output demo/small",
+    "demo/vit.ee": "eecompile demo/small/vit/vit.onnx --data demo/small/vit/calibration.npz "
+    "--output demo/vit.ee",
+    "demo/elastic.ee": "eecompile supernet examples/elastic/elastic_resnet.onnx "
+    f"--elastic examples/elastic/spec.toml --data {_FASHION} --output demo/elastic.ee",
     _JOINT: "python -m offramp.tools.zoo.text_normaliser "
     "--output demo/normaliser --only joint layers_3 layers_4",
     "demo/whole.ee": f"{_TEXT} demo/whole.ee",
@@ -70,6 +81,7 @@ def read_result(name: str) -> Result:
 
 TABLES: Final[Mapping[str, Table]] = {
     **models.TABLES, **memory.TABLES, **serving.TABLES, **clusters.TABLES, **text.TABLES,
+    "measured": measured.table(sorted(path.stem for path in RESULTS.glob("*.json"))),
 }  # fmt: skip
 """Tables by the names in their markers."""
 
@@ -123,7 +135,7 @@ def prepare(words: Sequence[str]) -> None:
     """Make the files of :data:`PREPARED` that a command reads and that are missing."""
     for word in words:
         named = Path(word.rpartition("=")[2])
-        for path in map(str, (named, named.parent)):
+        for path in map(str, (named, *named.parents)):
             if path in PREPARED and not (ROOT / path).exists():
                 command = runnable(PREPARED[path])
                 prepare([read for read in command if read != path])

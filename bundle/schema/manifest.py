@@ -190,7 +190,7 @@ class Manifest:
             not 0 <= d < len(self.segments) - 1 for d in depths
         ):
             raise ValueError(
-                f"exits: after_segment {depths} must rise and be below the last segment"
+                f"exits: after_segment {depths} must increase and be below the last segment"
             )
         if self.answer.output != self.segments[-1].output:
             raise ValueError(f"answer: {self.answer.output!r} is not the last segment's output")
@@ -442,12 +442,12 @@ def _check_chain(manifest: Manifest) -> None:
     read the outputs of these segments.
     """
     graph_inputs = {tensor.name for tensor in manifest.inputs}
-    anew = len(manifest.segments) - 1 if manifest.is_cascade else 0
+    source_start = len(manifest.segments) - 1 if manifest.is_cascade else 0
     alive: list[tuple[str, ...]] = []
     """Cut tensors that exist when each segment begins."""
     given: tuple[str, ...] = ()
     for segment in manifest.segments:
-        if segment.index == anew:
+        if segment.index == source_start:
             given = ()
         alive.append(given)
         _check_reads(f"segments[{segment.index}]", segment.inputs, given, graph_inputs)
@@ -459,7 +459,7 @@ def _check_chain(manifest: Manifest) -> None:
     read = {name for segment in manifest.segments for name in segment.inputs}
     for before, after in pairwise(manifest.segments):
         unread = [name for name in before.outputs if name not in read]
-        if unread and after.index != anew:
+        if unread and after.index != source_start:
             _refuse_reads(f"segments[{after.index}]", after.inputs, unread)
     written = [name for segment in manifest.segments for name in segment.outputs]
     written += [name for exit_ in manifest.exits for name in (exit_.output, exit_.confidence)]

@@ -69,7 +69,7 @@ class Measured:
         batch_sizes = [found.batch_size for found in self.sizes]
         if not batch_sizes or batch_sizes != sorted(set(batch_sizes)):
             raise ValueError(
-                f"sizes: batch sizes {batch_sizes} must rise, and there must be at least one"
+                f"sizes: batch sizes {batch_sizes} must increase, and there must be at least one"
             )
 
     def nearest(self, batch_size: int) -> MeasuredSize:
@@ -137,7 +137,7 @@ class Profile:
     def __post_init__(self) -> None:
         width = len(self.batch_sizes)
         if list(self.batch_sizes) != sorted(set(self.batch_sizes)) or not width:
-            raise ValueError(f"batch_sizes {self.batch_sizes} must rise")
+            raise ValueError(f"batch_sizes {self.batch_sizes} must increase")
         rows = (self.source_ms, *self.segments_ms, *self.exits_ms, *self.stages_ms)
         if any(len(row) != width for row in rows):
             raise ValueError(f"every row needs {width} columns")

@@ -81,4 +81,4 @@ class ExitPolicy:
         check_numbers(self, "version", least=0)
         exits = [a.exit for a in self.active]
         if exits != sorted(set(exits)):
-            raise ValueError(f"active exits {exits} must rise")
+            raise ValueError(f"active exits {exits} must increase")

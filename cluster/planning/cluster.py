@@ -50,7 +50,8 @@ class ModelFacts:
         rising = [-1, *self.exit_after, self.segments - 1]
         if any(a >= b for a, b in itertools.pairwise(rising)) and self.exit_after:
             raise ValueError(
-                f"exit_after {self.exit_after} must rise from 0, and stay below {self.segments - 1}"
+                f"exit_after {self.exit_after} must increase from 0, and stay below "
+                f"{self.segments - 1}"
             )
         for name, expected in (
             ("going_on", len(self.exit_after)),
@@ -66,7 +67,7 @@ class ModelFacts:
         if any(a < b for a, b in itertools.pairwise(self.going_on)):
             raise ValueError(f"going_on {self.going_on} must not rise with depth")
         if any(a >= b for a, b in itertools.pairwise((-1, *self.exits))):
-            raise ValueError(f"exits {self.exits} must rise from 0, as indices in a bundle do")
+            raise ValueError(f"exits {self.exits} must increase from 0, as indices in a bundle do")
 
     @property
     def exit_names(self) -> tuple[int, ...]:

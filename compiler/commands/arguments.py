@@ -211,7 +211,7 @@ def add_rehearsing(
 ) -> None:
     """Add the settings of PAME's rehearsal; without defaults, the bundle's values apply."""
     own = "" if batch is not None else " (default: as the bundle was made)"
-    of_search = "" if batch is not None else "; with --anew, or if no exit is in use"
+    of_search = "" if batch is not None else "; with --from-scratch, or if no exit is in use"
     group.add_argument("--rehearsal-batch", type=values.positive, default=batch, metavar="N",
                        help=f"samples in each rehearsed batch{own}")  # fmt: skip
     group.add_argument("--max-violations", type=values.share_from_0, default=violations,
@@ -384,8 +384,8 @@ promise makes likely.""",
 
 def rehearse_parser() -> argparse.ArgumentParser:
     """Return the parser of ``eecompile rehearse``."""
-    short = ("--data", "--output", "--overwrite", "--dry-run", "--anew", "--max-disagreement",
-             "--confidence", "--group")  # fmt: skip
+    short = ("--data", "--output", "--overwrite", "--dry-run", "--from-scratch",
+             "--max-disagreement", "--confidence", "--group")  # fmt: skip
     parser = make_parser(
         "rehearse",
         """\
@@ -399,7 +399,7 @@ on the new data, and certified on a part of it. Graphs and profile stay.""",
     add_grouping(parser, parser, None)
     add_target(parser, REPLACED, "a bundle at --output")
     add_dry_run(parser, "only print what would change")
-    parser.add_argument("--anew", action="store_true",
+    parser.add_argument("--from-scratch", action="store_true",
                         help="search the exits from scratch by rehearsal, instead of moving those "
                         "in use; thresholds may fall too")  # fmt: skip
     add_promise(parser, parser, None, None)
@@ -469,7 +469,7 @@ is kept.""",
     run.add_argument("--prune", action="store_true",
                      help="remove engines that this run does not need, including those of other "
                      "GPUs, versions and precisions")  # fmt: skip
-    run.add_argument("--beside-serving", action="store_true",
+    run.add_argument("--while-serving", action="store_true",
                      help="build as a server on the same GPU does: for the sizes and with "
                      "the settings of the existing engines, in at most 1 GiB of the GPU's "
                      "memory")  # fmt: skip

@@ -371,7 +371,7 @@ class RehearseOptions(RewriteOptions):
     data: Path | DataSource
     group: str | None = None
     copies_within: float | None = None
-    anew: bool = False
+    from_scratch: bool = False
     """True to search the exits from scratch instead of adapting the policy."""
     max_disagreement: float | None = None
     max_class_disagreement: float | None = None
@@ -480,11 +480,11 @@ BUILD: Final = (
     *_READING,
     Illegal(option="--units", other="--parts",
             why="both choose what is built; leave one of them out"),
-    *(Illegal(option="--beside-serving", other=other, why=_AS_THERE)
+    *(Illegal(option="--while-serving", other=other, why=_AS_THERE)
       for other in ("--batch-profiles", "--buckets", "--workspace", "--optimization-level")),
     Illegal(option="--precision auto", other="--dry-run",
             why="what is built is known once engines have been timed; leave one of them out"),
-    Illegal(option="--precision auto", other="--beside-serving",
+    Illegal(option="--precision auto", other="--while-serving",
             why="a server keeps the precision that it began with; name that precision"),
     Illegal(option="--precision auto", other="--accept-disagreement", why=_KEPT),
     Illegal(option="--precision auto", other="--units",

@@ -23,7 +23,7 @@ from offramp.compiler.engines.building import Building, EngineWork, PlannedEngin
 from offramp.compiler.engines.engine_verification import (
     PrecisionData,
     Recertified,
-    certify_anew,
+    certify_engines,
     measure_precision,
     part_data,
 )
@@ -58,7 +58,7 @@ class BuildOptions:
     """True to remove engines that this run does not ask for, including those of other targets."""
     dry_run: bool = False
     """True to build nothing."""
-    beside_serving: bool = False
+    while_serving: bool = False
     """True to build next to a server: for the sizes and settings of the existing engines, and in
     little GPU memory. TensorRT's timings are not kept, because other users of the GPU disturb
     them."""
@@ -220,7 +220,7 @@ def _asked(
 ) -> tuple[EngineBuildOptions, tuple[Sizes, ...]]:
     """Return the settings and sizes of the engines to build."""
     engines, manifest = options.engines, bundle.manifest
-    if options.beside_serving:
+    if options.while_serving:
         return existing_build_options(manifest, EngineStore.open(bundle.path, target), engines)
     buckets = dict(engines.buckets)
     sizes = profile_sizes(manifest, engines.batches, buckets)
@@ -244,7 +244,7 @@ def _prepare(
         sizes=sizes,
         shapes=ModelShapes(bundle),
         samples=data.dataset,
-        keep_timings=not options.beside_serving,
+        keep_timings=not options.while_serving,
     )
 
 
@@ -286,7 +286,7 @@ def _judge(
     parts = data.parts
     with reports.progress.step(f"Compare {precision} with fp32", 1):
         if bundle.policy.promise and parts.certifies and not engines.accept_disagreement:
-            found = certify_anew(bundle, precision, data.ranges, parts, threads=_threads())
+            found = certify_engines(bundle, precision, data.ranges, parts, threads=_threads())
             reports.print_line(found.describe())
             return _Judgement(keep=False, found=found)
         check = measure_precision(

@@ -44,8 +44,8 @@ def parse_buckets(options: Sequence[str]) -> dict[str, tuple[SizeRange, ...]]:
     """Read ``sequence=32,64,128``: sizes of dimensions other than the batch, by their symbol.
 
     Each size is the upper end of a range, which begins after the previous range, or at 1. With
-    ``height=200-224`` both ends of the range are set. Sizes must rise, and each dimension is named
-    once.
+    ``height=200-224`` both ends of the range are set. Sizes must increase, and each dimension is
+    named once.
     """
     buckets: dict[str, tuple[SizeRange, ...]] = {}
     for option in options:
@@ -108,7 +108,7 @@ def _rising(ranges: Sequence[SizeRange], where: str) -> tuple[SizeRange, ...]:
     for before, after in itertools.pairwise(ranges):
         if after.first <= before.last:
             raise EngineOptionsError(
-                f"{where}: {after} does not begin after {before}; ranges have to rise and must "
+                f"{where}: {after} does not begin after {before}; ranges must increase and must "
                 "not overlap, so that each size has one profile"
             )
     return tuple(ranges)

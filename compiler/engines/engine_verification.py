@@ -1,7 +1,7 @@
 """Checks of engines: comparison with their graphs, and the effect of a precision on answers.
 
 :class:`Verifier` compares engines with ONNX Runtime on the CPU. :func:`measure_precision` counts
-how often answers in float16 or int8 differ from the float32 source model's. :func:`certify_anew`
+how often answers in float16 or int8 differ from the float32 source model's. :func:`certify_engines`
 certifies the thresholds again in the precision that will be served.
 
 The effect of a precision is measured before any engine is built. A promise ("disagreement with the
@@ -443,7 +443,7 @@ class Recertified:
         )
 
 
-def certify_anew(
+def certify_engines(
     bundle: Bundle,
     precision: Precision,
     ranges: Ranges | None,

@@ -28,9 +28,9 @@ def existing_build_options(
     whole = [entry for entry, found in model if found.keys() == symbols.keys()]
     if not whole:
         raise EngineOptionsError(
-            f"--beside-serving builds like the existing engines, and {store.bundle_path} has "
+            f"--while-serving builds like the existing engines, and {store.bundle_path} has "
             f"none for {store.index.target.describe()} that take the model's inputs; build it "
-            "without --beside-serving first"
+            "without --while-serving first"
         )
     entry = whole[0]
     dimensions = _dimensions(manifest, entry)

@@ -100,11 +100,11 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
             f"{bundle.path}: with the criterion {criterion.name} exits depend on each other, but "
             "rehearsing moves them one by one; compile the model again on the new data"
         )
-    searched = options.anew or not bundle.policy.active
+    searched = options.from_scratch or not bundle.policy.active
     if options.min_gain is not None and not searched:
         raise CompileError(
             f"--min-gain {options.min_gain:g} is for a search, and the {len(bundle.policy.active)} "
-            f"exits of {bundle.path} are only moved; add --anew, or leave it out"
+            f"exits of {bundle.path} are only moved; add --from-scratch, or leave it out"
         )
     target = options.target()
     settings, choice = _asked(bundle, options)

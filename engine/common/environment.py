@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -28,9 +29,17 @@ def common_facts(packages: Mapping[str, str]) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "packages": dict(packages),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([*_program(), *sys.argv[1:]]),
         "measured_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def _program() -> Sequence[str]:
+    """Return the words that start this program: ``python -m MODULE``, or the name of a script."""
+    main = sys.modules["__main__"]
+    if main.__spec__ is not None and sys.argv[0] == main.__file__:
+        return "python", "-m", main.__spec__.name.removesuffix(".__main__")
+    return (Path(sys.argv[0]).name,)
 
 
 def package_version(package: str) -> str | None:

@@ -321,7 +321,7 @@ def _check(
 ) -> None:
     """Refuse inputs that would lead to a wrong decision silently."""
     if list(active) != sorted(set(active)):
-        raise ValueError(f"active exits {list(active)} must rise")
+        raise ValueError(f"active exits {list(active)} must increase")
     if active and not 0 <= active[0] <= active[-1] < costs.exits:
         raise ValueError(f"active exits {list(active)} must be within 0 to {costs.exits - 1}")
     if len(thresholds) != len(active):

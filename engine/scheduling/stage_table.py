@@ -51,7 +51,7 @@ class StageTable:
                 "expected a latency table with a row per stage and a column per batch size"
             )
         if (table < 0).any() or (np.diff(table, axis=1) < 0).any():
-            raise ValueError("a stage cannot be faster on a larger batch: latencies must rise")
+            raise ValueError("a stage cannot be faster on a larger batch: latencies must increase")
         self.seconds: list[list[float]] = table.tolist()
         self.until: list[list[float]] = np.cumsum(table, axis=0).tolist()
         """[stages][max_batch_size + 1]: time until the end of each stage."""

@@ -141,5 +141,5 @@ def command_for(engine: MissingEngine, units: Sequence[str]) -> list[str]:
     """Return the arguments of ``eecompile`` that build ``units`` for the device of ``engine``."""
     return [
         "build", str(engine.bundle.absolute()), "--device", engine.device,
-        "--precision", engine.precision, "--units", ",".join(units), "--beside-serving",
+        "--precision", engine.precision, "--units", ",".join(units), "--while-serving",
     ]  # fmt: skip

@@ -333,7 +333,7 @@ def test_a_kept_state_goes_on() -> None:
     ("changed", "message"),
     [
         ({"exits": np.array([0, 3])}, ("exit 3", "3 exits")),
-        ({"exits": np.array([2, 0])}, ("must rise",)),
+        ({"exits": np.array([2, 0])}, ("must increase",)),
         ({"thresholds": np.array([0.5, np.nan])}, ("'thresholds'", "finite")),
         ({"thresholds": np.array([0.5])}, ("argument",)),
         ({"tunings": None}, ("apparate controller",)),

@@ -82,7 +82,7 @@ ADAPTATIONS = {
 }
 REHEARSALS = {
     "adapt": "--max-disagreement 0.013",
-    "anew": "--max-disagreement 0.02 --rehearsal-batch 16 --max-violations 0.05 --anew",
+    "anew": "--max-disagreement 0.02 --rehearsal-batch 16 --max-violations 0.05 --from-scratch",
 }
 TABLES = ("timeline", "percentiles", "windows", "settled")
 LONG = 20

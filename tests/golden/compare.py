@@ -55,7 +55,7 @@ QUICK = (
     "eecompile {given}/sentences.onnx --data random --output {out}/random.ee --candidates 2",
     "eecompile wrap {given}/images.onnx --output {out}/wrapped.ee",
     """eecompile rehearse {out}/images.ee --data {given}/images.npz --output {out}/rehearsed.ee
-        --anew --max-disagreement 0.1 --rehearsal-batch 8""",
+        --from-scratch --max-disagreement 0.1 --rehearsal-batch 8""",
     """eecompile export {out}/images.ee --data {given}/images.npz --output {out}/exported.onnx
         --with-exits""",
     """eecompile export {out}/sentences.ee --data {given}/sentences.npz --triton {out}/repository

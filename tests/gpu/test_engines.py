@@ -127,7 +127,7 @@ def test_a_stage_is_built_while_serving_with_the_options_of_existing_engines(sma
     assert build(small, "--parts", "segments", "--batch-profiles", "1,2-4") == 0
     before = store_of(small).index
     whole = f"00-{len(Bundle.open(small).manifest.segments) - 1:02d}"
-    assert build(small, "--units", whole, "--beside-serving") == 0
+    assert build(small, "--units", whole, "--while-serving") == 0
     after = store_of(small)
     (entry,) = (e for e in after.index.engines if e.unit == whole)
     assert [(p.first_batch, p.last_batch) for p in entry.profiles] == [(1, 1), (2, 4)]

@@ -349,7 +349,7 @@ def test_rehearsing_keeps_the_engines(run: Shell, workplace: Path, monkeypatch: 
     (target,) = list_targets("model.ee")
     before = EngineStore.open("model.ee", target).index
     np.savez("new.npz", **images(1000, seed=5))
-    rehearsed = run("rehearse", "model.ee", "--data", "new.npz", "--anew")
+    rehearsed = run("rehearse", "model.ee", "--data", "new.npz", "--from-scratch")
     assert rehearsed.status == 0
     assert Bundle.open("model.ee").policy.version == 2
     store = EngineStore.open("model.ee", target)
@@ -387,7 +387,7 @@ def test_engines_built_while_serving_match_the_existing_ones(
         "--optimization-level", "2")  # fmt: skip
     (target,) = list_targets("bert.ee")
     before, timings = len(fake.builds), EngineStore.open("bert.ee", target).index.timing_cache
-    said = run("build", "bert.ee", "--units", "01-05", "--beside-serving")
+    said = run("build", "bert.ee", "--units", "01-05", "--while-serving")
     assert said.status == 0
     (built,) = fake.builds[before:]
     inputs = [p.inputs["attention_mask"] for p in built.profiles]
@@ -402,23 +402,21 @@ def test_engines_built_while_serving_match_the_existing_ones(
     assert store.entry("01-05") is not None
 
 
-def test_beside_serving_takes_no_more_memory_than_was_allowed(
+def test_while_serving_takes_no_more_memory_than_was_allowed(
     run: Shell, fake: FakeBuilder, mlp: Bundle
 ) -> None:
     run("build", "mlp.ee", "--workspace", "0.25")
-    run("build", "mlp.ee", "--units", "01-03", "--beside-serving")
+    run("build", "mlp.ee", "--units", "01-03", "--while-serving")
     assert fake.builds[-1].settings.workspace_bytes == 2**28
 
 
-def test_beside_serving_without_engines_is_one_line(
+def test_while_serving_without_engines_is_one_line(
     run: Shell, fake: FakeBuilder, mlp: Bundle
 ) -> None:
-    refused = run("build", "mlp.ee", "--units", "01-03", "--beside-serving")
+    refused = run("build", "mlp.ee", "--units", "01-03", "--while-serving")
     assert refused.status == 1
     (line,) = refused.err
-    tells(
-        line, "--beside-serving", "mlp.ee", "H200", "10.16.0.72, fp32", "without --beside-serving"
-    )
+    tells(line, "--while-serving", "mlp.ee", "H200", "10.16.0.72, fp32", "without --while-serving")
 
 
 def test_a_name_of_an_engine_is_missing(run: Shell, fake: FakeBuilder, mlp: Bundle) -> None:

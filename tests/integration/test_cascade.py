@@ -334,7 +334,7 @@ def test_it_is_profiled_anew_and_rehearsed(
     )
     done = rehearse_bundle(options)
     assert done.rehearsed.shipped.source_ms == pytest.approx(1.0)
-    anew = rehearse_bundle(replace(options, anew=True, dry_run=True))
+    anew = rehearse_bundle(replace(options, from_scratch=True, dry_run=True))
     assert anew.rehearsed.rehearsal.steps
     rehearsed = Bundle.open(tmp_path / "r.ee").manifest
     assert rehearsed.segments == compiled.bundle.manifest.segments

@@ -206,7 +206,7 @@ def test_rehearsing_with_anew_finds_the_thresholds_of_compiling(
     """After a harder load, the easy one gets its exits back."""
     assert main(["rehearse", "tiny.ee", "--data", "harder.npz"]) == 0
     raised = thresholds_of(Bundle.open("tiny.ee"))
-    assert main(["rehearse", "tiny.ee", "--data", "same.npz", "--anew"]) == 0
+    assert main(["rehearse", "tiny.ee", "--data", "same.npz", "--from-scratch"]) == 0
     found = Bundle.open("tiny.ee")
     assert_promise_is_what_the_records_say(found)
     assert rehearsed(found).rehearsal.ended != "kept"
@@ -219,7 +219,7 @@ def test_a_search_keeps_the_exits_that_gain_as_much_as_asked(
     assert rehearsed(bundle).rehearsal.settings.min_gain == 0.01
     found = {}
     for gain in ("0", "0.99"):
-        asked = ["--anew", "--min-gain", gain, "--output", f"{gain}.ee"]
+        asked = ["--from-scratch", "--min-gain", gain, "--output", f"{gain}.ee"]
         assert main(["rehearse", "tiny.ee", "--data", "same.npz", *asked]) == 0
         found[gain] = rehearsed(Bundle.open(f"{gain}.ee")).rehearsal
         assert found[gain].settings.min_gain == float(gain)
@@ -227,7 +227,7 @@ def test_a_search_keeps_the_exits_that_gain_as_much_as_asked(
     assert found["0.99"].ended == "gain"
     capfd.readouterr()
     line = fails(capfd, "tiny.ee", "--data", "same.npz", "--min-gain", "0")
-    tells(line, "tiny.ee", "--anew")
+    tells(line, "tiny.ee", "--from-scratch")
 
 
 def test_what_is_asked_for_is_promised(bundle: Bundle) -> None:

@@ -323,7 +323,7 @@ def _shares(text: str) -> tuple[float, ...]:
 def _batches(text: str) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in text.split(","))
     if list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-        raise argparse.ArgumentTypeError(f"{text}: sizes must rise, and be 1 or more")
+        raise argparse.ArgumentTypeError(f"{text}: sizes must increase, and be 1 or more")
     return sizes
 
 

@@ -328,7 +328,7 @@ def test_an_index_that_is_no_json(store: EngineStore) -> None:
 
 
 def test_units_of_an_index_are_known_by_name(store: EngineStore) -> None:
-    with pytest.raises(ValueError, match="must rise"):
+    with pytest.raises(ValueError, match="must increase"):
         replace(store.index, engines=store.index.engines * 2)
 
 

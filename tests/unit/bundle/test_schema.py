@@ -28,7 +28,7 @@ from offramp.bundle.schema.serde import to_plain
         (lambda m: m["exits"][0].update(index=1), ("exits: indices must count from 0",)),
         (
             lambda m: m["exits"][0].update(after_segment=1),
-            ("must rise and be below the last segment",),
+            ("must increase and be below the last segment",),
         ),
         (lambda m: m["exits"][0]["head"].update(kind="round"), ("expected one of 'grid'",)),
         (lambda m: m["segments"][0].update(index="0"), ("segments[0].index", "int")),
@@ -89,7 +89,7 @@ def test_a_manifest_that_is_no_object(tmp_path: Path, document: bytes) -> None:
         ([{"exit": 0, "threshold": float("inf")}], ("finite number", "inf")),
         ([{"exit": 0, "threshold": -0.1}], ("threshold -0.1", "exit 0", "[0, 2.0]")),
         ([{"exit": 0, "threshold": 2.1}], ("threshold 2.1", "exit 0", "[0, 2.0]")),
-        ([{"exit": 0, "threshold": 0.5}] * 2, ("active exits [0, 0] must rise",)),
+        ([{"exit": 0, "threshold": 0.5}] * 2, ("active exits [0, 0] must increase",)),
         ([{"exit": 0, "threshold": "0.5"}], ("expected a value of type float",)),
         ([{"exit": 0}], ("missing fields ['threshold']",)),
     ],
@@ -116,8 +116,8 @@ def test_a_whole_number_is_a_fine_threshold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch_sizes": [8, 1]}, ("must rise",)),
-        ({"batch_sizes": []}, ("must rise",)),
+        ({"batch_sizes": [8, 1]}, ("must increase",)),
+        ({"batch_sizes": []}, ("must increase",)),
         ({"source_ms": [1.0]}, ("every row needs 2 columns",)),
         ({"segments_ms": [[1.0, 5.0], [3.0]]}, ("every row needs 2 columns",)),
         ({"stages_ms": []}, ("stages_ms has 0 rows", "1 exits")),
@@ -137,7 +137,7 @@ def test_a_profile_with_ragged_tables_is_refused(tmp_path: Path, change, message
         (lambda m: m["exits"][0].update(agreement=1.5), ("agreement has 1.5", "at least 0")),
         (
             lambda m: m["exits"][0].update(after_segment=-1),
-            ("must rise and be below the last segment",),
+            ("must increase and be below the last segment",),
         ),
         (
             lambda m: m["segments"][0].update(flops_share=-0.1),

@@ -68,7 +68,7 @@ def test_what_is_not_understood_is_refused(tmp_path: Path) -> None:
 
 
 def test_batch_sizes_must_rise() -> None:
-    with pytest.raises(ValueError, match=r"batch sizes \[8, 1\] must rise"):
+    with pytest.raises(ValueError, match=r"batch sizes \[8, 1\] must increase"):
         replace(MEASUREMENT, sizes=MEASUREMENT.sizes[::-1])
 
 

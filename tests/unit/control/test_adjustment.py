@@ -248,7 +248,7 @@ def test_without_exits_the_middle_one_is_tried() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"active": (3, 1)}, "must rise"),
+        ({"active": (3, 1)}, "must increase"),
         ({"active": (1, 7)}, "within 0 to 6"),
         ({"thresholds": (0.5,)}, "1 thresholds do not fit 2"),
         ({"confidence": leaving(1, samples=10)}, r"expected \[2, samples\]"),

@@ -535,7 +535,7 @@ def test_a_lost_device_is_told_as_such_and_everything_is_released() -> None:
     for _ in range(3):
         slot.run(stage, slot.upload(batch_of([0.1, 0.2])))
     driver.lose()
-    with pytest.raises(DeviceLostError, match="the process has to start anew"):
+    with pytest.raises(DeviceLostError, match="the process must be restarted"):
         slot.run(stage, slot.upload(batch_of([0.1, 0.2])))
     with pytest.raises(DeviceLostError):
         slot.upload(batch_of([0.1]))

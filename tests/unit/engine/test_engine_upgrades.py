@@ -87,7 +87,7 @@ def test_missing_engines_are_built_by_one_command_and_noticed_at_once() -> None:
     (build,) = place.builds
     assert build.arguments == [
         "build", "/models/b.ee", "--device", "cuda:1", "--precision", "fp16",
-        "--units", "00-01-exit1,02-03", "--beside-serving",
+        "--units", "00-01-exit1,02-03", "--while-serving",
     ]  # fmt: skip
     assert not place.look(*missing, seconds=10.0)
     build.status, place.there = 0, {"02-03", "00-01-exit1"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,6 +68,24 @@ def test_the_common_facts_are_json_values(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["packages"] == {"numpy": "2.0"}
     assert found["command"] == "eebench load --rate 3"
     assert before <= datetime.fromisoformat(found["measured_utc"]) <= datetime.now(UTC)
+
+
+def test_the_command_of_a_module_can_be_run_again(tmp_path: Path) -> None:
+    """With its arguments quoted as a shell needs them."""
+    package = tmp_path / "measures"
+    package.mkdir()
+    for name in ("__init__", "__main__", "one"):
+        (package / f"{name}.py").write_text(
+            "from offramp.engine.common.environment import common_facts\n"
+            "if __name__ == '__main__': print(common_facts({})['command'])\n"
+        )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    for module in ("measures", "measures.one"):
+        ran = subprocess.run(
+            [sys.executable, "-m", module, "--only", "a b", ""],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert ran.stdout == f"python -m {module} --only 'a b' ''\n"
 
 
 def test_a_system_without_load_averages_says_none(monkeypatch: pytest.MonkeyPatch) -> None:

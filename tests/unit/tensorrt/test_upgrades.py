@@ -199,7 +199,7 @@ def test_what_control_brings_into_use_is_built_once_and_swapped_in(
 
     serving.run(device, bundle, body)
     (build,) = serving.builds
-    assert build.arguments[-3:] == ["--units", "01-03", "--beside-serving"]
+    assert build.arguments[-3:] == ["--units", "01-03", "--while-serving"]
     (built,) = builder.builds[before:]
     assert [(p.first_batch, p.last_batch) for p in built.profiles] == [(1, 1), (2, 8)]
     assert built.settings.workspace_bytes == 2**30
@@ -217,7 +217,7 @@ def test_what_somebody_builds_is_taken_without_a_restart(
     async def body(engine: Engine) -> None:
         await exit_0_in_use(engine, serving)
         chained = await ask(engine)
-        assert main(["build", str(bundle.path), "--units", "01-03", "--beside-serving"]) == 0
+        assert main(["build", str(bundle.path), "--units", "01-03", "--while-serving"]) == 0
         serving.now_s = 30.0
         await until(lambda: missing(engine) == [])
         np.testing.assert_array_equal(await ask(engine), chained)

@@ -99,6 +99,20 @@ def test_recorded_commands_run_in_the_sources(results: Path, recorded: str, modu
     assert command[3:] == recorded.split()[-len(command[3:]) :]
 
 
+def test_missing_inputs_are_made_before_their_readers(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(command: Sequence[str], **_: object) -> None:
+        made.append(command[-1])
+        (results / made[-1]).mkdir(parents=True)
+
+    monkeypatch.setattr(figures.subprocess, "run", make)
+    figures.prepare(["also=demo/vit.ee", "demo/small/vit/test.npz"])
+    assert made == ["demo/small", "demo/vit.ee"]
+
+
 @pytest.mark.parametrize("content", [[], {"environment": [{"command": "front.py"}]}])
 def test_a_result_without_one_command_is_refused(results: Path, content: object) -> None:
     (results / "x.json").write_text(json.dumps(content))

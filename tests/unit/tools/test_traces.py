@@ -169,7 +169,7 @@ def test_a_squeezed_rate_file_keeps_its_rates(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("0,1\n", "2 rows or more"),
-        ("0,1\n0,2\n", "must rise"),
+        ("0,1\n0,2\n", "must increase"),
         ("0,1\n1,x\n", "must be numbers"),
         ("0,1\n1,-2\n", "0 or more"),
         ("0,0\n1,0\n", "not all 0"),
@@ -224,7 +224,7 @@ def test_impossible_figures_are_refused(make: Callable[[], Trace], message: Told
 
 @pytest.mark.parametrize("arrivals", [[0.2, 0.1], [-0.1, 0.5], [0.5, 1.0]])
 def test_a_trace_rises_within_its_duration(arrivals: list[float]) -> None:
-    with pytest.raises(TraceError, match=r"must rise within \[0, 1\)"):
+    with pytest.raises(TraceError, match=r"must increase within \[0, 1\)"):
         Trace(name="x", arrivals_s=np.array(arrivals), duration_s=1.0)
 
 

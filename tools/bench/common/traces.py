@@ -46,8 +46,9 @@ class Trace:
         rising = bool(np.all(arrivals[1:] >= arrivals[:-1]))
         if not (rising and arrivals[0] >= 0 and arrivals[-1] < self.duration_s):
             raise TraceError(
-                f"arrivals of '{self.name}' must rise within [0, {self.duration_s:g}) s; they go "
-                f"from {arrivals.min():g} to {arrivals.max():g} s, {'' if rising else 'not '}rising"
+                f"arrivals of '{self.name}' must increase within [0, {self.duration_s:g}) s; they "
+                f"go from {arrivals.min():g} to {arrivals.max():g} s, "
+                f"{'' if rising else 'not '}increasing"
             )
 
     @property
@@ -200,7 +201,7 @@ def rate_file(
         raise TraceError(f"{path}: t_s and rate_rps must be numbers: {error}") from error
     starts, rates = table[:, 0], table[:, 1]
     if len(table) < 2 or not np.all(np.diff(starts) > 0):
-        raise TraceError(f"{path}: t_s must rise from row to row, over 2 rows or more")
+        raise TraceError(f"{path}: t_s must increase from row to row, over 2 rows or more")
     if not (np.all(np.isfinite(table)) and np.all(rates >= 0) and rates.any()):
         raise TraceError(f"{path}: rate_rps must be numbers of 0 or more, and not all 0")
     edges = np.append(starts, 2 * starts[-1] - starts[-2]) - starts[0]

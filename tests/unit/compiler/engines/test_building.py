@@ -498,7 +498,7 @@ class Certifying:
         self.asked = 0
         self.recognised = True
         monkeypatch.setattr(build, "part_data", self.parted)
-        monkeypatch.setattr(build, "certify_anew", self.certified)
+        monkeypatch.setattr(build, "certify_engines", self.certified)
 
     def parted(self, *arguments: Any, **others: Any) -> PrecisionData:
         return part_data(*arguments, **others)._replace(certifies=self.recognised)

@@ -19,7 +19,7 @@ from offramp.compiler.common.errors import VerificationError
 from offramp.compiler.engines.engine_verification import (
     PrecisionData,
     Recertified,
-    certify_anew,
+    certify_engines,
     measure_precision,
     part_data,
 )
@@ -51,7 +51,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Precisio
 def certified(compiled: tuple[Bundle, PrecisionData], precision: Precision) -> Recertified:
     bundle, parts = compiled
     ranges = ranges_of(bundle, parts.ranges, threads=1)
-    return certify_anew(bundle, precision, ranges, parts)
+    return certify_engines(bundle, precision, ranges, parts)
 
 
 def test_the_tune_split_is_that_of_the_compilation(compiled: tuple[Bundle, PrecisionData]) -> None:
@@ -116,7 +116,7 @@ def test_an_end_that_errs_by_itself_spends_the_promise(
     ranges = ranges_of(bundle, parts.ranges, threads=1)
     tiny = dict.fromkeys(ranges, 1e-3)
     with pytest.raises(VerificationError, match="that alone spends the promise") as refused:
-        certify_anew(bundle, "int8", tiny, parts)
+        certify_engines(bundle, "int8", tiny, parts)
     assert "--accept-disagreement" in str(refused.value)
 
 
@@ -126,7 +126,7 @@ def test_so_does_one_of_which_too_little_is_known(
     bundle, parts = compiled
     few: Dataset = parts.judged.subset(np.arange(8))
     with pytest.raises(VerificationError, match=r"of 8 samples .* add more --data"):
-        certify_anew(bundle, "fp16", None, parts._replace(judged=few))
+        certify_engines(bundle, "fp16", None, parts._replace(judged=few))
 
 
 def test_what_is_said_names_what_is_spent_and_left(

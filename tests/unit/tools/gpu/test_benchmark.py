@@ -142,7 +142,7 @@ def test_the_runtime_is_measured_into_an_entry_for_each_part_and_backend(
     [
         (["--models", "resnet18"], "resnet18 is not a model; choose from resnet50"),
         (["--go-on", "1.5"], "shares are from 0 to 1"),
-        (["--sizes", "8,4"], "sizes must rise"),
+        (["--sizes", "8,4"], "sizes must increase"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(
