@@ -22,8 +22,8 @@ exits are off and plans know the true shares, unless stated otherwise.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,7 +48,12 @@ from offramp.cluster.planning.goal import PlanningGoal
 from offramp.cluster.planning.optimiser import make_cluster_plan
 from offramp.cluster.planning.prediction import predict
 from offramp.tools.bench.common.outcomes import summarise
-from offramp.tools.bench.common.output import describe_environment, wide_console, write_json
+from offramp.tools.bench.common.output import (
+    check_outputs,
+    describe_environment,
+    wide_console,
+    write_json,
+)
 from offramp.tools.bench.common.traces import azure
 
 EASY: Final = (0.8, 0.5, 0.2)
@@ -69,38 +74,31 @@ Row = dict[str, Any]
 def main() -> None:
     """Simulate, print, and write if asked, after each row."""
     parser = make_parser(__doc__)
-    parser.add_argument(
-        "--only", default=",".join(EXPERIMENTS), help="names of the experiments to run"
-    )
+    parser.add_argument("--only", help="names of the experiments to run, separated by commas")
     parser.add_argument(
         "--trace", type=Path, help="file of an Azure LLM inference trace, for the experiment bursts"
     )
     options = parser.parse_args()
-    for name in options.only.split(","):
-        rows: list[Row] = []
-        for row in bursts(options.trace) if name == "bursts" else EXPERIMENTS[name]():
-            rows.append(row)
-            if options.json is not None:
-                keep(options.json, name, rows)
+    check_outputs(options.json)
+    experiments = dict(EXPERIMENTS)
+    if options.trace is not None:
+        experiments["bursts"] = partial(bursts, options.trace)
+    found: dict[str, Any] = {}
+    for name in options.only.split(",") if options.only else experiments:
+        rows = list(experiments[name]())
         show(name, rows)
-
-
-def keep(path: Path, name: str, rows: Sequence[Row]) -> None:
-    """Write the rows of an experiment, keeping other experiments in the file."""
-    found = json.loads(path.read_text())["experiments"] if path.exists() else {}
-    found[name] = {
-        "rows": rows,
-        "environment": describe_environment(seed=SEARCH.seed, virtual_s=SEARCH.duration_s),
-    }
-    for other, experiment in found.items():
-        experiment["published"] = " ".join(PUBLISHED[other].split())
-        experiment["where_ours_differs"] = " ".join(DIFFERS[other].split())
+        found[name] = {
+            "rows": rows,
+            "published": " ".join(PUBLISHED[name].split()),
+            "where_ours_differs": " ".join(DIFFERS[name].split()),
+        }
     document = {
         "simulated": "all goodputs",
         "assumptions": " ".join((__doc__ or "").split("TRACE.csv.gz]")[1].split()),
         "experiments": found,
+        "environment": describe_environment(seed=SEARCH.seed, virtual_s=SEARCH.duration_s),
     }
-    write_json(path, document)
+    write_json(options.json, document)
 
 
 def show(name: str, rows: Sequence[Row]) -> None:
@@ -266,10 +264,8 @@ def wrapper() -> Iterator[Row]:
                         for name, rps in found[True].items()}}  # fmt: skip
 
 
-def bursts(path: Path | None) -> Iterator[Row]:
+def bursts(path: Path) -> Iterator[Row]:
     """Yield shares of answers in time under a recorded trace, at a rate for the source model."""
-    if path is None:
-        raise SystemExit("bursts: needs --trace, an Azure LLM inference trace")
     mix = alike(0.8, 8)
     limit = limit_rps(mix.systems["source"], mix.model.shares.tolist())
     for load in (0.5, 0.9):
