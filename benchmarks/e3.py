@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,7 +81,7 @@ def main() -> None:
     check_outputs(options.json)
     experiments = dict(EXPERIMENTS)
     if options.trace is not None:
-        experiments["bursts"] = partial(bursts, options.trace)
+        experiments["bursts"] = functools.partial(bursts, options.trace)
     found: dict[str, Any] = {}
     for name in options.only.split(",") if options.only else experiments:
         rows = list(experiments[name]())
