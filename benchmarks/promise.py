@@ -37,8 +37,15 @@ def main() -> None:
     options = parser.parse_args()
     check_outputs(options.json)
     found = resample(options.bundle, options.data, draws=options.draws, seed=options.seed)
-    for name, value in found.items():
-        print(f"{name}: {value:.5g}")
+    print(
+        f"{found['share_above']:.1%} of {options.draws:,} certified policies disagree in more than "
+        f"{found['bound']:.2%} of the {found['population']:,} samples; the promise allows "
+        f"{found['allowed_share_above']:.1%}.\n"
+        f"Disagreement: median {found['median_disagreement']:.2%}, largest "
+        f"{found['largest_disagreement']:.2%}. Each policy is certified on "
+        f"{found['certify_samples']:,} of the samples, drawn with replacement. Median of the "
+        f"predicted savings: {found['median_predicted_savings']:.0%}"
+    )
     write_json(options.json, {**found, "environment": describe_environment(seed=options.seed)})
 
 

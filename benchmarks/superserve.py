@@ -84,7 +84,7 @@ POLICIES = (
 MAX_WAITING = 4_096
 RECORDS = 4_096
 PUBLISHED = (
-    "published (figures 8 and 10c, read off the text): SuperServe attains > 0.999 at every CV², at "
+    "published (figures 8 and 11c, read off the text): SuperServe attains > 0.999 at every CV², at "
     "accuracies of 76 to 78 %; INFaaS as much at 73.82; MaxBatch falls up to 5 % behind at CV² 8; "
     "Clipper+ (80.16) and MaxAcc diverge"
 )

@@ -222,7 +222,7 @@ def _faster(found: Outcomes, stretch: float) -> Outcomes:
 
 
 def bursts(stretch: float, duration_s: float) -> Iterator[Row]:
-    """Yield results under bursts (figures 8 and 10)."""
+    """Yield results under bursts (figures 8 and 11c)."""
     with _devices(stretch) as served:
         for cv2 in (2, 4, 8):
             trace = bursty(1_500, 5_550, cv2, duration_s, 0)

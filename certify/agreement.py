@@ -83,6 +83,7 @@ def fit_agreement(confidence: ConfidenceArray, agrees: BoolArray) -> AgreementCu
 
 def fit_curves(confidence: ConfidenceArray, agrees: BoolArray) -> tuple[AgreementCurve, ...]:
     """Fit one curve for each exit, from float[exits, samples] confidences and ``agrees``."""
+    confidence, agrees = check_confidence(confidence, agrees)
     return tuple(fit_agreement(c, a) for c, a in zip(confidence, agrees, strict=True))
 
 

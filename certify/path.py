@@ -101,7 +101,10 @@ def check_path(path_thresholds: FloatArray, *, exits: int) -> FloatArray:
     """Check that a path is [levels, exits] thresholds without NaN that never rise."""
     path = np.asarray(path_thresholds, dtype=np.float64)
     if path.ndim != 2 or path.shape[0] == 0 or path.shape[1] != exits:
-        raise ValueError(f"the path must be [levels, {exits}] thresholds, got shape {path.shape}")
+        raise ValueError(
+            f"the path must be [levels, exits] thresholds, got shape {path.shape}, with samples "
+            f"[exits, samples] that have {exits} rows"
+        )
     if np.isnan(path).any():
         raise ValueError(
             "the path contains NaN; use the threshold NEVER for exits that must not answer"

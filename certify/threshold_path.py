@@ -49,7 +49,11 @@ def alpha_of(number: int, alpha: float) -> float:
 
 
 class ThresholdPath:
-    """Levels of thresholds, from conservative to aggressive, and the evidence for each of them."""
+    """Levels of thresholds, from conservative to aggressive, and the evidence for each of them.
+
+    ``certified`` is the index of the most aggressive level that passed so far, 0 if none did, and
+    ``samples`` the number of samples that were counted.
+    """
 
     def __init__(
         self,
@@ -101,7 +105,8 @@ class ThresholdPath:
 
         An exit that was requested comes into use at some later sample. A sample that left early
         does not show which later exits were in use. So samples count only after one that ran to the
-        end has shown all exits; a chunk does not count if one of its samples lacks an exit.
+        end has shown all exits: the chunk with the first such sample does not count, and neither
+        does a chunk with a sample that lacks an exit. Add samples in chunks as they are served.
         """
         rows = np.flatnonzero(seen.complete)
         exits = list(self.exits)

@@ -265,6 +265,21 @@ def superserve_example(result: Result) -> Rows:
         yield f"`{policy}`", *(f"{r['attainment']:.2%}, {r['agreement']:.1%}" for r in rows)
 
 
+def simulator(result: Result) -> Rows:
+    """Yield how far simulated latencies are from those of a real server, for the same trace."""
+    yield (
+        "policy", "requests/s", "measured p50, p90, p99, ms", "simulated differs by",
+        "in time, measured and simulated",
+    )  # fmt: skip
+    for row in result["rows"]:
+        if row["measured_on"] != "server":
+            continue
+        measured = ", ".join(f"{ms:.1f}" for ms in row["measured_ms"].values())
+        errors = ", ".join(f"{100 * error:+.0f} %" for error in row["error"].values())
+        in_time = f"{percent(row['measured_attainment'])}, {percent(row['simulated_attainment'])}"
+        yield f"`{row['policy']}`", str(row["rate"]), measured, errors, in_time
+
+
 TABLES: Final[Mapping[str, Table]] = {
     "adapt": Table(adapt, ("adapt",)),
     "apparate": Table(apparate, ("apparate",)),
@@ -278,6 +293,7 @@ TABLES: Final[Mapping[str, Table]] = {
     "learning": Table(learning, ("learning",)),
     "lengths": Table(lengths, ("lengths",)),
     "parallel": Table(parallel, ("parallel",)),
+    "simulator": Table(simulator, ("simulator",)),
     "policies": Table(policies, ("policies_azure_code",)),
     "superserve": Table(superserve, ("superserve_emulated",)),
     "superserve-buckets": Table(buckets, ("superserve_buckets",)),

@@ -238,7 +238,7 @@ def test_certify_promises_nothing_from_too_few_samples() -> None:
     [
         ([[0.5], [0.6]], ("exit 0", "level 1", "0.5 to 0.6")),
         ([[np.nan]], ("NaN",)),
-        ([[0.5, 0.5]], ("[levels, 1] thresholds, got shape (1, 2)",)),
+        ([[0.5, 0.5]], ("[levels, exits] thresholds, got shape (1, 2)", "1 rows")),
     ],
 )
 def test_certify_refuses_what_is_no_path(path: list[list[float]], message: Told) -> None:
