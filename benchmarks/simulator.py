@@ -46,7 +46,7 @@ from offramp.tools.bench.simulate_command import SystemUnderTest
 from offramp.tools.bench.simulated_model import SimulatedModel, model_of
 from offramp.tools.bench.simulation import draw_load, simulate
 
-POLICIES = ("run-through", "refill", "slackfit", "source:clockwork")
+POLICIES = ("run-through", "source:clockwork")
 LOADS = (0.3, 0.6)
 """Shares of the server's throughput at saturation."""
 QUANTILES = ("p50", "p90", "p99")
