@@ -29,7 +29,7 @@ def model_html(info: ModelInfo, statistics: ModelStatistics) -> str:
     lines = (
         _tensors(info),
         f"mode {statistics.mode}, {statistics.backend}, {statistics.answered:,} samples answered",
-        describe_promise(info.policy.promise if info.policy.active else None),
+        f"exits in use: {len(info.policy.active)}; {describe_promise(info.policy)}",
     )
     return table_html(info.name, lines, ("exit", "threshold", "answered", "share"), rows)
 

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offramp.bundle.schema.policy import Promise
+from offramp.bundle.schema.policy import ExitPolicy
 
 if TYPE_CHECKING:
     from offramp.bundle.bundle import Bundle
@@ -52,19 +52,18 @@ def bundle_html(bundle: Bundle) -> str:
 def describe_policy(bundle: Bundle) -> str:
     """Return a line on the exits in use, and on their promise or the reason why none is in use."""
     manifest, policy = bundle.manifest, bundle.policy
+    reason = "" if policy.active or not manifest.idle_reason else f": {manifest.idle_reason}"
     exits = f"{len(policy.active)} of {len(manifest.exits)} exits in use"
+    return f"{exits}; {describe_promise(policy)}{reason}"
+
+
+def describe_promise(policy: ExitPolicy) -> str:
+    """Return what a policy promises, as text for people."""
+    promise = policy.promise
     if not policy.active:
-        reason = f": {manifest.idle_reason}" if manifest.idle_reason else ""
-        return f"{exits}, the unmodified model answers{reason}"
-    if policy.promise is None:  # compiled on random inputs
-        return f"{exits}, nothing is certified"
-    return f"{exits}; {describe_promise(policy.promise)}"
-
-
-def describe_promise(promise: Promise | None) -> str:
-    """Return the text of a policy's promise."""
-    if promise is None:
-        return "no exit is in use: the unmodified model answers"
+        return "the unmodified model answers"
+    if promise is None:  # compiled on random inputs
+        return "nothing is certified"
     return (
         f"certified: at most {promise.max_disagreement:.2%} of answers differ from the unmodified "
         f"model's, with {promise.confidence_level:.0%} confidence; predicted to save "

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -71,6 +72,10 @@ PREPARED: Final[Mapping[str, str]] = {
     "demo/tokens.ee": f"{_TEXT} demo/tokens.ee --promise tokens",
 }
 """Commands that make the files that measurements read, by the path of the file or its folder."""
+
+
+class MachineBusyError(Exception):
+    """Other processes use the machine, so that times would be wrong."""
 
 
 def read_result(name: str) -> Result:
@@ -140,7 +145,11 @@ def prepare(words: Sequence[str]) -> None:
                 command = runnable(PREPARED[path])
                 prepare([read for read in command if read != path])
                 print(PREPARED[path], flush=True)
-                subprocess.run(command, cwd=ROOT, check=True)
+                try:
+                    subprocess.run(command, cwd=ROOT, check=True)
+                except BaseException:  # a part of it would look as if it were complete
+                    shutil.rmtree(ROOT / path, ignore_errors=True)
+                    raise
 
 
 def busy_cores() -> float:
@@ -152,15 +161,17 @@ def busy_cores() -> float:
 
 
 def measure(names: Sequence[str], *, busy: bool) -> dict[str, str]:
-    """Run the commands of results, one after another; return why some failed, by result.
+    """Run the commands of results, one after another; return why some were not measured, by name.
 
-    SystemExit if the machine is busy.
+    If the machine is busy, the remaining results are not measured.
     """
     failed = {}
-    for name in names:
+    for number, name in enumerate(names):
         try:
             _measure(name, busy=busy)
-        except (ValueError, subprocess.CalledProcessError) as error:
+        except MachineBusyError as error:
+            return failed | dict.fromkeys(names[number:], str(error))
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
             failed[name] = str(error)
     return failed
 
@@ -171,7 +182,7 @@ def _measure(name: str, *, busy: bool) -> None:
     prepare(command)
     cores = busy_cores()
     if cores > _IDLE and not busy:
-        raise SystemExit(
+        raise MachineBusyError(
             f"the machine is busy: other processes used {cores:.2f} cores during the last "
             f"{_WATCHED_S:g} s, expected at most {_IDLE}. End them, or measure anyway with "
             "--busy"

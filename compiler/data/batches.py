@@ -96,7 +96,10 @@ class IterableSource:
         ``None`` for other iterables: the sizes of their batches are not known.
         """
         loader: Any = self._iterable
-        collate = getattr(getattr(loader, "collate_fn", None), "__name__", "")
+        iterates = getattr(type(loader), "__iter__", None)
+        if getattr(iterates, "__module__", "") != "torch.utils.data.dataloader":
+            return None
+        collate = getattr(loader.collate_fn, "__name__", "")
         if collate != "default_collate" or not loader.batch_size:  # others make batches themselves
             return None
         if not isinstance(loader.sampler, Sized):

@@ -16,6 +16,7 @@ from offramp.calibration.data.data_sources import (
     DataSource,
     NpyFolderSource,
     NpzSource,
+    known_samples,
 )
 from offramp.calibration.data.errors import DataError
 from offramp.calibration.data.scratch import ScratchSpace
@@ -229,6 +230,12 @@ class FirstSamples:
     def name(self) -> str:
         """Name of the whole source, for messages."""
         return self.source.name
+
+    @property
+    def known_samples(self) -> int | None:
+        """Number of the samples, if the source knows its own number."""
+        count = known_samples(self.source)
+        return None if count is None else min(count, self.samples)
 
     def load(
         self, specs: Sequence[TensorSpec], scratch: ScratchSpace, *, keys: Collection[str] = ()

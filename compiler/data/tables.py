@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -391,8 +391,8 @@ class HuggingFaceSource:
 
     @property
     def known_samples(self) -> int | None:
-        """Number of rows that are read; ``None`` for a folder."""
-        if isinstance(self.data, Path):
+        """Number of rows that are read; ``None`` for a folder and for streams."""
+        if not isinstance(self.data, Sized):
             return None
         return min(len(self.data), self.options.max_samples or len(self.data))
 

@@ -127,7 +127,8 @@ def _missing_dimension(
         how = f"array[{':, ' * axis}None]"
         if not axis:
             return f"; for a single sample add the batch dimension with {how}"
-        what = "the channel" if len(spec.shape) == _IMAGE_DIMENSIONS else f"dimension {axis}"
+        image = len(spec.shape) == _IMAGE_DIMENSIONS and axis in (1, _IMAGE_DIMENSIONS - 1)
+        what = "the channel" if image else f"dimension {axis}"
         return f"; add {what} with {how}"
     return ""
 

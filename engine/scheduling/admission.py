@@ -11,9 +11,10 @@ is max(0, (arrived − K · kept) / (arrived + 1)). So K times the capacity is a
 device, the front end or another process limits the capacity. K > 1 admits enough load that policies
 choose faster settings, and that a higher capacity is detected.
 
-As long as the policy drops no sample that could have been in time alone, no request is refused: a
-client whose requests arrive too late does not shut out others. Before any recent sample was
-answered, as after a pause, the rate is unknown, and no request is refused.
+As long as the policy drops no sample that could have been in time alone, without being forced out
+early, no request is refused: a client whose requests arrive too late does not shut out others.
+Before any recent sample was answered, as after a pause, the rate is unknown, and no request is
+refused.
 
 A request is not refused either if the queue does not endanger it: its slack exceeds the time that
 the samples before it take at the recent rate. These are the waiting samples of its own priority and

@@ -92,6 +92,8 @@ class RowSet(NamedTuple):
     """Numbers of the samples in the order in which they were started; unique within a model."""
     answered: NDArray[np.bool_]
     """True for samples that have their answer and run on for feedback only."""
+    feasible: NDArray[np.bool_]
+    """:attr:`Submission.feasible` of each sample's request."""
 
     def take(self, rows: Rows) -> RowSet:
         """Return the rows with these indices."""
@@ -120,9 +122,16 @@ class RowSet(NamedTuple):
 
     def dropped(self, cause: DropCause) -> list[Dropped]:
         """Return reports that all rows leave unanswered; answered rows are not reported."""
-        requests, counts = np.unique(self.requests[~self.answered], return_counts=True)
-        pairs = zip(requests.tolist(), counts.tolist(), strict=True)
-        return [Dropped(request, count, cause) for request, count in pairs]
+        waiting = ~self.answered
+        requests, firsts, counts = np.unique(
+            self.requests[waiting], return_index=True, return_counts=True
+        )
+        feasible = self.feasible[waiting][firsts]
+        columns = (requests.tolist(), counts.tolist(), feasible.tolist())
+        return [
+            Dropped(request, count, cause, feasible=in_time)
+            for request, count, in_time in zip(*columns, strict=True)
+        ]
 
 
 def concatenate(parts: Sequence[RowSet]) -> RowSet:

@@ -334,7 +334,7 @@ class InFlight:
             self._lost.append(lost)
             for item in lost.dropped(DropCause.EXPIRED):
                 cause = self._cancelled.get(item.request, item.cause)
-                self.drop([Dropped(item.request, item.count, cause)])
+                self.drop([replace(item, cause=cause)])
         return rows
 
     def lose(self, samples: RowSet, cause: DropCause = DropCause.FAILED) -> None:

@@ -164,10 +164,12 @@ def _rowset(taken: list[TakenSamples], sample_ids: NDArray[np.int64]) -> RowSet:
     ranks = [submission.priority for submission, _, _ in taken]
     # Nearly always every request is one sample of the default priority: that needs fewer arrays.
     priorities = np.array(ranks, np.int64) if any(ranks) else uniform(len(taken), value=0)
+    in_time = [submission.feasible for submission, _, _ in taken]
+    feasible = uniform(len(taken), value=True) if all(in_time) else np.array(in_time)
     if max(sizes) == 1:
         rows = np.array(firsts, np.int64) if any(firsts) else uniform(len(taken), value=0)
         answered = uniform(len(taken), value=False)
-        return RowSet(requests, rows, deadlines_s, priorities, sample_ids, answered)
+        return RowSet(requests, rows, deadlines_s, priorities, sample_ids, answered, feasible)
     return RowSet(
         np.repeat(requests, sizes),
         np.concatenate([np.arange(f, f + n) for f, n in zip(firsts, sizes, strict=True)]),
@@ -175,4 +177,5 @@ def _rowset(taken: list[TakenSamples], sample_ids: NDArray[np.int64]) -> RowSet:
         np.repeat(priorities, sizes),
         sample_ids,
         uniform(len(sample_ids), value=False),
+        np.repeat(feasible, sizes),
     )

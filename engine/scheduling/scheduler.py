@@ -118,6 +118,13 @@ class ModelScheduler:
         return self._current.latencies
 
     @property
+    def _earliest_s(self) -> float:
+        """Seconds in which a single sample could leave at its first exit, on the fastest stream."""
+        placed = self.placed
+        tables = (self.latencies,) if placed is None else placed.latencies.values()
+        return min(latencies.earliest_s for latencies in tables)
+
+    @property
     def queued(self) -> int:
         """Number of samples that wait for stage 0."""
         return self._queue.size
@@ -160,7 +167,7 @@ class ModelScheduler:
     def submit(self, submission: Submission, now_s: float) -> StepOutcome:
         """Queue a request's samples; SchedulerFullError, with none queued, if not all fit."""
         self._expire(now_s)
-        submission.feasible = submission.deadline_s - now_s >= self.latencies.earliest_s
+        submission.feasible = submission.deadline_s - now_s >= self._earliest_s
         try:
             self._queue.push(submission, now_s)
         except SchedulerFullError as error:

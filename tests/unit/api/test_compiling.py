@@ -135,6 +135,16 @@ def test_batches_of_unknown_size_are_not_counted_before_the_export(asked: Captur
     assert len(asked.arrays["x"]) == 500
 
 
+class _Repeating(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter([(torch.from_numpy(X[:50]),)] * 20)
+
+
+def test_a_loader_that_makes_its_own_batches_is_not_counted(asked: CapturedOptions) -> None:
+    offramp.compile(Net(), _Repeating(TensorDataset(torch.from_numpy(X[:50])), batch_size=50))
+    assert len(asked.arrays["x"]) == 1_000
+
+
 def test_a_proto_is_compiled_into_the_working_directory(asked: CapturedOptions) -> None:
     offramp.compile(mlp(layers=2), {"x": X})
     assert asked.options is not None

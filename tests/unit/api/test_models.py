@@ -317,7 +317,7 @@ def test_an_onnx_file_is_answered_by_the_model_as_it_is(tmp_path: Path) -> None:
     with offramp.load(path) as model:
         assert model.name == "plain"
         result = model.predict(x=x)
-        assert "no exit is in use: the unmodified model answers" in model._repr_html_()
+        assert "exits in use: 0; the unmodified model answers" in model._repr_html_()
         assert model.statistics().mode == "off"
     (wanted,) = session.run(None, {"x": x})
     assert np.allclose(result.outputs["logits"], wanted, rtol=1e-5, atol=1e-6)

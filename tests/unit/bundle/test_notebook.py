@@ -10,7 +10,6 @@ import pytest
 from tests.small import compile_small
 
 from offramp.bundle import Bundle
-from offramp.bundle.notebook import describe_promise
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +45,14 @@ def test_a_line_says_why_no_exit_is_in_use(small: Bundle) -> None:
         manifest=replace(small.manifest, idle_reason="no exit pays"),
     )
     assert repr(idle) == (
-        f"<Bundle {small.path}: 0 of {count} exits in use, the unmodified model answers: "
+        f"<Bundle {small.path}: 0 of {count} exits in use; the unmodified model answers: "
         "no exit pays>"
     )
 
 
 def test_exits_of_a_dry_run_promise_nothing(small: Bundle) -> None:
     dry = replace(small, policy=replace(small.policy, promise=None))
-    assert repr(dry).endswith(" exits in use, nothing is certified>")
+    assert repr(dry).endswith(" exits in use; nothing is certified>")
 
 
 def test_a_bundle_shows_its_exits_and_its_promise(small: Bundle) -> None:
@@ -66,7 +65,3 @@ def test_a_bundle_shows_its_exits_and_its_promise(small: Bundle) -> None:
     assert "certified: at most 5.00% of answers differ from the unmodified model&#x27;s" in shown
     assert "&lt;b&gt;&amp;" in shown  # the path, of which nothing is markup
     assert "<b>&" not in shown
-
-
-def test_a_bundle_without_exits_says_so() -> None:
-    assert describe_promise(None) == "no exit is in use: the unmodified model answers"

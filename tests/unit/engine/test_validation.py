@@ -79,6 +79,11 @@ def test_what_fits_has_nothing_wrong(batch: int, sequence: int) -> None:
             ("'x' is uint8 [2, 5]", "add dimension 2 with array[:, :, None]"),
         ),
         (
+            [TensorSpec(name="x", dtype="uint8", shape=("batch", 3, 1, 7))],
+            {"x": image(2, 3, 7)},
+            ("'x' is uint8 [2, 3, 7]", "add dimension 2 with array[:, :, None]"),
+        ),
+        (
             [IMAGE],
             {"image": image(28, 28)},
             ("'image' is uint8 [28, 28]", "image: uint8 [batch, 1, 28, 28]"),

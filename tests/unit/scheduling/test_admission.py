@@ -157,6 +157,22 @@ def test_requests_that_come_too_late_shut_out_no_other(slack_s: float, *, shuts_
     assert (share_refused(made, slack_s=0.05, now_s=2.0) > 0.5) == shuts_out
 
 
+@pytest.mark.parametrize(
+    ("started_s", "slack_s", "shuts_out"), [(0.0, 0.3, False), (0.5, 1.0, True)]
+)
+def test_a_late_sample_that_was_started_counts_like_one_that_waited(
+    started_s: float, slack_s: float, *, shuts_out: bool
+) -> None:
+    made = scheduler("delay")  # three stages of 0.25 s
+    made.submit(Submission(1, 1, slack_s), 0.0)
+    stays = np.zeros(1, np.bool_)
+    made.next(0, started_s)
+    made.update(0, stays, started_s + 0.25)
+    made.update(0, stays, started_s + 0.5)
+    assert [item.cause for item in made.take_dropped()] == [DropCause.EXPIRED]
+    assert made.overloaded == shuts_out
+
+
 def test_what_the_headroom_covers_is_left_to_the_policy() -> None:
     control = AdmissionControl()
     control.keep(1000, 0.0)

@@ -21,6 +21,7 @@ def rows(*samples: tuple[int, float] | tuple[int, float, int]) -> RowSet:
         np.array([sample[2] if len(sample) > 2 else 0 for sample in samples], np.int64),
         np.arange(len(samples)),
         np.zeros(len(samples), np.bool_),
+        np.ones(len(samples), np.bool_),
     )
 
 

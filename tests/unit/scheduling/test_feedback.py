@@ -193,8 +193,9 @@ def test_what_runs_on_counts_as_going_on_where_batches_are_planned() -> None:
 def test_answering_some_changes_a_copy() -> None:
     zeros = np.zeros(3, np.int64)
     samples = RowSet(
-        zeros, np.arange(3), np.full(3, 5.0), zeros, np.arange(7, 10), np.zeros(3, np.bool_)
-    )
+        zeros, np.arange(3), np.full(3, 5.0), zeros, np.arange(7, 10), np.zeros(3, np.bool_),
+        np.ones(3, np.bool_),
+    )  # fmt: skip
     changed = samples.answering(np.array([0, 2]))
     assert changed.deadlines_s.tolist() == [NEVER, 5.0, NEVER]
     assert (changed.answered.tolist(), changed.unanswered) == ([True, False, True], 1)

@@ -31,7 +31,7 @@ class Scene:
         requests = np.arange(count)
         due = np.full(count, due_s)
         zeros = np.zeros(count, np.int64)
-        samples = RowSet(requests, zeros, due, zeros, requests, zeros.astype(np.bool_))
+        samples = RowSet(requests, zeros, due, zeros, requests, zeros.astype(np.bool_), zeros == 0)
         self.buffered[stage].buffer(samples, batch_key, len(self.buffered[stage].buckets), 0.0)
         return self
 

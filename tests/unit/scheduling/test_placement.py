@@ -60,6 +60,17 @@ def finish(s: Watched, stream: int, run: Run, now_s: float) -> int | None:
     return s.update(stream, none_exit(run), now_s).buffered
 
 
+@pytest.mark.parametrize("kinds", [("fast", "slow"), ("slow", "fast")])
+@pytest.mark.parametrize(("slack_s", "counts"), [(0.6, False), (0.9, True)])
+def test_a_request_is_feasible_if_the_fastest_stream_can_answer_it(
+    kinds: Sequence[str], slack_s: float, *, counts: bool
+) -> None:
+    s = placed(*(on(range(3), kind=kind) for kind in kinds), policy="run-through")
+    submit(s, 1, deadline_s=slack_s)
+    s.next(0, 2.0)
+    assert s.overloaded == counts
+
+
 OWN = on([0, 1]), on([2])
 STEALING = on([0, 1], [2]), on([2], [0])
 

@@ -149,7 +149,9 @@ def test_what_waits_is_urgent_by_the_time_that_its_variant_needs(
     latencies = Latencies(rows, smaller=[StageTable([[s / 8 for s in row] for row in rows])])
     buffered = (BufferedQueue(), BufferedQueue())
     zeros = np.zeros(1, np.int64)
-    samples = RowSet(zeros, zeros, np.ones(1), zeros, zeros, np.zeros(1, np.bool_))
+    samples = RowSet(
+        zeros, zeros, np.ones(1), zeros, zeros, np.zeros(1, np.bool_), np.ones(1, np.bool_)
+    )
     buffered[1].buffer(samples, None, 1, 0.0, variant)
     queue = SampleQueue(8, full=SIZE)
     queue.push(Submission(2, 1), 0.0)

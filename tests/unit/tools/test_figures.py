@@ -144,10 +144,11 @@ def test_nothing_is_measured_on_a_busy_machine_or_twice(
     ran: list[list[str]] = []
     monkeypatch.setattr(figures.subprocess, "run", lambda command, **_: ran.append(command))
     monkeypatch.setattr(figures, "busy_cores", lambda: 1.5)
-    with pytest.raises(SystemExit) as refused:
-        figures.measure(["x"], busy=False)
-    tells(str(refused.value), "1.50", "0.3", "--busy")
+    refused = figures.measure(["x", "y"], busy=False)
+    assert list(refused) == ["x", "y"]
+    tells(refused["y"], "1.50", "0.3", "--busy")
     assert ran == []
+    assert list(figures.measure(["typo"], busy=True)) == ["typo"]
     figures.measure(["x"], busy=True)
     monkeypatch.setattr(figures, "busy_cores", lambda: 0.1)
     figures.measure(["x"], busy=False)

@@ -149,7 +149,15 @@ def test_rows_of_a_kind_come_together_and_kinds_one_after_the_other() -> None:
 def a_run(stage: int, pieces: Sequence[Piece]) -> Run:
     count = sum(len(piece.positions) for piece in pieces) or 1
     zeros = np.zeros(count, np.int64)
-    samples = RowSet(zeros, zeros, np.zeros(count), zeros, zeros, np.zeros(count, np.bool_))
+    samples = RowSet(
+        zeros,
+        zeros,
+        np.zeros(count),
+        zeros,
+        zeros,
+        np.zeros(count, np.bool_),
+        np.ones(count, np.bool_),
+    )
     return Run(1, stage, samples, 2, tuple(pieces))
 
 

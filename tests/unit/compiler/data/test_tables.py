@@ -34,6 +34,7 @@ from offramp.bundle.npz import is_mapped
 from offramp.calibration.data import data_sources
 from offramp.calibration.data.errors import DataError
 from offramp.compiler.data import PreprocessingSpec, as_source
+from offramp.compiler.data.tables import HuggingFaceSource
 
 AGE = TensorSpec(name="age", dtype="int32", shape=("batch",))
 MAP = TensorSpec(name="map", dtype="float32", shape=("batch", 1, 2, 2))
@@ -392,3 +393,10 @@ def test_without_the_package_the_extra_is_named(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(DataError, match=rf"{package} .*pip install 'offramp\[{extra}\]'"):
         load(path, AGE)
+
+
+def test_a_stream_of_hugging_face_does_not_know_its_number() -> None:
+    made = datasets.Dataset.from_dict({"x": [[0.5, 1.5]] * 3})
+    source = HuggingFaceSource(made.to_iterable_dataset(), PreprocessingSpec())
+    assert source.known_samples is None
+    assert HuggingFaceSource(made, PreprocessingSpec(max_samples=2)).known_samples == 2
