@@ -165,7 +165,7 @@ def measure(names: Sequence[str], *, busy: bool) -> dict[str, str]:
 
     If the machine is busy, the remaining results are not measured.
     """
-    failed = {}
+    failed: dict[str, str] = {}
     for number, name in enumerate(names):
         try:
             _measure(name, busy=busy)
