@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
@@ -24,6 +25,8 @@ from offramp.engine.control.static import StaticController
 from offramp.engine.models.options import ModelOptions, added_controllers
 from offramp.engine.models.whole_promise import end_evidence
 from offramp.engine.stages.plan import Mode
+
+_log = logging.getLogger(__name__)
 
 MAX_DISAGREEMENT: Final = 0.01
 """Largest share of differing answers if neither bundle nor user sets it (a bundle without exits
@@ -61,6 +64,8 @@ def make_controller(
     # where exits depend on earlier ones, none can be removed
     most = math.inf if depends else budget
     policy = _within_limits(bundle, costs, records, max_overhead=most, **limits)
+    if all_run_on and len(policy.active) < len(bundle.policy.active):
+        _warn_of_budget(bundle, costs, policy, budget)
     promise = bundle.policy.promise
     of_classes = None if promise is None else promise.max_class_disagreement
     # served samples are too few to certify each class again
@@ -209,6 +214,21 @@ def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]
             f"--confidence, or {_REMEDIES[type(evidence)]}"
         )
     return allowed - spent, half_risk(options.confidence)
+
+
+def _warn_of_budget(bundle: Bundle, costs: CostModel, policy: ExitPolicy, budget: float) -> None:
+    """Log which of the compiled exits do not answer, because they delay the model's end."""
+    compiled = [active.exit for active in bundle.policy.active]
+    _log.warning(
+        "%s: %s of %d compiled exits answer, as exits in use may delay the model's end by at most "
+        "%.1f %% here, and all of them would by %.1f %%; "
+        "a larger --ramp-budget lets more exits answer",
+        bundle.path,
+        len(policy.active) or "none",
+        len(compiled),
+        100 * budget,
+        100 * costs.overhead(compiled),
+    )
 
 
 def ramp_budget(

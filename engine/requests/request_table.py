@@ -101,6 +101,8 @@ class Request:
     """[count]: variant that answered the sample; 0 is the full model."""
     policy_version: int = 0
     """Version of the policy of the answers; the latest, if they differ."""
+    started_s: float | None = None
+    """Time at which its first batch was started."""
     error: EngineError | None = None
     """Reason why there will be no answer."""
     withdrawn: bool = False
@@ -345,7 +347,10 @@ class RequestTable:
         if request.withdrawn:
             return
         if request.error is None:
-            self.counters.latency_s.observe(self._clock() - request.submitted_s)
+            now_s = self._clock()
+            started_s = now_s if request.started_s is None else request.started_s
+            self.counters.queue_s.observe(started_s - request.submitted_s)
+            self.counters.latency_s.observe(now_s - request.submitted_s)
         self._completions.add(request.future, request)
 
     def _follow_up(self, request: Request) -> None:

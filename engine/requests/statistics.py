@@ -142,7 +142,7 @@ class CountersSnapshot:
     departures: tuple[Departures, ...] = ()
     """Numbers of the full model's answers, by exit, for each set of exits that was in use."""
     queue_s: Histogram
-    """Seconds from submission to first dispatch, per request part."""
+    """Seconds from submission to the start of its first batch, per answered request."""
     latency_s: Histogram
     """Seconds from submission to the response, per request."""
 

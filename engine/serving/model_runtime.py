@@ -137,7 +137,8 @@ class ModelRuntime:
             if request is None:
                 raise DrainingError(f"{self.name}: stopped before the answer")
             parts.append((request, rows))
-            self.table.counters.queue_s.observe(now_s - request.submitted_s)
+            if request.started_s is None:
+                request.started_s = now_s
         self._count_padding(run, parts)
         return parts
 

@@ -259,11 +259,11 @@ def test_a_plan_under_another_forecast_is_limited_by_the_split_that_gets_more() 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"exit_after": (1,)}, ("rise from 0", "below 1")),
+        ({"exit_after": (1,)}, ("increase from 0", "below 1")),
         ({"going_on": ()}, ("going_on has 0 values", "expected 1")),
         ({"going_on": (1.5,)}, ("going_on has 1.5",)),
         ({"row_bytes": (1.0, 2.0)}, ("row_bytes has 2 values", "expected 1")),
-        ({"exits": (-1,)}, ("exits (-1,)", "rise from 0")),
+        ({"exits": (-1,)}, ("exits (-1,)", "increase from 0")),
     ],
 )
 def test_facts_that_contradict_each_other_are_refused(
