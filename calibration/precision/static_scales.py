@@ -65,7 +65,7 @@ def quantise_static(
     pooled = {  # pooling only moves integers: its output has the scale of its input
         n.output[0]: n.input[0]
         for n in editor.proto.graph.node
-        if n.op_type == "MaxPool" and n.output[0] in inside
+        if n.op_type == "MaxPool" and n.output[0] in inside and n.input[0] in inside
     }
     read = dict.fromkeys(p.activation for p in multiplied.values() if p.activation not in inside)
     measured = [t for t in (*inside, *read) if t not in pooled]

@@ -262,6 +262,18 @@ def test_what_is_pooled_has_the_scale_of_what_it_was() -> None:
     assert values["first/step"] != values["second/step"]
 
 
+def test_what_is_pooled_in_float32_has_a_scale_of_its_own() -> None:
+    """As in the stem of a ResNet, where a copy leaves the first segment in float32."""
+    b = Builder()
+    x = b.input("image", ["batch", 4, 8, 8])
+    pooled = b.node("MaxPool", x, out="pooled", kernel_shape=[2, 2], strides=[2, 2])
+    b.node("Relu", b.conv(pooled, (4, 8)), out="y")
+    b.output("y", ["batch", 8, 4, 4])
+    values = constants(made(serialised(b.build()), CpuPrecision.STATIC))
+    assert "pooled/step" in values
+    assert "image/step" not in values
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("residual", CpuPrecision.STATIC), *(("bert", kind) for kind in OF_TRANSFORMERS)],
