@@ -241,7 +241,9 @@ def limit_of_certificate(
         )
     needed = _samples_for(errors / samples, replace(tested, max_disagreement=bound))
     bounds = "--max-disagreement" if strictest < len(of_all) else "--max-class-disagreement"
-    more = f" (with as many errors a sample, some {needed} would do)" if needed else ""
+    more = (
+        f" (with as many errors a sample, some {needed} {counts.unit} would do)" if needed else ""
+    )
     return (
         f"the data is too little to certify disagreement ≤ {bound:g} with "
         f"confidence {terms.confidence_level:g}: {found}; pass more --data{more}, a larger "

@@ -66,6 +66,11 @@ def print_bundle(bundle: Bundle, console: Console) -> None:
         say(line)
     for line in _covered(manifest, promised=policy.promise is not None):
         say(escape(line))
+    if (accuracy := manifest.calibration.source_accuracy) is not None:
+        say(
+            f"The unmodified model is right on {accuracy:.1%} of the labels; if you know it to be "
+            "better, prepare the data as in training."
+        )
     for line in (*_ranges(manifest), *_variants(bundle)):
         say(escape(line))
     for line in words.shared_weights(manifest):

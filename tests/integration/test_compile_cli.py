@@ -364,7 +364,8 @@ def test_the_summary_claims_what_was_promised_and_no_more(tmp_path: Path) -> Non
     assert lines[3].startswith("Predicted savings of time: 30.0%")
     added = "9.4% at batch 1, 3.8% at batch 8"  # 0.25 + 0.125 of 4 ms, 0.5 + 0.25 of 20 ms
     assert lines[4] == f"Where nothing exits, an answer comes later by {added} (profiled)."
-    assert lines[5:] == [f"Report: {bundle.path}/report.html", f"Serve:  eeserve {bundle.path}"]
+    assert lines[5].startswith("The unmodified model is right on 50.0% of the labels; ")
+    assert lines[6:] == [f"Report: {bundle.path}/report.html", f"Serve:  eeserve {bundle.path}"]
 
 
 def test_inspect_lists_the_cut_points(capfd) -> None:

@@ -223,8 +223,9 @@ def print_rows(console: Console, rows: Sequence[Row], *, title: str, baseline: s
     """Print rows of :func:`compare`, each with its ratio to the source model at that batch size."""
     table = figure_table(
         title,
-        f"Milliseconds per sample, and ×ratio to {SOURCE} ({baseline}). busy: time the machine was "
-        "busy per sample. agree: answers like the source model's; right: like the labels.",
+        f"Milliseconds, and ×ratio to {SOURCE} ({baseline}). mean to p99: from the start of a "
+        "batch to a sample's answer. busy: time of the batch, divided by its samples. agree: answers "
+        "like the source model's; right: like the labels.",
         ("batch", "system", "mean", "median", "p95", "p99", "busy", "agree", "right"),
         names=("system",),
     )
