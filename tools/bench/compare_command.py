@@ -224,8 +224,8 @@ def print_rows(console: Console, rows: Sequence[Row], *, title: str, baseline: s
     table = figure_table(
         title,
         f"Milliseconds, and ×ratio to {SOURCE} ({baseline}). mean to p99: from the start of a "
-        "batch to a sample's answer. busy: time of the batch, divided by its samples. agree: answers "
-        "like the source model's; right: like the labels.",
+        "batch to a sample's answer. busy: time of the batch, divided by its samples. "
+        "agree: answers like the source model's; right: like the labels.",
         ("batch", "system", "mean", "median", "p95", "p99", "busy", "agree", "right"),
         names=("system",),
     )
