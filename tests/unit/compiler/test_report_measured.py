@@ -170,7 +170,7 @@ def test_eecompile_ends_with_what_was_measured(tmp_path: Path) -> None:
     assert lines[0].startswith("Measured here on 1,000 samples")
     # half leave after 5 + 0.75 ms of 20, half end after 20.75: 33.75 % are saved
     assert lines[1] == "Predicted savings 33.8%, measured 34.0% ±1.0% (batch 8)."
-    assert lines[2].startswith("Report: ")
+    assert lines[3].startswith("Report: ")
 
 
 def test_eecompile_ends_loudly_where_nothing_is_saved(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_eecompile_ends_loudly_where_nothing_is_saved(tmp_path: Path) -> None:
     assert lines[1] == "Predicted savings 33.8%, measured -2.0% ±1.0% (batch 8)."
     assert lines[2].startswith("Measured savings are 35.8 points less than predicted.")
     assert lines[3].startswith("THE EXITS IN USE SAVE NOTHING HERE: At batch 8 the exits in use")
-    assert lines[4] == "Disturbed while measuring policy: 1 note in the report"
+    assert lines[5] == "Disturbed while measuring policy: 1 note in the report"
 
 
 def test_eecompile_ends_with_one_line_on_all_disturbances(tmp_path: Path) -> None:
