@@ -71,7 +71,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Simulate, print, and write if asked, after each row."""
+    """Simulate, print each experiment, and write all of them if asked."""
     parser = make_parser(__doc__)
     parser.add_argument("--only", help="names of the experiments to run, separated by commas")
     parser.add_argument(
@@ -82,8 +82,14 @@ def main() -> None:
     experiments = dict(EXPERIMENTS)
     if options.trace is not None:
         experiments["bursts"] = functools.partial(bursts, options.trace)
+    names = options.only.split(",") if options.only else list(experiments)
+    if unknown := sorted({*names} - {*experiments}):
+        parser.error(
+            f"--only {','.join(unknown)}: expected some of {', '.join(experiments)}; bursts needs "
+            "--trace"
+        )
     found: dict[str, Any] = {}
-    for name in options.only.split(",") if options.only else experiments:
+    for name in names:
         rows = list(experiments[name]())
         show(name, rows)
         found[name] = {

@@ -64,8 +64,6 @@ def make_controller(
     # where exits depend on earlier ones, none can be removed
     most = math.inf if depends else budget
     policy = _within_limits(bundle, costs, records, max_overhead=most, **limits)
-    if all_run_on and len(policy.active) < len(bundle.policy.active):
-        _warn_of_budget(bundle, costs, policy, budget)
     promise = bundle.policy.promise
     of_classes = None if promise is None else promise.max_class_disagreement
     # served samples are too few to certify each class again
@@ -133,6 +131,17 @@ def _within_limits(
     kept = within_budget(
         policy, costs, records, max_overhead=max_overhead, max_disagreement=max_disagreement
     )
+    if len(kept) < len(policy.active):
+        _log.warning(
+            "%s: %s of %d compiled exits may answer, as exits in use may delay the model's end by "
+            "at most %.1f %% here, and all of them would by %.1f %%; "
+            "a larger --ramp-budget lets more exits answer",
+            bundle.path,
+            len(kept) or "none",
+            len(policy.active),
+            100 * max_overhead,
+            100 * costs.overhead([active.exit for active in policy.active]),
+        )
     suits = promise is not None and promise.covers(max_disagreement, confidence_level)
     if suits and len(kept) == len(policy.active):
         return policy
@@ -214,21 +223,6 @@ def left_for_exits(bundle: Bundle, options: ModelOptions) -> tuple[float, float]
             f"--confidence, or {_REMEDIES[type(evidence)]}"
         )
     return allowed - spent, half_risk(options.confidence)
-
-
-def _warn_of_budget(bundle: Bundle, costs: CostModel, policy: ExitPolicy, budget: float) -> None:
-    """Log which of the compiled exits do not answer, because they delay the model's end."""
-    compiled = [active.exit for active in bundle.policy.active]
-    _log.warning(
-        "%s: %s of %d compiled exits answer, as exits in use may delay the model's end by at most "
-        "%.1f %% here, and all of them would by %.1f %%; "
-        "a larger --ramp-budget lets more exits answer",
-        bundle.path,
-        len(policy.active) or "none",
-        len(compiled),
-        100 * budget,
-        100 * costs.overhead(compiled),
-    )
 
 
 def ramp_budget(

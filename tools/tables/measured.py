@@ -16,13 +16,9 @@ def table(names: Sequence[str]) -> Table:
         runs: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
         for name, result in zip(names, results, strict=True):
             runs[run(result)].append(name)
-        for (day, version, processor), found in sorted(runs.items(), reverse=True):
-            yield (
-                day or "–",
-                version or "–",
-                processor or "–",
-                ", ".join(f"`{name}`" for name in found),
-            )
+        for recorded, found in sorted(runs.items(), reverse=True):
+            shown = (fact or "–" for fact in recorded)
+            yield *shown, ", ".join(f"`{name}`" for name in found)
 
     return Table(rows, tuple(names))
 

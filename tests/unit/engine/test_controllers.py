@@ -53,6 +53,22 @@ def test_another_ramp_budget_is_another_state() -> None:
     assert prints[0] == prints[1] != prints[2]
 
 
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (ModelOptions(ramp_budget=0.0), True),
+        (ModelOptions(ramp_budget=9.0), False),
+        (ModelOptions(ramp_budget=9.0, max_disagreement=1e-4), False),  # that certifies no exit
+    ],
+)
+def test_exits_beyond_the_ramp_budget_are_warned_of(
+    options: ModelOptions, caplog: pytest.LogCaptureFixture, *, warned: bool
+) -> None:
+    bundle = Bundle.open(BUNDLE)
+    make_controller(bundle, bundle.profile(), Mode.RELEASE, options)
+    assert ("a larger --ramp-budget lets more exits answer" in caplog.text) == warned
+
+
 def test_what_was_learned_beyond_compiled_thresholds_is_another_state() -> None:
     bundle = Bundle.open(BUNDLE)
     prints = [
