@@ -9,7 +9,8 @@ The share to refuse is that of adaptive throttling (Beyer et al., Site Reliabili
 2016, chapter 21): where ``kept`` of the ``arrived`` recent samples were answered, the probability
 is max(0, (arrived − K · kept) / (arrived + 1)). So K times the capacity is admitted, whether the
 device, the front end or another process limits the capacity. K > 1 admits enough load that policies
-choose faster settings, and that a higher capacity is detected.
+choose faster settings, and that a higher capacity is detected. K = 2 is the book's value: with a
+smaller one, too few samples wait to fill batches where deadlines are only a few stage times away.
 
 As long as the policy drops no sample that could have been in time alone, without being forced out
 early, no request is refused: a client whose requests arrive too late does not shut out others.
@@ -29,7 +30,7 @@ from typing import Final
 
 MEMORY_S: Final = 0.25
 """Length of the recent period: counts decay by 1/e in that time."""
-HEADROOM: Final = 1.1
+HEADROOM: Final = 2.0
 """K: samples admitted for each answered one."""
 PATIENCE: Final = 2.0
 """The queue does not endanger a request whose slack is at least this multiple of the queue's time.
