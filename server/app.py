@@ -308,15 +308,19 @@ async def _listen(
     http_port = http.listen(options.host, options.http_port)
     grpc_port = await endpoint.start(options.host, options.grpc_port)
     await http.start()
-    models = ", ".join(services.repository.catalog.names()) or "no model yet"
+    catalog = services.repository.catalog
+    models = ", ".join(catalog.names()) or "no model yet"
+    missing = ", ".join(sorted(catalog.missing))
     await endpoint.serving()
     listening = Listening(
         grpc=join_address(options.host, grpc_port), http=join_address(options.host, http_port)
     )
     scheme = "http" if tls is None else "https"
-    logger.info(
-        "ready: gRPC on %s, status page on %s://%s/, serving %s",
-        listening.grpc, scheme, listening.http, models,
+    logger.log(
+        logging.WARNING if missing else logging.INFO,
+        "%s: gRPC on %s, status page on %s://%s/, serving %s%s",
+        "not ready" if missing else "ready", listening.grpc, scheme, listening.http, models,
+        f"; could not be loaded: {missing}" if missing else "",
     )  # fmt: skip
     _warn_if_open(options)
     return endpoint, listening

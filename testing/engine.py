@@ -102,7 +102,7 @@ def fake_control(evidence: Evidence) -> ControlStatus:
         case Evidence.CONSERVATIVE:
             return replace(
                 known, disagreement=0.0, disagreement_upper_bound=0.0, disagreed=37, alarms=1,
-                audit_probability=1.0, state="recovering: 312 of about 480 samples",
+                audit_probability=1.0, state="recovering: 312 samples so far, at least 480 needed",
             )  # fmt: skip
         case Evidence.SUSPICIOUS:
             return replace(

@@ -149,6 +149,7 @@ def prepare(words: Sequence[str]) -> None:
                     subprocess.run(command, cwd=ROOT, check=True)
                 except BaseException:  # a part of it would look as if it were complete
                     shutil.rmtree(ROOT / path, ignore_errors=True)
+                    (ROOT / path).unlink(missing_ok=True)
                     raise
 
 

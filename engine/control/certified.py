@@ -373,7 +373,7 @@ class CertifiedController:
             return "suspicious: more disagreed under this policy than the constraint allows"
         if self._active.recovering:
             needed = math.log(1 / path.alpha) / (0.8 * self._settings.max_disagreement)
-            return f"recovering: {path.samples} of about {needed:.0f} samples"
+            return f"recovering: {path.samples:,} samples so far, at least {needed:,.0f} needed"
         test = self._candidates.current if self._resumption.kept is None else self._resumption
         if test is not None:
             return test.describe()

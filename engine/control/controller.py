@@ -95,7 +95,7 @@ class ControlStatus:
     adjustments: int
     """Changes of the set of exits in use."""
     state: str
-    """A few words for people: ``steady``, ``recovering: 312 of about 480 samples``."""
+    """For people, such as ``steady``, ``recovering: 312 samples so far, at least 480 needed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

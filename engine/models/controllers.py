@@ -146,7 +146,17 @@ def _within_limits(
     if suits and len(kept) == len(policy.active):
         return policy
     limits = {"max_disagreement": max_disagreement, "confidence_level": confidence_level}
-    return _certified(bundle, kept, costs, **limits)
+    found = _certified(bundle, kept, costs, **limits)
+    if kept and found.promise is None:
+        _log.warning(
+            "%s: no exit answers at first, as the calibration data cannot certify disagreement of "
+            "at most %g at confidence %g. The certified controller goes on with served samples; "
+            "more calibration data, or a larger --max-disagreement, certifies it at once",
+            bundle.path,
+            max_disagreement,
+            confidence_level,
+        )
+    return found
 
 
 def _certified(

@@ -37,6 +37,8 @@ class Catalog:
         self._engine = engine
         self.missing: set[str] = set()
         """Models that the server should have had from its start, and that could not be loaded."""
+        self.failed: set[tuple[str, str]] = set()
+        """Names and versions whose newest file could not be loaded."""
         self._served: dict[str, dict[str, ServedName]] = {}
         """Served names by model and version, newest version first."""
         for model in engine.models():
@@ -44,12 +46,14 @@ class Catalog:
 
     def put(self, name: str, versions: Mapping[str, str]) -> None:
         """Serve exactly these versions of a model: engine names by version, newest first."""
+        self.remove(name)
         self._served[name] = {v: ServedName(name, v, engine) for v, engine in versions.items()}
-        self.missing.discard(name)
 
     def remove(self, name: str) -> None:
-        """Stop serving a model."""
+        """Stop serving a model, and expect it no more."""
         self._served.pop(name, None)
+        self.missing.discard(name)
+        self.failed -= {key for key in self.failed if key[0] == name}
 
     def find(self, name: str, version: str = "") -> ServedName:
         """Return the version of a model that answers a request.

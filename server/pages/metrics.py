@@ -104,16 +104,36 @@ class RefusalCollector(Collector):
         yield family
 
 
+class FailedLoads(Collector):
+    """Collector of the number of model versions that could not be loaded."""
+
+    def __init__(self, versions: int) -> None:
+        self._versions = versions
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the number, 0 if all could be loaded."""
+        yield GaugeMetricFamily(
+            "offramp_failed_loads",
+            "Versions of models whose newest file could not be loaded.",
+            value=self._versions,
+        )
+
+
 def render_metrics(
-    engine: ServedEngine, refused: Mapping[tuple[str, str], int] = MappingProxyType({})
+    engine: ServedEngine,
+    refused: Mapping[tuple[str, str], int] = MappingProxyType({}),
+    *,
+    failed_loads: int = 0,
 ) -> bytes:
     """Return the page at ``/metrics`` in the Prometheus text format.
 
-    ``refused`` counts requests by status code and reason.
+    ``refused`` counts requests by status code and reason; ``failed_loads`` is the number of model
+    versions whose newest file could not be loaded.
     """
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
     registry.register(RefusalCollector(refused))
+    registry.register(FailedLoads(failed_loads))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 

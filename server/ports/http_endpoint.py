@@ -118,7 +118,7 @@ _Responder: TypeAlias = Callable[[web.Request], web.Response]
 
 def make_application(services: ProtocolServices, max_message_bytes: int) -> web.Application:
     """Return an application with the pages and the protocol over HTTP."""
-    engine, admission = services.engine, services.admission
+    engine, admission, catalog = services.engine, services.admission, services.repository.catalog
     application = web.Application(middlewares=[token_check(admission), _yield_between_pages()])
     recorder = HistoryRecorder(engine, admission.refused)
     application.cleanup_ctx.append(recorder.recorded)
@@ -126,9 +126,9 @@ def make_application(services: ProtocolServices, max_message_bytes: int) -> web.
         "/": lambda request: _status(engine, recorder.history, request),
         "/history.json": lambda _: web.json_response(recorder.history.to_json()),
         "/health/live": lambda _: _liveness(engine),
-        "/health/ready": lambda _: _readiness(engine, services.repository.catalog),
+        "/health/ready": lambda _: _readiness(engine, catalog),
         "/metrics": lambda _: web.Response(
-            body=render_metrics(engine, admission.refused),
+            body=render_metrics(engine, admission.refused, failed_loads=len(catalog.failed)),
             headers={"Content-Type": CONTENT_TYPE},
         ),
     }

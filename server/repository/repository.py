@@ -123,7 +123,7 @@ class ModelRepository:
                     await self._load(name)
             else:
                 await self._follow_folder()
-                failed = {name for name, _ in self._reasons}
+                failed = {name for name, _ in self.catalog.failed}
                 self.catalog.missing |= failed - set(self.catalog.names())
         if settings.model_control is RepositoryControl.POLL:
             self._polling = asyncio.create_task(self._poll(), name="repository")
@@ -226,20 +226,23 @@ class ModelRepository:
             await self._engine.load(engine_name, now.path, options=now.options)
         except (BundleError, OnnxFileError, EngineError, OSError, ValueError) as error:
             self._reasons[key] = str(error)
+            self.catalog.failed.add(key)
             raise ModelLoadError(
                 f"model {name!r}, version {version}, cannot be loaded: {error}"
             ) from error
+        except asyncio.CancelledError:
+            self._reasons[key] = "not loaded: the client gave up, or the server stopped"
+            logger.warning("%s, version %s: %s", name, version, self._reasons[key])
+            raise
         finally:
             self._changing.pop(key, None)
         self._reasons.pop(key, None)
         self._loaded[key] = now
 
     async def _forget(self, name: str, reason: str) -> None:
-        """Unload a model that is no longer wanted, if it is loaded."""
+        """Unload a model that is no longer wanted, if it is loaded; expect it no more."""
         async with self._turn(name):
-            self.catalog.missing.discard(name)
-            if name in self.catalog.names():
-                await self._unload(name, reason)
+            await self._unload(name, reason)
 
     async def _unload(self, name: str, reason: str) -> None:
         served = self.catalog.served(name)
@@ -270,7 +273,9 @@ class ModelRepository:
     async def _follow_folder(self) -> None:
         """Load new and changed models of the folder, and unload those that are gone."""
         there = set(await asyncio.to_thread(self._names_in_folder))
-        for name in {*self.catalog.names(), *self.catalog.missing} - there - self._named.keys():
+        known = {*self.catalog.names(), *self.catalog.missing}
+        known |= {name for name, _ in self.catalog.failed}
+        for name in known - there - self._named.keys():
             await self._forget(name, "removed from the repository")
         for name in sorted(there - self._named.keys()):
             await self._try_load(name)

@@ -69,6 +69,16 @@ def test_exits_beyond_the_ramp_budget_are_warned_of(
     assert ("a larger --ramp-budget lets more exits answer" in caplog.text) == warned
 
 
+@pytest.mark.parametrize(("max_disagreement", "warned"), [(None, False), (1e-4, True)])
+def test_a_constraint_that_certifies_no_exit_is_warned_of(
+    max_disagreement: float | None, caplog: pytest.LogCaptureFixture, *, warned: bool
+) -> None:
+    bundle, options = Bundle.open(BUNDLE), ModelOptions(max_disagreement=max_disagreement)
+    controller, _ = make_controller(bundle, bundle.profile(), Mode.AUDIT, options)
+    assert (controller.policy.promise is None) == warned
+    assert ("no exit answers at first" in caplog.text) == warned
+
+
 def test_what_was_learned_beyond_compiled_thresholds_is_another_state() -> None:
     bundle = Bundle.open(BUNDLE)
     prints = [

@@ -46,6 +46,8 @@ def test_a_request_larger_than_a_batch_is_split_and_put_together() -> None:
         stage = np.where(result.exits == 0, 0, 1)
         np.testing.assert_array_equal(result.outputs["answer"], rows[np.arange(50), stage])
         np.testing.assert_array_equal(result.exits == 0, rows[:, 0].max(axis=1) >= np.float32(0.9))
+        statistics = engine.statistics()["fake"]
+        assert statistics.latency_s.count == statistics.queue_s.count == 1
 
     backend = with_engine(body, streams=3)
     assert max(n for _, n in backend.runs) <= 8

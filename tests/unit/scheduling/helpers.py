@@ -49,6 +49,27 @@ def points_of(latencies: Latencies, agreements: Sequence[float] | None = None) -
     )
 
 
+def row_set(
+    requests: Sequence[int],
+    *,
+    rows: Sequence[int] | None = None,
+    deadlines_s: float | Sequence[float] = float("inf"),
+    priorities: int | Sequence[int] = 0,
+    sample_ids: Sequence[int] | None = None,
+) -> RowSet:
+    """Unanswered, feasible rows of ``requests`` [n]; rows and samples count from 0."""
+    count = len(requests)
+    return RowSet(
+        np.array(requests, np.int64),
+        np.arange(count) if rows is None else np.array(rows, np.int64),
+        np.full(count, deadlines_s, np.float64),
+        np.full(count, priorities, np.int64),
+        np.arange(count) if sample_ids is None else np.array(sample_ids, np.int64),
+        np.zeros(count, np.bool_),
+        np.ones(count, np.bool_),
+    )
+
+
 class Watched(ModelScheduler):
     """A scheduler that keeps what its outcomes report until a test asks for it."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.scheduling.helpers import row_set
 
 from offramp.engine.scheduling.buffered import BufferedQueue
 from offramp.engine.scheduling.decisions import Piece, RowSet
@@ -14,14 +14,10 @@ NEVER = float("inf")
 
 def rows(*samples: tuple[int, float] | tuple[int, float, int]) -> RowSet:
     """Samples as (request, deadline, priority 0); their rows count from 0."""
-    return RowSet(
-        np.array([sample[0] for sample in samples], np.int64),
-        np.arange(len(samples)),
-        np.array([sample[1] for sample in samples], np.float64),
-        np.array([sample[2] if len(sample) > 2 else 0 for sample in samples], np.int64),
-        np.arange(len(samples)),
-        np.zeros(len(samples), np.bool_),
-        np.ones(len(samples), np.bool_),
+    return row_set(
+        [sample[0] for sample in samples],
+        deadlines_s=[sample[1] for sample in samples],
+        priorities=[sample[2] if len(sample) > 2 else 0 for sample in samples],
     )
 
 

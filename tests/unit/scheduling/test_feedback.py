@@ -10,6 +10,7 @@ from tests.unit.scheduling.helpers import (
     all_exit,
     none_exit,
     pairs,
+    row_set,
     scheduler,
     started,
     table,
@@ -25,7 +26,6 @@ from offramp.engine.scheduling import (
     StepOutcome,
     Submission,
 )
-from offramp.engine.scheduling.decisions import RowSet
 
 NEVER = float("inf")
 
@@ -191,11 +191,7 @@ def test_what_runs_on_counts_as_going_on_where_batches_are_planned() -> None:
 
 
 def test_answering_some_changes_a_copy() -> None:
-    zeros = np.zeros(3, np.int64)
-    samples = RowSet(
-        zeros, np.arange(3), np.full(3, 5.0), zeros, np.arange(7, 10), np.zeros(3, np.bool_),
-        np.ones(3, np.bool_),
-    )  # fmt: skip
+    samples = row_set([0, 0, 0], deadlines_s=5.0, sample_ids=[7, 8, 9])
     changed = samples.answering(np.array([0, 2]))
     assert changed.deadlines_s.tolist() == [NEVER, 5.0, NEVER]
     assert (changed.answered.tolist(), changed.unanswered) == ([True, False, True], 1)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.scheduling.helpers import none_exit, pairs, points_of, scheduler, started, table
+from tests.unit.scheduling.helpers import (
+    none_exit,
+    pairs,
+    points_of,
+    row_set,
+    scheduler,
+    started,
+    table,
+)
 
 from offramp.engine.scheduling import Idle, SampleQueue, Submission, Wait
 from offramp.engine.scheduling.buffered import BufferedQueue
-from offramp.engine.scheduling.decisions import RowSet
 from offramp.engine.scheduling.policies.merging import Rebatch, Refill
 from offramp.engine.scheduling.policy_protocol import Merge, Start, Waiting
 
@@ -28,10 +35,7 @@ class Scene:
     def buffer(
         self, stage: int, count: int, batch_key: object = None, due_s: float = NEVER
     ) -> Scene:
-        requests = np.arange(count)
-        due = np.full(count, due_s)
-        zeros = np.zeros(count, np.int64)
-        samples = RowSet(requests, zeros, due, zeros, requests, zeros.astype(np.bool_), zeros == 0)
+        samples = row_set(range(count), rows=[0] * count, deadlines_s=due_s)
         self.buffered[stage].buffer(samples, batch_key, len(self.buffered[stage].buckets), 0.0)
         return self
 

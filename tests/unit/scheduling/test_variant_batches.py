@@ -18,6 +18,7 @@ from tests.unit.scheduling.helpers import (
     none_exit,
     pairs,
     points_of,
+    row_set,
     started,
     table,
 )
@@ -26,7 +27,6 @@ from tests.unit.scheduling.test_every_policy import LIVES
 
 from offramp.engine.scheduling import Latencies, ModelScheduler, Run, SampleQueue, Submission
 from offramp.engine.scheduling.buffered import BufferedQueue
-from offramp.engine.scheduling.decisions import RowSet
 from offramp.engine.scheduling.policies.batching import RunThrough
 from offramp.engine.scheduling.policies.merging import Rebatch, Refill
 from offramp.engine.scheduling.policy_protocol import Choice, Merge, Policy, Start, Waiting
@@ -148,11 +148,7 @@ def test_what_waits_is_urgent_by_the_time_that_its_variant_needs(
     rows = [[0.0, *[1.0] * SIZE]] * 2
     latencies = Latencies(rows, smaller=[StageTable([[s / 8 for s in row] for row in rows])])
     buffered = (BufferedQueue(), BufferedQueue())
-    zeros = np.zeros(1, np.int64)
-    samples = RowSet(
-        zeros, zeros, np.ones(1), zeros, zeros, np.zeros(1, np.bool_), np.ones(1, np.bool_)
-    )
-    buffered[1].buffer(samples, None, 1, 0.0, variant)
+    buffered[1].buffer(row_set([0], deadlines_s=1.0), None, 1, 0.0, variant)
     queue = SampleQueue(8, full=SIZE)
     queue.push(Submission(2, 1), 0.0)
     choice = Refill(points_of(latencies), SIZE).choose(Waiting(queue, buffered), 0.0)

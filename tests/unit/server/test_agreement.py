@@ -144,7 +144,7 @@ def test_what_is_not_known_yet_is_no_number() -> None:
 def test_a_drift_alarm_is_conspicuous() -> None:
     seen = view(fake_control(Evidence.CONSERVATIVE))
     assert [f.label for f in seen.figures if f.alarming] == ["drift alarms"]
-    assert seen.state == "recovering: 312 of about 480 samples"
+    assert seen.state == "recovering: 312 samples so far, at least 480 needed"
 
 
 def test_exits_that_look_on_are_not_in_use() -> None:

@@ -31,6 +31,7 @@ from tests.leaving import codes_of_two_replicas, codes_while_leaving
 
 from offramp.client import AsyncClient, Client, ConnectionFailedError, ServerUnavailableError
 from offramp.client.conversion import build_request
+from offramp.engine.common.errors import BackendError
 from offramp.proto.messages import ModelStreamInferResponse
 from offramp.server.app import StopSignals, serve_until_stopped
 from offramp.server.arguments.logging_setup import FORMATS, JsonFormatter, set_up_logging
@@ -366,6 +367,31 @@ def test_a_signal_while_the_repository_loads_ends_before_the_next_model(
         assert asyncio.run(scenario()) == 0
     assert loaded == ["a:1"]
     assert "ready" not in caplog.text
+
+
+def test_the_log_states_at_the_start_which_models_are_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a" / "1.ee").mkdir(parents=True)
+
+    async def open_engine() -> FakeEngine:
+        return FakeEngine(served=(), load_failure=BackendError("no room"))
+
+    async def scenario() -> None:
+        stop = StopSignals()
+        repository = ModelRepositoryOptions(model_repository=tmp_path)
+        options = ServerOptions(grpc_port=0, http_port=0, repository=repository)
+        serving = asyncio.create_task(serve_until_stopped(open_engine, options, stop))
+        await asyncio.to_thread(wait_until, lambda: "ready: gRPC" in caplog.text)
+        stop.request("SIGTERM")
+        await serving
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scenario())
+    (line,) = [r for r in caplog.records if "ready: gRPC" in r.getMessage()]
+    assert line.levelno == logging.WARNING
+    assert line.getMessage().startswith("not ready: ")
+    assert line.getMessage().endswith("serving no model yet; could not be loaded: a")
 
 
 @pytest.mark.parametrize("option", ["grpc_port", "http_port"])

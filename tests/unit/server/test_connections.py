@@ -120,7 +120,7 @@ def test_idle_http_connections_are_closed(
 @pytest.fixture
 def large_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics of more than the kernel takes for a peer that reads nothing."""
-    monkeypatch.setattr(http_endpoint, "render_metrics", lambda *_: bytes(32 * MIB))
+    monkeypatch.setattr(http_endpoint, "render_metrics", lambda *_, **__: bytes(32 * MIB))
 
 
 def waiting_bytes(served: Any) -> int:

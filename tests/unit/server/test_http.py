@@ -151,7 +151,7 @@ def test_the_event_loop_does_other_things_between_pages(
         turns[0] += 1
         served.loop.call_soon(count)
 
-    def render(*_: object) -> bytes:
+    def render(*_: object, **__: object) -> bytes:
         rendered_in.append(turns[0])
         return b"page"
 

@@ -203,6 +203,11 @@ def test_what_models_share_is_there_once() -> None:
         assert (sample.name, sample.labels, sample.value) == (name, {}, value)
 
 
+def test_the_number_of_failed_loads_is_there_once() -> None:
+    page = render_metrics(FakeEngine(), failed_loads=2).decode()
+    assert "\nofframp_failed_loads 2.0\n" in page
+
+
 def test_workers_are_there_where_stages_run_in_them() -> None:
     assert "offramp_workers" not in families()
     now = dataclasses.replace(
@@ -302,7 +307,7 @@ def test_a_hostile_name_stays_a_label() -> None:
 
 def test_names_follow_the_conventions() -> None:
     units = ("_seconds", "_ratio", "_samples", "_errors", "_size", "_version", "_info",
-             "_streams", "_in_service", "_evidence")  # fmt: skip
+             "_streams", "_in_service", "_evidence", "_loads")  # fmt: skip
     for name, family in families(now=CONTROLLED).items():
         assert family.documentation
         if name.startswith("offramp_"):

@@ -168,10 +168,53 @@ def test_a_model_that_breaks_later_leaves_the_server_ready(tmp_path: Path) -> No
     async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
         engine.load_failure = BackendError("no room")
         add_version(tmp_path, "b", "1")
-        await until(lambda: ("b", "1") in repository._reasons)
+        await until(lambda: repository.catalog.failed == {("b", "1")})
         assert repository.catalog.all_ready()
 
     run(tmp_path, body, RepositoryControl.POLL, engine, repository_poll_s=0.01)
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_version_counts_as_failed_until_it_is_loaded_or_removed(
+    tmp_path: Path, *, mended: bool
+) -> None:
+    add_version(tmp_path, "a", "1")
+    engine = FakeEngine(served=())
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        engine.load_failure = BackendError("no room")
+        second = add_version(tmp_path, "a", "2")
+        await until(lambda: repository.catalog.failed == {("a", "2")})
+        assert served(repository) == [("a", "1", "a:1")]
+        if mended:
+            engine.load_failure = None
+        else:
+            shutil.rmtree(second)
+        await until(lambda: not repository.catalog.failed)
+        assert served(repository) == [("a", "2", "a:2") if mended else ("a", "1", "a:1")]
+
+    run(tmp_path, body, RepositoryControl.POLL, engine, repository_poll_s=0.01)
+
+
+def test_a_load_that_its_client_gives_up_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_version(tmp_path, "a", "1")
+    reason = "not loaded: the client gave up, or the server stopped"
+
+    class Slow(FakeEngine):
+        async def load(self, name: str, path: Path, **options: Any) -> None:
+            await asyncio.Event().wait()
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(repository.load("a"), 0.05)
+        (entry,) = await repository.index()
+        assert (entry.state, entry.reason) == ("UNAVAILABLE", reason)
+        assert not repository.catalog.failed
+
+    run(tmp_path, body, engine=Slow(served=()))
+    assert f"a, version 1: {reason}" in caplog.text
 
 
 CONFIG = """

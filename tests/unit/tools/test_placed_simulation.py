@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.facts import facts
+from tests.unit.scheduling.helpers import row_set
 
 from offramp.certify.decision import MODEL_END
 from offramp.engine.scheduling import (
@@ -20,7 +21,7 @@ from offramp.engine.scheduling import (
     Run,
     StreamPlacement,
 )
-from offramp.engine.scheduling.decisions import Piece, RowSet
+from offramp.engine.scheduling.decisions import Piece
 from offramp.engine.scheduling.policies import PolicyName, make_scheduler
 from offramp.tools.bench.common.outcomes import Status
 from offramp.tools.bench.simulated_devices import SimulatedDevices
@@ -148,17 +149,7 @@ def test_rows_of_a_kind_come_together_and_kinds_one_after_the_other() -> None:
 
 def a_run(stage: int, pieces: Sequence[Piece]) -> Run:
     count = sum(len(piece.positions) for piece in pieces) or 1
-    zeros = np.zeros(count, np.int64)
-    samples = RowSet(
-        zeros,
-        zeros,
-        np.zeros(count),
-        zeros,
-        zeros,
-        np.zeros(count, np.bool_),
-        np.ones(count, np.bool_),
-    )
-    return Run(1, stage, samples, 2, tuple(pieces))
+    return Run(1, stage, row_set([0] * count, deadlines_s=0.0), 2, tuple(pieces))
 
 
 def test_a_stream_that_is_denied_is_asked_again_once_another_is_busy() -> None:
