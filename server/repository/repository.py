@@ -26,12 +26,15 @@ from offramp.server.common.served import ServedEngine
 from offramp.server.repository.layout import (
     TRITON_CONFIG,
     FileStamp,
+    find_misplaced,
     find_models,
     find_versions,
     ignored_settings,
 )
 
 logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 15.0
 
 
 class ModelState(StrEnum):
@@ -110,11 +113,16 @@ class ModelRepository:
         if settings.model_repository is not None:
             try:
                 names = await asyncio.to_thread(self._names_in_folder)
+                misplaced = await asyncio.to_thread(find_misplaced, settings.model_repository)
             except OSError as error:
                 raise StartError(
                     f"the model repository {settings.model_repository} cannot be read: "
                     f"{error.strerror}; expected a folder with models, such as NAME/1.ee"
                 ) from error
+            if misplaced:
+                logger.warning("%s: ignored: %s; a version of a model NAME is NAME/1.ee, "
+                               "NAME/1.onnx or NAME/1/model.onnx", settings.model_repository,
+                               ", ".join(misplaced))  # fmt: skip
             for name in self._named.keys() & set(names):
                 logger.warning("%s is served from %s, not from the repository, which has a model "
                                "of that name too", name, self._named[name])  # fmt: skip
@@ -270,7 +278,7 @@ class ModelRepository:
 
     async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.repository_poll_s)
+            await asyncio.sleep(self._settings.repository_poll_s or _POLL_S)
             try:
                 await self._follow_folder()
             except OSError as error:

@@ -274,6 +274,17 @@ def test_a_policy_that_does_not_fit_its_model_is_one_line(
     tells(capsys.readouterr().err, "eeserve: m", "fixed:9", "exit 9")
 
 
+def test_a_named_path_without_its_option_is_told_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine_bundle("residual", tmp_path / "m.ee")
+    named = f"fashion={tmp_path / 'm.ee'}"
+    with pytest.raises(SystemExit) as ended:
+        cli.main([named])
+    assert ended.value.code == 2
+    assert f"is given as --model {named}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_bundle_that_is_not_there_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], restored_logging: None
 ) -> None:

@@ -251,6 +251,21 @@ def test_a_model_that_failed_is_tried_again_with_the_configuration_file(
     run(tmp_path, body, RepositoryControl.NONE, engine)
 
 
+def test_misplaced_models_are_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_version(tmp_path, "a", "1")
+    add_version(tmp_path, "b", "draft")
+    (tmp_path / "c.onnx").touch()
+    (tmp_path / ".d.onnx").touch()
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        assert served(repository) == [("a", "1", "a:1")]
+
+    run(tmp_path, body, RepositoryControl.NONE)
+    assert "ignored: b/draft.ee, c.onnx; a version of a model NAME is NAME/1.ee" in caplog.text
+
+
 def test_a_model_without_a_version_that_is_asked_for_is_missing(tmp_path: Path) -> None:
     add_version(tmp_path, "a", "1")
 
