@@ -81,8 +81,9 @@ class ExampleCall:
             answer = self.module(*self._bound.args, **self._bound.kwargs)
         except Exception as error:
             raise ModuleExportError(
-                f"{kind} fails on the example inputs ({_line(error)}); pass others: "
-                "example_inputs=(tensor, …), or a mapping by the parameters of forward"
+                f"{kind} fails on the example inputs ({_line(error)}), which are the first batch "
+                "of the data if none are given; correct their dtype, shape and order, or pass "
+                "others: example_inputs=(tensor, …), or a mapping by the parameters of forward"
             ) from error
         if isinstance(answer, torch.Tensor):
             return {"output": answer}
@@ -228,8 +229,9 @@ def _bind(module: nn.Module, inputs: object) -> inspect.BoundArguments:
     except TypeError as error:
         names = ", ".join(signature.parameters)
         raise TypeError(
-            f"example_inputs do not fit {type(module).__name__}.forward({names}): {error}; pass a "
-            "tuple in this order, or a mapping by these names"
+            f"example_inputs, or the first batch of the data, do not fit "
+            f"{type(module).__name__}.forward({names}): {error}; pass a tuple in this order, or a "
+            "mapping by these names"
         ) from error
 
 

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,22 @@ def make_parser(
         parser.add_argument("--data", type=Path, required=True, help=".npz of unseen samples")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     return parser
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return the argparse type of names separated by commas; it refuses names not in ``known``."""
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [name for name in found if name not in names]:
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(map(repr, unknown))}: expected names of {', '.join(names)}, separated "
+                "by commas"
+            )
+        return found
+
+    return parse
 
 
 def time_ms(action: Callable[[], object], repeat: int = 5) -> float:

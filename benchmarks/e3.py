@@ -28,7 +28,7 @@ from typing import Any, Final
 
 import numpy as np
 from benchmarks.clusters import HETEROGENEOUS, HOMOGENEOUS, cluster_of, going_on, model_of
-from benchmarks.common import described, make_parser
+from benchmarks.common import described, make_parser, some_of
 from benchmarks.e3_published import DIFFERS, PUBLISHED
 from benchmarks.e3_systems import (
     Search,
@@ -73,7 +73,13 @@ Row = dict[str, Any]
 def main() -> None:
     """Simulate, print each experiment, and write all of them if asked."""
     parser = make_parser(__doc__)
-    parser.add_argument("--only", help="names of the experiments to run, separated by commas")
+    named = [*EXPERIMENTS, "bursts"]
+    parser.add_argument(
+        "--only",
+        type=some_of(named),
+        metavar="NAME,…",
+        help=f"experiments to run, of {', '.join(named)} (default: all that have their data)",
+    )
     parser.add_argument(
         "--trace", type=Path, help="file of an Azure LLM inference trace, for the experiment bursts"
     )
@@ -82,12 +88,9 @@ def main() -> None:
     experiments = dict(EXPERIMENTS)
     if options.trace is not None:
         experiments["bursts"] = functools.partial(bursts, options.trace)
-    names = options.only.split(",") if options.only else list(experiments)
-    if unknown := sorted({*names} - {*experiments}):
-        parser.error(
-            f"--only {','.join(unknown)}: expected some of {', '.join(experiments)}; bursts needs "
-            "--trace"
-        )
+    names = options.only or list(experiments)
+    if "bursts" in names and options.trace is None:
+        parser.error("--only bursts needs --trace, the file of a trace")
     found: dict[str, Any] = {}
     for name in names:
         rows = list(experiments[name]())

@@ -41,7 +41,7 @@ from benchmarks.clusters import (
     going_on,
     model_of,
 )
-from benchmarks.common import make_parser
+from benchmarks.common import make_parser, some_of
 from benchmarks.e3 import LIKELY, SLO_S, STRAGGLER, EasyMix, limit_rps, make_plan
 from benchmarks.e3_systems import System, planned
 from benchmarks.emulated import (
@@ -284,7 +284,11 @@ def main() -> None:
     """Measure, print, and write if asked, after each experiment."""
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--only", default=",".join(EXPERIMENTS), help="names of the experiments to run"
+        "--only",
+        type=some_of(EXPERIMENTS),
+        default=list(EXPERIMENTS),
+        metavar="NAME,…",
+        help=f"experiments to run, of {', '.join(EXPERIMENTS)} (default: all)",
     )
     parser.add_argument("--stretch", type=float, default=20.0, help="factor on all times")
     parser.add_argument(
@@ -293,7 +297,7 @@ def main() -> None:
     options = parser.parse_args()
     bench = EmulatedBench(stretch=options.stretch, duration_s=options.duration_s)
     found: dict[str, Sequence[Row]] = {}
-    for name in options.only.split(","):
+    for name in options.only:
         found[name] = list(EXPERIMENTS[name](bench))
         show_emulated(name, found[name], digits=2, width=200)
         write_emulated(

@@ -35,7 +35,7 @@ from typing import Any, Final
 
 import numpy as np
 import uvloop
-from benchmarks.common import make_parser
+from benchmarks.common import make_parser, some_of
 from benchmarks.emulated import (
     EmulatedCluster,
     emulated_workers,
@@ -288,7 +288,11 @@ def main() -> None:
     """Measure, print, and write if asked, after each experiment."""
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--only", default=",".join(EXPERIMENTS), help="names of the experiments to run"
+        "--only",
+        type=some_of(EXPERIMENTS),
+        default=list(EXPERIMENTS),
+        metavar="NAME,…",
+        help=f"experiments to run, of {', '.join(EXPERIMENTS)} (default: all)",
     )
     parser.add_argument("--stretch", type=float, default=10.0, help="factor on all times")
     parser.add_argument(
@@ -296,7 +300,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     found: dict[str, Sequence[Row]] = {}
-    for name in options.only.split(","):
+    for name in options.only:
         rows: list[Row] = []
         for row in EXPERIMENTS[name](options.stretch, options.duration_s):
             rows.append(row)

@@ -143,6 +143,7 @@ def _fields(response: ModelInferResponse) -> dict[str, Any]:
         "confidences": confidences,
         "forced": forced,
         "variants": variants,
+        "model_version": response.model_version,
         "policy_version": response.parameters["offramp_policy_version"].int64_param,
         "details": {
             name: value.string_param

@@ -179,7 +179,7 @@ class RestClient:
             raise DeadlineError(f"{self._url}: no answer within {limit_s:g} s") from error
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            broken = isinstance(error, http.client.BadStatusLine | http.client.LineTooLong)
+            broken = isinstance(error, http.client.BadStatusLine)
             is_http = not broken or isinstance(error, http.client.RemoteDisconnected)
             raise ConnectionFailedError(
                 f"{self._url}: {repr(error) if is_http else 'the answer is not HTTP'} "

@@ -29,6 +29,8 @@ class InferResult:
     """Version of the exit policy that was active."""
     details: Mapping[str, str] = field(default_factory=dict)
     """Other string parameters of the response, by name."""
+    model_version: str = ""
+    """Version of the model that answered, in a repository; ``1`` for a model served by its path."""
     variants: NDArray[np.int16]
     """[n]: number of the model's variant that answered; ``exits`` are indices of the exits of that
     variant. 0 is the full model, other variants are its subnets."""

@@ -272,7 +272,7 @@ class ConfigurationReload:
                     "settings outside of [defaults] and [models] changed in the configuration "
                     "file; they take effect when the server is started again"
                 )
-            logger.info("the configuration file was read again: %d models", len(models.named))
+            logger.info("the configuration file was read again")
 
 
 def _fixed(models: ModelsToServe) -> tuple[EngineOptions, object]:

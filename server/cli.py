@@ -14,7 +14,7 @@ from offramp.bundle import BundleError
 from offramp.commands.completion import complete
 from offramp.engine.answers.criteria import load_criterion
 from offramp.engine.backends.custom_ops import using_libraries
-from offramp.engine.common.errors import EngineError, OptionsError
+from offramp.engine.common.errors import EngineError
 from offramp.engine.onnx_files import WrappedFiles
 from offramp.engine.serving.opening import bundles_of
 from offramp.server.app import ModelsToServe, serve
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BundleError, ConfigurationError, EngineError, StartError) as error:
         flush_log()
         sys.stderr.write(f"eeserve: {error}\n")
-        wrong = isinstance(error, ConfigurationError | OptionsError)
+        wrong = isinstance(error, ConfigurationError)
         return EXIT_WRONG_SETTINGS if wrong else EXIT_CANNOT_START
 
 

@@ -17,9 +17,10 @@ from offramp.server.rest.routes import GENERATE_PATHS, INFER_PATHS, ROUTES
 DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "protocol.md"
 
 REMARKS: Final[Mapping[str, str]] = {
-    "ServerLive": "not live once no model could be served for 60 s, so that the process is started "
-    "again; Triton is live as long as it answers. The ports open once the models of the start are "
-    "loaded: until then there is no answer, where Triton is live; give Kubernetes a startup probe",
+    "ServerLive": "not live once no loaded model could be served for 60 s, so that the process is "
+    "started again; Triton is live as long as it answers. The ports open once the models of the "
+    "start are loaded: until then there is no answer, where Triton is live; give Kubernetes a "
+    "startup probe",
     "ServerReady": "as Triton, whose strict readiness is the default; a model that could not be "
     "loaded at the start makes the server not ready, one that is added later does not",
     "ModelReady": "as Triton: `false`, not an error, for a model that is not there",

@@ -179,8 +179,8 @@ _OWN: Final[Mapping[str, Kind]] = {
         make=partial(_apparate, window=512),
     ),
     "pame": Kind(
-        description="PAME's reaction (7.6) on the bundle's policy, with feedback on every answer, "
-        "which PAME itself lacks",
+        description="PAME's reaction (7.6) on the bundle's policy, with all its exits at any "
+        "--ramp-budget, and with feedback on every answer, which PAME itself lacks",
         mode=Mode.RELEASE,
         make=_pame,
     ),

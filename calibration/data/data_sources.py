@@ -5,22 +5,21 @@ Other kinds, such as folders of images and tables, are in :mod:`offramp.compiler
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Final, Protocol, TypeAlias
+from typing import IO, Any, Final, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
 from offramp.bundle import TensorSpec
 from offramp.bundle.npz import NpzError, map_npy, map_npz, measure_npz, open_regular, read_npz
 from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.hashing import hash_arrays
 from offramp.calibration.data.scratch import ScratchError, ScratchSpace
 
 HELD_BYTES: Final = 2**26
 """Largest size of an array that is held in memory; larger arrays stay on the disk."""
-_HASHED_BYTES: Final = 2**20
 
 ArraysAndHash: TypeAlias = tuple[dict[str, NDArray[Any]], str]
 """Arrays by name, and the SHA-256 of all data that was read."""
@@ -92,7 +91,7 @@ class NpzSource:
         specs: Sequence[TensorSpec],  # noqa: ARG002 - all arrays of the file are returned
         scratch: ScratchSpace,
         *,
-        keys: Collection[str] = (),  # noqa: ARG002
+        keys: Collection[str] = (),
     ) -> ArraysAndHash:
         """Map the arrays, if they are large; unpack compressed arrays to scratch space."""
         try:
@@ -101,8 +100,7 @@ class NpzSource:
                 arrays = (
                     {self.path.stem: map_npy(self.path)} if single else self._arrays(file, scratch)
                 )
-                file.seek(0)
-                return arrays, _hash(file)
+                return arrays, hash_arrays(arrays, keys=keys)
         except FileNotFoundError as error:
             raise DataError(f"{self.path}: no such file") from error
         except (OSError, NpzError) as error:
@@ -144,33 +142,22 @@ class NpyFolderSource:
         specs: Sequence[TensorSpec],  # noqa: ARG002 - all arrays of the folder are returned
         scratch: ScratchSpace,  # noqa: ARG002 - the files themselves are mapped
         *,
-        keys: Collection[str] = (),  # noqa: ARG002
+        keys: Collection[str] = (),
     ) -> ArraysAndHash:
-        """Map the arrays of the folder, and hash them with their names."""
+        """Map the arrays of the folder."""
         arrays: dict[str, NDArray[Any]] = {}
-        digest = hashlib.sha256()
         for file in sorted(self.path.rglob("*.npy")):
             name = file.relative_to(self.path).with_suffix("").as_posix()
             try:
                 arrays[name] = map_npy(file)
-                with open_regular(file) as opened:
-                    of_file = _hash(opened)
             except (OSError, NpzError) as error:
                 reason = error.strerror if isinstance(error, OSError) else error
                 raise DataError(
                     f"{file} is not a file of a plain array ({reason}); write it with numpy.save"
                 ) from error
-            digest.update(f"{name} {of_file}\n".encode())
         if not arrays:
             raise DataError(
                 f"{self.path} is a folder without .npy files; put one there for each input, named "
                 "after it, such as image.npy, or give an npz file"
             )
-        return arrays, digest.hexdigest()
-
-
-def _hash(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    for chunk in iter(lambda: file.read(_HASHED_BYTES), b""):
-        digest.update(chunk)
-    return digest.hexdigest()
+        return arrays, hash_arrays(arrays, keys=keys)

@@ -13,14 +13,11 @@ from offramp.bundle.npz import map_array
 from offramp.calibration.data import data_sources
 from offramp.calibration.data.data_sources import ArraysAndHash
 from offramp.calibration.data.errors import DataError
+from offramp.calibration.data.hashing import LABEL, describe, row_blocks
 from offramp.calibration.data.scratch import ScratchError, ScratchSpace
 
-LABEL: Final = "label"
-"""Name of the array of labels."""
 _STEP_BYTES: Final = 2**26
 """Bytes by which a scratch file grows."""
-_BLOCK_BYTES: Final = 2**22
-"""Bytes of an array that are written together."""
 
 
 class SampleWriter:
@@ -98,20 +95,6 @@ class SampleWriter:
         return arrays, digest.hexdigest()
 
 
-def hash_arrays(arrays: Mapping[str, NDArray[Any]], *, keys: Collection[str] = ()) -> str:
-    """Return the hash that :class:`SampleWriter` would compute, without writing the arrays."""
-    digest = hashlib.sha256()
-    for name in sorted(arrays.keys() - set(keys)):
-        array, of_array = arrays[name], hashlib.sha256()
-        if name == LABEL and array.dtype.kind in "iu":
-            array = array.astype(np.int64)
-        for block in row_blocks(array):
-            of_array.update(block.data)
-        described = _describe(array.dtype, array.shape, of_array.hexdigest())
-        digest.update(f"{name} {described}\n".encode())
-    return digest.hexdigest()
-
-
 class _HeldColumn:
     """An array of labels or keys: it is small; lengths of its texts may vary between batches."""
 
@@ -130,7 +113,7 @@ class _HeldColumn:
 
     def describe(self) -> str:
         array = self.finish()
-        return _describe(array.dtype, array.shape, hashlib.sha256(array.tobytes()).hexdigest())
+        return describe(array.dtype, array.shape, hashlib.sha256(array.tobytes()).hexdigest())
 
     def finish(self) -> NDArray[Any]:
         array = np.concatenate(self._parts)
@@ -186,7 +169,7 @@ class _StoredColumn:
         return (self._rows, *self.first.shape[1:])
 
     def describe(self) -> str:
-        return _describe(self.first.dtype, self._shape, self._digest.hexdigest())
+        return describe(self.first.dtype, self._shape, self._digest.hexdigest())
 
     def finish(self) -> NDArray[Any]:
         if self._file is None:
@@ -201,19 +184,8 @@ class _StoredColumn:
             self._file.close()  # the mapping outlives the file object
 
 
-def row_blocks(array: NDArray[Any]) -> Iterable[NDArray[Any]]:
-    """Yield an array's rows as contiguous blocks of bounded size."""
-    rows = max(1, _BLOCK_BYTES * len(array) // max(array.nbytes, 1))
-    for start in range(0, len(array), rows):
-        yield np.ascontiguousarray(array[start : start + rows])
-
-
 def _form(array: NDArray[Any]) -> str:
     return f"{array.dtype} {[*array.shape[1:]]}"
-
-
-def _describe(dtype: np.dtype[Any], shape: tuple[int, ...], digest: str) -> str:
-    return f"{dtype.str} {[*shape]} {digest}"
 
 
 def _listed(names: Iterable[str]) -> str:

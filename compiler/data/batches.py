@@ -24,7 +24,8 @@ from offramp.bundle import TensorSpec
 from offramp.calibration.data.data_sources import ArraysAndHash, DataSource
 from offramp.calibration.data.dataset import LABEL_KEYS
 from offramp.calibration.data.errors import DataError
-from offramp.calibration.data.sample_writer import LABEL, SampleWriter, hash_arrays, row_blocks
+from offramp.calibration.data.hashing import LABEL, hash_arrays, row_blocks
+from offramp.calibration.data.sample_writer import SampleWriter
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.engine.common.validation import check_tensors
 

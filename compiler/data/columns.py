@@ -21,7 +21,8 @@ from offramp.bundle import TensorSpec
 from offramp.calibration.data.data_sources import ArraysAndHash
 from offramp.calibration.data.dataset import LABEL_KEYS
 from offramp.calibration.data.errors import DataError
-from offramp.calibration.data.sample_writer import LABEL, SampleWriter
+from offramp.calibration.data.hashing import LABEL
+from offramp.calibration.data.sample_writer import SampleWriter
 from offramp.calibration.data.scratch import ScratchSpace
 from offramp.compiler.data.batches import fit
 from offramp.compiler.data.images import ImageForm, image_form

@@ -19,6 +19,7 @@ from offramp.bundle.bundle import RECORDS, REPORT, bundle_name
 from offramp.bundle.schema.compilation import COPIES_WITHIN, DistinctSamples
 from offramp.calibration.choose.exit_records import ExitRecords, dump_records
 from offramp.calibration.choose.selection import certifiable_errors
+from offramp.calibration.data.data_sources import data_name
 from offramp.calibration.data.dataset import DataError, Dataset, part, read_samples
 from offramp.calibration.data.groups import Groups
 from offramp.calibration.rehearsal import (
@@ -109,6 +110,12 @@ def rehearse_bundle(options: RehearseOptions, progress: Progress = SILENT) -> Re
     target = options.target()
     settings, choice = _asked(bundle, options)
     dataset = read_samples(options.data, bundle.manifest, group=options.group)
+    if dataset.sha256 == bundle.manifest.calibration.data_sha256:
+        raise DataError(
+            f"{data_name(options.data)}: {bundle.path} was compiled with these samples: its exits "
+            "were trained on some of them, so that nothing about unseen data can be certified on "
+            "them; give other samples, or compile the model again"
+        )
     known = bundle.manifest.calibration.distinct
     within = COPIES_WITHIN if known is None else known.within
     if options.copies_within is not None:

@@ -68,6 +68,17 @@ def make_controller(
     of_classes = None if promise is None else promise.max_class_disagreement
     # served samples are too few to certify each class again
     pinned = options.never_beyond_compiled or of_classes is not None
+    if kind is None and policy is not bundle.policy and policy.active and policy.promise is None:
+        stays = options.controller == "static" or depends or pinned
+        _log.warning(
+            "%s: no exit answers%s: the calibration data cannot certify that exits disagree on at "
+            "most %g of samples, at confidence %g; compile with more data, or raise "
+            "--max-disagreement",
+            bundle.path,
+            "" if stays else " until served samples certify it",
+            max_disagreement,
+            confidence_level,
+        )
     controller: Controller
     if options.controller == "static" or depends:
         controller = StaticController(policy, **limits, audit_probability=audited)
@@ -146,17 +157,7 @@ def _within_limits(
     if suits and len(kept) == len(policy.active):
         return policy
     limits = {"max_disagreement": max_disagreement, "confidence_level": confidence_level}
-    found = _certified(bundle, kept, costs, **limits)
-    if kept and found.promise is None:
-        _log.warning(
-            "%s: no exit answers at first, as the calibration data cannot certify disagreement of "
-            "at most %g at confidence %g. The certified controller goes on with served samples; "
-            "more calibration data, or a larger --max-disagreement, certifies it at once",
-            bundle.path,
-            max_disagreement,
-            confidence_level,
-        )
-    return found
+    return _certified(bundle, kept, costs, **limits)
 
 
 def _certified(

@@ -2,8 +2,8 @@
 
 Under overload a policy drops what it cannot serve in time, which keeps the device's goodput high.
 But each dropped request has already cost its arrays, a place in the queue and an error response, on
-the CPU cores that the front end and the streams need. At twice the capacity, most of that work was
-wasted. An early refusal costs almost nothing.
+the CPU cores that the front end and the streams need. At many times the capacity, this work is most
+of the load. An early refusal costs almost nothing.
 
 The share to refuse is that of adaptive throttling (Beyer et al., Site Reliability Engineering,
 2016, chapter 21): where ``kept`` of the ``arrived`` recent samples were answered, the probability

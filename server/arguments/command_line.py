@@ -29,6 +29,7 @@ from offramp.server.arguments.option_groups import (
     add_learning,
     add_scheduling,
     learning_in,
+    model_path,
     named_path,
     settings_in,
 )
@@ -69,7 +70,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "bundles",
         metavar="MODEL",
         nargs="*",
-        type=Path,
+        type=model_path,
         help="ONNX file, or bundle written by eecompile;\n"
         "served under its name without .onnx or .ee; an ONNX file is served as it is, without "
         "exits",

@@ -38,6 +38,17 @@ def named_path(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
+def model_path(text: str) -> Path:
+    """Parse a model's path; ``NAME=PATH`` is refused with the option that takes it."""
+    path = Path(text)
+    _, separator, named = text.partition("=")
+    if separator and not path.exists() and Path(named).exists():
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80}: a model with a name of its own is given as --model {text}"
+        )
+    return path
+
+
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     """Return a parser of whole numbers in [least, most]."""
     span = f"from {least} to {most}" if most is not None else f"from {least} on"

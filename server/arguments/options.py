@@ -148,8 +148,8 @@ class ModelRepositoryOptions:
     model_repository: Path | None = None
     """Folder with one folder a model; ``None`` if models are named only by their paths."""
     model_control: RepositoryControl = RepositoryControl.NONE
-    repository_poll_s: float = 15.0
-    """Seconds between two checks of the folder, with control ``poll``."""
+    repository_poll_s: float | None = None
+    """Seconds between two checks of the folder, with control ``poll``; ``None``: 15."""
     load_model: tuple[str, ...] = ()
     """Models to load at the start, with explicit control."""
     model_versions: VersionChoice = VersionChoice()
@@ -157,8 +157,15 @@ class ModelRepositoryOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "load_model", tuple(self.load_model))
-        if not self.repository_poll_s > 0:
-            raise ValueError(f"repository_poll_s {self.repository_poll_s} is not above 0")
+        if self.repository_poll_s is not None:
+            if not self.repository_poll_s > 0:
+                raise ValueError(f"repository_poll_s {self.repository_poll_s} is not above 0")
+            if self.model_control is not RepositoryControl.POLL:
+                raise ValueError(
+                    "--repository-poll-s is how often the folder is checked with --model-control "
+                    f"poll, and --model-control is {self.model_control} here; leave it out, or "
+                    "choose poll"
+                )
         if self.model_repository is None and self.model_control is RepositoryControl.POLL:
             raise ValueError("--model-control poll needs a folder to check: --model-repository")
         if self.load_model and self.model_control is not RepositoryControl.EXPLICIT:

@@ -160,7 +160,7 @@ def add_repository(parser: argparse.ArgumentParser) -> None:
     )
     options.add(
         "--repository-poll-s",
-        "time between two checks of the folder, with --model-control poll",
+        "time between two checks of the folder, with --model-control poll (default: 15)",
         metavar="S",
         type=number(0.0, above=True),
     )

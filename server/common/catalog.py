@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,8 +37,8 @@ class Catalog:
         self._engine = engine
         self.missing: set[str] = set()
         """Models that the server should have had from its start, and that could not be loaded."""
-        self.failed: set[tuple[str, str]] = set()
-        """Names and versions whose newest file could not be loaded."""
+        self.failed: dict[tuple[str, str], str] = {}
+        """Reasons why the newest file of a version could not be loaded, by name and version."""
         self._served: dict[str, dict[str, ServedName]] = {}
         """Served names by model and version, newest version first."""
         for model in engine.models():
@@ -53,7 +53,16 @@ class Catalog:
         """Stop serving a model, and expect it no more."""
         self._served.pop(name, None)
         self.missing.discard(name)
-        self.failed -= {key for key in self.failed if key[0] == name}
+        self.drop_failures(name)
+
+    def drop_failures(self, name: str, *, but: Collection[str] = ()) -> None:
+        """Drop the reasons of a model's versions, except those of the versions in ``but``."""
+        for key in [key for key in self.failed if key[0] == name and key[1] not in but]:
+            del self.failed[key]
+
+    def wanted(self) -> set[str]:
+        """Return the names of all models that are served, or that could not be loaded."""
+        return {*self._served, *self.missing, *(name for name, _ in self.failed)}
 
     def find(self, name: str, version: str = "") -> ServedName:
         """Return the version of a model that answers a request.

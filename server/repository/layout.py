@@ -66,6 +66,23 @@ def find_models(folder: Path) -> dict[str, dict[str, Path]]:
     return models
 
 
+def find_misplaced(folder: Path) -> list[str]:
+    """Return the names of entries that look like models, and that :func:`find_models` ignores.
+
+    These are bundles and ONNX files next to the model folders, or in a folder without a version.
+    """
+    found = list[str]()
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.suffix in _SUFFIXES:
+            found.append(entry.name)
+        elif entry.is_dir() and not find_versions(entry):
+            inside = sorted(each.name for each in entry.iterdir())
+            found += [f"{entry.name}/{name}" for name in inside if Path(name).suffix in _SUFFIXES]
+    return found
+
+
 def find_versions(folder: Path) -> dict[str, Path]:
     """Return the paths of a model's versions, the newest first; empty if there is no such folder.
 

@@ -26,12 +26,15 @@ from offramp.server.common.served import ServedEngine
 from offramp.server.repository.layout import (
     TRITON_CONFIG,
     FileStamp,
+    find_misplaced,
     find_models,
     find_versions,
     ignored_settings,
 )
 
 logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 15.0
 
 
 class ModelState(StrEnum):
@@ -110,11 +113,16 @@ class ModelRepository:
         if settings.model_repository is not None:
             try:
                 names = await asyncio.to_thread(self._names_in_folder)
+                misplaced = await asyncio.to_thread(find_misplaced, settings.model_repository)
             except OSError as error:
                 raise StartError(
                     f"the model repository {settings.model_repository} cannot be read: "
                     f"{error.strerror}; expected a folder with models, such as NAME/1.ee"
                 ) from error
+            if misplaced:
+                logger.warning("%s: ignored: %s; a version of a model NAME is NAME/1.ee, "
+                               "NAME/1.onnx or NAME/1/model.onnx", settings.model_repository,
+                               ", ".join(misplaced))  # fmt: skip
             for name in self._named.keys() & set(names):
                 logger.warning("%s is served from %s, not from the repository, which has a model "
                                "of that name too", name, self._named[name])  # fmt: skip
@@ -123,8 +131,7 @@ class ModelRepository:
                     await self._load(name)
             else:
                 await self._follow_folder()
-                failed = {name for name, _ in self.catalog.failed}
-                self.catalog.missing |= failed - set(self.catalog.names())
+                self.catalog.missing |= set(names) - set(self.catalog.names())
         if settings.model_control is RepositoryControl.POLL:
             self._polling = asyncio.create_task(self._poll(), name="repository")
 
@@ -139,7 +146,7 @@ class ModelRepository:
         """Return all versions that are served, or that the repository has."""
         known = await asyncio.to_thread(self._found)
         known |= {(served.name, served.version) for served in self.catalog}
-        known |= self._changing.keys() | self._reasons.keys()
+        known |= self._changing.keys() | self._reasons.keys() | self.catalog.failed.keys()
         entries = [self._entry(name, version) for name, version in sorted(known, key=_order)]
         return [entry for entry in entries if not ready or entry.state is ModelState.READY]
 
@@ -158,25 +165,29 @@ class ModelRepository:
 
         Raises:
             ModelControlError: This server does not let clients unload models.
-            ModelNotServedError: The model is not served.
+            ModelNotServedError: The model is not served, and was not to be loaded either.
         """
         self._check_control("unloaded")
         async with self._turn(name):
-            self.catalog.find(name)  # raises ModelNotServedError
+            if name not in self.catalog.wanted():
+                self.catalog.find(name)  # raises ModelNotServedError
             await self._unload(name, "unloaded")
 
     async def change(self, named: Mapping[str, Path], options: Mapping[str, ModelOptions]) -> None:
         """Apply a changed configuration file: other named models, or other options.
 
-        Models that are gone are unloaded, changed ones are reloaded. If a load fails, the log shows
-        the reason, and the old version continues to serve.
+        Models that are gone are unloaded, changed ones are reloaded, failed ones are tried again.
+        If a load fails, the log shows the reason, and the old version continues to serve.
         """
         gone = self._named.keys() - named.keys()
         self._named, self._options = dict(named), {"": ModelOptions(), **options}
         for name in gone:
             await self._forget(name, "not in the configuration file any more")
-        for name in (*named, *await asyncio.to_thread(self._names_in_folder)):
-            if name in named or name in self.catalog.names():
+        there = await asyncio.to_thread(self._names_in_folder)
+        for name in self.catalog.wanted() - {*named, *there, *self.catalog.names()}:
+            await self._forget(name, "removed from the repository")
+        for name in (*named, *there):
+            if name in named or name in self.catalog.wanted():
                 await self._try_load(name)
 
     def options_of(self, name: str) -> ModelOptions:
@@ -196,7 +207,9 @@ class ModelRepository:
             try:
                 chosen = self._chosen(name, versions)
             except ValueError as error:
+                self.catalog.drop_failures(name)
                 raise ModelLoadError(f"model {name!r} cannot be loaded: {error}") from None
+            self.catalog.drop_failures(name, but=chosen)
             before = {served.version: served for served in self.catalog.served(name)}
             try:
                 for version in chosen:
@@ -215,7 +228,9 @@ class ModelRepository:
         options = override or self.options_of(name)
         stamp = await asyncio.to_thread(FileStamp.of, path)
         now = _Loaded(path=path, stamp=stamp, options=options)
-        if self._loaded.get((name, version)) != now:
+        if self._loaded.get((name, version)) == now:
+            self._reasons.pop((name, version), None)
+        else:
             await asyncio.to_thread(self._warn_of_config, name)
             await self._load_version(name, version, now)
 
@@ -225,8 +240,7 @@ class ModelRepository:
         try:
             await self._engine.load(engine_name, now.path, options=now.options)
         except (BundleError, OnnxFileError, EngineError, OSError, ValueError) as error:
-            self._reasons[key] = str(error)
-            self.catalog.failed.add(key)
+            self.catalog.failed[key] = str(error)
             raise ModelLoadError(
                 f"model {name!r}, version {version}, cannot be loaded: {error}"
             ) from error
@@ -264,7 +278,7 @@ class ModelRepository:
 
     async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(self._settings.repository_poll_s)
+            await asyncio.sleep(self._settings.repository_poll_s or _POLL_S)
             try:
                 await self._follow_folder()
             except OSError as error:
@@ -273,9 +287,7 @@ class ModelRepository:
     async def _follow_folder(self) -> None:
         """Load new and changed models of the folder, and unload those that are gone."""
         there = set(await asyncio.to_thread(self._names_in_folder))
-        known = {*self.catalog.names(), *self.catalog.missing}
-        known |= {name for name, _ in self.catalog.failed}
-        for name in known - there - self._named.keys():
+        for name in self.catalog.wanted() - there - self._named.keys():
             await self._forget(name, "removed from the repository")
         for name in sorted(there - self._named.keys()):
             await self._try_load(name)
@@ -341,7 +353,7 @@ class ModelRepository:
         if state is None:
             ready = served and self.catalog.ready(name, version)
             state = ModelState.READY if ready else ModelState.UNAVAILABLE
-        reason = self._reasons.get(key, "")
+        reason = self.catalog.failed.get(key) or self._reasons.get(key, "")
         if state is ModelState.UNAVAILABLE and not reason:
             reason = "out of service" if served else "not loaded"
         return IndexEntry(name=name, version=version, state=state, reason=reason)

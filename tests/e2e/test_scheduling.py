@@ -152,7 +152,7 @@ def test_a_wrong_file_is_one_line(refused: Any, tmp_path: Path) -> None:
 
 def test_a_policy_that_does_not_fit_is_one_line(refused: Any, bundle_path: Path) -> None:
     status, told = refused(bundle_path, "--policy=fixed:999", "--grpc-port=0", "--http-port=0")
-    assert status == 2
+    assert status == 1
     (line,) = [line for line in told.splitlines() if line.startswith("eeserve: ")]
     tells(line, "fixed:999", "exit 999")
     assert "Traceback" not in told

@@ -268,7 +268,7 @@ def test_methods_that_cannot_be_measured_say_why(bundles, tmp_path: Path, capsys
     for method, message in (
         ("deebert", "the bundle's records hold no entropies (--criterion probability), so a quar"),
         ("deebert", "give at least 200, or give the data that the bundle was compiled with as --"),
-        ("deeberd", "unknown method 'deeberd'; there is deebert"),
+        ("deeberd", "unknown method 'deeberd'; did you mean 'deebert'?"),
     ):
         command = [str(bundle.path), "--data", str(few), "--method", method]
         assert methods_main(command) == 1

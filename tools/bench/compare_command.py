@@ -16,6 +16,7 @@ from rich.progress import Progress
 from offramp.bundle import Bundle
 from offramp.bundle.schema.policy import Promise
 from offramp.calibration.data.dataset import Dataset, read_samples
+from offramp.certify.binomial import upper_bound
 from offramp.compiler.data.data_flags import add_data_arguments, source_of
 from offramp.engine.backends import BACKENDS, make_backend
 from offramp.engine.backends.custom_ops import open_runnable
@@ -51,6 +52,8 @@ _EXAMPLES: Final = {
     "eebench compare m.ee --data test.npz --also small=s.onnx": "",
 }
 _NORMAL_95: Final = 1.96
+_FEW: Final = 5
+"""Below this number of differing answers, the normal distribution is no approximation."""
 """95 % of a normal distribution are within this number of standard deviations of the mean."""
 
 
@@ -209,11 +212,20 @@ def run(
 
 
 def chance_of(promise: Promise, rows: Sequence[Row], samples: int) -> str:
-    """Return the interval in which the measured agreement of samples is with 95 % probability."""
+    """Return how far, with 95 % probability, the measured agreement is from that of all samples."""
     agreement = min(row.agreement for row in rows if row.system == OFFRAMP)
-    points = 100 * _NORMAL_95 * math.sqrt(agreement * (1 - agreement) / samples)
+    differ = round((1 - agreement) * samples)
+    if differ < _FEW:
+        most = upper_bound(differ, samples, 0.95)
+        chance = (
+            f"{differ} of {samples:,} samples were answered differently; of all samples like them, "
+            f"up to {most:.1%} may be"
+        )
+    else:
+        points = 100 * _NORMAL_95 * math.sqrt(agreement * (1 - agreement) / samples)
+        chance = f"On {samples:,} samples chance moves agreement by ±{points:.1f} points"
     return (
-        f"On {samples:,} samples chance moves agreement by ±{points:.1f} points. The promise, "
+        f"{chance}. The promise, "
         f"disagreement of at most {promise.max_disagreement:.2g}, is about all samples that are "
         "like those of calibration."
     )

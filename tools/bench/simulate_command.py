@@ -305,12 +305,12 @@ def _devices(options: argparse.Namespace) -> str:
 def _tell(runs: list[Simulated], trace: Trace, options: argparse.Namespace) -> None:
     summaries = {run.label: summarise(run.outcomes, slo_ms=options.slo_ms) for run in runs}
     console = wide_console()
-    speed = len(runs) / sum(1 / run.requests_per_second for run in runs)
+    took_s = len(trace.arrivals_s) * sum(1 / run.requests_per_second for run in runs)
     print_summaries(
         console,
         summaries,
         title=f"{options.bundle}: SIMULATED, {trace.name}, {_devices(options)}",
-        caption=f"{speed:,.0f} requests a second were simulated.",
+        caption=f"The simulation took {took_s:.1f} s.",
     )
     environment = describe_environment(
         simulated=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from offramp.bundle import Answer, AnswerTask, TaskKind, TensorSpec
 from offramp.bundle.npz import is_mapped
 from offramp.calibration.data import data_sources, dataset
 from offramp.calibration.data.dataset import DataError, Dataset, InputView, read_dataset
+from offramp.calibration.data.hashing import hash_arrays
 from offramp.calibration.data.scratch import ScratchSpace
 
 SPECS = (
@@ -46,8 +46,19 @@ def test_arrays_labels_and_hash_are_read(tmp_path: Path) -> None:
     assert data.labels is not None
     assert data.labels.dtype == np.int64
     assert data.labels.tolist() == [0, 1, 2, 1]
-    content = (tmp_path / "data.npz").read_bytes()
-    assert data.sha256 == hashlib.sha256(content).hexdigest()
+    given = {**arrays(), "label": np.array([0, 1, 2, 1])}
+    assert data.sha256 == hash_arrays(given)
+
+
+def test_the_hash_is_that_of_the_arrays_wherever_they_were_read_from(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name, array in arrays().items():
+        np.save(folder / f"{name}.npy", array)
+    packed = tmp_path / "packed.npz"
+    np.savez_compressed(packed, **arrays())
+    hashes = {read_dataset(path, SPECS).sha256 for path in (folder, packed)}
+    assert hashes == {read(tmp_path).sha256}
 
 
 def test_labels_are_optional_and_go_by_two_names(tmp_path: Path) -> None:

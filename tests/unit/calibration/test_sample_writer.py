@@ -13,7 +13,8 @@ from tests.facts import facts
 from offramp.bundle.npz import is_mapped
 from offramp.calibration.data import data_sources, sample_writer
 from offramp.calibration.data.errors import DataError
-from offramp.calibration.data.sample_writer import SampleWriter, hash_arrays
+from offramp.calibration.data.hashing import hash_arrays
+from offramp.calibration.data.sample_writer import SampleWriter
 from offramp.calibration.data.scratch import ScratchSpace
 
 ROWS = np.arange(60, dtype=np.float32).reshape(20, 3)

@@ -11,7 +11,7 @@ from tests.facts import Told, tells
 
 from offramp.cluster.serving.cluster_options import NAME, ClusterOptions
 from offramp.cluster.serving.worker_devices import LocalWorkers
-from offramp.engine.common.errors import BackendError, OptionsError
+from offramp.engine.common.errors import OptionsError
 from offramp.engine.core import Engine
 from offramp.engine.models.options import EngineOptions, ModelOptions, controller_names
 from offramp.engine.scheduling.policies import POLICIES, PolicyName
@@ -270,8 +270,19 @@ def test_a_policy_that_does_not_fit_its_model_is_one_line(
 
     monkeypatch.setattr(Engine, "open", refuse)
     status = cli.main(["m.ee", "--policy=fixed:9", "--grpc-port=0", "--http-port=0"])
-    assert status == 2
+    assert status == 1
     tells(capsys.readouterr().err, "eeserve: m", "fixed:9", "exit 9")
+
+
+def test_a_named_path_without_its_option_is_told_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine_bundle("residual", tmp_path / "m.ee")
+    named = f"fashion={tmp_path / 'm.ee'}"
+    with pytest.raises(SystemExit) as ended:
+        cli.main([named])
+    assert ended.value.code == 2
+    assert f"is given as --model {named}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_bundle_that_is_not_there_is_one_line(
@@ -307,7 +318,7 @@ def test_streams_are_held_against_cores_once_the_cpu_is_what_runs(
     monkeypatch.setattr(probe, "_LIBRARY", "libcuda-that-is-not-there.so.1")
     engine_bundle("residual", tmp_path / "m.ee")
     ports = ["--grpc-port=0", "--http-port=0", "--log-level=error"]
-    assert cli.main([str(tmp_path / "m.ee"), "--streams=4096", *ports]) == 2
+    assert cli.main([str(tmp_path / "m.ee"), "--streams=4096", *ports]) == 1
     told = capsys.readouterr().err
     tells(told, "eeserve: 4096 streams × 1 threads")
 
@@ -333,7 +344,7 @@ def test_a_table_of_no_model_is_refused_or_warned_of(
     restored_logging: None,
 ) -> None:
     async def refuse(*_: object) -> None:
-        raise BackendError("the models are opened")
+        raise OptionsError("the models are opened")
 
     monkeypatch.setattr(Engine, "open", refuse)
     (tmp_path / "models" / "fashion" / "1.ee").mkdir(parents=True)

@@ -168,7 +168,7 @@ def test_a_model_that_breaks_later_leaves_the_server_ready(tmp_path: Path) -> No
     async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
         engine.load_failure = BackendError("no room")
         add_version(tmp_path, "b", "1")
-        await until(lambda: repository.catalog.failed == {("b", "1")})
+        await until(lambda: repository.catalog.failed == {("b", "1"): "no room"})
         assert repository.catalog.all_ready()
 
     run(tmp_path, body, RepositoryControl.POLL, engine, repository_poll_s=0.01)
@@ -184,7 +184,7 @@ def test_a_version_counts_as_failed_until_it_is_loaded_or_removed(
     async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
         engine.load_failure = BackendError("no room")
         second = add_version(tmp_path, "a", "2")
-        await until(lambda: repository.catalog.failed == {("a", "2")})
+        await until(lambda: repository.catalog.failed == {("a", "2"): "no room"})
         assert served(repository) == [("a", "1", "a:1")]
         if mended:
             engine.load_failure = None
@@ -194,6 +194,85 @@ def test_a_version_counts_as_failed_until_it_is_loaded_or_removed(
         assert served(repository) == [("a", "2", "a:2") if mended else ("a", "1", "a:1")]
 
     run(tmp_path, body, RepositoryControl.POLL, engine, repository_poll_s=0.01)
+
+
+def test_a_failed_load_is_forgotten_once_the_model_is_unloaded(tmp_path: Path) -> None:
+    add_version(tmp_path, "a", "1")
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        with pytest.raises(ModelLoadError, match="no room"):
+            await repository.load("a")
+        (entry,) = await repository.index()
+        assert (entry.state, entry.reason) == ("UNAVAILABLE", "no room")
+        await repository.unload("a")
+        (entry,) = await repository.index()
+        assert (entry.reason, repository.catalog.failed) == ("not loaded", {})
+        with pytest.raises(ModelNotServedError):
+            await repository.unload("a")
+
+    run(tmp_path, body, engine=FakeEngine(served=(), load_failure=BackendError("no room")))
+
+
+def test_a_failed_version_that_is_gone_counts_no_longer_while_another_fails(tmp_path: Path) -> None:
+    second = add_version(tmp_path, "a", "2")
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        with pytest.raises(ModelLoadError):
+            await repository.load("a")
+        shutil.rmtree(second)
+        add_version(tmp_path, "a", "3")
+        with pytest.raises(ModelLoadError):
+            await repository.load("a")
+        assert repository.catalog.failed.keys() == {("a", "3")}
+        shutil.rmtree(tmp_path / "a")
+        with pytest.raises(ModelLoadError, match="no version of it"):
+            await repository.load("a")
+        assert not repository.catalog.failed
+
+    run(tmp_path, body, engine=FakeEngine(served=(), load_failure=BackendError("no room")))
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_model_that_failed_is_tried_again_with_the_configuration_file(
+    tmp_path: Path, *, mended: bool
+) -> None:
+    path = add_version(tmp_path, "a", "1")
+    engine = FakeEngine(served=(), load_failure=BackendError("no room"))
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        assert repository.catalog.missing == {"a"}
+        engine.load_failure = None
+        if not mended:
+            shutil.rmtree(path.parent)
+        await repository.change({}, {})
+        assert repository.catalog.all_ready()
+        assert [name for name, _, _ in served(repository)] == (["a"] if mended else [])
+
+    run(tmp_path, body, RepositoryControl.NONE, engine)
+
+
+def test_misplaced_models_are_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    add_version(tmp_path, "a", "1")
+    add_version(tmp_path, "b", "draft")
+    (tmp_path / "c.onnx").touch()
+    (tmp_path / ".d.onnx").touch()
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        assert served(repository) == [("a", "1", "a:1")]
+
+    run(tmp_path, body, RepositoryControl.NONE)
+    assert "ignored: b/draft.ee, c.onnx; a version of a model NAME is NAME/1.ee" in caplog.text
+
+
+def test_a_model_without_a_version_that_is_asked_for_is_missing(tmp_path: Path) -> None:
+    add_version(tmp_path, "a", "1")
+
+    async def body(repository: ModelRepository, _engine: FakeEngine) -> None:
+        assert repository.catalog.missing == {"a"}
+
+    run(tmp_path, body, RepositoryControl.NONE, model_versions=VersionChoice.parse("3"))
 
 
 def test_a_load_that_its_client_gives_up_is_logged(

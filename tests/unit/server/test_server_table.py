@@ -39,7 +39,6 @@ SETTINGS: dict[str, Any] = {
     "shutdown_timeout_s": 2.5,
     "model_repository": "models",
     "model_control": "explicit",
-    "repository_poll_s": 3.0,
     "load_model": ["a", "b"],
     "model_versions": "latest:2",
     "grpc_keepalive_time_ms": 1000,
@@ -88,7 +87,6 @@ def test_the_file_sets_what_the_command_line_can(tmp_path: Path) -> None:
         repository=ModelRepositoryOptions(
             model_repository=tmp_path / "models",
             model_control=RepositoryControl.EXPLICIT,
-            repository_poll_s=3.0,
             load_model=("a", "b"),
             model_versions=VersionChoice(latest=2),
         ),
@@ -114,8 +112,22 @@ def test_the_file_sets_what_the_command_line_can(tmp_path: Path) -> None:
 def test_no_option_is_left_out() -> None:
     kinds = (ServerOptions, LoggingOptions, *SERVER_PARTS.values())
     names = {each.name for kind in kinds for each in fields(kind)} - SERVER_PARTS.keys()
-    assert set(SETTINGS) == names
+    assert {*SETTINGS, "repository_poll_s"} == names
     assert names <= {action.dest for action in make_parser().options()}
+
+
+@pytest.mark.parametrize("control", ["none", "explicit", "poll"])
+def test_a_time_between_checks_needs_checks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], control: str
+) -> None:
+    settings = {"model_repository": "models", "model_control": control, "repository_poll_s": 3.0}
+    if control == "poll":
+        assert arguments(tmp_path, settings).server.repository.repository_poll_s == 3.0
+        return
+    with pytest.raises(SystemExit) as ended:
+        arguments(tmp_path, settings)
+    assert ended.value.code == 2
+    assert f"--model-control is {control} here" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_line_overrules_the_file(tmp_path: Path) -> None:

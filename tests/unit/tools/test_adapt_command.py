@@ -144,7 +144,7 @@ def test_two_data_sets_are_two_domains(bundle: Bundle, data: Path, tmp_path: Pat
     ("options", "message"),
     [
         (["--controllers", "aparate"], ("'aparate'", "apparate")),
-        (["--scenario", "nothing"], ("'nothing'", "there is")),
+        (["--scenario", "nothing"], ("'nothing'", "expected some of")),
         (["--scenario", "domain"], ("--data twice",)),
         (["--rate", "0"], ("--rate is 0", "more than 0")),
         (["--json", "/nowhere/out.json"], ("/nowhere/out.json",)),

@@ -137,7 +137,7 @@ def test_all_are_those_that_the_data_allows() -> None:
 
 def test_mistakes_are_explained() -> None:
     text, _ = material(shape=(16,))
-    with pytest.raises(ValueError, match="unknown scenario 'corrupion'; there is corruption"):
+    with pytest.raises(ValueError, match="unknown scenario 'corrupion'; did you mean 'corruption'"):
         scenarios_of(["corrupion"], text)
     with pytest.raises(ValueError, match=facts("'abrupt'", "model with")):
         scenarios_of(["abrupt"], text)

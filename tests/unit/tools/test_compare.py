@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,10 @@ def test_the_agreement_is_shown_with_what_chance_makes_of_it() -> None:
         max_disagreement=0.01, confidence_level=0.95, certify_samples=2000, certify_errors=10,
         p_value=0.01, predicted_savings=0.6,
     )  # fmt: skip
+    none = chance_of(promise, [replace(row, agreement=1.0)], 50)
+    assert none.startswith(
+        "0 of 50 samples were answered differently; of all samples like them, up to 5.8% may be. "
+    )
     said = chance_of(promise, [row], 2000)
     assert said.startswith("On 2,000 samples chance moves agreement by ±0.5 points. The promise, ")
     assert "disagreement of at most 0.01" in said

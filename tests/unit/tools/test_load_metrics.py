@@ -55,6 +55,16 @@ def test_the_text_of_a_server_is_read() -> None:
     assert read_metrics(TEXT, model="absent", at_s=0.0) is None
 
 
+def test_versions_of_a_model_in_a_repository_are_added_up() -> None:
+    text = TEXT.replace('"m"', '"m:1"') + TEXT.replace('"m"', '"m:2"')
+    once, twice = (read_metrics(t, model="m", at_s=0.0) for t in (TEXT, text))
+    assert once is not None
+    assert twice is not None
+    assert twice.queued == 2 * once.queued
+    assert twice.rows == {exit_: 2 * rows for exit_, rows in once.rows.items()}
+    assert twice.runs == {exit_: 2 * runs for exit_, runs in once.runs.items()}
+
+
 def test_names_are_those_that_the_server_writes() -> None:
     text = render_metrics(FakeEngine()).decode()
     found = read_metrics(text, model="fake", at_s=0.0)

@@ -153,7 +153,7 @@ def test_a_rate_file_squeezes_time_and_scales_rates(tmp_path: Path) -> None:
     assert counts[[0, 2]] == pytest.approx([10_000, 50_000], rel=0.03)
     assert trace.duration_s == pytest.approx(30)
     assert trace.name == (
-        "rates.csv (fitted rates, Poisson within), time rescaled ×0.1, rates ×100"
+        "rates.csv (Poisson at the rates of each row), time rescaled ×0.1, rates ×100"
     )
 
 

@@ -69,11 +69,12 @@ def shares(text: str) -> tuple[float, ...]:
 
 
 def look_up(what: str, names: Iterable[str], known: Mapping[str, _Known]) -> dict[str, _Known]:
-    """Return the entries of these names; ValueError with the name nearest to an unknown one."""
+    """Return the entries of these names; ValueError for an unknown one."""
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1) or known
-            raise ValueError(f"unknown {what} {name!r}; there is {', '.join(near)}")
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"unknown {what} {name!r}; {hint}expected some of {', '.join(known)}")
     return {name: known[name] for name in names}
 
 

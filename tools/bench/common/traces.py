@@ -214,7 +214,7 @@ def rate_file(
     arrivals = np.interp(_renewals(expected, 1.0, seed), reached, factor * edges)
     changes = [f"time rescaled ×{factor:.4g}"] if duration_s is not None else []
     changes += [f"rates ×{scale:.4g}"] if rate is not None else []
-    name = ", ".join([f"{path.name} (fitted rates, Poisson within)", *changes])
+    name = ", ".join([f"{path.name} (Poisson at the rates of each row)", *changes])
     return _trace(name, arrivals, factor * length_s)
 
 

@@ -34,20 +34,24 @@ class Reading:
 
 
 def read_metrics(text: str, *, model: str, at_s: float) -> Reading | None:
-    """Read the text of ``/metrics``; ``None`` if it has no data of the model's batches."""
+    """Read the text of ``/metrics``; ``None`` if it has no data of the model's batches.
+
+    The versions of a model in a repository (``model="fashion:1"``) are added up.
+    """
     rows: dict[str, float] = {}
     runs: dict[str, float] = {}
     queued = 0.0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.labels.get("model") != model:
+            name, exit_ = sample.labels.get("model", ""), sample.labels.get("exit", "")
+            if model not in (name, name.rpartition(":")[0]):
                 continue
             if sample.name == "offramp_batch_size_sum":
-                rows[sample.labels["exit"]] = sample.value
+                rows[exit_] = rows.get(exit_, 0.0) + sample.value
             elif sample.name == "offramp_batch_size_count":
-                runs[sample.labels["exit"]] = sample.value
+                runs[exit_] = runs.get(exit_, 0.0) + sample.value
             elif sample.name == "offramp_queued_samples":
-                queued = sample.value
+                queued += sample.value
     return Reading(at_s=at_s, rows=rows, runs=runs, queued=queued) if runs else None
 
 
