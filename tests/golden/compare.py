@@ -54,7 +54,7 @@ QUICK = (
         {FEW} --task regression --agree-within 1.5""",
     "eecompile {given}/sentences.onnx --data random --output {out}/random.ee --candidates 2",
     "eecompile wrap {given}/images.onnx --output {out}/wrapped.ee",
-    """eecompile rehearse {out}/images.ee --data {given}/images.npz --output {out}/rehearsed.ee
+    """eecompile rehearse {out}/images.ee --data {given}/reversed.npz --output {out}/rehearsed.ee
         --from-scratch --max-disagreement 0.1 --rehearsal-batch 8""",
     """eecompile export {out}/images.ee --data {given}/images.npz --output {out}/exported.onnx
         --with-exits""",
@@ -151,6 +151,8 @@ def make_inputs(checkout: Path, folder: Path) -> None:
     """Write the models and data that both compile."""
     folder.mkdir(parents=True)
     _python(checkout, "-m", "tests.golden.tiny", str(folder))
+    with np.load(folder / "images.npz") as archive:  # rehearse refuses what a bundle was made of
+        np.savez(folder / "reversed.npz", **{k: archive[k][::-1] for k in archive.files})
     with np.load(checkout / EXAMPLE / "calibration.npz") as archive:
         np.savez(folder / "shipped.npz", **{k: archive[k][:SAMPLES] for k in archive.files})
 
