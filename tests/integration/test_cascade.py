@@ -329,8 +329,10 @@ def test_it_is_profiled_anew_and_rehearsed(
     assert again.after.segments_ms == pytest.approx(np.array(again.before.segments_ms))
     profiled = Bundle.open(tmp_path / "p.ee").manifest
     assert (profiled.precision, profiled.cpu) == ("int8", compiled.bundle.manifest.cpu)
+    with np.load(compiled.data) as archive:
+        np.savez(tmp_path / "reversed.npz", **{k: archive[k][::-1] for k in archive.files})
     options = RehearseOptions(
-        bundle=compiled.bundle.path, data=compiled.data, output=tmp_path / "r.ee"
+        bundle=compiled.bundle.path, data=tmp_path / "reversed.npz", output=tmp_path / "r.ee"
     )
     done = rehearse_bundle(options)
     assert done.rehearsed.shipped.source_ms == pytest.approx(1.0)

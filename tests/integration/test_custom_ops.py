@@ -59,7 +59,7 @@ def test_the_manifest_names_the_library(compiled: Bundle) -> None:
 
 COMMANDS = {
     "verify": ["verify", "BUNDLE", "--data", "DATA"],
-    "rehearse": ["rehearse", "BUNDLE", "--data", "DATA", "--dry-run"],
+    "rehearse": ["rehearse", "BUNDLE", "--data", "OTHER", "--dry-run"],
     "profile": ["profile", "BUNDLE", "--dry-run"],
     "export": ["export", "BUNDLE", "--data", "DATA", "--output", "OUT"],
 }
@@ -72,8 +72,10 @@ def test_every_command_that_runs_graphs_takes_the_library(
     places = {
         "BUNDLE": compiled.path,
         "DATA": compiled.path.parent / "data.npz",
+        "OTHER": tmp_path / "other.npz",
         "OUT": tmp_path / "exits.onnx",
     }
+    np.savez(places["OTHER"], x=vectors(1400, 1))
     command = [str(places.get(word, word)) for word in COMMANDS[name]]
     assert main(command) == 1
     out, err = capfd.readouterr()
