@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offramp.cluster.planning.cluster_plan import ClusterPlan
+from offramp.tools.bench.common.bench_flags import look_up
 
 CHART_STYLE: Final = (
     "text{font:13px system-ui,sans-serif;fill:#30475e}.grid{stroke:#dde5ec}.axis{stroke:#8899aa}"
@@ -38,16 +39,13 @@ def make_parser(
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     """Return the argparse type of names separated by commas; it refuses names not in ``known``."""
-    names = list(known)
+    names = dict.fromkeys(known)
 
     def parse(text: str) -> list[str]:
-        found = text.split(",")
-        if unknown := [name for name in found if name not in names]:
-            raise argparse.ArgumentTypeError(
-                f"{', '.join(map(repr, unknown))}: expected names of {', '.join(names)}, separated "
-                "by commas"
-            )
-        return found
+        try:
+            return list(look_up("experiment", text.split(","), names))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
     return parse
 

@@ -179,11 +179,11 @@ class RestClient:
             raise DeadlineError(f"{self._url}: no answer within {limit_s:g} s") from error
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            broken = isinstance(error, http.client.BadStatusLine)
-            is_http = not broken or isinstance(error, http.client.RemoteDisconnected)
+            found = repr(error)
+            if type(error) is http.client.BadStatusLine:  # its subclass is a closed connection
+                found = "the answer is not HTTP"
             raise ConnectionFailedError(
-                f"{self._url}: {repr(error) if is_http else 'the answer is not HTTP'} "
-                "(is eeserve running there, and is this its HTTP port?)"
+                f"{self._url}: {found} (is eeserve running there, and is this its HTTP port?)"
             ) from error
 
     def _connection(self) -> http.client.HTTPConnection:

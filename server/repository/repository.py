@@ -35,6 +35,7 @@ from offramp.server.repository.layout import (
 logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 15.0
+"""Seconds between two checks of the folder if the options set none."""
 
 
 class ModelState(StrEnum):

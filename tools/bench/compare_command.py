@@ -52,9 +52,9 @@ _EXAMPLES: Final = {
     "eebench compare m.ee --data test.npz --also small=s.onnx": "",
 }
 _NORMAL_95: Final = 1.96
+"""95 % of a normal distribution are within this number of standard deviations of the mean."""
 _FEW: Final = 5
 """Below this number of differing answers, the normal distribution is no approximation."""
-"""95 % of a normal distribution are within this number of standard deviations of the mean."""
 
 
 class AdditionalPlans(NamedTuple):

@@ -127,3 +127,11 @@ def test_a_token_is_not_sent_in_the_clear() -> None:
     with pytest.raises(ValueError, match=facts("in the clear", "https", "insecure_token=True")):
         RestClient("http://example.com:8000", token="abcdefghijklmnop")
     RestClient("http://127.0.0.1:8000", token="abcdefghijklmnop").close()
+
+
+def test_the_port_of_grpc_is_no_port_of_http(served: FakeServer) -> None:
+    with (
+        RestClient(f"http://{served.address}") as rest,
+        pytest.raises(ConnectionFailedError, match=facts("is not HTTP", "its HTTP port")),
+    ):
+        rest.metadata("fake")
