@@ -12,7 +12,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -104,6 +104,21 @@ class RefusalCollector(Collector):
         yield family
 
 
+class FailedLoads(Collector):
+    """Collector of the number of model versions that could not be loaded."""
+
+    def __init__(self, versions: int) -> None:
+        self._versions = versions
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the number, 0 if all could be loaded."""
+        yield GaugeMetricFamily(
+            "offramp_failed_loads",
+            "Versions of models whose newest file could not be loaded.",
+            value=self._versions,
+        )
+
+
 def render_metrics(
     engine: ServedEngine,
     refused: Mapping[tuple[str, str], int] = MappingProxyType({}),
@@ -118,8 +133,7 @@ def render_metrics(
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
     registry.register(RefusalCollector(refused))
-    text = "Versions of models whose newest file could not be loaded."
-    Gauge("offramp_failed_loads", text, registry=registry).set(failed_loads)
+    registry.register(FailedLoads(failed_loads))
     ProcessCollector(registry=registry)
     return generate_latest(registry)
 
